@@ -1,0 +1,34 @@
+# Everything a person needs: `make demo` trains and evaluates a policy, `make test` runs every check.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint types clean parity
+
+setup: $(VENV)/.ready
+
+# The virtual environment is rebuilt whenever the requirements change, and only then.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/flexor demo
+
+test: setup lint types
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+# Compare live with lerobot, installed into an environment of its own (needs Python 3.12).
+parity: setup
+	$(BIN)/python tests/parity/run.py
+
+clean:
+	rm -rf $(VENV) runs

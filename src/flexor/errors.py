@@ -1,0 +1,25 @@
+"""The errors a person is meant to read."""
+
+
+class FlexorError(Exception):
+    """Something the user can put right: says what is wrong, where, and what to do about it.
+
+    The command line prints the message alone, without a traceback, and exits with `exit_code`.
+    A mistake of ours is an `assert`, never a FlexorError.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(FlexorError):
+    """A setting is unknown, of the wrong type or impossible together with another one."""
+
+    exit_code = 2
+
+
+class DatasetError(FlexorError):
+    """A dataset is missing, broken or not what its metadata says."""
+
+
+class CheckpointError(FlexorError):
+    """A checkpoint is missing, damaged or does not belong to this run."""
