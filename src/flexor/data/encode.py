@@ -1,0 +1,159 @@
+"""Images to video and to PNG, through PyAV.
+
+An episode is encoded on its own, into packets kept in memory, and only then appended to an mp4 file
+that holds many episodes. So every episode begins on a key frame, an episode can be thrown away, its
+size is known before a file is chosen for it, and nothing already written is ever copied again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from av.codec.context import Flags
+
+from flexor.errors import DatasetError
+
+# SVT-AV1 greets on standard error with every encoder opened, which is once per episode and camera.
+os.environ.setdefault("SVT_LOG", "1")
+
+ENCODERS = {"av1": "libsvtav1", "h264": "libx264"}
+
+
+def frame_rate(fps: float) -> Fraction:
+    """The frame rate as a fraction, since an mp4 file counts time in whole ticks."""
+    return Fraction(fps).limit_denominator(1001)
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """How the frames of one camera are encoded."""
+
+    codec: str
+    width: int
+    height: int
+    fps: float
+    gop: int = 2
+    crf: int = 30
+
+    def options(self) -> dict[str, str]:
+        """The encoder's own settings; AV1's preset is LeRobot's."""
+        options = {"g": str(self.gop), "crf": str(self.crf)}
+        if self.codec == "av1":
+            return options | {"preset": "12"}
+        # No B-frames and no key frames at scene cuts: packets lie in the order they are shown, and
+        # key frames lie where the GOP says.
+        return options | {"bf": "0", "sc_threshold": "0"}
+
+    def check(self, where: str) -> None:
+        """Refuse what the encoder would refuse later, and with less to say."""
+        if self.codec not in ENCODERS:
+            raise DatasetError(f"{where}: unknown codec {self.codec!r}. Choose one of {', '.join(ENCODERS)}.")
+        if self.gop < 1:
+            raise DatasetError(f"{where}: gop={self.gop} is not a number of frames. Give 1 or more.")
+        if not 0 <= self.crf <= (63 if self.codec == "av1" else 51):
+            raise DatasetError(f"{where}: crf={self.crf} is out of range for {self.codec}. Give 0 to 51.")
+        if self.codec == "h264" and (self.width % 2 or self.height % 2):
+            raise DatasetError(
+                f"{where}: H.264 with 4:2:0 colour needs an even width and height, got "
+                f"{self.height}x{self.width} (height x width). Use codec='av1', which takes odd sizes, or "
+                "crop a row or column."
+            )
+
+    def info(self) -> dict[str, Any]:
+        """The `info` block of a video feature in meta/info.json, as LeRobot writes it."""
+        rate = frame_rate(self.fps)
+        info: dict[str, Any] = {
+            "video.height": self.height,
+            "video.width": self.width,
+            "video.codec": self.codec,
+            "video.pix_fmt": "yuv420p",
+            "video.is_depth_map": False,
+            "video.fps": int(rate) if rate.denominator == 1 else float(rate),
+            "video.channels": 3,
+            "has_audio": False,
+            "video.g": self.gop,
+            "video.crf": self.crf,
+        }
+        if self.codec == "av1":
+            info["video.preset"] = 12
+        return info | {"is_depth_map": False}
+
+
+class EpisodeEncoder:
+    """Encodes one episode of one camera; its packets are small enough to keep in memory."""
+
+    def __init__(self, settings: VideoSettings) -> None:
+        self.packets: list[av.Packet] = []
+        self.frames = 0
+        context: Any = av.CodecContext.create(ENCODERS[settings.codec], "w")
+        context.width, context.height, context.pix_fmt = settings.width, settings.height, "yuv420p"
+        context.framerate = frame_rate(settings.fps)
+        context.time_base = 1 / frame_rate(settings.fps)
+        context.flags |= Flags.global_header  # mp4 keeps the parameter sets once, in front
+        context.options = settings.options()
+        self._context = context
+
+    def add(self, image: np.ndarray) -> None:
+        """Encode one more frame, [H, W, 3] uint8."""
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+        frame = frame.reformat(format="yuv420p")
+        frame.pts, frame.time_base = self.frames, self._context.time_base
+        self.frames += 1
+        self.packets += self._context.encode(frame)
+
+    def finish(self) -> list[av.Packet]:
+        """The packets of the episode, one per frame, times counted in frames from its start."""
+        self.packets += self._context.encode(None)
+        assert len(self.packets) == self.frames and self.packets[0].is_keyframe
+        return self.packets
+
+
+class VideoFile:
+    """An mp4 file that episodes are appended to. It is playable once closed, and not before."""
+
+    def __init__(self, path: Path, settings: VideoSettings) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.frames, self.bytes = 0, 0
+        self._time_base = 1 / frame_rate(settings.fps)
+        # faststart puts the index in front, so that reading over a network starts with one request.
+        self._container = av.open(str(path), "w", options={"movflags": "faststart"})
+        stream: Any = self._container.add_stream(
+            ENCODERS[settings.codec], frame_rate(settings.fps), options=settings.options()
+        )
+        stream.width, stream.height, stream.pix_fmt = settings.width, settings.height, "yuv420p"
+        stream.time_base = self._time_base
+        self._stream = stream
+
+    def append(self, packets: list[av.Packet]) -> tuple[float, float]:
+        """Put an episode at the end; gives its first time in the file and the time just past it."""
+        start = self.frames
+        for packet in packets:
+            assert packet.pts is not None and packet.dts is not None
+            copy = av.Packet(bytes(packet))
+            copy.stream, copy.time_base, copy.duration = self._stream, self._time_base, 1
+            copy.pts, copy.dts = start + packet.pts, start + packet.dts
+            copy.is_keyframe = packet.is_keyframe
+            self._container.mux(copy)
+        self.frames += len(packets)
+        self.bytes += sum(packet.size for packet in packets)
+        return float(start * self._time_base), float(self.frames * self._time_base)
+
+    def close(self) -> None:
+        """Write the index. Without it the file cannot be read."""
+        self._container.close()
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """[H, W, 3] uint8 as the bytes of a PNG file."""
+    context: Any = av.CodecContext.create("png", "w")
+    context.height, context.width = image.shape[:2]
+    context.pix_fmt, context.time_base, context.thread_count = "rgb24", Fraction(1), 1
+    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
+    frame.pts = 0
+    return b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])
