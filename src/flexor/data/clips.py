@@ -1,0 +1,214 @@
+"""One camera's frames of one episode, in a video file or as pictures in the frame table."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cache
+
+import av
+import numpy as np
+import pyarrow as pa
+from av.video.reformatter import VideoReformatter
+
+from flexor.data.metadata import Feature, broken, read_parquet
+from flexor.data.source import Source
+from flexor.data.video import VideoIndex, decode, index_video
+from flexor.errors import DatasetError
+from flexor.log import log
+
+__all__ = ["ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+
+
+@dataclass(eq=False)
+class VideoFile:
+    """A video file shared by many episodes; fetched and indexed at first touch."""
+
+    source: Source
+    name: str
+    feature: Feature
+    _index: VideoIndex | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def index(self) -> VideoIndex:
+        with self._lock:
+            if self._index is None:
+                self._index = index_video(self.source.local(self.name))
+                self._check_size(self._index)
+            return self._index
+
+    def _check_size(self, index: VideoIndex) -> None:
+        _, height, width = self.feature.chw
+        if (index.height, index.width) != (height, width):
+            raise broken(
+                self.source,
+                self.name,
+                f"pictures are {index.height}x{index.width}, but meta/info.json declares {height}x{width} "
+                f"for {self.feature.name}: correct its shape there",
+            )
+
+
+@cache  # told once per camera: what ails one episode's clock usually ails them all
+def _warn_of_late_clock(dataset: str, camera: str, seconds: float) -> None:
+    log.warning(
+        "%s: %s: an episode's timestamps start at %.2f s and run past the end of its video, which has a frame "
+        "for every row: such episodes are read from their first frame on",
+        dataset,
+        camera,
+        seconds,
+    )
+
+
+@dataclass(eq=False)
+class VideoClip:
+    """An episode inside of a video file: the frames nearest to start + timestamp."""
+
+    file: VideoFile
+    episode: int
+    start: float
+    stop: float
+    times: np.ndarray  # [length] the episode's timestamps
+    fps: float
+    tolerance_s: float
+    _numbers: np.ndarray | None = None
+
+    @property
+    def nbytes(self) -> int:
+        _, height, width = self.file.feature.chw
+        return len(self.times) * height * width * 3
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The file's frame number of every frame of the episode."""
+        if self._numbers is None:  # two threads may both compute it: the result is the same
+            self._numbers = self._resolve()
+        return self._numbers
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        return self._decode(self.numbers[frames])
+
+    def read_all(self) -> np.ndarray:
+        return self._decode(self.numbers)
+
+    def _decode(self, numbers: np.ndarray) -> np.ndarray:
+        try:
+            return decode(self.file.index.path, numbers, self.file.index)
+        except DatasetError as error:
+            raise DatasetError(f"episode {self.episode}, camera {self.file.feature.name}: {error}") from error
+
+    def _resolve(self) -> np.ndarray:
+        try:
+            index = self.file.index
+        except DatasetError as error:
+            raise DatasetError(f"episode {self.episode}, camera {self.file.feature.name}: {error}") from error
+        wanted = self.start + self.times.astype(np.float64)
+        numbers, distance = index.nearest(wanted)
+        if self._runs_over(index, wanted, distance):
+            numbers, distance = index.nearest(wanted - self.times[0])
+            _warn_of_late_clock(str(self.file.source), self.file.feature.name, round(float(self.times[0]), 2))
+        if (distance > self.tolerance_s).any():
+            raise self._too_far(index, wanted, distance)
+        return numbers
+
+    def _runs_over(self, index: VideoIndex, wanted: np.ndarray, distance: np.ndarray) -> bool:
+        """Whether the episode's clock starts late, so that its last rows have no frame of their own.
+
+        Only a clock that would otherwise be an error (or read the next episode's frames) is set right.
+        """
+        half = 0.5 / self.fps
+        if self.times[0] < half:
+            return False
+        stop = np.inf if np.isnan(self.stop) else self.stop - half
+        own = np.count_nonzero((index.times >= self.start - half) & (index.times < stop))
+        return own == len(self.times) and bool(wanted[-1] >= stop or distance[-1] > self.tolerance_s)
+
+    def _too_far(self, index: VideoIndex, wanted: np.ndarray, distance: np.ndarray) -> DatasetError:
+        frame = int(np.argmax(distance > self.tolerance_s))
+        count = int((distance > self.tolerance_s).sum())
+        return broken(
+            self.file.source,
+            self.file.name,
+            f"episode {self.episode}, frame {frame} ({count} frames in all): it should be at "
+            f"{wanted[frame]:.4f} s, but the nearest of the file's {len(index)} frames (the last is at "
+            f"{index.times[-1]:.4f} s) is {distance[frame]:.4f} s away, and {self.tolerance_s:.4f} s is "
+            f"allowed. The video is cut short or does not belong to this episode; if the recording's clock "
+            f"is merely unsteady, raise tolerance_s",
+        )
+
+
+class ImageFiles:
+    """Columns of encoded pictures in parquet files; the last few read stay in memory.
+
+    LeRobot limits data files to about 100 MB, so keeping a few is affordable, while a reader at random
+    would otherwise read a whole file for every picture.
+    """
+
+    keep = 8
+
+    def __init__(self, source: Source):
+        self.source = source
+        self._recent: OrderedDict[tuple[str, str], pa.Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encoded(self, file: str, column: str) -> pa.Array:
+        with self._lock:
+            if (file, column) not in self._recent:
+                pictures = read_parquet(self.source, file, [column])[column].combine_chunks()
+                self._recent[file, column] = _bytes_of(pictures)
+                while len(self._recent) > self.keep:
+                    self._recent.popitem(last=False)
+            self._recent.move_to_end((file, column))
+            return self._recent[file, column]
+
+
+def _bytes_of(pictures: pa.Array) -> pa.Array:
+    if isinstance(pictures, pa.ChunkedArray):
+        pictures = pa.concat_arrays(pictures.chunks)
+    return pictures.field("bytes") if pa.types.is_struct(pictures.type) else pictures
+
+
+@dataclass(eq=False)
+class ImageClip:
+    """An episode whose pictures lie in the frame table."""
+
+    files: ImageFiles
+    file: str
+    feature: Feature
+    first_row: int
+    length: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * int(np.prod(self.feature.chw))
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        encoded = self.files.encoded(self.file, self.feature.name)
+        return np.stack([self._decode(encoded, int(frame)) for frame in frames])
+
+    def read_all(self) -> np.ndarray:
+        return self.read(np.arange(self.length))
+
+    def _decode(self, encoded: pa.Array, frame: int) -> np.ndarray:
+        data = encoded[self.first_row + frame].as_py()
+        where = f"row {self.first_row + frame}, column {self.feature.name}"
+        if not data:
+            raise broken(self.files.source, self.file, f"{where}: there is no picture")
+        try:
+            return decode_image(data)
+        except (av.FFmpegError, ValueError) as error:
+            raise broken(self.files.source, self.file, f"{where}: not a PNG or JPEG ({error})") from error
+
+
+def decode_image(data: bytes) -> np.ndarray:
+    """PNG or JPEG bytes -> uint8 [H, W, C], with as many channels as the picture has."""
+    name = "png" if data[:4] == b"\x89PNG" else "mjpeg" if data[:2] == b"\xff\xd8" else None
+    if name is None:
+        raise ValueError(f"it starts with {data[:4]!r}")
+    context = av.CodecContext.create(name, "r")
+    frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
+    if not frames:
+        raise ValueError("no picture comes out of it")
+    frame = frames[0]
+    layout = {"gray": "gray", "ya8": "gray", "rgba": "rgba"}.get(frame.format.name, "rgb24")
+    pixels = VideoReformatter().reformat(frame, format=layout).to_ndarray()
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels

@@ -1,0 +1,352 @@
+"""A LeRobot dataset, opened for reading: columns in memory, frames on request.
+
+    dataset = open_dataset("lerobot/pusht", episodes=[0, 1])
+    batch = dataset.read(rows, deltas={"action": range(16)})
+
+All versions (v2.0, v2.1, v3.0) and all places (folder, Hub, fsspec) come out the same. Rows lie in the
+order of the data files, as in LeRobot, whatever order episodes were asked for in.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.data.clips import ImageClip, ImageFiles, VideoClip, VideoFile
+from flexor.data.frames import Clip, FrameStore
+from flexor.data.metadata import Feature, Metadata, broken, read_metadata
+from flexor.data.source import Source, find_source
+from flexor.data.table import FrameTable, fill_in, read_table
+from flexor.data.windows import window_rows
+from flexor.errors import DatasetError
+from flexor.log import log
+
+__all__ = ["Dataset", "Episodes", "Feature", "open_dataset"]
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """The selected episodes, in row order."""
+
+    index: np.ndarray  # [E] number in the dataset as published
+    length: np.ndarray  # [E]
+    tasks: list[list[str]]
+
+    @cached_property
+    def end(self) -> np.ndarray:
+        """One past each episode's last row in this dataset. [E]"""
+        return np.cumsum(self.length)
+
+    @cached_property
+    def start(self) -> np.ndarray:
+        """Each episode's first row in this dataset. [E]"""
+        return self.end - self.length
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+@dataclass(eq=False)
+class Dataset:
+    """See `open_dataset`. Reading is safe from several threads at once."""
+
+    repo_id: str
+    root: Path
+    version: str
+    fps: float
+    robot_type: str | None
+    features: dict[str, Feature]
+    """What can be read: every declared feature that is there, and LeRobot's own index columns."""
+
+    cameras: list[str]
+    absent: dict[str, str]
+    """Declared features that cannot be read, and why."""
+
+    tasks: list[str]
+    stats: dict[str, dict[str, np.ndarray]]
+    columns: dict[str, np.ndarray]
+    """Numeric and bool features, [N, ...]; features of shape [1] are [N], as LeRobot's items are scalars."""
+
+    strings: dict[str, list[str]]
+    episodes: Episodes
+    store: FrameStore
+    _file_sizes: dict[int, list[int]]
+    _announced: set[str] = field(default_factory=set, init=False)
+
+    def __len__(self) -> int:
+        return int(self.episodes.length.sum())
+
+    def episode_of(self, rows: np.ndarray) -> np.ndarray:
+        """The position in `episodes` of the episode each row belongs to."""
+        return np.searchsorted(self.episodes.end, rows, side="right")
+
+    def read(
+        self,
+        rows: Sequence[int] | np.ndarray,
+        deltas: Mapping[str, Sequence[int]] | None = None,
+        cameras: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
+        """A batch of rows, as numpy arrays.
+
+        Every column is [B, ...]; one named in `deltas` is a window [B, T, ...] with `{name}_is_pad` [B, T].
+        Cameras (all, if none are named) are uint8 [B, C, H, W] or [B, T, C, H, W]: views of channels-last
+        memory, which is how they were decoded. "task" is a list of strings.
+        """
+        rows = self._checked_rows(rows)
+        chosen = self.cameras if cameras is None else list(cameras)
+        self._check_names([*chosen, *(deltas or {})], chosen)
+        episode = self.episode_of(rows)
+        start, end = self.episodes.start[episode], self.episodes.end[episode]
+        at: dict[str, np.ndarray] = {}
+        batch: dict[str, Any] = {}
+        for name, steps in (deltas or {}).items():
+            at[name], batch[f"{name}_is_pad"] = window_rows(rows, steps, start, end)
+        for name in chosen:
+            batch[name] = self._frames(name, at.get(name, rows), episode)
+        for name, column in self.columns.items():
+            batch[name] = column[at.get(name, rows)]
+        for name, texts in self.strings.items():
+            batch[name] = _pick(texts, at.get(name, rows))
+        batch["task"] = [self._task(index) for index in self.columns["task_index"][rows].tolist()]
+        return batch
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """One row like LeRobot's item with return_uint8: tensors, scalars where the shape is [1]."""
+        import torch
+
+        batch = self.read(np.array([row + len(self) if row < 0 else row]))
+        return {
+            name: torch.as_tensor(value[0]) if isinstance(value, np.ndarray) else value[0]
+            for name, value in batch.items()
+        }
+
+    def select(self, episodes: Sequence[int]) -> "Dataset":
+        """A view of fewer episodes (numbered as in the whole dataset); frames are shared, not read twice."""
+        wanted = _checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
+        keep = np.flatnonzero(np.isin(self.episodes.index, wanted))
+        spans = zip(self.episodes.start[keep].tolist(), self.episodes.end[keep].tolist())
+        rows = np.concatenate([np.arange(start, end) for start, end in spans])
+        adjoining = rows[-1] - rows[0] + 1 == len(rows)
+        where: Any = slice(rows[0], rows[-1] + 1) if adjoining else rows
+        return replace(
+            self,
+            columns={name: column[where] for name, column in self.columns.items()},
+            strings={name: _pick(texts, rows) for name, texts in self.strings.items()},
+            episodes=Episodes(
+                self.episodes.index[keep],
+                self.episodes.length[keep],
+                [self.episodes.tasks[i] for i in keep],
+            ),
+        )
+
+    def fingerprint(self) -> str:
+        """A hash of what identifies the content: the same for the same data wherever it lies."""
+        identity = {
+            "version": self.version,
+            "fps": self.fps,
+            "features": [(f.name, f.dtype, f.shape) for f in self.features.values()],
+            "tasks": self.tasks,
+            "episodes": self.episodes.index.tolist(),
+            "lengths": self.episodes.length.tolist(),
+            "sizes": [self._file_sizes[i] for i in self.episodes.index.tolist()],
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    def _frames(self, camera: str, rows: np.ndarray, episode: np.ndarray) -> np.ndarray:
+        """Pixels [*rows.shape, C, H, W] of rows [B] or [B, T], all of a sample in one episode."""
+        if camera not in self._announced:
+            self._announced.add(camera)
+            self.store.admit(camera, self.episodes.index)
+        position = np.broadcast_to(episode.reshape(-1, *[1] * (rows.ndim - 1)), rows.shape).ravel()
+        frames = rows.ravel() - self.episodes.start[position]
+        pixels = self.store.get(camera, self.episodes.index[position], frames)
+        return np.moveaxis(pixels.reshape(*rows.shape, *pixels.shape[1:]), -1, -3)
+
+    def _task(self, index: int) -> str:
+        return self.tasks[index] if 0 <= index < len(self.tasks) else ""
+
+    def _checked_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        rows = np.asarray(rows, np.int64)
+        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= len(self):
+            raise IndexError(f"rows {rows} of a dataset of {len(self)}")
+        return rows
+
+    def _check_names(self, names: Iterable[str], cameras: Sequence[str]) -> None:
+        known = {*self.columns, *self.strings, *cameras} & {*self.columns, *self.strings, *self.cameras}
+        for name in names:
+            if name not in known:
+                why = self.absent.get(name, f"it has {', '.join(sorted(self.features))}")
+                raise DatasetError(f"{self.repo_id} has no feature {name!r} to read: {why}")
+
+
+def open_dataset(
+    repo_id: str | None = None,
+    root: str | Path | None = None,
+    revision: str | None = None,
+    episodes: Sequence[int] | None = None,
+    cache_bytes: int | None = None,
+    tolerance_s: float | None = None,
+) -> Dataset:
+    """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
+
+    `cache_bytes` is what decoded frames may take in RAM: a quarter of what is free, unless given.
+    `tolerance_s` is how far from its timestamp a frame may lie: half a frame period, unless given.
+    LeRobot allows 1e-4 s, on which many real recordings fail (its issues 933 and 1875) though no other
+    frame is nearer; beyond half a period the nearest frame is another row's.
+    """
+    source = find_source(repo_id, root, revision)
+    name = repo_id or str(source)
+    meta = read_metadata(source)
+    selected = list(range(len(meta.episodes.index)))
+    if episodes is not None:
+        selected = _checked_episodes(episodes, meta.episodes.index, name)
+    if not selected:
+        raise broken(source, "meta/info.json", "the dataset has no episode")
+    source.fetch(_files(meta, selected))
+    table = read_table(source, meta.features, meta.episodes, selected)
+    columns = dict(table.columns)
+    fill_in(columns, table, meta.fps, _first_tasks(meta, table))
+    absent = dict(table.missing)
+    cameras = [*table.images]
+    for camera, feature in meta.features.items():
+        if feature.is_video and (why := _why_unreadable(source, meta, feature, table.episode)):
+            absent[camera] = why
+        elif feature.is_video:
+            cameras.append(camera)
+    cameras = [
+        camera for camera in meta.features if camera in cameras and not _drop_depth(meta, camera, absent)
+    ]
+    for feature_name, why in absent.items():
+        log.warning("%s: feature %s cannot be read: %s", name, feature_name, why)
+    tolerance = 0.5 / meta.fps if tolerance_s is None else tolerance_s
+    clips = _clips(source, meta, table, columns["timestamp"], cameras, tolerance)
+    return Dataset(
+        repo_id=name,
+        root=source.root,
+        version=meta.version,
+        fps=meta.fps,
+        robot_type=meta.robot_type,
+        features=_present(meta, columns, absent),
+        cameras=cameras,
+        absent=absent,
+        tasks=meta.tasks,
+        stats=meta.stats,
+        columns=columns,
+        strings=table.strings,
+        episodes=Episodes(table.episode, table.length, [meta.episodes.tasks[i] for i in table.episode]),
+        store=FrameStore(clips, cache_bytes),
+        _file_sizes=_file_sizes(source, meta, table.episode, cameras),
+    )
+
+
+def _checked_episodes(episodes: Sequence[int], valid: np.ndarray, name: str) -> list[int]:
+    """The episodes asked for, once each and in order; it is an error to ask for what is not there."""
+    wanted = sorted({int(episode) for episode in episodes})
+    there = set(valid.tolist())
+    wrong = [episode for episode in wanted if episode not in there]
+    if wrong:
+        extent = f"{valid.min()} to {valid.max()}" if len(valid) else "none"
+        if len(there) and len(there) != valid.max() - valid.min() + 1:
+            extent = f"{sorted(there)}"
+        raise DatasetError(f"{name} has no episodes {wrong}: valid are {extent}. Correct --dataset.episodes")
+    if not wanted:
+        raise DatasetError(f"{name}: the list of episodes is empty. Leave --dataset.episodes out to read all")
+    return wanted
+
+
+def _files(meta: Metadata, selected: list[int]) -> list[str]:
+    files = [meta.episodes.data_file[i] for i in selected]
+    for spans in meta.episodes.videos.values():
+        files += [spans.file[i] for i in selected]
+    return list(dict.fromkeys(files))
+
+
+def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:
+    """Task index [E] by the episodes' own metadata, for tables without a task_index column."""
+    number = {task: i for i, task in enumerate(meta.tasks)}
+    return np.array([number.get(next(iter(meta.episodes.tasks[i]), ""), 0) for i in table.episode], np.int64)
+
+
+def _why_unreadable(source: Source, meta: Metadata, feature: Feature, selected: np.ndarray) -> str | None:
+    """Why a declared video cannot be read; a camera that misses only some of its files is an error."""
+    spans = meta.episodes.videos.get(feature.name)
+    if spans is None:
+        return "the episode metadata does not say where its videos are"
+    files = list(dict.fromkeys(spans.file[i] for i in selected.tolist()))
+    missing = [file for file in files if not source.exists(file)]
+    if len(missing) == len(files):
+        return f"it is declared but has no video files ({files[0]} is missing)"
+    if missing:
+        raise broken(
+            source, missing[0], f"the file is missing ({len(missing)} of {len(files)} for {feature.name})"
+        )
+    return None
+
+
+def _drop_depth(meta: Metadata, camera: str, absent: dict[str, str]) -> bool:
+    if meta.features[camera].is_depth:
+        absent[camera] = "it is a depth map, which Flexor does not read yet"
+    return camera in absent
+
+
+def _present(meta: Metadata, columns: dict[str, np.ndarray], absent: dict[str, str]) -> dict[str, Feature]:
+    features = {name: feature for name, feature in meta.features.items() if name not in absent}
+    for name, column in columns.items():
+        features.setdefault(name, Feature(name, str(column.dtype), (1,)))
+    return features
+
+
+def _clips(
+    source: Source,
+    meta: Metadata,
+    table: FrameTable,
+    timestamps: np.ndarray,
+    cameras: list[str],
+    tolerance: float,
+) -> dict[tuple[str, int], Clip]:
+    clips: dict[tuple[str, int], Clip] = {}
+    end = np.cumsum(table.length)
+    images = ImageFiles(source)
+    for camera in cameras:
+        feature = meta.features[camera]
+        videos: dict[str, VideoFile] = {}
+        for i, episode in enumerate(table.episode.tolist()):
+            if feature.is_image:
+                file, row = meta.episodes.data_file[episode], int(table.first_row[i])
+                clips[camera, episode] = ImageClip(images, file, feature, row, int(table.length[i]))
+                continue
+            spans = meta.episodes.videos[camera]
+            name = spans.file[episode]
+            video = videos.setdefault(name, VideoFile(source, name, feature))
+            times = timestamps[end[i] - table.length[i] : end[i]]
+            start, stop = float(spans.start[episode]), float(spans.stop[episode])
+            clips[camera, episode] = VideoClip(video, episode, start, stop, times, meta.fps, tolerance)
+    return clips
+
+
+def _file_sizes(
+    source: Source, meta: Metadata, episodes: np.ndarray, cameras: list[str]
+) -> dict[int, list[int]]:
+    """Bytes of the files each episode lies in."""
+    sizes: dict[str, int] = {}
+    by_episode = {}
+    for episode in episodes.tolist():
+        files = [meta.episodes.data_file[episode]]
+        files += [meta.episodes.videos[c].file[episode] for c in cameras if c in meta.episodes.videos]
+        for file in files:
+            if file not in sizes:
+                sizes[file] = source.size(file)
+        by_episode[episode] = [sizes[file] for file in files]
+    return by_episode
+
+
+def _pick(texts: Sequence[Any], rows: np.ndarray) -> list:
+    """Strings by row: a list for rows [B], a list of lists for windows [B, T]."""
+    if rows.ndim == 1:
+        return [texts[row] for row in rows.tolist()]
+    return [[texts[row] for row in window] for window in rows.tolist()]

@@ -1,0 +1,195 @@
+"""The frame table: parquet columns of the selected episodes as contiguous numpy arrays."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from flexor.data.metadata import EpisodeFiles, Feature, broken, parquet_columns, read_parquet
+from flexor.data.source import Source
+from flexor.log import log
+
+__all__ = ["FrameTable", "read_table"]
+
+READERS = 4
+"""Files read at once: reading one is decompression, which leaves the interpreter free."""
+
+
+@dataclass(frozen=True)
+class FrameTable:
+    """The rows of the selected episodes, in the order in which they lie in the files."""
+
+    columns: dict[str, np.ndarray]  # numeric and bool, [N, ...]
+    strings: dict[str, list[str]]
+    images: list[str]
+    """Columns of encoded pictures: present, but not read here."""
+
+    missing: dict[str, str]
+    """Declared features that are no column, and why that is so."""
+
+    episode: np.ndarray  # [E] episode index, in row order
+    length: np.ndarray  # [E] rows
+    first_row: np.ndarray  # [E] the episode's first row in its own file
+
+
+@dataclass
+class _Piece:
+    """What one file contributes."""
+
+    columns: dict[str, np.ndarray]
+    strings: dict[str, list[str]]
+    episode: list[int]
+    length: list[int]
+    first_row: list[int]
+
+
+def read_table(
+    source: Source, features: dict[str, Feature], episodes: EpisodeFiles, selected: Sequence[int]
+) -> FrameTable:
+    """Read what is needed of every file that holds a selected episode."""
+    by_file: dict[str, list[int]] = {}
+    for episode in selected:
+        by_file.setdefault(episodes.data_file[episode], []).append(episode)
+    files = sorted(by_file)
+    present = parquet_columns(source, files[0])
+    wanted = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
+    missing = {n: _why_missing(f, files[0]) for n, f in features.items() if _is_missing(f, present, wanted)}
+
+    def read(file: str) -> _Piece:
+        return _read_file(source, file, wanted, episodes, by_file[file])
+
+    with ThreadPoolExecutor(READERS) as pool:
+        pieces = list(pool.map(read, files))
+    columns = {
+        name: np.concatenate([piece.columns[name] for piece in pieces])
+        for name, feature in wanted.items()
+        if feature.is_numeric
+    }
+    strings = {
+        name: [text for piece in pieces for text in piece.strings[name]]
+        for name, feature in wanted.items()
+        if not feature.is_numeric
+    }
+    images = [name for name, feature in features.items() if feature.is_image and name in present]
+    return FrameTable(
+        columns,
+        strings,
+        images,
+        missing,
+        np.array([e for piece in pieces for e in piece.episode], np.int64),
+        np.array([n for piece in pieces for n in piece.length], np.int64),
+        np.array([r for piece in pieces for r in piece.first_row], np.int64),
+    )
+
+
+def fill_in(columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_of: np.ndarray) -> None:
+    """Add LeRobot's own columns where a dataset lacks them; everything else relies on them.
+
+    `task_of` [E] is the task index of each episode in row order.
+    """
+    length = table.length
+    start = np.cumsum(length) - length
+    frame = np.arange(length.sum()) - np.repeat(start, length)
+    derived = {
+        "episode_index": lambda: np.repeat(table.episode, length),
+        "frame_index": lambda: frame,
+        "index": lambda: np.arange(length.sum()),
+        "task_index": lambda: np.repeat(task_of, length),
+        "timestamp": lambda: (frame / fps).astype(np.float32),
+    }
+    added = [name for name in derived if name not in columns]
+    for name in added:
+        columns[name] = derived[name]()
+    if added:
+        log.warning("the dataset has no column %s: derived from the episode lengths", ", ".join(added))
+
+
+def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]) -> bool:
+    return (
+        not feature.is_video
+        and feature.name not in wanted
+        and not (feature.is_image and feature.name in present)
+    )
+
+
+def _why_missing(feature: Feature, file: str) -> str:
+    if feature.is_numeric or feature.is_image or feature.dtype == "string":
+        return f"{file} has no such column"
+    return f"Flexor does not read features of dtype {feature.dtype!r}"
+
+
+def _read_file(
+    source: Source, file: str, wanted: dict[str, Feature], episodes: EpisodeFiles, selected: list[int]
+) -> _Piece:
+    present = parquet_columns(source, file)
+    lacking = [name for name in wanted if name not in present]
+    if lacking:
+        raise broken(source, file, f"columns {lacking} are missing, though other data files have them")
+    table = read_parquet(source, file, list(dict.fromkeys([*wanted, *_index_column(present)])))
+    spans = _episode_spans(source, file, table, episodes, selected)
+    columns, strings = {}, {}
+    for name, feature in wanted.items():
+        if feature.is_numeric:
+            values = _to_numpy(source, file, table[name], feature)
+            parts = [values[first : first + n] for _, first, n in spans]
+            columns[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        else:
+            texts = table[name].to_pylist()
+            strings[name] = [text for _, first, n in spans for text in texts[first : first + n]]
+    index, first_row, length = (list(part) for part in zip(*spans))
+    return _Piece(columns, strings, index, length, first_row)
+
+
+def _index_column(present: list[str]) -> list[str]:
+    return ["episode_index"] if "episode_index" in present else []
+
+
+def _episode_spans(
+    source: Source, file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
+) -> list[tuple[int, int, int]]:
+    """(episode, first row, rows) of the selected episodes of one file, in row order."""
+    if "episode_index" in table.column_names:
+        index = table["episode_index"].to_numpy()
+    else:
+        index = np.full(table.num_rows, selected[0])  # v2 without the column: the file is the episode's
+    spans = []
+    for episode in selected:
+        rows = np.flatnonzero(index == episode)
+        expected = int(episodes.length[episode])
+        if len(rows) != expected:
+            what = f"episode {episode} has {len(rows)} rows, but its metadata says {expected}"
+            raise broken(source, file, what)
+        if len(rows) and rows[-1] - rows[0] + 1 != len(rows):
+            raise broken(source, file, f"the rows of episode {episode} do not lie together")
+        if len(rows):
+            spans.append((episode, int(rows[0]), expected))
+    if not spans:
+        raise broken(source, file, f"episodes {selected} have no rows")
+    return sorted(spans, key=lambda span: span[1])
+
+
+def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Feature) -> np.ndarray:
+    """A parquet column [N, *shape] (or [N] for shape [1]) in the dtype that LeRobot's items have."""
+    values = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(values, pa.ChunkedArray):  # an empty column
+        values = pa.concat_arrays(values.chunks) if values.chunks else pa.array([], values.type)
+    rows = len(values)
+    while isinstance(values, pa.ExtensionArray) or pa.types.is_nested(values.type):
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
+    if values.null_count:
+        raise broken(source, file, f"column {feature.name} has {values.null_count} empty values")
+    shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
+    flat = values.to_numpy(zero_copy_only=False)
+    if flat.size != int(np.prod(shape)):
+        what = f"column {feature.name} holds {flat.size} numbers in {rows} rows, not {feature.shape} each"
+        raise broken(source, file, what)
+    return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
+
+
+def _item_dtype(stored: np.dtype) -> type:
+    """LeRobot turns rows into Python numbers and those into tensors: float32, int64 or bool."""
+    if stored.kind == "b":
+        return np.bool_
+    return np.float32 if stored.kind == "f" else np.int64
