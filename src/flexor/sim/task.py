@@ -127,7 +127,7 @@ def sample_start(rng: np.random.Generator) -> State:
             return State((gripper[0], gripper[1]), 1.0, (block[0], block[1]), (goal[0], goal[1]))
 
 
-class PlaceEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
+class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
     """The task as a gymnasium environment with the observations of LeRobot's: `pixels` and `agent_pos`."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}  # noqa: RUF012
@@ -192,7 +192,7 @@ class PlaceEnv(gymnasium.Env[dict[str, np.ndarray], np.ndarray]):
         s = self.state
         return painter.draw(s.gripper, s.opening, s.block, s.goal, s.held, s.success)
 
-    def render(self) -> np.ndarray | None:  # type: ignore[override]
+    def render(self) -> np.ndarray | None:
         """The scene as the policy sees it, in a size for people."""
         if self.render_mode is None:
             return None
