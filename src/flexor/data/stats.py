@@ -10,11 +10,14 @@ the type of the data; that is the one deliberate difference, and it only shows i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flexor.errors import DatasetError
+
+if TYPE_CHECKING:
+    from flexor.data.dataset import Dataset
 
 Stats = dict[str, np.ndarray]
 """One feature's statistics: min, max, mean, std, count and q01 .. q99."""
@@ -161,6 +164,31 @@ def image_stats(counts: np.ndarray, images: int) -> Stats:
         stats[name] = np.array([_quantile(h, e, q * n) for h, e, n in zip(histograms, edges, total)])
     scaled = {name: (value / 255.0).reshape(-1, 1, 1) for name, value in stats.items()}
     return scaled | {"count": np.array([images])}
+
+
+def compute_stats(dataset: Dataset, features: Sequence[str] | None = None) -> dict[str, Stats]:
+    """Statistics of the dataset's episodes, of `features` only if given: nothing else is decoded."""
+    known = [*dataset.columns, *dataset.cameras]
+    wanted = known if features is None else list(features)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise DatasetError(f"no statistics of {', '.join(unknown)}: the dataset has {', '.join(known)}.")
+    episodes = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
+    return aggregate_stats([_episode_stats(dataset, wanted, start, length) for start, length in episodes])
+
+
+def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length: int) -> dict[str, Stats]:
+    cameras = [name for name in features if name in dataset.cameras]
+    result = {
+        n: vector_stats(dataset.columns[n][start : start + length]) for n in features if n not in cameras
+    }
+    if cameras:
+        rows = start + sample_indices(length)
+        pictures = dataset.read(rows, cameras=cameras)
+        for name in cameras:
+            counts = sum(pixel_counts(image) for image in np.moveaxis(pictures[name], 1, -1))  # [n, H, W, C]
+            result[name] = image_stats(np.asarray(counts), len(rows))
+    return result
 
 
 def aggregate_stats(per_episode: Sequence[Mapping[str, Stats]]) -> dict[str, Stats]:
