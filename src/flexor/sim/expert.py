@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from flexor.sim.task import GOAL_TOLERANCE, Point, State
+from flexor.sim.task import Point, State
 
 LOOKAHEAD = (
     0.2  # how far ahead of the gripper a target lies; farther than one step, so motion is at full speed
@@ -32,8 +32,6 @@ def expert_action(state: State) -> np.ndarray:
     if state.held:
         near = state.carry <= CLOSE_ENOUGH
         return _toward(state, state.block, state.goal, opening=1.0 if near else -1.0)
-    if state.carry <= GOAL_TOLERANCE:  # it lies on the disc: let go and stay
-        return _toward(state, state.gripper, state.gripper, opening=1.0)
     near = state.reach <= CLOSE_ENOUGH
     # Fingers that closed on nothing must open again before they can close on the block.
     ready = state.opening > 0

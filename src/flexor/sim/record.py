@@ -1,0 +1,183 @@
+"""Demonstrations of the built-in task as a LeRobot dataset, made on the spot instead of downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.data.writer import DatasetWriter
+from flexor.errors import ConfigError
+from flexor.log import log
+from flexor.sim.expert import Disturbance, expert_action
+from flexor.sim.rollout import Progress
+from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
+
+TRAIN_SEED_START = 0
+EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstration had
+
+# Raise when the files of a dataset change though the settings and the demonstrations do not.
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """What a recorded dataset depends on."""
+
+    episodes: int = 150
+    # The first episode's seed; the others follow.
+    seed: int = TRAIN_SEED_START
+    image_size: int = 64
+    # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
+    codec: str = "h264"
+    # Quality of the video: lower is sharper. Small pictures cost little, so this is near lossless.
+    crf: int = 12
+    # How much what is carried out differs from what the expert wanted; 0 is not at all.
+    noise: float = 1.0
+
+    def check(self) -> None:
+        if self.episodes < 1:
+            raise ConfigError(f"episodes is {self.episodes}; record at least one")
+        if self.image_size % 2:
+            raise ConfigError(f"image_size is {self.image_size}; video needs an even number")
+        if not 0 <= self.noise <= 1.5:
+            raise ConfigError(
+                f"noise is {self.noise}; use 0 (none) to 1.5, beyond which the expert often fails"
+            )
+        if self.seed < 0 or self.seed + 2 * self.episodes > EVAL_SEED_START:
+            raise ConfigError(
+                f"seed is {self.seed}; start between 0 and {EVAL_SEED_START - 2 * self.episodes}, so that "
+                f"training stays clear of the evaluation's seeds, which start at {EVAL_SEED_START}"
+            )
+
+
+def features(image_size: int) -> dict[str, dict[str, Any]]:
+    """The dataset's features in LeRobot's terms."""
+    axes = ["x", "y", "opening"]
+    return {
+        "observation.image": {
+            "dtype": "video",
+            "shape": (image_size, image_size, 3),
+            "names": ["height", "width", "channels"],
+        },
+        "observation.state": {"dtype": "float32", "shape": (3,), "names": axes},
+        "action": {"dtype": "float32", "shape": (3,), "names": axes},
+        "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
+        "next.done": {"dtype": "bool", "shape": (1,), "names": None},
+        "next.success": {"dtype": "bool", "shape": (1,), "names": None},
+    }
+
+
+def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.ndarray]] | None:
+    """One demonstration as a list of frames; None if it did not succeed in time."""
+    disturbance = Disturbance(seed, noise)
+    observation, _ = env.reset(seed=seed)
+    frames = []
+    for _ in range(TIME_LIMIT):
+        action = expert_action(env.state)
+        seen = observation
+        observation, reward, done, _, info = env.step(disturbance.apply(action))
+        frames.append(
+            {
+                "observation.image": seen["pixels"],
+                "observation.state": seen["agent_pos"],
+                "action": action,
+                "next.reward": np.array([reward], np.float32),
+                "next.done": np.array([done]),
+                "next.success": np.array([info["is_success"]]),
+            }
+        )
+        if done:
+            return frames
+    return None
+
+
+def record_dataset(root: str | Path, *, progress: Progress | None = None, **settings: Any) -> Path:
+    """Write demonstrations into the new folder `root`; `settings` are those of RecordSettings.
+
+    Demonstrations that fail are left out and the next seed is tried.
+    """
+    chosen = _settings(settings)
+    env = PlaceEnv(image_size=chosen.image_size)
+    kept, seed = 0, chosen.seed
+    with DatasetWriter(
+        Path(root),
+        FPS,
+        features(chosen.image_size),
+        robot_type="flexor_place",
+        codec=chosen.codec,
+        crf=chosen.crf,
+    ) as writer:
+        while kept < chosen.episodes:
+            frames = demonstrate(env, seed, chosen.noise)
+            seed += 1
+            if frames is None:
+                continue
+            for frame in frames:
+                writer.add_frame(frame)
+            writer.save_episode(TASK)
+            kept += 1
+            if progress is not None:
+                progress(kept, chosen.episodes)
+    tried = seed - chosen.seed
+    if tried > kept:
+        log.info("left out %d of %d demonstrations that did not succeed in time", tried - kept, tried)
+    return Path(root)
+
+
+def ensure_builtin_dataset(
+    cache_dir: str | Path, *, progress: Progress | None = None, **settings: Any
+) -> Path:
+    """The folder of the dataset with these settings, which is made now if it was not made before.
+
+    It is built aside and renamed into place: two processes that do this at once both make one, and
+    the first to finish wins.
+    """
+    chosen = _settings(settings)
+    target = Path(cache_dir) / f"place-{_key(chosen)}"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        built = record_dataset(aside / "dataset", progress=progress, **asdict(chosen))
+        try:
+            built.rename(target)
+        except OSError:
+            # A folder that holds something cannot be replaced, so this is how the loser learns of it.
+            if not target.exists():
+                raise
+    finally:
+        shutil.rmtree(aside)
+    return target
+
+
+def _settings(settings: dict[str, Any]) -> RecordSettings:
+    known = RecordSettings.__dataclass_fields__
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigError(
+            f"no such setting of the built-in dataset: {', '.join(unknown)}; there are: {', '.join(known)}"
+        )
+    chosen = RecordSettings(**settings)
+    chosen.check()
+    return chosen
+
+
+def _key(chosen: RecordSettings) -> str:
+    """A name for what the dataset will hold: the settings and, for the code's part, the first episode.
+
+    So a change of the physics, the drawing or the expert gives a new dataset and never a stale one.
+    """
+    digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(chosen)], sort_keys=True).encode())
+    env = PlaceEnv(image_size=chosen.image_size)
+    for frame in demonstrate(env, chosen.seed, chosen.noise) or []:
+        for name in sorted(frame):
+            digest.update(frame[name].tobytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,90 @@
+"""Recorded demonstrations: whole, successful, made once."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import av
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flexor.errors import FlexorError
+from flexor.sim.record import demonstrate, ensure_builtin_dataset, record_dataset
+from flexor.sim.task import PlaceEnv, advance
+
+SMALL = {"episodes": 3, "image_size": 32}
+
+
+def test_dataset_holds_the_demonstrations(tmp_path) -> None:
+    reports = []
+    root = record_dataset(tmp_path / "d", progress=lambda *report: reports.append(report), **SMALL)
+    assert reports == [(1, 3), (2, 3), (3, 3)]
+    expected = [demonstrate(PlaceEnv(image_size=32), seed, 1.0) for seed in range(3)]
+    frames = [frame for episode in expected for frame in episode]
+
+    info = json.loads((root / "meta/info.json").read_text())
+    assert (info["total_episodes"], info["total_frames"], info["fps"]) == (3, len(frames), 10)
+    assert info["features"]["observation.image"]["shape"] == [32, 32, 3]
+    table = pq.read_table(next(root.glob("data/*/*.parquet")))
+    for name in ("observation.state", "action"):
+        np.testing.assert_array_equal(
+            np.array(table[name].to_pylist(), np.float32), [f[name] for f in frames]
+        )
+    done = np.array(table["next.done"].to_pylist()).ravel()
+    assert done.sum() == 3 and done[-1]
+    np.testing.assert_array_equal(done, np.array(table["next.success"].to_pylist()).ravel())
+
+    with av.open(str(next(root.glob("videos/observation.image/*/*.mp4")))) as container:
+        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert len(decoded) == len(frames)
+    errors = [np.abs(seen.astype(int) - f["observation.image"]).mean() for seen, f in zip(decoded, frames)]
+    assert max(errors) < 6
+
+
+def test_what_is_recorded_is_what_the_expert_wanted() -> None:
+    clean, disturbed = demonstrate(PlaceEnv(), 5, 0.0), demonstrate(PlaceEnv(), 5, 1.0)
+    assert clean is not None and disturbed is not None
+    env = PlaceEnv()
+    env.reset(seed=5)
+    state = env.state
+    for frame in clean:
+        np.testing.assert_array_equal(frame["observation.state"][:2], np.float32(state.gripper))
+        state = advance(state, frame["action"])
+    assert state.success
+    np.testing.assert_array_equal(clean[0]["action"], disturbed[0]["action"])
+    assert (clean[1]["observation.state"] != disturbed[1]["observation.state"]).any()
+
+
+def test_made_once_even_by_several_at_a_time(tmp_path) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        roots = set(pool.map(lambda _: ensure_builtin_dataset(tmp_path, **SMALL), range(3)))
+    [root] = roots
+    assert list(tmp_path.iterdir()) == [root]
+    before = (root / "meta/info.json").stat().st_mtime_ns
+    assert ensure_builtin_dataset(tmp_path, **SMALL) == root
+    assert (root / "meta/info.json").stat().st_mtime_ns == before
+    assert ensure_builtin_dataset(tmp_path, **{**SMALL, "noise": 0.0}) != root
+
+
+def test_an_interrupted_recording_leaves_nothing(tmp_path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_builtin_dataset(tmp_path, progress=interrupt, **SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"episodes": 0}, "at least one"),
+        ({"noise": 3.0}, "noise"),
+        ({"seed": 1_000_000}, "evaluation"),
+        ({"image_size": 33}, "even"),
+        ({"colour": 1}, "colour"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path, settings: dict, says: str) -> None:
+    with pytest.raises(FlexorError, match=says):
+        ensure_builtin_dataset(tmp_path, **settings)
