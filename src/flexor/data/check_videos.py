@@ -215,8 +215,8 @@ def _check_clock(
         even = _distance(scan.times, wanted - late).max() <= half and (clock - late)[-1] < end - span.start
         if late > half and even:  # the reader sets this right, see VideoClip
             what = (
-                f"the clock starts at {late:.3f} s instead of 0, so {outside.sum()} of {len(clock)} rows point "
-                "past the episode's video, which has a frame for every row: it is read from its first on"
+                f"the clock starts at {late:.3f} s instead of 0, so {outside.sum()} of {len(clock)} rows "
+                "point past its video, which has a frame for every row: it is read from its first frame on"
             )
             report.warning("clock-offset", what, f"subtract {late:.3f} from the column `timestamp`", **place)
             return
