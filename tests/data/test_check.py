@@ -430,6 +430,38 @@ def test_damaged_pictures_in_the_table(copy):
     assert "1 of 12 pictures" in report.errors[0].message
 
 
+# --- whatever may happen to a file
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_damage_makes_the_check_fail(copy, seed):
+    """Files cut, overwritten or deleted at random: a report comes out, and what it calls good is readable."""
+    rng = np.random.default_rng(seed)
+    root = copy(["one", "many", "still", "v2.1", "v2.0"][seed % 5])
+    for path in rng.choice(sorted(p for p in root.rglob("*") if p.is_file()), size=2, replace=False):
+        damage_file(path, rng)
+    report = check_dataset(root)
+    str(report)
+    json.dumps(report.to_json())
+    if report.ok or (report.good_episodes and all(p.episode is not None for p in report.errors)):
+        dataset = open_dataset(root=root, episodes=report.good_episodes)
+        dataset.read(np.arange(len(dataset)))
+
+
+def damage_file(path: Path, rng: np.random.Generator) -> None:
+    data = bytearray(path.read_bytes())
+    kind = rng.integers(4)
+    if kind == 0:
+        path.unlink()
+    elif kind == 1:
+        path.write_bytes(data[: rng.integers(len(data))])
+    else:
+        start = int(rng.integers(len(data)))
+        for i in range(start, min(start + (1 if kind == 2 else 40), len(data))):
+            data[i] = int(rng.integers(256))
+        path.write_bytes(data)
+
+
 # --- the report itself
 
 

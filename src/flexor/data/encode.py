@@ -16,6 +16,7 @@ from typing import Any
 import av
 import numpy as np
 from av.codec.context import Flags
+from av.video.reformatter import VideoReformatter
 
 from flexor.errors import DatasetError
 
@@ -98,11 +99,12 @@ class EpisodeEncoder:
         context.flags |= Flags.global_header  # mp4 keeps the parameter sets once, in front
         context.options = settings.options()
         self._context = context
+        self._reformatter = VideoReformatter()  # kept: a new one would set up its tables for every frame
 
     def add(self, image: np.ndarray) -> None:
         """Encode one more frame, [H, W, 3] uint8."""
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
-        frame = frame.reformat(format="yuv420p")
+        frame = self._reformatter.reformat(frame, format="yuv420p")
         frame.pts, frame.time_base = self.frames, self._context.time_base
         self.frames += 1
         self.packets += self._context.encode(frame)

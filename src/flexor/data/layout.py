@@ -143,7 +143,7 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
         try:
             names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
             yield from pq.read_table(path, columns=names).to_pylist()
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             what = f"damaged or cut short ({_short(error)}); the episodes in it are unknown"
             report.error("episodes-unreadable", what, FETCH_AGAIN, file=file)
 
@@ -195,14 +195,20 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
         # pandas wrote the task strings as an index, whose column name depends on who wrote it.
         text = next(name for name in table.column_names if name != "task_index")
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
-    except (pa.ArrowException, OSError, KeyError, StopIteration) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError, StopIteration) as error:
         report.error("tasks-unreadable", f"cannot be read ({_short(error)})", FETCH_AGAIN, file=file)
         return {}
 
 
 def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
-    rows = _read_jsonl(layout, "tasks", report, severity="warning")
-    return {int(row["task_index"]): str(row.get("task", "")) for row in rows if "task_index" in row}
+    tasks = {}
+    for row in _read_jsonl(layout, "tasks", report, needed=False):
+        try:
+            tasks[int(row["task_index"])] = str(row["task"])
+        except (KeyError, TypeError, ValueError):
+            what = f"{row} is no task with its task_index"
+            report.error("tasks-unreadable", what, FETCH_AGAIN, file="meta/tasks.jsonl")
+    return tasks
 
 
 def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]]:
@@ -243,15 +249,16 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     return None
 
 
-def _read_jsonl(layout: Layout, name: str, report: CheckReport, severity: str = "error") -> list[dict]:
+def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = True) -> list[dict]:
     file = f"meta/{name}.jsonl"
-    say = report.error if severity == "error" else report.warning
     try:
         lines = (layout.root / file).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        say = report.error if needed else report.warning
+        say(f"{name}-missing", "the file is missing", FETCH_AGAIN, file=file)
+        return []
     except (OSError, ValueError) as error:
-        missing = isinstance(error, FileNotFoundError)
-        what = "the file is missing" if missing else f"cannot be read ({_short(error)})"
-        say(f"{name}-{'missing' if missing else 'unreadable'}", what, FETCH_AGAIN, file=file)
+        report.error(f"{name}-unreadable", f"cannot be read ({_short(error)})", FETCH_AGAIN, file=file)
         return []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -259,7 +266,7 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, severity: str = 
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
             what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
-            say(f"{name}-unreadable", what, FETCH_AGAIN, file=file)
+            report.error(f"{name}-unreadable", what, FETCH_AGAIN, file=file)
     return [row for row in rows if isinstance(row, dict)]
 
 

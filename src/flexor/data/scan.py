@@ -50,6 +50,9 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
                 scan.error = "there is no video stream in it"
                 return scan
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                scan.error = "its codec is unknown"
+                return scan
             stream.thread_type, stream.codec_context.thread_count = "AUTO", threads
             step = float(stream.time_base or 0)
             scan.width, scan.height = stream.codec_context.width, stream.codec_context.height
@@ -63,7 +66,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
                     keys.append(packet.is_keyframe)
                 if decode:
                     decoded |= _decode(packet)
-    except (av.FFmpegError, OSError) as error:
+    except (av.FFmpegError, OSError, ValueError) as error:  # ValueError: text in it that is not UTF-8
         scan.error = str(error).split(":")[0].strip() or type(error).__name__
     scan.times = np.array(ticks, np.float64) * step
     scan.key = np.array(keys, bool)
