@@ -25,6 +25,7 @@ VERSIONS = ("v3.0", "v2.1", "v2.0")
 V2_DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
 V2_VIDEO_PATH = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 FETCH_AGAIN = "fetch or copy the file again; if it is lost, train on the other episodes"
+FETCH_META = "fetch or copy meta/ again: without it the dataset cannot be opened"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
     files = sorted((layout.root / "meta/episodes").rglob("*.parquet"))
     if not files:
         what = "there is no parquet file in it, so it is not known which episodes there are"
-        report.error("episodes-missing", what, FETCH_AGAIN, file="meta/episodes/")
+        report.error("episodes-missing", what, FETCH_META, file="meta/episodes/")
     for path in files:
         file = path.relative_to(layout.root).as_posix()
         try:
@@ -145,7 +146,7 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
             yield from pq.read_table(path, columns=names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
             what = f"damaged or cut short ({_short(error)}); the episodes in it are unknown"
-            report.error("episodes-unreadable", what, FETCH_AGAIN, file=file)
+            report.error("episodes-unreadable", what, FETCH_META, file=file)
 
 
 def _episode_v3(layout: Layout, row: dict[str, Any]) -> Episode:
@@ -188,7 +189,9 @@ def _next_row(layout: Layout) -> int:
 def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
     file = "meta/tasks.parquet"
     if not (layout.root / file).is_file():
-        report.warning("tasks-missing", "the file is missing: frames have no task", FETCH_AGAIN, file=file)
+        report.warning(
+            "tasks-missing", "the file is missing: frames have no task", "fetch or copy it again", file=file
+        )
         return {}
     try:
         table = pq.read_table(layout.root / file)
@@ -196,7 +199,7 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
         text = next(name for name in table.column_names if name != "task_index")
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
     except (pa.ArrowException, OSError, KeyError, ValueError, StopIteration) as error:
-        report.error("tasks-unreadable", f"cannot be read ({_short(error)})", FETCH_AGAIN, file=file)
+        report.error("tasks-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
         return {}
 
 
@@ -207,7 +210,7 @@ def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
             tasks[int(row["task_index"])] = str(row["task"])
         except (KeyError, TypeError, ValueError):
             what = f"{row} is no task with its task_index"
-            report.error("tasks-unreadable", what, FETCH_AGAIN, file="meta/tasks.jsonl")
+            report.error("tasks-unreadable", what, FETCH_META, file="meta/tasks.jsonl")
     return tasks
 
 
@@ -224,7 +227,7 @@ def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]
         return statistics.from_json(raw)
     except (TypeError, ValueError, AttributeError) as error:
         what = f"not the statistics of features ({_short(error)})"
-        report.error("stats-unreadable", what, FETCH_AGAIN, file="meta/stats.json")
+        report.error("stats-unreadable", what, FETCH_META, file="meta/stats.json")
         return {}
 
 
@@ -233,7 +236,7 @@ def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
         return statistics.aggregate_stats([statistics.from_json(part) for part in parts])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         what = f"the episodes' statistics do not fit together ({_short(error)})"
-        report.error("stats-unreadable", what, FETCH_AGAIN, file="meta/episodes_stats.jsonl")
+        report.error("stats-unreadable", what, FETCH_META, file="meta/episodes_stats.jsonl")
         return {}
 
 
@@ -242,10 +245,10 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
         return json.loads((root / file).read_text(encoding="utf-8"))
     except FileNotFoundError:
         what = "the file is missing: this is no dataset, or one whose writing or copying was cut short"
-        report.error("info-missing" if "info" in file else "file-missing", what, FETCH_AGAIN, file=file)
+        report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
     except (ValueError, OSError) as error:
         kind = "info-unreadable" if "info" in file else "stats-unreadable"
-        report.error(kind, f"not valid JSON ({_short(error)})", FETCH_AGAIN, file=file)
+        report.error(kind, f"not valid JSON ({_short(error)})", FETCH_META, file=file)
     return None
 
 
@@ -255,10 +258,10 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
         lines = (layout.root / file).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         say = report.error if needed else report.warning
-        say(f"{name}-missing", "the file is missing", FETCH_AGAIN, file=file)
+        say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
         return []
     except (OSError, ValueError) as error:
-        report.error(f"{name}-unreadable", f"cannot be read ({_short(error)})", FETCH_AGAIN, file=file)
+        report.error(f"{name}-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
         return []
     rows = []
     for number, line in enumerate(lines, 1):
@@ -266,7 +269,7 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:
             what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
-            report.error(f"{name}-unreadable", what, FETCH_AGAIN, file=file)
+            report.error(f"{name}-unreadable", what, FETCH_META, file=file)
     return [row for row in rows if isinstance(row, dict)]
 
 

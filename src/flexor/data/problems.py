@@ -14,10 +14,10 @@ class Problem:
     """One thing that is wrong, with how bad it is and what to do about it."""
 
     severity: str
-    """"error": training on it fails or learns from wrong data. "warning": it can be trained on."""
+    """An "error" makes training fail or learn from wrong data; with a "warning" it can be trained on."""
 
     kind: str
-    """A short name that stays the same, for scripts: "video-missing", "not-finite" ..."""
+    """A short name that stays the same, for scripts, such as video-missing or not-finite."""
 
     message: str
     fix: str
