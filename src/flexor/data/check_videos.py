@@ -205,30 +205,34 @@ def _check_clock(
     """Does every row's timestamp lead to a frame, and to one of the episode's own?"""
     if clock is None or not len(clock) or not np.isfinite(clock).all():
         return
-    span, half = episode.videos[camera], 0.5 / layout.fps
-    wanted = span.start + clock
-    distance = _distance(scan.times, wanted)
-    end = span.start + episode.length / layout.fps - half
-    outside = (wanted < span.start - half) | (wanted >= end) | (distance > half)
-    if outside.any() and len(clock) == episode.length:
-        late = float(clock[0])
-        even = _distance(scan.times, wanted - late).max() <= half and (clock - late)[-1] < end - span.start
-        if late > half and even:  # the reader sets this right, see VideoClip
-            what = (
-                f"the clock starts at {late:.3f} s instead of 0, so {outside.sum()} of {len(clock)} rows "
-                "point past its video, which has a frame for every row: it is read from its first frame on"
-            )
-            report.warning("clock-offset", what, f"subtract {late:.3f} from the column `timestamp`", **place)
-            return
-    if outside.any():
-        row = int(np.argmax(outside))
+    start, half = episode.videos[camera].start, 0.5 / layout.fps
+    stop = start + episode.length / layout.fps - half
+
+    def astray(wanted: np.ndarray) -> np.ndarray:
+        return (wanted < start - half) | (wanted >= stop) | (_distance(scan.times, wanted) > half)
+
+    wanted, late = start + clock, float(clock[0])
+    lost = astray(wanted)
+    if not lost.any():
+        _check_jitter(wanted, _distance(scan.times, wanted), report, place)
+    elif late > half and len(clock) == episode.length and not astray(wanted - late).any():
+        what = (  # the reader sets this right, see VideoClip
+            f"the clock starts at {late:.3f} s instead of 0, so {lost.sum()} of {len(clock)} rows "
+            "point past its video, which has a frame for every row: it is read from its first frame on"
+        )
+        report.warning("clock-offset", what, f"subtract {late:.3f} from the column `timestamp`", **place)
+    else:
+        row = int(np.argmax(lost))
+        nearest = float(_distance(scan.times, wanted[row : row + 1])[0])
         what = (
-            f"{outside.sum()} of {len(clock)} rows have no frame of their own at their time; the first is "
-            f"row {row} at {clock[row]:.3f} s, the nearest frame {distance[row]:.3f} s away"
+            f"{lost.sum()} of {len(clock)} rows have no frame of their own at their time; the first is "
+            f"row {row} at {clock[row]:.3f} s, the nearest frame {nearest:.3f} s away"
         )
         fix = "leave the episode out, or set `timestamp` to frame_index / fps if the frames are in order"
         report.error("clock-video", what, fix, **place)
-        return
+
+
+def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
     # float32 timestamps of a long episode are themselves only good to so much.
     limit = LEROBOT_TOLERANCE + float(np.spacing(np.float32(wanted.max())))
     if distance.max() > limit:
