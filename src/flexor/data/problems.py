@@ -89,8 +89,8 @@ class CheckReport:
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
-            found = f"nothing wrong, {_count(len(self.warnings), 'warning')}"
-            yield f"OK: {found}" if self.warnings else "OK: nothing wrong"
+            warned = f"no errors, {_count(len(self.warnings), 'warning')}"
+            yield f"OK: {warned}" if self.warnings else "OK: nothing wrong"
             return
         found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
         yield f"NOT OK: {found}; {len(good)} of {len(self.checked)} episodes are free of errors"
