@@ -51,8 +51,8 @@ class VideoFile:
 @cache  # told once per camera: what ails one episode's clock usually ails them all
 def _warn_of_late_clock(dataset: str, camera: str, seconds: float) -> None:
     log.warning(
-        "%s: %s: an episode's timestamps start at %.2f s and run past the end of its video, which has a frame "
-        "for every row: such episodes are read from their first frame on",
+        "%s: %s: the timestamps of an episode start at %.2f s and run past the end of its video, which has a "
+        "frame for every row: such episodes are read from their first frame on",
         dataset,
         camera,
         seconds,

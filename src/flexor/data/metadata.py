@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from flexor.data import stats as statistics
 from flexor.data.source import Source
 from flexor.errors import DatasetError
 
@@ -260,52 +261,15 @@ def _check_totals(source: Source, info: dict, episodes: EpisodeFiles) -> None:
 
 def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
     if source.exists("meta/stats.json"):
-        raw = _read_json(source, "meta/stats.json")
-        stats = {name: {k: _array(v) for k, v in group.items()} for name, group in raw.items()}
+        stats = statistics.from_json(_read_json(source, "meta/stats.json"))
     elif source.exists("meta/episodes_stats.jsonl"):
         rows = sorted(_read_jsonl(source, "meta/episodes_stats.jsonl"), key=lambda r: r["episode_index"])
-        stats = _aggregate([row["stats"] for row in rows])
+        stats = statistics.aggregate_stats([statistics.from_json(row["stats"]) for row in rows])
     else:
         return {}
     for name, group in stats.items():
         if name in features and features[name].is_camera:
             stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
-    return stats
-
-
-def _array(value: object) -> np.ndarray:
-    return np.atleast_1d(np.array(value))
-
-
-def _aggregate(episodes: list[dict]) -> Stats:
-    names = list(dict.fromkeys(name for stats in episodes for name in stats))
-    return {name: _aggregate_feature([s[name] for s in episodes if name in s]) for name in names}
-
-
-def _aggregate_feature(groups: list[dict]) -> dict[str, np.ndarray]:
-    """Episodes' statistics to the dataset's, weighted by their counts as LeRobot weighs them.
-
-    Quantiles are averaged: that is what LeRobot does, though it is only an estimate.
-    """
-
-    def stacked(key: str) -> np.ndarray:
-        return np.stack([_array(group[key]) for group in groups])
-
-    mean, variance, count = stacked("mean"), stacked("std") ** 2, stacked("count")
-    total = count.sum(axis=0)
-    weight = count.reshape(count.shape + (1,) * (mean.ndim - count.ndim))
-    center = (mean * weight).sum(axis=0) / total
-    spread = ((variance + (mean - center) ** 2) * weight).sum(axis=0) / total
-    stats = {
-        "min": stacked("min").min(axis=0),
-        "max": stacked("max").max(axis=0),
-        "mean": center,
-        "std": np.sqrt(spread),
-        "count": total,
-    }
-    for key in groups[0]:
-        if key.startswith("q") and key[1:].isdigit() and all(key in group for group in groups):
-            stats[key] = (stacked(key) * weight).sum(axis=0) / total
     return stats
 
 

@@ -39,7 +39,6 @@ class VideoIndex:
     size: np.ndarray  # [P] bytes
     key: np.ndarray  # [P] bool: decoding may start here
     pts: np.ndarray  # [P] presentation time in ticks, decode order
-    dts: np.ndarray  # [P] decode time in ticks
 
     packet: np.ndarray  # [F] packet of every frame, display order
     frame_pts: np.ndarray  # [F] ticks, ascending
@@ -69,13 +68,13 @@ class VideoIndex:
 def index_video(path: str | Path) -> VideoIndex:
     """Read the packets of a video file without decoding any."""
     path = Path(path)
-    packets: list[tuple[int, int, bool, int, int, bool]] = []
+    packets: list[tuple[int, int, bool, int, bool]] = []
     try:
         with av.open(str(path)) as container:
             stream = _video_stream(container, path)
             context = stream.codec_context
             for item in container.demux(stream):
-                if item.size and item.pts is not None and item.dts is not None:
+                if item.size and item.pts is not None:
                     packets.append(_describe(item))
             width, height, codec = context.width, context.height, context.name
             time_base = float(stream.time_base or 0)
@@ -85,7 +84,7 @@ def index_video(path: str | Path) -> VideoIndex:
         raise _broken(path, f"{error}; {len(packets)} packets could be read") from error
     if not packets:
         raise _broken(path, "it holds no video packet")
-    offset, size, key, pts, dts, hidden = (np.array(column) for column in zip(*packets))
+    offset, size, key, pts, hidden = (np.array(column) for column in zip(*packets))
     key = key.astype(bool)
     if not key[0]:
         key[0] = True  # some muxers do not flag the first packet; there is nothing before it anyway
@@ -101,7 +100,6 @@ def index_video(path: str | Path) -> VideoIndex:
         size=size,
         key=key,
         pts=pts,
-        dts=dts,
         packet=packet,
         frame_pts=pts[packet],
         times=pts[packet] * time_base,
@@ -139,10 +137,10 @@ def decode(
     return pixels[slots]
 
 
-def _describe(packet: av.Packet) -> tuple[int, int, bool, int, int, bool]:
+def _describe(packet: av.Packet) -> tuple[int, int, bool, int, bool]:
     position = -1 if packet.pos is None else packet.pos
-    assert packet.pts is not None and packet.dts is not None
-    return position, packet.size, packet.is_keyframe, packet.pts, packet.dts, packet.is_discard
+    assert packet.pts is not None
+    return position, packet.size, packet.is_keyframe, packet.pts, packet.is_discard
 
 
 def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
@@ -206,7 +204,7 @@ def _packets_from(
     """(number, packet) from packet `first` on.
 
     A container's seek is a hint: it may land on an earlier key frame (skip to ours) or, with B-frames,
-    on a later one (ask for an earlier time). What is read is checked by its decode time stamp.
+    on a later one (ask for an earlier time). What is read is checked by its time stamp.
     """
     key_packets = np.flatnonzero(index.key[: first + 1])[::-1]
     for key in key_packets.tolist():
@@ -227,9 +225,10 @@ def _packets_from(
 def _numbered(
     container: av.container.InputContainer, stream: av.VideoStream, index: VideoIndex
 ) -> Iterator[tuple[int, av.Packet]]:
+    order = np.argsort(index.pts)
     for packet in container.demux(stream):
-        if packet.size and packet.dts is not None:
-            yield int(np.searchsorted(index.dts, packet.dts)), packet
+        if packet.size and packet.pts is not None:
+            yield int(order[np.searchsorted(index.pts, packet.pts, sorter=order)]), packet
 
 
 def _video_stream(container: av.container.InputContainer, path: Path) -> av.VideoStream:

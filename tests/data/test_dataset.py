@@ -1,0 +1,468 @@
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from legacy import to_v2
+from samples import FEATURES, LENGTHS, picture, write_sample
+
+from flexor.data.dataset import open_dataset
+from flexor.data.metadata import Feature
+from flexor.errors import DatasetError
+
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+START = np.cumsum(LENGTHS) - LENGTHS
+VERSIONS = ["v3.0", "v2.1", "v2.0"]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    root = write_sample(folder / "v3.0")
+    return {"v3.0": root} | {v: to_v2(root, folder / v, v) for v in ("v2.1", "v2.0")}
+
+
+@pytest.fixture
+def broken(samples, tmp_path):
+    """A copy of the v3.0 sample to damage."""
+    shutil.copytree(samples["v3.0"], tmp_path / "broken")
+    return tmp_path / "broken"
+
+
+def edit_info(root, **changes):
+    path = root / "meta/info.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def shows(pixels, episode, frame):
+    """Whether a picture [C, H, W] is the one written for this frame, and no other frame's."""
+    size = pixels.shape[1:]
+    others = [picture(e, f, *size) for e, n in enumerate(LENGTHS) for f in range(n)]
+    where = [(e, f) for e, n in enumerate(LENGTHS) for f in range(n)]
+    distance = [np.abs(pixels.transpose(1, 2, 0).astype(int) - other).mean() for other in others]
+    return where[int(np.argmin(distance))] == (episode, frame)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_all_versions_read_the_same(samples, version):
+    dataset = open_dataset(root=samples[version])
+    assert dataset.version == version and dataset.fps == 10
+    assert len(dataset) == sum(LENGTHS) and dataset.episodes.length.tolist() == list(LENGTHS)
+    assert dataset.cameras == [TOP, WRIST] and dataset.absent == {}
+    assert dataset.tasks == ["pull", "push"]
+    assert dataset.episodes.tasks == [["pull"], ["push"], ["pull"], ["push"]]
+    assert dataset.features["action"].shape == (2,) and dataset.features[TOP].chw == (3, 48, 64)
+    columns = dataset.columns
+    assert columns["index"].tolist() == list(range(len(dataset)))
+    assert columns["frame_index"].tolist() == [f for n in LENGTHS for f in range(n)]
+    assert columns["mode"].tolist() == [f % 3 for n in LENGTHS for f in range(n)]
+    assert columns["observation.matrix"].shape == (len(dataset), 2, 3)
+    rows = np.array([0, 6, 7, 20, 37])
+    batch = dataset.read(rows)
+    for i, row in enumerate(rows):
+        episode = int(dataset.episode_of(rows)[i])
+        frame = row - START[episode]
+        assert batch["comment"][i] == f"episode {episode} frame {frame}"
+        assert batch["task"][i] == ["pull", "push"][episode % 2]
+        assert shows(batch[TOP][i], episode, frame) and shows(batch[WRIST][i], episode, frame)
+
+
+def test_versions_agree_to_the_bit(samples):
+    first, *others = [open_dataset(root=samples[version]) for version in VERSIONS]
+    rows = np.arange(len(first))
+    expected = first.read(rows)
+    for other in others:
+        got = other.read(rows)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(got[name], value, name)
+    assert first.fingerprint() != others[0].fingerprint()
+
+
+def test_dtypes_are_those_of_lerobots_items(samples):
+    columns = open_dataset(root=samples["v3.0"]).columns
+    assert columns["action"].dtype == np.float32  # declared float64; its items are made of Python floats
+    assert columns["mode"].dtype == np.int64 and columns["next.done"].dtype == np.bool_
+    assert columns["timestamp"].dtype == np.float32 and columns["timestamp"].ndim == 1
+
+
+def test_statistics(samples):
+    stats = {version: open_dataset(root=samples[version]).stats for version in VERSIONS}
+    assert stats["v3.0"][TOP]["mean"].shape == (3, 1, 1) and stats["v3.0"]["action"]["std"].shape == (2,)
+    for version in ("v2.1", "v2.0"):
+        assert stats[version].keys() == stats["v3.0"].keys()
+        for name, group in stats["v3.0"].items():
+            for key, value in group.items():
+                np.testing.assert_allclose(
+                    stats[version][name][key], value, rtol=1e-9, err_msg=f"{name} {key}"
+                )
+
+
+@pytest.mark.parametrize("cache_bytes", [None, 0])
+def test_windows(samples, cache_bytes):
+    dataset = open_dataset(root=samples["v3.0"], cache_bytes=cache_bytes)
+    deltas = {"action": [-1, 0, 2], TOP: [-2, 0], "comment": [0, 1], WRIST: [0]}
+    rows = np.array([7, 18, 25])  # first and last frame of episode 1, a middle one of episode 2
+    batch = dataset.read(rows, deltas)
+    assert batch["action"].shape == (3, 3, 2) and batch[TOP].shape == (3, 2, 3, 48, 64)
+    assert batch["action_is_pad"].tolist() == [[True, False, False], [False, False, True], [False] * 3]
+    np.testing.assert_array_equal(batch["action"][0], dataset.columns["action"][[7, 7, 9]])
+    np.testing.assert_array_equal(batch["action"][1], dataset.columns["action"][[17, 18, 18]])
+    assert shows(batch[TOP][0, 0], 1, 0) and shows(batch[TOP][1, 0], 1, 9) and shows(batch[TOP][2, 1], 2, 6)
+    assert batch[f"{TOP}_is_pad"].tolist() == [[True, False], [False, False], [False, False]]
+    assert batch["comment"][1] == ["episode 1 frame 11", "episode 1 frame 11"]
+    assert batch[WRIST].shape == (3, 1, 3, 24, 32) and shows(batch[WRIST][2, 0], 2, 6)
+    assert batch["observation.state"].shape == (3, 3)
+
+
+def test_an_item_is_like_lerobots(samples):
+    item = open_dataset(root=samples["v3.0"])[-1]
+    assert item["action"].dtype == torch.float32 and item["timestamp"].shape == ()
+    assert item[TOP].shape == (3, 48, 64) and item[TOP].dtype == torch.uint8
+    assert item["task"] == "push" and item["comment"] == "episode 3 frame 9" and item["next.done"]
+
+
+def test_cameras_can_be_left_out(samples):
+    dataset = open_dataset(root=samples["v3.0"])
+    batch = dataset.read(np.array([0]), cameras=[WRIST])
+    assert TOP not in batch and WRIST in batch
+    assert not {TOP, WRIST} & dataset.read(np.array([0]), cameras=[]).keys()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_episodes_are_selected_in_any_order_and_lie_in_that_of_the_files(samples, version):
+    whole = open_dataset(root=samples[version])
+    some = open_dataset(root=samples[version], episodes=[3, 1, 3])
+    assert some.episodes.index.tolist() == [1, 3]
+    assert some.episodes.start.tolist() == [0, 12] and some.episodes.end.tolist() == [12, 22]
+    view = whole.select([3, 1])
+    expected = whole.read(np.r_[7:19, 28:38])
+    for dataset in (some, view):
+        batch = dataset.read(np.arange(22))
+        for name, value in expected.items():
+            np.testing.assert_array_equal(batch[name], value, name)
+    assert some.fingerprint() == view.fingerprint() != whole.fingerprint()
+
+
+def test_a_view_shares_memory_and_frames(samples):
+    whole = open_dataset(root=samples["v3.0"])
+    view = whole.select([1, 2])
+    assert np.shares_memory(view.columns["action"], whole.columns["action"])
+    assert view.store is whole.store
+    assert view.select([2]).episodes.index.tolist() == [2]
+    with pytest.raises(DatasetError, match=r"no episodes \[0\]: valid are 1 to 2"):
+        view.select([0])
+
+
+def test_fingerprint_is_that_of_the_content(samples, tmp_path):
+    copy = shutil.copytree(samples["v3.0"], tmp_path / "elsewhere")
+    assert open_dataset(root=copy).fingerprint() == open_dataset(root=samples["v3.0"]).fingerprint()
+
+
+def test_threads(samples):
+    for cache_bytes in (None, 0):
+        dataset = open_dataset(root=samples["v3.0"], cache_bytes=cache_bytes)
+        expected = open_dataset(root=samples["v3.0"]).read(np.arange(38))[TOP]
+        batches = [np.random.default_rng(i).permutation(38)[:8] for i in range(24)]
+        with ThreadPoolExecutor(6) as pool:
+            for rows, batch in zip(batches, pool.map(dataset.read, batches)):
+                np.testing.assert_array_equal(batch[TOP], expected[rows])
+
+
+def test_camera_shapes():
+    def chw(shape, names):
+        return Feature("cam", "video", shape, names).chw
+
+    assert chw((480, 640, 3), ["height", "width", "channels"]) == (3, 480, 640)
+    assert chw((3, 480, 640), ["channels", "height", "width"]) == (3, 480, 640)
+    assert chw((3, 480, 640), None) == chw((480, 640, 3), None) == (3, 480, 640)
+
+
+# What is not there
+
+
+def test_a_declared_camera_without_files_is_left_out_and_named(broken, caplog):
+    shutil.rmtree(broken / "videos")
+    dataset = open_dataset(root=broken)
+    assert dataset.cameras == [WRIST] and TOP not in dataset.features
+    assert "has no video files" in dataset.absent[TOP]
+    assert caplog.text.count(TOP) >= 1
+    with pytest.raises(DatasetError, match=r"no feature .*top.*no video files"):
+        dataset.read(np.array([0]), cameras=[TOP])
+
+
+def test_depth_maps_are_left_out_and_named(broken):
+    features = json.loads((broken / "meta/info.json").read_text())["features"]
+    features[TOP]["info"]["is_depth_map"] = True
+    edit_info(broken, features=features)
+    dataset = open_dataset(root=broken)
+    assert dataset.cameras == [WRIST] and "depth map" in dataset.absent[TOP]
+
+
+def test_unknown_dtypes_and_missing_columns_are_named(broken):
+    features = json.loads((broken / "meta/info.json").read_text())["features"]
+    features["language_events"] = {"dtype": "language", "shape": [1], "names": None}
+    features["torque"] = {"dtype": "float32", "shape": [3], "names": None}
+    edit_info(broken, features=features)
+    dataset = open_dataset(root=broken)
+    assert "dtype 'language'" in dataset.absent["language_events"]
+    assert "no such column" in dataset.absent["torque"]
+
+
+def test_index_columns_are_derived_where_missing(samples, tmp_path, caplog):
+    root = shutil.copytree(samples["v2.1"], tmp_path / "bare")
+    derived = ["frame_index", "index", "task_index", "episode_index", "timestamp"]
+    for file in (root / "data").rglob("*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(derived), file)
+    expected = open_dataset(root=samples["v2.1"])
+    dataset = open_dataset(root=root)
+    for name in derived:
+        np.testing.assert_array_equal(dataset.columns[name], expected.columns[name], name)
+    assert "derived" in caplog.text
+
+
+def test_an_episode_whose_clock_starts_late(samples, tmp_path, caplog):
+    """Timestamps one period late and as many frames as rows, as in some GR00T datasets."""
+    root = shutil.copytree(samples["v2.1"], tmp_path / "late")
+    for file in (root / "data").rglob("*.parquet"):
+        table = pq.read_table(file)
+        late = table["timestamp"].to_numpy() + np.float32(0.1)
+        position = table.column_names.index("timestamp")
+        pq.write_table(table.set_column(position, table.schema.field("timestamp"), [late]), file)
+    dataset = open_dataset(root=root)
+    with caplog.at_level(logging.WARNING, "flexor"):
+        frames = dataset.read(np.arange(len(dataset)))[TOP]
+    np.testing.assert_array_equal(frames, open_dataset(root=samples["v2.1"]).read(np.arange(38))[TOP])
+    assert caplog.text.count("run past the end") == 1
+
+
+# What is wrong
+
+
+def test_episodes_out_of_range(samples):
+    with pytest.raises(DatasetError, match=r"no episodes \[-1, 4, 9\]: valid are 0 to 3"):
+        open_dataset(root=samples["v3.0"], episodes=[2, 9, 4, -1])
+    with pytest.raises(DatasetError, match="list of episodes is empty"):
+        open_dataset(root=samples["v3.0"], episodes=[])
+
+
+def test_rows_out_of_range(samples):
+    dataset = open_dataset(root=samples["v3.0"])
+    for rows in ([38], [-1], []):
+        with pytest.raises(IndexError):
+            dataset.read(np.array(rows, int))
+
+
+def test_unknown_feature(samples):
+    with pytest.raises(DatasetError, match=r"no feature 'actoin'.*action"):
+        open_dataset(root=samples["v3.0"]).read(np.array([0]), {"actoin": [0]})
+
+
+def test_no_dataset(tmp_path):
+    with pytest.raises(DatasetError, match=r"no meta/info\.json"):
+        open_dataset(root=tmp_path)
+    with pytest.raises(DatasetError, match="no dataset given"):
+        open_dataset()
+
+
+def test_unknown_version(broken):
+    edit_info(broken, codebase_version="v1.6")
+    with pytest.raises(DatasetError, match=r"'v1\.6'; Flexor reads v3\.0, v2\.1, v2\.0"):
+        open_dataset(root=broken)
+
+
+def test_metadata_that_is_not_json(broken):
+    (broken / "meta/info.json").write_text('{"fps": ')
+    with pytest.raises(DatasetError, match=r"meta/info\.json: this is not valid JSON.*flexor data check"):
+        open_dataset(root=broken)
+
+
+def test_metadata_without_features(broken):
+    (broken / "meta/info.json").write_text("{}")
+    with pytest.raises(DatasetError, match=r"meta/info\.json: field 'features'"):
+        open_dataset(root=broken)
+
+
+@pytest.mark.parametrize("total", ["total_frames", "total_episodes"])
+def test_totals_that_do_not_add_up(broken, total):
+    edit_info(broken, **{total: 5})
+    with pytest.raises(DatasetError, match=f"{total} is 5, but .*flexor data check"):
+        open_dataset(root=broken)
+
+
+def first_file(root, kind, suffix):
+    return sorted((root / kind).rglob(f"*{suffix}"))[0]
+
+
+def test_an_episode_with_too_few_rows(broken):
+    file = first_file(broken, "data", ".parquet")
+    pq.write_table(pq.read_table(file).slice(2), file)
+    with pytest.raises(DatasetError, match=r"file-000\.parquet: episode 0 has 5 rows.* says 7.*data check"):
+        open_dataset(root=broken)
+
+
+@pytest.mark.parametrize("kind", ["data", "meta/episodes"])
+def test_missing_parquet(broken, kind):
+    first_file(broken, kind, ".parquet").unlink()
+    with pytest.raises(DatasetError, match=r"missing|no parquet"):
+        open_dataset(root=broken)
+
+
+@pytest.mark.parametrize("kind", ["data", "meta/episodes"])
+def test_truncated_parquet(broken, kind):
+    file = first_file(broken, kind, ".parquet")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(DatasetError, match=r"file-000\.parquet: the file is damaged.*flexor data check"):
+        open_dataset(root=broken)
+
+
+def test_wrong_shape(broken):
+    features = json.loads((broken / "meta/info.json").read_text())["features"]
+    features["action"]["shape"] = [7]
+    edit_info(broken, features=features)
+    with pytest.raises(DatasetError, match=r"column action holds 14 numbers in 7 rows, not \(7,\) each"):
+        open_dataset(root=broken)
+
+
+def test_wrong_picture_size(broken):
+    features = json.loads((broken / "meta/info.json").read_text())["features"]
+    features[TOP]["shape"] = [480, 640, 3]
+    edit_info(broken, features=features)
+    dataset = open_dataset(root=broken)
+    with pytest.raises(DatasetError, match=r"pictures are 48x64, but .* declares 480x640"):
+        dataset.read(np.array([0]))
+
+
+def test_one_video_missing(broken):
+    first_file(broken, "videos", ".mp4").unlink()
+    with pytest.raises(DatasetError, match=r"file-000\.mp4: the file is missing \(1 of 2 for"):
+        open_dataset(root=broken)
+
+
+def test_truncated_video(broken):
+    file = first_file(broken, "videos", ".mp4")
+    file.write_bytes(file.read_bytes()[:-500])  # the writer puts the index in front: the tail is lost
+    dataset = open_dataset(root=broken)
+    last = np.array([18])
+    with pytest.raises(DatasetError, match=r"episode 1.*file-000\.mp4|file-000\.mp4.*episode 1"):
+        dataset.read(last)
+
+
+def test_a_video_too_short_for_its_episode(samples, tmp_path):
+    root = shutil.copytree(samples["v2.1"], tmp_path / "short")
+    videos = sorted((root / "videos").rglob("*.mp4"))
+    shutil.copy(videos[0], videos[1])  # 7 frames where 12 belong
+    dataset = open_dataset(root=root)
+    with pytest.raises(
+        DatasetError, match=r"episode 1, frame 7 \(5 frames in all\).* 7 frames .*0\.1000 s away"
+    ):
+        dataset.read(np.array([8]))
+    assert len(open_dataset(root=root, tolerance_s=1.0).read(np.array([8]))[TOP]) == 1
+
+
+def test_a_damaged_picture(broken):
+    file = first_file(broken, "data", ".parquet")
+    table = pq.read_table(file)
+    rows = table[WRIST].to_pylist()
+    rows[3]["bytes"] = b"not a picture"
+    field = table.schema.field(WRIST)
+    import pyarrow as pa
+
+    column = pa.array(rows, field.type)
+    pq.write_table(table.set_column(table.column_names.index(WRIST), field, column), file)
+    dataset = open_dataset(root=broken)
+    with pytest.raises(DatasetError, match=r"file-000\.parquet: row 3, column .*wrist: not a PNG"):
+        dataset.read(np.array([3]), cameras=[WRIST])
+
+
+# Where it comes from
+
+
+def test_repo_id_is_looked_for_under_lerobots_home(samples, tmp_path, monkeypatch):
+    shutil.copytree(samples["v3.0"], tmp_path / "me/sample")
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
+    dataset = open_dataset("me/sample")
+    assert dataset.root == tmp_path / "me/sample" and dataset.repo_id == "me/sample"
+
+
+def test_file_address(samples):
+    assert len(open_dataset(root=f"file://{samples['v3.0']}")) == 38
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_fsspec_address(samples, version, tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path))
+    memory = fsspec.filesystem("memory")
+    memory.put(str(samples[version]), f"/bucket/{version}", recursive=True)
+    dataset = open_dataset(root=f"memory://bucket/{version}", episodes=[1])
+    copied = {path.name for path in tmp_path.rglob("*.mp4")}
+    assert not copied  # videos are copied when they are first read
+    local = open_dataset(root=samples[version], episodes=[1])
+    np.testing.assert_array_equal(dataset.read(np.array([3]))[TOP], local.read(np.array([3]))[TOP])
+    assert len(list(tmp_path.rglob("*.mp4"))) == 1  # and only those of selected episodes
+    assert dataset.fingerprint() == local.fingerprint()
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_fsspec_address_with_nothing_there():
+    with pytest.raises(DatasetError, match=r"memory://nowhere/meta/info\.json cannot be read"):
+        open_dataset(root="memory://nowhere")
+
+
+def test_hub_snapshot_in_the_cache_is_used_without_the_hub(samples, tmp_path, monkeypatch):
+    """The layout huggingface_hub leaves behind; offline it must do."""
+    folder = tmp_path / "hub/datasets--me--sample"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(samples["v2.1"], folder / "snapshots" / commit)
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/v2.1").write_text(commit)
+    script = (
+        "from flexor.data.dataset import open_dataset; print(len(open_dataset('me/sample', episodes=[1])))"
+    )
+    assert run_offline(script, tmp_path).stdout.strip() == "12"
+
+
+def test_unreachable_hub(tmp_path):
+    script = (
+        "from flexor.data.dataset import open_dataset\n"
+        "from flexor.errors import DatasetError\n"
+        "try: open_dataset('me/sample')\n"
+        "except DatasetError as error: print(error)"
+    )
+    message = run_offline(script, tmp_path).stdout
+    assert "me/sample is neither in" in message and "--dataset.root" in message
+
+
+def run_offline(script: str, home: Path) -> subprocess.CompletedProcess:
+    """In a process of its own: huggingface_hub reads the endpoint once, when imported."""
+    offline = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_LEROBOT_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | offline
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+
+
+def test_sample_has_several_files(samples):
+    """Guards the tests above: with one file of each kind they would prove little."""
+    assert len(list((samples["v3.0"] / "data").rglob("*.parquet"))) > 1
+    assert len(list((samples["v3.0"] / "videos").rglob("*.mp4"))) > 1
+    assert len(FEATURES) == 8
