@@ -14,15 +14,12 @@ import numpy as np
 
 from flexor.sim.task import Point, State
 
-LOOKAHEAD = (
-    0.2  # how far ahead of the gripper a target lies; farther than one step, so motion is at full speed
-)
-CLOSE_ENOUGH = 0.06  # close or open the fingers within this, well inside the task's tolerances
+FAR, THERE = 0.20, 0.05  # between these distances the fingers go from open to closed, or back
 
 # Disturbances at `noise=1`.
-JITTER = 0.05  # standard deviation of the displacement of the target
+JITTER = 0.10  # standard deviation of the displacement of the target
 JITTER_MEMORY = 0.8  # of one step's displacement in the next: drift rather than shaking
-SLIP_CHANCE = 0.2  # of an episode with one fumble of the fingers: closing early or dropping the block
+SLIP_CHANCE = 0.3  # of an episode with one fumble of the fingers: closing early or dropping the block
 SLIP_STEPS = 4
 SLIP_LATEST = 35
 
@@ -30,20 +27,24 @@ SLIP_LATEST = 35
 def expert_action(state: State) -> np.ndarray:
     """What to do now: [wanted x, wanted y, wanted opening] as float32."""
     if state.held:
-        near = state.carry <= CLOSE_ENOUGH
-        return _toward(state, state.block, state.goal, opening=1.0 if near else -1.0)
-    near = state.reach <= CLOSE_ENOUGH
+        return _toward(state, state.block, state.goal, opening=-_ramp(state.carry))
     # Fingers that closed on nothing must open again before they can close on the block.
-    ready = state.opening > 0
-    return _toward(state, state.gripper, state.block, opening=-1.0 if near and ready else 1.0)
+    opening = _ramp(state.reach) if state.opening > 0 else 1.0
+    return _toward(state, state.gripper, state.block, opening)
+
+
+def _ramp(distance: float) -> float:
+    """From 1 when far to -1 when there. A threshold would be a step that a policy has to hit exactly."""
+    return min(max(2 * (distance - THERE) / (FAR - THERE) - 1, -1.0), 1.0)
 
 
 def _toward(state: State, start: Point, end: Point, opening: float) -> np.ndarray:
-    """Aim the gripper so that what is at `start` goes to `end`, by a point not far ahead."""
-    dx, dy = end[0] - start[0], end[1] - start[1]
-    distance = math.hypot(dx, dy)
-    scale = min(1.0, LOOKAHEAD / distance) if distance > 0 else 0.0
-    x, y = state.gripper[0] + scale * dx, state.gripper[1] + scale * dy
+    """Ask the gripper to go at once to where it brings what is at `start` to `end`.
+
+    Speed is the gripper's own concern. A target that creeps ahead of the gripper would hide what the
+    policy must learn, where the block and the disc are, behind what it is told, where the gripper is.
+    """
+    x, y = state.gripper[0] + end[0] - start[0], state.gripper[1] + end[1] - start[1]
     return np.clip(np.array([x, y, opening], np.float32), -1, 1)
 
 

@@ -28,7 +28,7 @@ TIME_LIMIT = 80
 VIDEO_SIZE = 384
 
 # What the gripper can do in one step.
-SPEED = 0.07  # farthest it moves
+SPEED = 0.06  # farthest it moves
 GAIN = 0.5  # share of the way to the target it covers when near, so that it slows down and stops
 FINGER_SPEED = 0.4
 
@@ -36,7 +36,7 @@ BLOCK_HALF = 0.13
 GRASP_RADIUS = 0.14  # 7 % of the table's width: how far off the fingers may close and still hold
 GOAL_RADIUS = 0.28
 GOAL_TOLERANCE = 0.15  # 7.5 % of the table's width: the block's centre from the disc's
-RELEASE_OPENING = 0.5  # a held block comes free above this, so a trembling command does not drop it
+RELEASE_OPENING = 0.3  # a held block comes free above this, so a trembling command does not drop it
 
 SPAWN = 0.72  # block and disc lie within this
 GRIPPER_SPAWN = 0.8
