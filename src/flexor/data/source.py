@@ -63,7 +63,16 @@ class HubSource(Source):
     def __init__(self, repo_id: str, revision: str | None):
         self.repo_id = repo_id
         self.revision = revision or self._newest_version()
-        self._download(["meta/*"])
+        try:
+            root = self._snapshot(["meta/*"], self.revision, local_files_only=False)
+        except Exception as error:
+            # Without the Hub a snapshot from an earlier run will do.
+            root = self._snapshot(["meta/*"], self.revision, local_files_only=True)
+            if root is None:
+                raise self._unreachable(error) from error
+        if root is None:
+            raise DatasetError(f"{self} is no LeRobot dataset: it has no meta/info.json")
+        self.root = root
 
     def __str__(self) -> str:
         return f"{self.repo_id} (revision {self.revision})"
@@ -72,7 +81,10 @@ class HubSource(Source):
         missing = sorted({name for name in names if not self.exists(name)})
         if missing:
             log.info("downloading %d files of %s", len(missing), self)
-            self._download(missing)
+            try:
+                self._snapshot(missing, self.revision, local_files_only=False)
+            except Exception as error:
+                raise self._unreachable(error) from error
 
     def _newest_version(self) -> str:
         """The best format version the repository is tagged with; its main branch if it has no such tag."""
@@ -81,7 +93,6 @@ class HubSource(Source):
         try:
             refs = HfApi().list_repo_refs(self.repo_id, repo_type="dataset")
         except Exception as error:
-            # Without the Hub a snapshot from an earlier run will do.
             for version in (*HUB_VERSIONS, "main"):
                 if self._snapshot(["meta/*"], version, local_files_only=True):
                     log.warning("the Hub does not answer (%s); using the cached %s", error, version)
@@ -89,16 +100,6 @@ class HubSource(Source):
             raise self._unreachable(error) from error
         tags = {tag.name for tag in refs.tags}
         return next((version for version in HUB_VERSIONS if version in tags), "main")
-
-    def _download(self, patterns: "list[str]") -> None:
-        try:
-            root = self._snapshot(patterns, self.revision, local_files_only=False)
-        except Exception as error:
-            root = self._snapshot(patterns, self.revision, local_files_only=True)
-            if root is None:
-                raise self._unreachable(error) from error
-        assert root is not None
-        self.root = root
 
     def _snapshot(self, patterns: "list[str]", revision: str, local_files_only: bool) -> Path | None:
         from huggingface_hub import snapshot_download
@@ -122,7 +123,8 @@ class HubSource(Source):
     def _unreachable(self, error: Exception) -> DatasetError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return DatasetError(
-            f"dataset {self.repo_id} is neither in {lerobot_home()} nor to be had from the Hub: {reason}. "
+            f"dataset {self.repo_id} is not (or not whole) in {lerobot_home()} and cannot be had from the Hub: "
+            f"{reason}. "
             f"Check the name and the network (a private dataset needs `hf auth login`), or give its folder "
             f"with --dataset.root"
         )

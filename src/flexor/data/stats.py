@@ -9,7 +9,9 @@ the type of the data; that is the one deliberate difference, and it only shows i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -222,3 +224,11 @@ def to_json(stats: Mapping[str, Stats]) -> dict[str, dict[str, Any]]:
 def from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Stats]:
     """The arrays in `meta/stats.json`, a scalar read as an array of one."""
     return {name: {key: np.atleast_1d(v) for key, v in part.items()} for name, part in data.items()}
+
+
+def write_stats(root: Path, stats: Mapping[str, Stats]) -> Path:
+    """Put statistics into a dataset's folder, in one instant."""
+    path = root / "meta" / "stats.json"
+    aside = path.with_name(".stats.json")
+    aside.write_text(json.dumps(to_json(stats), indent=4))
+    return aside.rename(path)

@@ -155,19 +155,28 @@ def _episode_spans(
     else:
         index = np.full(table.num_rows, selected[0])  # v2 without the column: the file is the episode's
     spans = []
+    runs = _runs(index)
     for episode in selected:
-        rows = np.flatnonzero(index == episode)
-        expected = int(episodes.length[episode])
-        if len(rows) != expected:
-            what = f"episode {episode} has {len(rows)} rows, but its metadata says {expected}"
-            raise broken(source, file, what)
-        if len(rows) and rows[-1] - rows[0] + 1 != len(rows):
+        found = runs.get(episode, [])
+        rows, expected = sum(length for _, length in found), int(episodes.length[episode])
+        if rows != expected:
+            raise broken(source, file, f"episode {episode} has {rows} rows, but its metadata says {expected}")
+        if len(found) > 1:
             raise broken(source, file, f"the rows of episode {episode} do not lie together")
-        if len(rows):
-            spans.append((episode, int(rows[0]), expected))
+        spans += [(episode, first, length) for first, length in found]
     if not spans:
         raise broken(source, file, f"episodes {selected} have no rows")
     return sorted(spans, key=lambda span: span[1])
+
+
+def _runs(index: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    """Where each value of the column lies: {value: [(first row, rows)]}, more than one if it is torn apart."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    first = np.flatnonzero(np.diff(index, prepend=index[:1] - 1))
+    lengths = np.diff(first, append=len(index))
+    for value, row, length in zip(index[first].tolist(), first.tolist(), lengths.tolist()):
+        runs.setdefault(value, []).append((row, length))
+    return runs
 
 
 def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Feature) -> np.ndarray:

@@ -9,6 +9,7 @@ Containers are opened per call and never shared, so every function here may run 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import av
@@ -53,6 +54,14 @@ class VideoIndex:
         """Packet ranges [G, 2] from one key frame to the next, in decode order."""
         keys = np.flatnonzero(self.key)
         return np.stack([keys, np.append(keys[1:], len(self.key))], axis=1)
+
+    def number_of(self, pts: int) -> int:
+        """The packet with this time stamp."""
+        return int(self._by_pts[np.searchsorted(self.pts, pts, sorter=self._by_pts)])
+
+    @cached_property
+    def _by_pts(self) -> np.ndarray:
+        return np.argsort(self.pts, kind="stable")
 
     def nearest(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The frame nearest to each time, and how far away it is in seconds."""
@@ -225,10 +234,9 @@ def _packets_from(
 def _numbered(
     container: av.container.InputContainer, stream: av.VideoStream, index: VideoIndex
 ) -> Iterator[tuple[int, av.Packet]]:
-    order = np.argsort(index.pts)
     for packet in container.demux(stream):
         if packet.size and packet.pts is not None:
-            yield int(order[np.searchsorted(index.pts, packet.pts, sorter=order)]), packet
+            yield index.number_of(packet.pts), packet
 
 
 def _video_stream(container: av.container.InputContainer, path: Path) -> av.VideoStream:

@@ -14,7 +14,10 @@ import numpy as np
 
 from flexor.sim.task import Point, State
 
-FAR, THERE = 0.20, 0.05  # between these distances the fingers go from open to closed, or back
+# Between these distances the fingers go from one end to the other, gradually: a threshold would be a
+# step that a policy has to hit exactly, and that one which hovers just short of it never takes.
+GRASP_FROM, GRASP_AT = 0.25, 0.08  # gripper to block: open to closed
+RELEASE_FROM, RELEASE_AT = 0.20, 0.05  # block to goal: closed to open
 
 # Disturbances at `noise=1`.
 JITTER = 0.10  # standard deviation of the displacement of the target
@@ -27,15 +30,15 @@ SLIP_LATEST = 35
 def expert_action(state: State) -> np.ndarray:
     """What to do now: [wanted x, wanted y, wanted opening] as float32."""
     if state.held:
-        return _toward(state, state.block, state.goal, opening=-_ramp(state.carry))
+        return _toward(state, state.block, state.goal, -_ramp(state.carry, RELEASE_FROM, RELEASE_AT))
     # Fingers that closed on nothing must open again before they can close on the block.
-    opening = _ramp(state.reach) if state.opening > 0 else 1.0
+    opening = _ramp(state.reach, GRASP_FROM, GRASP_AT) if state.opening > 0 else 1.0
     return _toward(state, state.gripper, state.block, opening)
 
 
-def _ramp(distance: float) -> float:
-    """From 1 when far to -1 when there. A threshold would be a step that a policy has to hit exactly."""
-    return min(max(2 * (distance - THERE) / (FAR - THERE) - 1, -1.0), 1.0)
+def _ramp(distance: float, far: float, there: float) -> float:
+    """1 when far, -1 when there, and in between in proportion."""
+    return min(max(2 * (distance - there) / (far - there) - 1, -1.0), 1.0)
 
 
 def _toward(state: State, start: Point, end: Point, opening: float) -> np.ndarray:

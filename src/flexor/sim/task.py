@@ -29,7 +29,7 @@ VIDEO_SIZE = 384
 
 # What the gripper can do in one step.
 SPEED = 0.06  # farthest it moves
-GAIN = 0.5  # share of the way to the target it covers when near, so that it slows down and stops
+GAIN = 0.35  # share of the way to the target it covers when near, so that it slows down and stops
 FINGER_SPEED = 0.4
 
 BLOCK_HALF = 0.13

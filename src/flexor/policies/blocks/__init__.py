@@ -1,1 +1,1 @@
-
+"""Parts that several policies are built from."""

@@ -1,0 +1,7 @@
+"""`python -m flexor` is `flexor`."""
+
+import sys
+
+from flexor.cli import main
+
+sys.exit(main())

@@ -1,0 +1,15 @@
+"""The names of what is in a batch, which data, policies and environments agree on (they are LeRobot's)."""
+
+from typing import Any
+
+Batch = dict[str, Any]
+
+ACTION = "action"
+STATE = "observation.state"
+ENV_STATE = "observation.environment_state"
+IMAGE_PREFIX = "observation.image"
+SAMPLE_ID = "index"
+
+# Mean number of actions per sample that are not padding, over the whole *global* batch. The loader
+# adds it, so that a loss divided by it is the same however the batch is spread over ranks.
+VALID_STEPS = "action_valid_steps"

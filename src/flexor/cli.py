@@ -1,0 +1,284 @@
+"""The `flexor` program: one subcommand per verb, which parses, calls one function and prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flexor import __version__
+from flexor.console import progress
+from flexor.errors import ConfigError, FlexorError
+from flexor.log import log, setup_logging
+from flexor.tree import closest
+
+USAGE = """usage: flexor VERB ...
+
+Train robot policies on LeRobot datasets.
+
+  train       train a policy (without arguments: on the built-in task)
+  resume      go on with a run, exactly where its newest checkpoint left off
+  eval        play episodes with a trained policy
+  record      record demonstrations of the built-in task as a dataset
+  data        info, check, stats: look at a dataset before training on it
+  demo        record, train and evaluate on the built-in task, in a few minutes on a CPU
+  doctor      what a bug report needs, and what is wrong with this machine
+
+`flexor VERB --help` says more. Verbs that report take --json: one JSON object on standard output.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; a mistake of the user's is a message and an exit code, not a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"flexor {__version__}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    try:
+        if verb not in VERBS:
+            raise ConfigError(f"There is no verb {verb!r}. {closest(verb, VERBS)}")
+        return VERBS[verb](rest)
+    except FlexorError as error:
+        print(f"flexor {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _take(arguments: list[str], *flags: str) -> bool:
+    """Whether one of the flags was given; it is removed."""
+    found = [word for word in arguments if word in flags]
+    arguments[:] = [word for word in arguments if word not in flags]
+    return bool(found)
+
+
+def _print(result: dict[str, Any], as_json: bool, text: str) -> None:
+    print(json.dumps(result) if as_json else text)
+
+
+def train(arguments: list[str]) -> int:
+    from flexor.config import load_config, parse_flags
+    from flexor.help import train_help
+    from flexor.train.loop import train as run_training
+
+    if _take(arguments, "-h", "--help"):
+        print(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
+        return 0
+    as_json = _take(arguments, "--json")
+    flags = parse_flags(arguments)
+    if str(flags.get("resume", "false")).lower() == "true":
+        return resume([str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments)])
+    config = load_config([word for word in arguments if word not in ("--resume=false", "resume=false")])
+    return _finish(run_training(config), as_json)
+
+
+def _run_of(flags: dict[str, Any]) -> Path:
+    """The run that `lerobot-train --resume=true --config_path=.../train_config.json` means."""
+    if "config" not in flags:
+        raise ConfigError(
+            "--resume=true needs --config_path=RUN/checkpoints/last/pretrained_model/train_config.json."
+        )
+    path = Path(flags["config"]).absolute()
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(f"--config_path={path} does not lie in a run of Flexor: use `flexor resume RUN`.")
+
+
+def _without(arguments: list[str]) -> list[str]:
+    """The flags less those that say which run to resume."""
+    from flexor.config import parse_flags
+
+    kept = {k: v for k, v in parse_flags(arguments).items() if k not in ("resume", "config")}
+    return [f"--{key}={value}" for key, value in kept.items()]
+
+
+def resume(arguments: list[str]) -> int:
+    from flexor.train.loop import train as run_training
+    from flexor.train.resume import resumed_config
+
+    as_json = _take(arguments, "--json")
+    if _take(arguments, "-h", "--help") or not arguments:
+        print(
+            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--json]\n\nGo on with the run in folder "
+            "RUN from its newest checkpoint. Settings that would make it\nanother run can't change."
+        )
+        return 0
+    config = resumed_config(Path(arguments[0]), arguments[1:])
+    return _finish(run_training(config, resume=True), as_json)
+
+
+def _finish(result: Any, as_json: bool) -> int:
+    summary = {
+        "run": str(result.folder),
+        "step": result.step,
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "wall_clock_s": round(result.seconds, 3),
+        "metrics": result.metrics,
+    }
+    where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
+    _print(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
+    return 0
+
+
+def evaluate(arguments: list[str]) -> int:
+    from flexor.train.report import evaluate_policy
+
+    parser = argparse.ArgumentParser(
+        prog="flexor eval", description="Play episodes with a trained policy and report its success."
+    )
+    parser.add_argument("policy", help="run, checkpoint folder or Hub repository")
+    parser.add_argument(
+        "settings", nargs="*", help="--env.type=..., --eval.n_episodes=..., --policy.device=..."
+    )
+    parser.add_argument("--videos", type=Path, help="folder for videos (see --eval.videos)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
+    result, text = evaluate_policy(
+        parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating")
+    )
+    _print(result, parsed.json, text)
+    return 0
+
+
+def _lerobot_eval(arguments: list[str]) -> list[str]:
+    """`lerobot-eval --policy.path=X` names the policy by a flag; here it stands by itself."""
+    return [word.removeprefix("--policy.path=") for word in arguments]
+
+
+def record(arguments: list[str]) -> int:
+    from flexor.sim.record import record_dataset
+
+    parser = argparse.ArgumentParser(
+        prog="flexor record", description="Record demonstrations of the built-in task as a LeRobot dataset."
+    )
+    parser.add_argument("root", type=Path, help="new folder for the dataset")
+    parser.add_argument("--episodes", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
+    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--codec", choices=("h264", "av1"), default="h264")
+    parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = vars(parser.parse_args(arguments))
+    root, as_json = parsed.pop("root"), parsed.pop("json")
+    record_dataset(root, progress=progress("recording"), **parsed)
+    _print({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
+    return 0
+
+
+def data(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flexor data", description="Look at a dataset before training on it."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name, text in (
+        ("info", "describe a dataset"),
+        ("check", "find what is wrong with a dataset; exits with 1 if something is"),
+        ("stats", "compute a dataset's statistics"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "check":
+            verb.add_argument("--quick", action="store_true", help="do not decode the videos")
+            verb.add_argument(
+                "--good-episodes", type=Path, help="write the list for --dataset.episodes=@FILE"
+            )
+        if name == "stats":
+            verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
+    parsed = parser.parse_args(arguments)
+    return {"info": _data_info, "check": _data_check, "stats": _data_stats}[parsed.verb](parsed)
+
+
+def _data_info(parsed: argparse.Namespace) -> int:
+    from flexor.data.info import describe, render
+
+    info = describe(_local(parsed.root))
+    _print(info, parsed.json, render(info))
+    return 0
+
+
+def _data_check(parsed: argparse.Namespace) -> int:
+    from flexor.data.check import check_dataset
+
+    report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
+    if parsed.good_episodes:
+        report.write_good_episodes(parsed.good_episodes)
+        log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
+    _print(report.to_json(), parsed.json, str(report))
+    return 0 if report.ok else 1
+
+
+def _data_stats(parsed: argparse.Namespace) -> int:
+    from flexor.data.dataset import open_dataset
+    from flexor.data.stats import compute_stats, to_json, write_stats
+
+    dataset = open_dataset(root=_local(parsed.root))
+    stats = compute_stats(dataset)
+    if parsed.write:
+        log.info("wrote %s", write_stats(dataset.root, stats))
+    print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
+    return 0
+
+
+def _local(root: str) -> Path:
+    """The dataset's folder on this machine, fetched if it is elsewhere."""
+    from flexor.data.dataset import open_dataset
+
+    if Path(root).exists() or ("/" not in root and "://" not in root):
+        return Path(root)
+    remote = "://" in root
+    return open_dataset(repo_id=None if remote else root, root=root if remote else None).root
+
+
+def demo(arguments: list[str]) -> int:
+    from flexor.demo import run_demo
+
+    parser = argparse.ArgumentParser(
+        prog="flexor demo", description="Record, train and evaluate on the built-in task: minutes on a CPU."
+    )
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed, settings = parser.parse_known_args(arguments)
+    summary, text = run_demo(parsed.output_dir, settings)
+    _print(summary, parsed.json, text)
+    return 0
+
+
+def doctor(arguments: list[str]) -> int:
+    from flexor.doctor import examine, render
+
+    parser = argparse.ArgumentParser(
+        prog="flexor doctor",
+        description="What a bug report needs, and what is wrong. Exits with 1 on a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = parser.parse_args(arguments)
+    findings = examine()
+    _print(findings, parsed.json, render(findings))
+    return 1 if findings["problems"] else 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "resume": resume,
+    "eval": evaluate,
+    "record": record,
+    "data": data,
+    "demo": demo,
+    "doctor": doctor,
+}

@@ -1,0 +1,43 @@
+"""What people see: progress of long work, tables, and where things are kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+def cache_folder() -> Path:
+    """Where Flexor keeps what it can make again: $FLEXOR_CACHE, by default ~/.cache/flexor."""
+    return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
+
+
+def progress(label: str) -> Progress:
+    """A callback that draws a bar on standard error while something long goes on."""
+    bar: tqdm | None = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(
+                total=total, desc=label, file=sys.stderr, leave=False, dynamic_ncols=True, disable=None
+            )
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return report
+
+
+def table(rows: Sequence[Sequence[object]]) -> str:
+    """Rows of cells in aligned columns."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells
+    )

@@ -1,0 +1,73 @@
+"""Where metrics go: a JSONL file always, Weights & Biases on request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexor.config import TrainConfig
+from flexor.errors import ConfigError
+from flexor.train.run import METRICS
+
+
+class Tracker(Protocol):
+    def log(self, step: int, values: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object per line; a line is on its way to the disk as soon as it is logged."""
+
+    def __init__(self, folder: Path):
+        self.file = (folder / METRICS).open("a")
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class WandBTracker:
+    def __init__(self, config: TrainConfig, folder: Path):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("wandb.enable=true needs the package: pip install 'flexor[wandb]'.") from error
+        settings = config.wandb
+        self.run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            notes=settings.notes,
+            name=config.job_name,
+            id=settings.run_id,
+            resume="allow" if settings.run_id else None,
+            mode=settings.mode,
+            config=config.to_dict(),
+            dir=str(folder),
+        )
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackers:
+    """All of them as one."""
+
+    def __init__(self, config: TrainConfig, folder: Path):
+        self.all: list[Tracker] = [JsonlTracker(folder)]
+        if config.wandb.enable:
+            self.all.append(WandBTracker(config, folder))
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        for tracker in self.all:
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        for tracker in self.all:
+            tracker.close()

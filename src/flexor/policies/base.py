@@ -1,0 +1,177 @@
+"""What every policy is: one config dataclass and one module with `loss` and `predict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flexor.batch import ACTION, STATE, VALID_STEPS, Batch
+from flexor.errors import ConfigError
+
+
+class Kind(StrEnum):
+    """What a feature is to a policy; it decides how the feature is normalised."""
+
+    STATE = "STATE"
+    VISUAL = "VISUAL"
+    ENV = "ENV"
+    ACTION = "ACTION"
+    REWARD = "REWARD"
+    LANGUAGE = "LANGUAGE"
+
+
+Normalization = Literal["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]
+
+
+@dataclass(frozen=True)
+class PolicyFeature:
+    """One input or output of a policy; images are (channels, height, width)."""
+
+    type: Kind
+    shape: tuple[int, ...]
+
+
+@dataclass
+class PolicyConfig:
+    """Settings every policy has, under LeRobot's names."""
+
+    type: ClassVar[str]
+
+    n_obs_steps: int = 1
+    """How many observations, up to the current one, the policy sees."""
+    input_features: dict[str, PolicyFeature] = field(default_factory=dict)
+    """What the policy observes; filled from the dataset."""
+    output_features: dict[str, PolicyFeature] = field(default_factory=dict)
+    """What the policy puts out; filled from the dataset."""
+    normalization_mapping: dict[str, Normalization] = field(default_factory=dict)
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    device: str | None = None
+    """Where to run: cpu, cuda, cuda:1, mps. The best there is unless given."""
+
+    def validate(self) -> None:
+        """Refuse impossible settings; called before anything is built."""
+
+    def optimizer_preset(self) -> dict[str, Any]:
+        """The optimizer's settings unless the user gives others."""
+        raise NotImplementedError
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        """The schedule's settings unless the user gives others."""
+        return {"type": "constant"}
+
+    @property
+    def observation_deltas(self) -> list[int] | None:
+        """Steps of observations relative to now; None for the current one without a time dimension."""
+        return None
+
+    @property
+    def action_deltas(self) -> list[int]:
+        """Steps of actions relative to now."""
+        raise NotImplementedError
+
+    @property
+    def action_steps(self) -> int:
+        """How many actions of a predicted chunk are executed before the policy is asked again."""
+        raise NotImplementedError
+
+    @property
+    def drop_last_frames(self) -> int:
+        """How many frames at the end of an episode are never the start of a sample."""
+        return 0
+
+    @property
+    def images(self) -> dict[str, PolicyFeature]:
+        return {k: f for k, f in self.input_features.items() if f.type is Kind.VISUAL}
+
+    @property
+    def state(self) -> PolicyFeature | None:
+        return self.input_features.get(STATE)
+
+    @property
+    def environment_state(self) -> PolicyFeature | None:
+        return next((f for f in self.input_features.values() if f.type is Kind.ENV), None)
+
+    @property
+    def observed(self) -> dict[str, PolicyFeature]:
+        """The inputs the policy looks at; a dataset may have more."""
+        low_dim = {k: f for k, f in self.input_features.items() if k == STATE or f.type is Kind.ENV}
+        return {**low_dim, **self.images}
+
+    @property
+    def action(self) -> PolicyFeature:
+        if ACTION not in self.output_features:
+            raise ConfigError(
+                f"The policy has no output named {ACTION!r}; it has {list(self.output_features)}."
+            )
+        return self.output_features[ACTION]
+
+
+@dataclass
+class Loss:
+    """A loss per sample. The batch's loss is the mean of `per_sample`; `parts` are for reading only."""
+
+    per_sample: Tensor  # [B]
+    parts: dict[str, Tensor]  # name -> [B]
+
+
+@dataclass
+class ParamGroup:
+    """Parameters that share optimizer settings differing from the run's."""
+
+    params: list[nn.Parameter]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+class NoiseSource(Protocol):
+    """Where a policy gets its random numbers; see `flexor.rng.Noise`."""
+
+    def normal(self, name: str, shape: Sequence[int]) -> Tensor: ...
+    def uniform(self, name: str, shape: Sequence[int]) -> Tensor: ...
+    def integers(self, name: str, shape: Sequence[int], high: int) -> Tensor: ...
+
+
+class Policy(nn.Module):
+    """One policy = one file = one config dataclass + one module. It never knows how it is trained."""
+
+    Config: ClassVar[type[PolicyConfig]]
+
+    def __init__(self, config: PolicyConfig):
+        super().__init__()
+        config.validate()
+        self.config = config
+
+    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        raise NotImplementedError
+
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """A normalised action chunk [B, H, A] for the observations in `batch`."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
+        """What wrappers such as DDP call: the loss."""
+        return self.loss(batch, noise)
+
+    def load_backbone(self) -> None:
+        """Load pretrained parts for a training from scratch; not called when a checkpoint is loaded."""
+
+    def shard_units(self) -> list[nn.Module]:
+        """Modules that are sharded, and recomputed under checkpointing, one by one."""
+        return []
+
+    def param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+
+
+def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """error [B, H, A] -> [B], whose mean over the global batch is the mean over its unpadded steps."""
+    valid = ~is_pad  # [B, H]
+    steps = batch.get(VALID_STEPS)
+    if steps is None:
+        steps = valid.sum(1).float().mean()
+    steps = torch.as_tensor(steps, device=error.device).clamp(min=1e-6)
+    return (error * valid[..., None]).sum((1, 2)) / (steps * error.shape[-1])

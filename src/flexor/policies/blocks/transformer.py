@@ -1,0 +1,65 @@
+"""Transformer parts with the parameter names of torch's own layers, on fused attention."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Multi-head attention, batch first, with `nn.MultiheadAttention`'s parameters.
+
+    Written out because torch's module materialises the attention weights unless told otherwise and
+    takes the mask in the shape that keeps it off the fused kernels.
+    """
+
+    def __init__(self, dim: int, heads: int, dropout: float = 0.0):
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * dim, dim))
+        self.in_proj_bias = nn.Parameter(torch.zeros(3 * dim))
+        self.out_proj = nn.Linear(dim, dim)
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        nn.init.zeros_(self.out_proj.bias)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Tensor | None = None) -> Tensor:
+        """query [B, Q, D], key and value [B, K, D], attend [B, K] (False hides a key) -> [B, Q, D]."""
+        weights = self.in_proj_weight.chunk(3)
+        biases = self.in_proj_bias.chunk(3)
+        q, k, v = (
+            F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, S, D/heads]
+            for x, w, b in zip((query, key, value), weights, biases)
+        )
+        mask = None if attend is None else attend[:, None, None, :]
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+def sinusoidal_positions(count: int, dim: int) -> Tensor:
+    """[count, dim]: sine on even, cosine on odd channels, wavelengths from 2 pi to 10000 x 2 pi."""
+    channel = torch.arange(dim, dtype=torch.float64)
+    wavelength = 10_000 ** (2 * (channel // 2) / dim)
+    angle = torch.arange(count, dtype=torch.float64)[:, None] / wavelength
+    return torch.where(channel.long() % 2 == 0, angle.sin(), angle.cos()).float()
+
+
+def sinusoidal_positions_2d(height: int, width: int, dim: int) -> Tensor:
+    """[height * width, dim]: the vertical position in the first half of the channels, then the horizontal.
+
+    As in DETR, positions count from 1 and are scaled so that the last one is (almost) 2 pi.
+    """
+    half = dim // 2
+    channel = torch.arange(half, dtype=torch.float32)
+    wavelength = 10_000 ** (2 * (channel // 2) / half)
+
+    def encode(size: int) -> Tensor:  # [size, half]
+        position = torch.arange(1, size + 1, dtype=torch.float32)
+        angle = (position / (size + 1e-6) * 2 * math.pi)[:, None] / wavelength
+        return torch.where(channel.long() % 2 == 0, angle.sin(), angle.cos())
+
+    rows = encode(height)[:, None].expand(height, width, half)
+    columns = encode(width)[None, :].expand(height, width, half)
+    return torch.cat((rows, columns), dim=-1).reshape(height * width, 2 * half)

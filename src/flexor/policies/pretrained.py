@@ -1,0 +1,133 @@
+"""The `pretrained_model/` folder: LeRobot's format, so a policy goes from one program to the other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flexor.errors import CheckpointError
+from flexor.policies import policy_class
+from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
+from flexor.tree import from_plain, to_plain
+
+FOLDER = "pretrained_model"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+
+# Keys of LeRobot's config.json that say where a policy was or will be uploaded, not what it is.
+FOREIGN = {
+    "use_amp": False,
+    "use_peft": False,
+    "push_to_hub": False,
+    "repo_id": None,
+    "private": None,
+    "tags": None,
+    "license": None,
+    "pretrained_path": None,
+    "pretrained_revision": None,
+}
+
+
+@dataclass
+class Pretrained:
+    """A policy with the processing it was trained with."""
+
+    policy: Policy
+    preprocessor: Pipeline
+    postprocessor: Pipeline
+
+
+def find_folder(path: str) -> Path:
+    """A run, a checkpoint, a `pretrained_model` folder or a Hub repository (REPO or REPO@REVISION)."""
+    local = Path(path)
+    for candidate in (local, local / FOLDER, local / "checkpoints" / "last" / FOLDER):
+        if (candidate / CONFIG).is_file():
+            return candidate
+    if local.exists():
+        raise CheckpointError(f"{path} holds no policy: expected {CONFIG} in it or in its {FOLDER} folder.")
+    return _download(path)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = name.partition("@")
+    try:
+        patterns = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+    except Exception as error:  # the client raises many kinds; each means the same to the user
+        raise CheckpointError(
+            f"{name} is neither a folder here nor a policy that can be fetched from the Hub: {error}"
+        ) from error
+
+
+def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyConfig:
+    """The policy's settings in a checkpoint, with some of them changed."""
+    folder = find_folder(path)
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        cls = policy_class(settings.pop("type")).Config
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG} is not a policy's configuration: {error!r}") from error
+    settings = {key: value for key, value in settings.items() if key not in FOREIGN}
+    changed = {key: value for key, value in (overrides or {}).items() if key != "type"}
+    config = from_plain(cls, {**settings, **changed}, "policy")
+    config.validate()
+    return config
+
+
+def save_pretrained(
+    folder: Path, config: PolicyConfig, weights: dict[str, Tensor], before: Pipeline, after: Pipeline
+) -> None:
+    """Write the folder; the caller makes it appear atomically."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"type": config.type, **to_plain(config), **FOREIGN}
+    (folder / CONFIG).write_text(json.dumps(described, indent=4))
+    save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, folder / WEIGHTS)
+    before.save(folder)
+    after.save(folder)
+
+
+def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
+    """A policy ready to act, with its processing, on `device`."""
+    folder = find_folder(path)
+    config = read_config(str(folder), overrides)
+    policy = policy_class(config.type)(config)
+    load_weights(policy, folder)
+    before = Pipeline.load(folder, PREPROCESSOR).to(device)
+    return Pretrained(policy.to(device).eval(), before, Pipeline.load(folder, POSTPROCESSOR))
+
+
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Weights into a policy of the same shape; every difference is named."""
+    try:
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"Can't read the weights in {folder / WEIGHTS}: {error}") from error
+    own = policy.state_dict()
+    missing, unexpected = own.keys() - weights.keys(), weights.keys() - own.keys()
+    shapes = [
+        f"{name}: {tuple(weights[name].shape)} there, {tuple(own[name].shape)} here"
+        for name in own.keys() & weights.keys()
+        if weights[name].shape != own[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise CheckpointError(
+            f"{folder / WEIGHTS} does not fit this {policy.config.type} policy. "
+            f"Missing: {_some(missing)}. Not known: {_some(unexpected)}. Other shape: {_some(shapes)}. "
+            "Was a setting that changes the network overridden?"
+        )
+    policy.load_state_dict(weights)
+
+
+def _some(names: Any, limit: int = 3) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(names[:limit]) or "nothing") + more

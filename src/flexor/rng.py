@@ -1,0 +1,81 @@
+"""Randomness as a pure function: what to draw is named by (seed, step, sample id, name), never by history.
+
+Built on SplitMix64 written in integer operations, so a sample's noise is the same whichever rank,
+worker or device draws it, and a resumed run needs no generator state to go on exactly.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer, which is what torch has."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def key_of(*parts: object) -> int:
+    """A 64-bit key from anything printable: seeds, names, steps."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def mix_numpy(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser on uint64."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX[0])
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX[1])
+    return x ^ (x >> np.uint64(31))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The same on int64 tensors: multiplication wraps, and a shift must not drag the sign along."""
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+class Noise:
+    """The only source of randomness a policy may use: one independent stream per sample and name."""
+
+    def __init__(self, seed: int, step: int, sample_ids: Tensor):
+        self.seed = seed
+        self.step = step
+        self.sample_ids = sample_ids.long()  # [B]
+
+    def _uniform_bits(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Integers in [0, 2^24), shaped as asked; the leading dimension is the batch."""
+        batch, *rest = shape
+        assert batch == len(self.sample_ids), f"noise {name!r} needs the batch first, got {tuple(shape)}"
+        count = math.prod(rest)
+        streams = _mix(self.sample_ids * _signed(_GOLDEN) + _signed(key_of(self.seed, self.step, name)))
+        counter = torch.arange(1, count + 1, device=self.sample_ids.device) * _signed(_GOLDEN)
+        bits = _mix(streams[:, None] + counter[None, :])
+        return ((bits >> 40) & ((1 << 24) - 1)).view(batch, *rest)
+
+    def uniform(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Uniform in (0, 1): never exactly either, so that a logarithm is safe."""
+        return (self._uniform_bits(name, shape).double().add_(0.5) * 2.0**-24).float()
+
+    def normal(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Standard normal (Box and Muller)."""
+        radius = (-2.0 * self.uniform(f"{name}/radius", shape).log()).sqrt()
+        angle = 2.0 * math.pi * self.uniform(f"{name}/angle", shape)
+        return radius * angle.cos()
+
+    def integers(self, name: str, shape: Sequence[int], high: int) -> Tensor:
+        """Integers in [0, high)."""
+        return (self._uniform_bits(name, shape) * high) >> 24
+
+
+def seed_everything(*parts: object) -> None:
+    """Seed torch's own generators (dropout, initialisation) from a key."""
+    torch.manual_seed(key_of(*parts) & ((1 << 63) - 1))

@@ -1,0 +1,134 @@
+"""Optimizers, learning-rate schedules and the moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from flexor.config import OptimizerConfig, SchedulerConfig
+from flexor.errors import ConfigError
+from flexor.policies.base import Policy, PolicyConfig
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-3, "weight_decay": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8},
+    "adam": {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8},
+    "sgd": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0},
+}
+CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> OptimizerConfig:
+    """Every setting filled in: what the user gave, else the policy's preset, else the optimizer's default."""
+    preset = policy.optimizer_preset()
+    kind = given.type or preset["type"]
+    if kind != preset["type"]:
+        preset = {}  # another optimizer: the preset's numbers were not meant for it
+    filled = {"grad_clip_norm": 10.0, **DEFAULTS[kind], **preset, "type": kind}
+    named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
+    useless = [n for n in named if n not in filled]
+    if useless:
+        raise ConfigError(f"optimizer.{useless[0]} has no meaning for optimizer.type={kind}.")
+    return OptimizerConfig(**{**filled, **named})
+
+
+def build_optimizer(config: OptimizerConfig, policy: Policy) -> torch.optim.Optimizer:
+    """One parameter group per group of the policy, each with its own settings where it has some."""
+    assert config.type is not None
+    settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}
+    groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
+    # one kernel for all parameters; bitwise reproducible
+    return CLASSES[config.type](groups, **settings, fused=True)
+
+
+def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
+    preset = policy.scheduler_preset()
+    kind = given.type or preset["type"]
+    if kind != preset["type"]:
+        preset = {}
+    named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
+    config = SchedulerConfig(**{**preset, "type": kind, **named})
+    if kind == "cosine_decay_with_warmup":
+        missing = [n for n in ("num_decay_steps", "peak_lr", "decay_lr") if getattr(config, n) is None]
+        if missing:
+            raise ConfigError(f"scheduler.type={kind} needs scheduler.{', scheduler.'.join(missing)}.")
+    return config
+
+
+def schedule(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
+    """step -> factor on the learning rate. The kinds and formulas are those LeRobot offers."""
+    warmup = config.num_warmup_steps or 0
+
+    def warm(step: int) -> float:
+        return step / max(1, warmup)
+
+    def constant(step: int) -> float:
+        return warm(step) if step < warmup else 1.0
+
+    def cosine(step: int) -> float:
+        if step < warmup:
+            return warm(step)
+        progress = (step - warmup) / max(1, steps - warmup)
+        return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+
+    if config.type == "cosine":
+        return cosine
+    if config.type == "cosine_decay_with_warmup":
+        return _cosine_decay(config, steps)
+    return constant
+
+
+def _cosine_decay(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
+    """openpi's schedule: linear warm-up, then a cosine counted from step 0; shrunk to fit a shorter run."""
+    assert config.num_decay_steps and config.peak_lr and config.decay_lr is not None
+    decay = min(config.num_decay_steps, steps)
+    warmup = int((config.num_warmup_steps or 0) * decay / config.num_decay_steps)
+    lowest = config.decay_lr / config.peak_lr
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            start = 1 / (warmup + 1)
+            return start + (1 - start) * step / warmup
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step, decay) / decay))
+        return lowest + (1 - lowest) * cosine
+
+    return factor
+
+
+def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    return LambdaLR(optimizer, schedule(config, steps))
+
+
+class EMA:
+    """An exponential moving average of a model's floating-point state."""
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay = decay
+        self.updates = 0
+        self.average = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
+        averages, values = [], []
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                averages.append(self.average[name])
+                values.append(value.detach())
+            else:
+                self.average[name].copy_(value)
+        torch._foreach_lerp_(averages, values, 1 - decay)
+
+    def state(self) -> dict[str, Tensor]:
+        return {**self.average, "_updates": torch.tensor(self.updates)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.updates = int(state.pop("_updates"))
+        for name, value in state.items():
+            self.average[name].copy_(value)

@@ -1,0 +1,56 @@
+"""`flexor eval`: play episodes with a saved policy and say how it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexor.config import EnvConfig, EvalConfig, flatten, nest, parse_flags
+from flexor.console import Progress
+from flexor.errors import ConfigError
+from flexor.policies.actor import PolicyActor
+from flexor.policies.pretrained import find_folder, load_pretrained
+from flexor.sim.rollout import summarize
+from flexor.train.engine import pick_device
+from flexor.train.evaluate import play
+from flexor.train.run import CONFIG, read_config
+from flexor.tree import closest, coerce, from_plain
+
+GROUPS = ("env", "eval", "policy")
+
+
+def evaluate_policy(
+    path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
+) -> tuple[dict[str, Any], str]:
+    """Success of the policy at `path`; what is not given is taken from the run it was trained in."""
+    flags = parse_flags(settings)
+    for key in flags:
+        if key.split(".")[0] not in (*GROUPS, "seed"):
+            raise ConfigError(
+                f"Unknown setting {key}={flags[key]!r}. {closest(key, [f'{g}.' for g in GROUPS])}"
+            )
+    folder = find_folder(path)
+    tree = nest({**_run_settings(folder), **flags})
+    env = from_plain(EnvConfig, tree.get("env", {}), "env")
+    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
+    if env.type is None:
+        raise ConfigError("Which environment? Give --env.type=place, or any gymnasium id.")
+    given = nest(flags).get("policy", {})
+    device = pick_device(coerce(given.pop("device", None), str | None, "policy.device"))
+    seed = coerce(flags.get("seed", 0), int, "seed")
+    actor = PolicyActor(load_pretrained(str(folder), str(device), given), seed)
+    if videos is not None and settings_.videos == 0:
+        settings_.videos = min(3, settings_.n_episodes)
+    summary = summarize(play(actor, env, settings_, videos, progress))
+    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+
+
+def _run_settings(folder: Path) -> dict[str, Any]:
+    """The environment and evaluation of the run a checkpoint lies in, if it does."""
+    for parent in folder.absolute().parents[:3]:
+        if (parent / CONFIG).is_file():
+            flat = flatten(read_config(parent))
+            return {k: v for k, v in flat.items() if k.split(".")[0] in ("env", "eval")}
+    return {}

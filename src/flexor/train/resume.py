@@ -1,0 +1,83 @@
+"""What must be the same to go on with a run, and what may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexor.config import TrainConfig, build_config, flatten, parse_flags
+from flexor.errors import CheckpointError, ConfigError
+from flexor.train import checkpoint, run
+
+# Settings that change neither what is computed nor in which order.
+MAY_CHANGE = {
+    "steps",
+    "output_dir",
+    "job_name",
+    "num_workers",
+    "log_freq",
+    "save_checkpoint",
+    "save_freq",
+    "eval_steps",
+    "max_eval_samples",
+    "env_eval_freq",
+    "dataset.root",
+    "dataset.repo_id",
+    "dataset.revision",
+    "dataset.cache_gb",
+    "policy.device",
+}
+MAY_CHANGE_GROUPS = {"checkpoint", "env", "eval", "wandb"}
+
+
+def may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE_GROUPS
+
+
+def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
+    """The run's settings with those changed that may be."""
+    changes = parse_flags(argv)
+    for key in changes:
+        if not may_change(key) and key not in ("batch_size", "gradient_accumulation_steps"):
+            raise ConfigError(
+                f"{key} can't change when a run goes on: it would be another run. Start one with "
+                f"`flexor train --policy.path={folder} ...`. May change: {', '.join(sorted(MAY_CHANGE))} "
+                f"and {', '.join(sorted(MAY_CHANGE_GROUPS))}."
+            )
+    config = build_config(flatten(run.read_config(folder)), {**changes, "output_dir": str(folder)})
+    config.output_dir = str(folder)
+    return config
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    found = checkpoint.newest(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint to go on from. Start again in another folder with "
+            f"`flexor train --config {folder / run.CONFIG} --output_dir=...`."
+        )
+    checkpoint.verify(found)
+    return found
+
+
+def check_same_run(found: Path, config: TrainConfig, fingerprint: str) -> None:
+    """Refuse to go on with other data or other settings, and name the difference."""
+    saved = json.loads((found / "training_state" / "flexor.json").read_text())
+    if saved["dataset_fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"The dataset is not the one that {found} was trained on (its episodes, lengths or files "
+            "differ). Bring that dataset back, or start a new run with --policy.path."
+        )
+    before, now = flatten(saved["config"]), flatten(config.to_dict())
+    differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
+    if _global_batch(before) == _global_batch(now):
+        differing = [k for k in differing if k not in ("batch_size", "gradient_accumulation_steps")]
+    if differing:
+        named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
+        raise CheckpointError(f"{found} was trained with other settings: {named}.")
+
+
+def _global_batch(flat: dict[str, Any]) -> int:
+    return flat["batch_size"] * flat["gradient_accumulation_steps"]

@@ -1,0 +1,102 @@
+"""The folder of a run: its settings, its metrics, its checkpoints, and one owner at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexor.config import TrainConfig
+from flexor.errors import CheckpointError, ConfigError
+from flexor.train import checkpoint
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+LOCK = ".lock"
+
+
+class Run:
+    """An open run folder. Only `open_run` makes one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.checkpoints = folder / "checkpoints"
+        self.videos = folder / "videos"
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Everything needed to do the run again: `flexor train --config RUN/config.yaml`."""
+        text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        aside = self.folder / f".{CONFIG}"
+        aside.write_text(text)
+        aside.rename(self.folder / CONFIG)
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop lines of steps that will be done again."""
+        path = self.folder / METRICS
+        if not path.exists():
+            return
+        lines = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    lines.append(line)
+            except (ValueError, KeyError):
+                continue  # the run was killed while writing it
+        aside = path.with_name(f".{METRICS}")
+        aside.write_text("".join(f"{line}\n" for line in lines))
+        aside.rename(path)
+
+
+def default_folder(job_name: str) -> Path:
+    return Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+
+
+@contextmanager
+def open_run(folder: Path, resume: bool) -> Iterator[Run]:
+    """Own a run folder until the end of the block; the lock goes with the process, however it ends."""
+    if resume:
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"{folder} is not a run of Flexor: it has no {CONFIG}.")
+    elif folder.exists() and any(p.name != LOCK for p in folder.iterdir()):
+        raise ConfigError(
+            f"output_dir={folder} is not empty. Go on with that run by `flexor resume {folder}`, "
+            "or choose another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"{folder} is in use by another process ({lock.read().strip() or 'unknown'}): "
+                "wait for it, stop it, or choose another --output_dir."
+            ) from error
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        run = Run(folder)
+        run.checkpoints.mkdir(exist_ok=True)
+        checkpoint.sweep(run.checkpoints)
+        yield run
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings a run was started with, as nested plain data."""
+    path = folder / CONFIG
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"{path} holds no settings; restore it from the newest checkpoint's flexor.json."
+        )
+    return data
