@@ -1,11 +1,7 @@
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -309,6 +305,14 @@ def test_an_episode_with_too_few_rows(broken):
         open_dataset(root=broken)
 
 
+def test_an_episode_torn_apart(broken):
+    file = sorted((broken / "data").rglob("*.parquet"))[1]  # holds episodes 1 and 2
+    table = pq.read_table(file)
+    pq.write_table(table.take([*range(6), *range(12, 21), *range(6, 12)]), file)
+    with pytest.raises(DatasetError, match=r"file-001\.parquet: the rows of episode 1 do not lie together"):
+        open_dataset(root=broken)
+
+
 @pytest.mark.parametrize("kind", ["data", "meta/episodes"])
 def test_missing_parquet(broken, kind):
     first_file(broken, kind, ".parquet").unlink()
@@ -381,84 +385,6 @@ def test_a_damaged_picture(broken):
     dataset = open_dataset(root=broken)
     with pytest.raises(DatasetError, match=r"file-000\.parquet: row 3, column .*wrist: not a PNG"):
         dataset.read(np.array([3]), cameras=[WRIST])
-
-
-# Where it comes from
-
-
-def test_repo_id_is_looked_for_under_lerobots_home(samples, tmp_path, monkeypatch):
-    shutil.copytree(samples["v3.0"], tmp_path / "me/sample")
-    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path))
-    dataset = open_dataset("me/sample")
-    assert dataset.root == tmp_path / "me/sample" and dataset.repo_id == "me/sample"
-
-
-def test_file_address(samples):
-    assert len(open_dataset(root=f"file://{samples['v3.0']}")) == 38
-
-
-@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_fsspec_address(samples, version, tmp_path, monkeypatch):
-    import fsspec
-
-    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path))
-    memory = fsspec.filesystem("memory")
-    memory.put(str(samples[version]), f"/bucket/{version}", recursive=True)
-    dataset = open_dataset(root=f"memory://bucket/{version}", episodes=[1])
-    copied = {path.name for path in tmp_path.rglob("*.mp4")}
-    assert not copied  # videos are copied when they are first read
-    local = open_dataset(root=samples[version], episodes=[1])
-    np.testing.assert_array_equal(dataset.read(np.array([3]))[TOP], local.read(np.array([3]))[TOP])
-    assert len(list(tmp_path.rglob("*.mp4"))) == 1  # and only those of selected episodes
-    assert dataset.fingerprint() == local.fingerprint()
-    assert not list(tmp_path.rglob("*.partial"))
-
-
-def test_fsspec_address_with_nothing_there():
-    with pytest.raises(DatasetError, match=r"memory://nowhere/meta/info\.json cannot be read"):
-        open_dataset(root="memory://nowhere")
-
-
-def test_hub_snapshot_in_the_cache_is_used_without_the_hub(samples, tmp_path, monkeypatch):
-    """The layout huggingface_hub leaves behind; offline it must do."""
-    folder = tmp_path / "hub/datasets--me--sample"
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    shutil.copytree(samples["v2.1"], folder / "snapshots" / commit)
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs/v2.1").write_text(commit)
-    script = (
-        "from flexor.data.dataset import open_dataset; print(len(open_dataset('me/sample', episodes=[1])))"
-    )
-    assert run_offline(script, tmp_path).stdout.strip() == "12"
-
-
-def test_unreachable_hub(tmp_path):
-    script = (
-        "from flexor.data.dataset import open_dataset\n"
-        "from flexor.errors import DatasetError\n"
-        "try: open_dataset('me/sample')\n"
-        "except DatasetError as error: print(error)"
-    )
-    message = run_offline(script, tmp_path).stdout
-    assert "me/sample is neither in" in message and "--dataset.root" in message
-
-
-def run_offline(script: str, home: Path) -> subprocess.CompletedProcess:
-    """In a process of its own: huggingface_hub reads the endpoint once, when imported."""
-    offline = {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_LEROBOT_HOME": str(home),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | offline
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )
 
 
 def test_sample_has_several_files(samples):
