@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 class RecordSettings:
     """What a recorded dataset depends on."""
 
-    episodes: int = 150
+    episodes: int = 200
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
     image_size: int = 64
