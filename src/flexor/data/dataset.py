@@ -211,16 +211,7 @@ def open_dataset(
     table = read_table(source, meta.features, meta.episodes, selected)
     columns = dict(table.columns)
     fill_in(columns, table, meta.fps, _first_tasks(meta, table))
-    absent = dict(table.missing)
-    cameras = [*table.images]
-    for camera, feature in meta.features.items():
-        if feature.is_video and (why := _why_unreadable(source, meta, feature, table.episode)):
-            absent[camera] = why
-        elif feature.is_video:
-            cameras.append(camera)
-    cameras = [
-        camera for camera in meta.features if camera in cameras and not _drop_depth(meta, camera, absent)
-    ]
+    cameras, absent = _cameras(source, meta, table)
     for feature_name, why in absent.items():
         log.warning("%s: feature %s cannot be read: %s", name, feature_name, why)
     tolerance = 0.5 / meta.fps if tolerance_s is None else tolerance_s
@@ -272,8 +263,26 @@ def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:
     return np.array([number.get(next(iter(meta.episodes.tasks[i]), ""), 0) for i in table.episode], np.int64)
 
 
+def _cameras(source: Source, meta: Metadata, table: FrameTable) -> tuple[list[str], dict[str, str]]:
+    """The cameras that can be read, as declared in order, and every feature that cannot, with the reason."""
+    cameras, absent = [], dict(table.missing)
+    for name, feature in meta.features.items():
+        if not feature.is_camera or name in absent:
+            continue
+        why = _why_unreadable(source, meta, feature, table.episode)
+        if why:
+            absent[name] = why
+        else:
+            cameras.append(name)
+    return cameras, absent
+
+
 def _why_unreadable(source: Source, meta: Metadata, feature: Feature, selected: np.ndarray) -> str | None:
-    """Why a declared video cannot be read; a camera that misses only some of its files is an error."""
+    """Why a declared camera cannot be read; one that misses only some of its files is an error."""
+    if feature.is_depth:
+        return "it is a depth map, which Flexor does not read yet"
+    if feature.is_image:
+        return None
     spans = meta.episodes.videos.get(feature.name)
     if spans is None:
         return "the episode metadata does not say where its videos are"
@@ -286,12 +295,6 @@ def _why_unreadable(source: Source, meta: Metadata, feature: Feature, selected: 
             source, missing[0], f"the file is missing ({len(missing)} of {len(files)} for {feature.name})"
         )
     return None
-
-
-def _drop_depth(meta: Metadata, camera: str, absent: dict[str, str]) -> bool:
-    if meta.features[camera].is_depth:
-        absent[camera] = "it is a depth map, which Flexor does not read yet"
-    return camera in absent
 
 
 def _present(meta: Metadata, columns: dict[str, np.ndarray], absent: dict[str, str]) -> dict[str, Feature]:

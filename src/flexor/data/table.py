@@ -23,9 +23,6 @@ class FrameTable:
 
     columns: dict[str, np.ndarray]  # numeric and bool, [N, ...]
     strings: dict[str, list[str]]
-    images: list[str]
-    """Columns of encoded pictures: present, but not read here."""
-
     missing: dict[str, str]
     """Declared features that are no column, and why that is so."""
 
@@ -72,11 +69,9 @@ def read_table(
         for name, feature in wanted.items()
         if not feature.is_numeric
     }
-    images = [name for name, feature in features.items() if feature.is_image and name in present]
     return FrameTable(
         columns,
         strings,
-        images,
         missing,
         np.array([e for piece in pieces for e in piece.episode], np.int64),
         np.array([n for piece in pieces for n in piece.length], np.int64),
