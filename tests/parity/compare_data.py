@@ -72,7 +72,9 @@ def _same(ours: Any, theirs: Any, exact: bool) -> bool:
     if value.dtype != np.uint8:
         return digest(value) == theirs
     if exact:
-        return digest(value) == theirs[0]
+        # LeRobot drops the time axis of a video window of one step; the pixels are the same.
+        squeezed = value[0] if value.ndim == 4 and len(value) == 1 else value
+        return theirs[0] in (digest(value), digest(squeezed))
     return bool(np.abs(thumbnail(value) - np.array(theirs[1])).max() <= 4)
 
 
