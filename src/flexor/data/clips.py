@@ -209,6 +209,9 @@ def decode_image(data: bytes) -> np.ndarray:
     if not frames:
         raise ValueError("no picture comes out of it")
     frame = frames[0]
+    if frame.format.name in ("yuvj420p", "yuvj422p"):
+        # Interpolate the colour as libjpeg (and so PIL, and so LeRobot) does: straight to RGB would repeat it.
+        frame = VideoReformatter().reformat(frame, format="yuvj444p", interpolation="BILINEAR")
     layout = {"gray": "gray", "ya8": "gray", "rgba": "rgba"}.get(frame.format.name, "rgb24")
     pixels = VideoReformatter().reformat(frame, format=layout).to_ndarray()
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
