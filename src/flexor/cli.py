@@ -82,8 +82,7 @@ def train(arguments: list[str]) -> int:
     flags = parse_flags(arguments)
     if str(flags.get("resume", "false")).lower() == "true":
         return resume([str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments)])
-    config = load_config([word for word in arguments if word not in ("--resume=false", "resume=false")])
-    return _finish(run_training(config), as_json)
+    return _finish(run_training(load_config(arguments)), as_json)
 
 
 def _run_of(flags: dict[str, Any]) -> Path:
@@ -112,12 +111,14 @@ def resume(arguments: list[str]) -> int:
     from flexor.train.resume import resumed_config
 
     as_json = _take(arguments, "--json")
-    if _take(arguments, "-h", "--help") or not arguments:
+    if _take(arguments, "-h", "--help"):
         print(
             "usage: flexor resume RUN [--steps=N] [--key=value ...] [--json]\n\nGo on with the run in folder "
             "RUN from its newest checkpoint. Settings that would make it\nanother run can't change."
         )
         return 0
+    if not arguments or arguments[0].startswith("--"):
+        raise ConfigError("Which run? Name its folder first: flexor resume RUN [--steps=N ...].")
     config = resumed_config(Path(arguments[0]), arguments[1:])
     return _finish(run_training(config, resume=True), as_json)
 
@@ -157,7 +158,7 @@ def evaluate(arguments: list[str]) -> int:
 
 def _lerobot_eval(arguments: list[str]) -> list[str]:
     """`lerobot-eval --policy.path=X` names the policy by a flag; here it stands by itself."""
-    return [word.removeprefix("--policy.path=") for word in arguments]
+    return [word.removeprefix("--policy.path=") for word in arguments if word != "--policy.path"]
 
 
 def record(arguments: list[str]) -> int:

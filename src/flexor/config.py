@@ -7,6 +7,7 @@ refused here, before a run folder, a dataset or a GPU is touched.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,10 @@ import yaml
 from flexor.errors import ConfigError
 from flexor.log import log
 from flexor.policies import PolicyConfig, policy_class
-from flexor.tree import Text, coerce, from_plain, to_plain
+from flexor.tree import Text, coerce, from_plain, parse_yaml, to_plain
 
 PACKAGED = Path(__file__).parent / "configs"
+DEFAULT_POLICY = "act"
 GROUPS = ("dataset", "policy", "optimizer", "scheduler", "ema", "checkpoint", "env", "eval", "wandb")
 
 
@@ -199,15 +201,40 @@ IGNORED = {
     "policy.tags": "nothing is uploaded",
     "policy.license": "nothing is uploaded",
     "policy.use_peft": "adapters are not supported yet",
+    "peft": "adapters are not supported yet",
+    "reward_model": "reward models are not trained here",
+    "sample_weighting": "samples all weigh the same",
+    "rename_map": "the policy and the dataset must use the same names",
+    "job": "the run starts on this machine",
+    "save_checkpoint_to_hub": "nothing is uploaded",
+    "checkpoint_path": "a run goes on with `flexor resume RUN`",
+    "resume": "a run goes on with `flexor resume RUN`",
+    "dataset.repo_type": "only dataset repositories are read",
+    "dataset.image_transforms": "pictures are not augmented yet",
+    "dataset.depth_output_unit": "depth maps are not read yet",
+    "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos films them",
+    "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
+    "eval.recording_private": "evaluation episodes are not recorded as datasets",
     "policy.pretrained_path": "--policy.path names the checkpoint to start from",
     "policy.pretrained_revision": "--policy.path=REPO@REVISION names it",
 }
-# Asking for one of these is asking for something Flexor does not do: better refused than ignored.
-REFUSED = {
-    "policy.push_to_hub": True,
-    "policy.use_peft": True,
-    "dataset.streaming": True,
-    "use_policy_training_preset": False,
+# Any other value of these asks for something Flexor does not do: better refused than ignored.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "policy.push_to_hub": (False,),
+    "policy.use_peft": (False,),
+    "peft": (None,),
+    "reward_model": (None,),
+    "sample_weighting": (None,),
+    "rename_map": ({}, None),
+    "job.target": (None, "local"),
+    "save_checkpoint_to_hub": (False,),
+    "checkpoint_path": (None,),
+    "resume": (False,),
+    "dataset.streaming": (False,),
+    "dataset.repo_type": ("dataset",),
+    "dataset.image_transforms.enable": (False,),
+    "eval.recording": (False,),
+    "use_policy_training_preset": (True,),
 }
 # LeRobot's name -> ours
 ALIASES = {
@@ -257,6 +284,8 @@ def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if not where and key in GROUPS and isinstance(value, dict):
             flat.update(flatten(value, key))
+        elif not where and key in GROUPS and value is None:
+            continue  # LeRobot writes `env: null` for a group that was not given
         else:
             name = f"{where}.{key}" if where else str(key)
             flat[ALIASES.get(name, name)] = value
@@ -267,16 +296,16 @@ def read_file(name: str | Path) -> dict[str, Any]:
     """A YAML or JSON file of settings; a bare name such as `demo` is one that comes with Flexor."""
     path = Path(name)
     packaged = PACKAGED / f"{name}.yaml"
-    if not path.is_file() and packaged.is_file():
-        path = packaged
     try:
+        if not path.is_file() and packaged.is_file():
+            path = packaged
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
         raise ConfigError(
             f"Can't read the settings file {name}: {error.strerror}. Built in: {names}."
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not text at all
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds no settings: expected `key: value` lines.")
@@ -297,24 +326,32 @@ def build_config(*layers: dict[str, Any]) -> TrainConfig:
     """Settings in layers ({"policy.type": "act", ...}), later ones first, checked."""
     flat: dict[str, Any] = {}
     for layer in layers:
-        if "policy.type" in layer and str(layer["policy.type"]) != str(flat.get("policy.type")):
+        before = str(flat.get("policy.type", DEFAULT_POLICY))
+        if str(layer.get("policy.type", before)) != before or layer.get("policy_path") is not None:
             # another policy: the settings of the one before mean nothing to it
             flat = {k: v for k, v in flat.items() if not k.startswith("policy.")}
         flat.update(layer)
-    return _build(_drop_ignored(flat))
+    return _build(drop_ignored(flat))
 
 
-def _drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
+def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those of LeRobot's that have no effect here, which are named in the log."""
     kept = {}
     for key, value in flat.items():
-        if key not in IGNORED:
+        reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
+        if reason is None:
             kept[key] = value
             continue
-        plain = yaml.safe_load(value) if isinstance(value, Text) else value
-        if key in REFUSED and plain == REFUSED[key]:
-            raise ConfigError(f"{key}={value} is not supported: {IGNORED[key]}.")
-        if isinstance(value, Text):
-            log.warning("--%s has no effect here: %s", key, IGNORED[key])
+        plain = parse_yaml(value) if isinstance(value, Text) else value
+        asked = {key: plain} | (
+            {f"{key}.{k}": v for k, v in plain.items()} if isinstance(plain, dict) else {}
+        )
+        for name, wanted in asked.items():
+            harmless = HARMLESS.get(name, HARMLESS.get(name.rpartition(".")[0], (wanted,)))
+            if wanted not in harmless:
+                raise ConfigError(f"{name}={wanted} is not supported: {reason}.")
+        if isinstance(value, Text) and key not in HARMLESS:
+            log.warning("--%s has no effect here: %s", key, reason)
     return kept
 
 
@@ -332,13 +369,15 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _build_policy(settings: dict[str, Any], path: str | None) -> PolicyConfig:
+def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
+    if not isinstance(settings, dict):
+        raise ConfigError(f"policy={settings}: say which with --policy.type={settings} or --policy.path=...")
     if path is not None:
         from flexor.policies.pretrained import read_config
 
         return read_config(str(path), settings)
     settings = dict(settings)
-    cls = policy_class(str(settings.pop("type", "act"))).Config
+    cls = policy_class(str(settings.pop("type", DEFAULT_POLICY))).Config
     policy = from_plain(cls, settings, "policy")
     policy.validate()
     return policy
@@ -377,12 +416,8 @@ def _validate(config: TrainConfig) -> None:
         )
     if not 0 < config.ema.decay < 1:
         raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
-    for name in ("keep_last", "keep_every"):
-        value = getattr(config.checkpoint, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"checkpoint.{name}={value} must be at least 1.")
     _validate_episodes(dataset.episodes)
-    _validate_optimizer(config)
+    _validate_ranges(config)
 
 
 def _validate_episodes(episodes: list[int] | None) -> None:
@@ -391,15 +426,42 @@ def _validate_episodes(episodes: list[int] | None) -> None:
     if not episodes:
         raise ConfigError("dataset.episodes is an empty list: leave it out to use all episodes.")
     negative = [e for e in episodes if e < 0]
-    twice = sorted({e for e in episodes if episodes.count(e) > 1})
+    twice = sorted(e for e, times in Counter(episodes).items() if times > 1)
     if negative or twice:
         raise ConfigError(
             f"dataset.episodes: negative: {negative}, named twice: {twice}. List each index once."
         )
 
 
-def _validate_optimizer(config: TrainConfig) -> None:
-    for name in ("lr", "weight_decay", "grad_clip_norm"):
-        value = getattr(config.optimizer, name)
-        if value is not None and value < 0:
-            raise ConfigError(f"optimizer.{name}={value} must not be negative.")
+AT_LEAST = {
+    "dataset.cache_gb": 0,
+    "optimizer.lr": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.grad_clip_norm": 0,
+    "optimizer.momentum": 0,
+    "optimizer.eps": 0,
+    "scheduler.num_warmup_steps": 0,
+    "scheduler.num_decay_steps": 1,
+    "scheduler.decay_lr": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 1,
+    "env.max_steps": 1,
+    "eval.n_episodes": 1,
+    "eval.batch_size": 1,
+    "eval.seed": 0,
+    "eval.videos": 0,
+}
+
+
+def _validate_ranges(config: TrainConfig) -> None:
+    for key, least in AT_LEAST.items():
+        group, name = key.split(".")
+        value = getattr(getattr(config, group), name)
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value} must be at least {least}.")
+    if config.scheduler.peak_lr is not None and config.scheduler.peak_lr <= 0:
+        raise ConfigError(f"scheduler.peak_lr={config.scheduler.peak_lr} must be more than 0.")
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):
+        raise ConfigError(
+            f"optimizer.betas={list(config.optimizer.betas or ())} must be at least 0 and less than 1."
+        )

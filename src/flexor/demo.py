@@ -20,7 +20,7 @@ from flexor.train.build import build_policy
 from flexor.train.engine import pick_device
 from flexor.train.evaluate import play
 from flexor.train.loop import train
-from flexor.train.run import open_run
+from flexor.train.run import CONFIG, open_run, read_config
 
 SUMMARY = "summary.json"
 
@@ -28,12 +28,12 @@ SUMMARY = "summary.json"
 def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
     """Record, train, evaluate beside the expert and an untrained policy; leave a video and a summary."""
     started = time.perf_counter()
-    _clear(folder)
     flags = {**parse_flags(settings), "output_dir": str(folder)}
     config = build_config(flatten(read_file("demo")), flags)
-    result = train(config)
-    if result.checkpoint is None:
+    if not config.save_checkpoint:
         raise ConfigError("The demo evaluates the policy it saved: leave save_checkpoint=true.")
+    _clear(folder)
+    result = train(config)
 
     device = str(pick_device(config.policy.device))
     trained = load_pretrained(str(result.checkpoint), device)
@@ -63,11 +63,10 @@ def _clear(folder: Path) -> None:
     """Make room for the demo, but only where a demo was before and none is running now."""
     if not folder.exists():
         return
-    if not (folder / "config.yaml").is_file() and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder} holds something that is not a run of Flexor: choose another --output-dir."
-        )
-    if (folder / "config.yaml").is_file():
+    is_run = (folder / CONFIG).is_file()
+    if (is_run and read_config(folder).get("job_name") != "demo") or (not is_run and any(folder.iterdir())):
+        raise ConfigError(f"{folder} holds something that is not a demo: choose another --output-dir.")
+    if is_run:
         with open_run(folder, resume=True):
             shutil.rmtree(folder)
 

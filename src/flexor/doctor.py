@@ -40,7 +40,7 @@ def examine() -> dict[str, Any]:
         "flexor": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "processor": f"{platform.machine()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
+        "processor": f"{platform.machine()}, {_usable_cores()} of {os.cpu_count()} cores",
         "packages": _packages(),
     }
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
@@ -50,6 +50,11 @@ def examine() -> dict[str, Any]:
     facts["memory_gb"] = _memory(problems)
     facts["disk"] = _disks(problems)
     return {**facts, "problems": problems}
+
+
+def _usable_cores() -> int | None:
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def _add(problems: list[dict[str, str]], what: str, fix: str) -> None:

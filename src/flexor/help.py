@@ -7,7 +7,7 @@ import textwrap
 from typing import Any
 
 from flexor.config import GROUPS, TrainConfig
-from flexor.policies import POLICIES
+from flexor.policies import POLICIES, policy_class
 from flexor.tree import field_types, help_texts, to_plain, type_name
 
 WIDTH = 100
@@ -31,7 +31,7 @@ def train_help(policy: str = "act") -> str:
         *_section(TrainConfig, "", skip={*GROUPS, "policy_path"}),
     ]
     for group in GROUPS:
-        cls = POLICIES[policy].Config if group == "policy" else types[group]
+        cls = policy_class(policy).Config if group == "policy" else types[group]
         title = (
             f"policy ({policy}; --policy.type is one of {', '.join(POLICIES)})"
             if group == "policy"

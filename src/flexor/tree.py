@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -120,7 +121,7 @@ def coerce(value: Any, expected: Any, where: str) -> Any:
         value = _parse_text(value, expected)
     try:
         return _coerce(value, expected, where)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}={value!r} is not valid: expected {type_name(expected)}.") from error
 
 
@@ -129,11 +130,19 @@ def _parse_text(text: str, expected: Any) -> Any:
     options = _options(expected)
     if type(None) in options and text.lower() in ("null", "none", ""):
         return None
-    if str in options and not ({list, dict} & {typing.get_origin(o) for o in options} and text[:1] in "[{"):
+    structured = {list, dict, tuple} & {typing.get_origin(o) for o in options}
+    # Numbers are not read as YAML, where 010 is eight, 1:30 is ninety and 1e5 is text.
+    plain = {int, float, str} & set(options) or any(typing.get_origin(o) is typing.Literal for o in options)
+    if plain and not (structured and text[:1] in ("[", "{")):
         return str(text)
+    return parse_yaml(text)
+
+
+def parse_yaml(text: str) -> Any:
+    """Typed text as data, or as itself where it is not YAML."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2020-99-99 looks like a date
         return str(text)
 
 
@@ -150,8 +159,10 @@ def _coerce(value: Any, expected: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _coerce_union(value, args, where)
     if origin is typing.Literal:
-        text = str(value).lower() if isinstance(value, bool) else value
-        match = [a for a in args if a == text]
+        # an unquoted `no`, `off`, `yes` or `on` in a YAML file is a boolean before we see it
+        names = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
+        texts = names[value] if isinstance(value, bool) else (value,)
+        match = [a for a in args if a in texts]
         return match[0] if match else _refuse(value)
     if origin is list:
         items = value if isinstance(value, (list, tuple)) else _refuse(value)
@@ -180,7 +191,7 @@ def _coerce_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
             continue
         try:
             return _coerce(value, option, where)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             continue
     return _refuse(value)
 
@@ -200,7 +211,8 @@ def _coerce_scalar(value: Any, expected: type) -> Any:
     if expected is float:
         if isinstance(value, bool):
             return _refuse(value)
-        return float(value)  # "1e-4" is text in YAML
+        number = float(value)  # "1e-4" is text in YAML
+        return number if math.isfinite(number) else _refuse(value)
     if expected is str:
         return value if isinstance(value, str) else _refuse(value)
     return expected(value)

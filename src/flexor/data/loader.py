@@ -72,7 +72,7 @@ class Loader:
         """The micro-batches of one optimizer step."""
         samples = self.order.samples(step * self.global_batch, self.global_batch)
         rows = self.rows[samples]
-        valid = self._valid_steps(rows)
+        valid = valid_steps(self.dataset, rows, self.deltas)
         batches = []
         for part in np.split(rows, self.accumulation):
             batch = to_tensors(self.dataset.read(part, self.deltas), self.pin_memory)
@@ -81,14 +81,14 @@ class Loader:
             batches.append(batch)
         return batches
 
-    def _valid_steps(self, rows: np.ndarray) -> float | None:
-        """Mean number of unpadded actions per sample over the whole optimizer step."""
-        if ACTION not in self.deltas:
-            return None
-        episodes = self.dataset.episodes
-        which = self.dataset.episode_of(rows)
-        _, is_pad = window_rows(rows, self.deltas[ACTION], episodes.start[which], episodes.end[which])
-        return float((~is_pad).sum(1).mean())
+
+def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:
+    """Mean number of unpadded actions per sample over all rows that make up one loss."""
+    if ACTION not in deltas:
+        return None
+    episodes, which = dataset.episodes, dataset.episode_of(rows)
+    _, is_pad = window_rows(rows, deltas[ACTION], episodes.start[which], episodes.end[which])
+    return float((~is_pad).sum(1).mean())
 
 
 def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:

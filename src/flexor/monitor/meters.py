@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Figures fit for JSON, which has no infinity: fp16 has infinite gradient norms now and then."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class Meters:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError
+from flexor.monitor.meters import as_json
 from flexor.train.run import METRICS
 
 
@@ -23,7 +24,7 @@ class JsonlTracker:
         self.file = (folder / METRICS).open("a")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.write(json.dumps({"step": step, **as_json(values)}) + "\n")
         self.file.flush()
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexor.errors import CheckpointError
+from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
@@ -73,11 +73,16 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     folder = find_folder(path)
     try:
         settings = json.loads((folder / CONFIG).read_text())
-        cls = policy_class(settings.pop("type")).Config
+        kind = settings.pop("type")
+        cls = policy_class(kind).Config
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not a policy's configuration: {error!r}") from error
     settings = {key: value for key, value in settings.items() if key not in FOREIGN}
-    changed = {key: value for key, value in (overrides or {}).items() if key != "type"}
+    changed = dict(overrides or {})
+    if (wanted := str(changed.pop("type", kind))) != kind:
+        raise ConfigError(
+            f"policy.type={wanted}, but {folder} holds a policy of type {kind}: leave policy.type out."
+        )
     config = from_plain(cls, {**settings, **changed}, "policy")
     config.validate()
     return config

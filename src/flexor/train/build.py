@@ -125,24 +125,26 @@ def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> St
     return stats
 
 
-def build_policy(config: TrainConfig, device: torch.device) -> Policy:
+def build_policy(config: TrainConfig, device: torch.device, resuming: bool = False) -> Policy:
     """A policy with its starting weights, the same for the same seed."""
     seed_everything("weights", config.seed)
     policy = policy_class(config.policy.type)(config.policy)
-    if config.policy_path is not None:
+    if resuming:
+        pass  # a checkpoint brings all weights: nothing needs to be fetched
+    elif config.policy_path is not None:
         load_weights(policy, find_folder(config.policy_path))
     else:
         policy.load_backbone()
     return policy.to(device)
 
 
-def build_state(config: TrainConfig, dataset: Dataset, engine: Engine) -> TrainState:
+def build_state(config: TrainConfig, dataset: Dataset, engine: Engine, resuming: bool = False) -> TrainState:
     """Everything at step 0. Fills in the config: from here on it alone says what the run is."""
     config.policy = fit_to_dataset(config.policy, dataset)
     config.optimizer = resolve_optimizer(config.optimizer, config.policy)
     config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     before, after = _pipelines(config, dataset, engine)
-    policy = build_policy(config, engine.device)
+    policy = build_policy(config, engine.device, resuming)
     optimizer = build_optimizer(config.optimizer, policy)
     return TrainState(
         config=config,

@@ -69,7 +69,8 @@ def _write_manifest(folder: Path, step: int) -> None:
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
     _flush(manifest)
-    _flush(folder)
+    for subfolder in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        _flush(subfolder)
 
 
 def _hash(path: Path) -> str:
@@ -119,14 +120,17 @@ def newest(checkpoints: Path) -> Path | None:
 def verify(folder: Path) -> None:
     """Refuse a checkpoint that is not what was written."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
-    for name, expected in manifest["files"].items():
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        sizes = {name: (expected["size"], expected["sha256"]) for name, expected in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} is damaged: {MANIFEST} can't be read ({error!r}). {_instead(folder)}"
+        ) from error
+    for name, (size, sha256) in sizes.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing. {_instead(folder)}")
-        if path.stat().st_size != expected["size"] or _hash(path) != expected["sha256"]:
+        if path.stat().st_size != size or _hash(path) != sha256:
             raise CheckpointError(f"{folder} is damaged: {name} is not what was saved. {_instead(folder)}")
 
 
@@ -144,6 +148,14 @@ def sweep(checkpoints: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints.glob(".*.old"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints.glob(f".{LAST}.*"):
+        path.unlink()
+    for path in checkpoints.glob("[0-9]*"):
+        if not (path / MANIFEST).is_file():
+            log.warning("%s has no manifest, so it is not a whole checkpoint: left aside", path)
+    found = newest(checkpoints)
+    if found is not None and (checkpoints / LAST).resolve() != found.resolve():
+        _point_last_at(found)
 
 
 def prune(checkpoints: Path, keep_last: int | None, keep_every: int | None) -> list[int]:

@@ -7,6 +7,7 @@ and, with other engines of this shape, on many.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
@@ -54,6 +55,7 @@ class Engine:
         self.precision = precision
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses to multiply
             torch.use_deterministic_algorithms(True, warn_only=False)
             torch.backends.cudnn.benchmark = False
         elif device.type == "cuda":

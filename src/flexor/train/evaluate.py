@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexor.batch import SAMPLE_ID
+from flexor.batch import SAMPLE_ID, VALID_STEPS
 from flexor.config import EnvConfig, EvalConfig
 from flexor.data.dataset import Dataset
-from flexor.data.loader import sample_rows, to_tensors
+from flexor.data.loader import sample_rows, to_tensors, valid_steps
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import Pretrained
 from flexor.rng import Noise
@@ -48,10 +48,12 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     rows = sample_rows(dataset, config.policy.drop_last_frames)
     if max_samples and len(rows) > max_samples:
         rows = rows[np.linspace(0, len(rows) - 1, max_samples).astype(int)]
+    deltas = deltas_of(config.policy)
+    valid = valid_steps(dataset, rows, deltas)  # over all rows, or the loss would depend on the batch size
     total = torch.zeros((), device=state.engine.device)
     with exported_weights(state):
         for part in np.split(rows, range(config.batch_size, len(rows), config.batch_size)):
-            batch = state.preprocessor(to_tensors(dataset.read(part, deltas_of(config.policy))))
+            batch = state.preprocessor({**to_tensors(dataset.read(part, deltas)), VALID_STEPS: valid})
             noise = Noise(config.seed, 0, batch[SAMPLE_ID])
             with state.engine.autocast():
                 total += state.policy.loss(batch, noise).per_sample.float().sum()

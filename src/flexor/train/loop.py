@@ -20,9 +20,9 @@ from flexor.batch import SAMPLE_ID
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset
 from flexor.data.loader import Loader
-from flexor.errors import FlexorError
+from flexor.errors import ConfigError, FlexorError
 from flexor.log import log
-from flexor.monitor.meters import Meters
+from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.rng import Noise
 from flexor.sim.rollout import summarize
@@ -30,6 +30,7 @@ from flexor.train import checkpoint
 from flexor.train.build import build_datasets, build_state, deltas_of
 from flexor.train.engine import Engine, pick_device
 from flexor.train.evaluate import actor_of, exported_weights, held_out_loss, play
+from flexor.train.optim import resolve_optimizer, resolve_scheduler
 from flexor.train.resume import check_same_run, newest_checkpoint
 from flexor.train.run import Run, default_folder, open_run
 from flexor.train.state import TrainState
@@ -64,14 +65,19 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
     config.job_name = config.job_name or config.policy.type
     folder = Path(config.output_dir) if config.output_dir else default_folder(config.job_name)
     config.output_dir = str(folder)
+    # refuse what makes no sense before the data is touched
+    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
+    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     with open_run(folder, resume) as run:
         found = newest_checkpoint(folder) if resume else None
         engine = Engine(pick_device(config.policy.device), config.precision, config.deterministic)
         training, held_out = build_datasets(config.dataset)
-        state = build_state(config, training, engine)
+        state = build_state(config, training, engine, resuming=resume)
         if found is not None:
-            check_same_run(found, config, state.fingerprint)
+            check_same_run(found, config, state.fingerprint, state.preprocessor)
             state.load(found)
+            if state.step > config.steps:
+                raise ConfigError(f"steps={config.steps}: the run is at step {state.step} already.")
             run.forget_metrics_after(state.step)
         run.write_config(config)
         _introduce(state, training, held_out, found)
@@ -105,8 +111,8 @@ def fit(state: TrainState, run: Run, training: Dataset, held_out: Dataset | None
             meters.waited += time.perf_counter() - waiting
 
             loss, norm = optimizer_step(state, micro_batches, meters)
-            watch.see(state.step, micro_batches, loss, norm)
             state.step += 1
+            watch.see(state.step, micro_batches, loss, norm)
             meters.samples += loader.global_batch
             bar.update()
 
@@ -260,7 +266,7 @@ def _log(state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch:
         epoch,
         100 * values["data_wait"],
     )
-    return values
+    return as_json(values)
 
 
 def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, Any]:

@@ -20,6 +20,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0},
 }
+SCHEDULER_SETTINGS = {
+    "constant": {"type"},
+    "constant_with_warmup": {"type", "num_warmup_steps"},
+    "cosine": {"type", "num_warmup_steps"},
+    "cosine_decay_with_warmup": {"type", "num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"},
+}
 CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
@@ -52,6 +58,9 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     if kind != preset["type"]:
         preset = {}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
+    useless = [n for n in named if n not in SCHEDULER_SETTINGS[kind]]
+    if useless:
+        raise ConfigError(f"scheduler.{useless[0]} has no meaning for scheduler.type={kind}.")
     config = SchedulerConfig(**{**preset, "type": kind, **named})
     if kind == "cosine_decay_with_warmup":
         missing = [n for n in ("num_decay_steps", "peak_lr", "decay_lr") if getattr(config, n) is None]

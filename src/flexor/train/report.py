@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexor.config import EnvConfig, EvalConfig, flatten, nest, parse_flags
+from flexor.config import EnvConfig, EvalConfig, drop_ignored, flatten, nest, parse_flags
 from flexor.console import Progress
 from flexor.errors import ConfigError
+from flexor.log import log
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import find_folder, load_pretrained
 from flexor.sim.rollout import summarize
@@ -25,7 +26,9 @@ def evaluate_policy(
     path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
 ) -> tuple[dict[str, Any], str]:
     """Success of the policy at `path`; what is not given is taken from the run it was trained in."""
-    flags = parse_flags(settings)
+    flags = drop_ignored(parse_flags(settings))
+    if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
+        log.warning("--policy.use_amp has no effect here: evaluation runs in float32")
     for key in flags:
         if key.split(".")[0] not in (*GROUPS, "seed"):
             raise ConfigError(

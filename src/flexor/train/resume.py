@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flexor.config import TrainConfig, build_config, flatten, parse_flags
 from flexor.errors import CheckpointError, ConfigError
+from flexor.log import log
+from flexor.policies.pretrained import FOLDER
+from flexor.policies.processing import PREPROCESSOR, Pipeline
 from flexor.train import checkpoint, run
 
 # Settings that change neither what is computed nor in which order.
@@ -46,8 +51,11 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"`flexor train --policy.path={folder} ...`. May change: {', '.join(sorted(MAY_CHANGE))} "
                 f"and {', '.join(sorted(MAY_CHANGE_GROUPS))}."
             )
-    config = build_config(flatten(run.read_config(folder)), {**changes, "output_dir": str(folder)})
-    config.output_dir = str(folder)
+    saved = flatten(run.read_config(folder))
+    # the checkpoint has the weights: what the run once started from need not be there any more
+    policy_path = saved.pop("policy_path", None)
+    config = build_config(saved, {**changes, "output_dir": str(folder)})
+    config.policy_path = policy_path
     return config
 
 
@@ -62,7 +70,7 @@ def newest_checkpoint(folder: Path) -> Path:
     return found
 
 
-def check_same_run(found: Path, config: TrainConfig, fingerprint: str) -> None:
+def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
     """Refuse to go on with other data or other settings, and name the difference."""
     saved = json.loads((found / "training_state" / "flexor.json").read_text())
     if saved["dataset_fingerprint"] != fingerprint:
@@ -77,6 +85,28 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str) -> None:
     if differing:
         named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
+    _check_statistics(found, preprocessor)
+    if before["steps"] != now["steps"] and str(now["scheduler.type"]).startswith("cosine"):
+        log.warning(
+            "steps was %d, is %d: the %s schedule stretches with it, so the learning rate jumps here",
+            before["steps"],
+            now["steps"],
+            now["scheduler.type"],
+        )
+
+
+def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
+    """Inputs must be normalised as before; the files' sizes do not show that meta/stats.json changed."""
+    saved = Pipeline.load(found / FOLDER, PREPROCESSOR)
+    for before, now in zip(saved.steps, preprocessor.steps, strict=True):
+        was, is_ = before.state(), now.state()
+        differing = [k for k in is_ if k not in was or not torch.equal(was[k].float(), is_[k].float())]
+        if differing:
+            raise CheckpointError(
+                f"The dataset's statistics are not those that {found} was trained with "
+                f"({', '.join(differing[:3])} differ): bring meta/stats.json back, or start a new run with "
+                "--policy.path."
+            )
 
 
 def _global_batch(flat: dict[str, Any]) -> int:

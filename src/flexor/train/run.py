@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,9 +83,14 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
         lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
         lock.flush()
         run = Run(folder)
-        run.checkpoints.mkdir(exist_ok=True)
         checkpoint.sweep(run.checkpoints)
-        yield run
+        try:
+            yield run
+        finally:
+            if not (folder / CONFIG).exists():  # refused before it began: the next try finds it empty
+                (folder / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

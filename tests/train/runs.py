@@ -1,0 +1,111 @@
+"""Small runs for tests of the loop, and what two runs must have in common to be the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from flexor.cli import main
+from flexor.train import checkpoint
+
+FIGURES = ("loss", "grad_norm", "lr", "l1_loss", "kld_loss")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def flags(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> list[str]:
+    return [
+        f"--dataset.root={dataset}",
+        f"--output_dir={run}",
+        *tiny,
+        "--batch_size=4",
+        "--num_workers=0",
+        "--log_freq=1",
+        "--optimizer.lr=1e-3",
+        *more,
+    ]
+
+
+def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
+    """A run in this process, to its end."""
+    assert main(["train", *flags(dataset, run, tiny, *more)]) == 0
+    return run
+
+
+def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """The program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flexor", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        **options,
+    )
+
+
+def cut_back(run: Path, copy: Path, step: int) -> Path:
+    """A copy of a run as if it had been killed some steps after saving `step`."""
+    shutil.copytree(run, copy, symlinks=True)
+    for number, folder in checkpoint.complete(copy / "checkpoints").items():
+        if number > step:
+            shutil.rmtree(folder)
+    (copy / "checkpoints" / "last").unlink()
+    return copy
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(run: Path) -> list[dict[str, Any]]:
+    """What each step computed, without how long it took."""
+    steps = [line for line in metrics(run) if "loss" in line]
+    return [{k: line[k] for k in ("step", *FIGURES) if k in line} for line in steps]
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything a checkpoint holds that training made: weights, optimizer, moving average."""
+    folder = checkpoint.complete(run / "checkpoints")[step]
+    names = [p for p in folder.rglob("*.safetensors") if p.name != "rng_state.safetensors"]
+    return {
+        f"{path.relative_to(folder)}:{name}": value
+        for path in sorted(names)
+        for name, value in load_file(path).items()
+    }
+
+
+def state(run: Path, step: int) -> dict[str, Any]:
+    """The numbers beside the tensors: schedule, scaler, parameter groups, position."""
+    folder = checkpoint.complete(run / "checkpoints")[step] / "training_state"
+    saved = json.loads((folder / "flexor.json").read_text())
+    names = ("scheduler_state.json", "optimizer_param_groups.json", "training_step.json")
+    return {name: json.loads((folder / name).read_text()) for name in names} | {"scaler": saved["scaler"]}
+
+
+def assert_same(one: Path, other: Path, step: int) -> None:
+    """Bitwise: every figure of every step, and all that is saved at the last one."""
+    assert figures(one) == figures(other)
+    assert [line["step"] for line in figures(one)] == list(range(1, step + 1))
+    first, second = tensors(one, step), tensors(other, step)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert state(one, step) == state(other, step)
+
+
+def assert_checkpoints_whole(run: Path) -> None:
+    """Every numbered folder is what was written, and `last` names one of them."""
+    folders = [p for p in (run / "checkpoints").iterdir() if p.name.isdigit()]
+    for folder in folders:
+        checkpoint.verify(folder)
+    last = run / "checkpoints" / "last"
+    if last.is_symlink():
+        assert last.resolve() in [folder.resolve() for folder in folders]
