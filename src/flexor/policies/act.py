@@ -88,6 +88,11 @@ class ACTConfig(PolicyConfig):
     """Learning rate of the image backbone."""
 
     def validate(self) -> None:
+        for name in ("chunk_size", "n_action_steps", "dim_model", "n_heads", "dim_feedforward", "latent_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"policy.dropout={self.dropout} must be at least 0 and less than 1.")
         if self.n_obs_steps != 1:
             raise ConfigError(
                 f"policy.n_obs_steps={self.n_obs_steps}: ACT sees one observation; set it to 1."
@@ -178,7 +183,10 @@ class ACT(Policy):
 
 
 class ACTModel(nn.Module):
-    """The two transformers and what feeds them. Tokens: [latent, state, environment state, pixels...]."""
+    """The two transformers and what feeds them. Tokens: [latent, state, environment state, pixels...].
+
+    Parameters are registered in LeRobot's order, by which a saved optimizer's state is numbered.
+    """
 
     vae_encoder_pos_enc: Tensor
 
@@ -199,6 +207,8 @@ class ACTModel(nn.Module):
         if config.environment_state:
             self.encoder_env_state_input_proj = nn.Linear(config.environment_state.shape[0], dim)
         self.encoder_latent_input_proj = nn.Linear(config.latent_dim, dim)
+        if config.images:
+            self.encoder_img_feat_input_proj = nn.Conv2d(self.backbone.out_channels, dim, 1)
         self.encoder_1d_feature_pos_embed = nn.Embedding(1 + len(self.low_dim_keys), dim)
         self.decoder_pos_embed = nn.Embedding(config.chunk_size, dim)
         self.action_head = nn.Linear(dim, config.action.shape[0])
@@ -222,7 +232,6 @@ class ACTModel(nn.Module):
         self.backbone = ResNet(
             config.vision_backbone, FrozenBatchNorm2d, config.replace_final_stride_with_dilation
         )
-        self.encoder_img_feat_input_proj = nn.Conv2d(self.backbone.out_channels, config.dim_model, 1)
         positions = [
             sinusoidal_positions_2d(*self.backbone.feature_map_size(*camera.shape[1:]), config.dim_model)
             for camera in config.images.values()
@@ -303,16 +312,18 @@ class Decoder(nn.Module):
 class _Layer(nn.Module):
     """What encoder and decoder layers share: residual sub-layers, normalised before or after."""
 
-    def __init__(self, config: ACTConfig, sublayers: int):
+    def __init__(self, config: ACTConfig, cross_attention: bool = False):
         super().__init__()
         dim = config.dim_model
         self.pre_norm = config.pre_norm
         self.self_attn = Attention(dim, config.n_heads, config.dropout)
+        if cross_attention:
+            self.multihead_attn = Attention(dim, config.n_heads, config.dropout)
         self.linear1 = nn.Linear(dim, config.dim_feedforward)
         self.linear2 = nn.Linear(config.dim_feedforward, dim)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.feedforward_activation]
-        for i in range(1, sublayers + 1):
+        for i in (1, 2, 3) if cross_attention else (1, 2):
             self.add_module(f"norm{i}", nn.LayerNorm(dim))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -326,9 +337,6 @@ class _Layer(nn.Module):
 
 
 class EncoderLayer(_Layer):
-    def __init__(self, config: ACTConfig):
-        super().__init__(config, sublayers=2)
-
     def forward(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
         x = self._residual(1, x, lambda h: self.self_attn(h + positions, h + positions, h, attend))
         return self._residual(2, x, self._feed_forward)
@@ -336,8 +344,7 @@ class EncoderLayer(_Layer):
 
 class DecoderLayer(_Layer):
     def __init__(self, config: ACTConfig):
-        super().__init__(config, sublayers=3)
-        self.multihead_attn = Attention(config.dim_model, config.n_heads, config.dropout)
+        super().__init__(config, cross_attention=True)
 
     def forward(self, x: Tensor, positions: Tensor, memory: Tensor, memory_positions: Tensor) -> Tensor:
         keys = memory + memory_positions

@@ -38,7 +38,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
         "save_checkpoint": config.save_checkpoint,
         "save_freq": config.save_freq,
         "optimizer": _optimizer(config),
-        "scheduler": _scheduler(config),
+        "scheduler": scheduler(config),
         "wandb": {"enable": config.wandb.enable, "project": config.wandb.project},
     }
 
@@ -47,11 +47,12 @@ def _optimizer(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in to_plain(config.optimizer).items() if value is not None}
 
 
-def _scheduler(config: TrainConfig) -> dict[str, Any] | None:
-    scheduler = config.scheduler
-    if scheduler.type == "cosine":
-        return {"type": "diffuser", "name": "cosine", "num_warmup_steps": scheduler.num_warmup_steps or 0}
-    if scheduler.type not in SCHEDULERS:
+def scheduler(config: TrainConfig) -> dict[str, Any] | None:
+    """None where LeRobot would make no scheduler."""
+    schedule = config.scheduler
+    if schedule.type == "cosine":
+        return {"type": "diffuser", "name": "cosine", "num_warmup_steps": schedule.num_warmup_steps or 0}
+    if schedule.type not in SCHEDULERS:
         return None
-    named = {name: getattr(scheduler, name) or 0 for name in SCHEDULERS[scheduler.type]}
-    return {"type": scheduler.type, **named}
+    named = {name: getattr(schedule, name) or 0 for name in SCHEDULERS[schedule.type]}
+    return {"type": schedule.type, **named}

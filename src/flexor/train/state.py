@@ -89,7 +89,15 @@ class TrainState:
             if value is not None  # SGD without momentum keeps a None
         }
         save_file(flat, folder / "optimizer_state.safetensors")
-        _write_json(folder / "optimizer_param_groups.json", state["param_groups"])
+        _write_json(folder / "optimizer_param_groups.json", self._plain_groups(state["param_groups"]))
+
+    def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as LeRobot's optimizer has them: it refuses any other key, or value of another type."""
+        plain = [{**group, "fused": None} for group in groups]  # how to compute a step is not state
+        if lerobot.scheduler(self.config) is None:
+            for group in plain:
+                group.pop("initial_lr")  # what a scheduler leaves there; LeRobot makes none then
+        return plain
 
     def load(self, folder: Path) -> None:
         """Become what the checkpoint holds."""
@@ -105,8 +113,10 @@ class TrainState:
             self.ema.load_state(load_file(state / "ema_state.safetensors"))
         else:
             load_weights(self.policy, folder / FOLDER)
-        self.optimizer.load_state_dict(_optimizer_state(state))
+        self.optimizer.load_state_dict(_optimizer_state(state, self.optimizer.param_groups))
         self.scheduler.load_state_dict(json.loads((state / "scheduler_state.json").read_text()))
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
+            group.setdefault("initial_lr", rate)
         saved = json.loads((state / "flexor.json").read_text())
         if self.engine.scaler.is_enabled():
             self.engine.scaler.load_state_dict(saved["scaler"])
@@ -114,13 +124,14 @@ class TrainState:
         restore_rng(load_file(state / "rng_state.safetensors"))
 
 
-def _optimizer_state(folder: Path) -> dict[str, Any]:
+def _optimizer_state(folder: Path, own: list[dict[str, Any]]) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     for key, value in load_file(folder / "optimizer_state.safetensors").items():
         _, index, name = key.split("/")
         state.setdefault(int(index), {})[name] = value
     groups = json.loads((folder / "optimizer_param_groups.json").read_text())
-    for group in groups:
+    for group, current in zip(groups, own):
+        group["fused"] = current["fused"]
         if "betas" in group:
             group["betas"] = tuple(group["betas"])
     return {"state": state, "param_groups": groups}
