@@ -1,0 +1,103 @@
+"""The ACT policies that are compared, and what they are shown. Imported by both programs."""
+
+import numpy as np
+from fill import uniform
+
+BATCH = 2
+STEPS = 12  # of acting: several chunks, and more than an ensemble holds
+TINY = {
+    "chunk_size": 6,
+    "n_action_steps": 4,
+    "pretrained_backbone_weights": None,
+    "dim_model": 16,
+    "n_heads": 2,
+    "dim_feedforward": 24,
+    "n_encoder_layers": 2,
+    "n_vae_encoder_layers": 2,
+    "latent_dim": 4,
+    "dropout": 0.0,
+}
+STATE = {"observation.state": ("STATE", (4,))}
+ENVIRONMENT = {"observation.environment_state": ("ENV", (5,))}
+ACTION = {"action": ("ACTION", (3,))}
+
+
+def camera(name: str, height: int = 40, width: int = 56) -> dict:
+    """Sizes that no stride divides, so that rounding shows."""
+    return {f"observation.images.{name}": ("VISUAL", (3, height, width))}
+
+
+def case(inputs: dict, normalization: str = "MEAN_STD", **settings: object) -> dict:
+    modes = dict.fromkeys(("VISUAL", "STATE", "ACTION"), normalization)
+    settings = {**TINY, "normalization_mapping": modes, **settings}
+    return {"inputs": inputs, "settings": settings}
+
+
+ALL_ENV = {"VISUAL": "MIN_MAX", "STATE": "MEAN_STD", "ACTION": "MIN_MAX", "ENV": "MEAN_STD"}
+CASES = {
+    "vae": case(STATE | camera("top")),
+    "no_vae": case(STATE | camera("top"), use_vae=False),
+    "pre_norm": case(STATE | camera("top"), pre_norm=True),
+    "gelu": case(STATE | ENVIRONMENT, feedforward_activation="gelu"),
+    "kl_weight": case(STATE | ENVIRONMENT, kl_weight=0.5, n_encoder_layers=1, n_heads=4),
+    "two_cameras": case(STATE | camera("wrist") | camera("above")),
+    "two_sizes": case(STATE | camera("wrist", 33, 70) | camera("above", 64, 48)),
+    "environment": case(STATE | ENVIRONMENT | camera("top"), normalization_mapping=ALL_ENV),
+    "environment_first": case(ENVIRONMENT | STATE),
+    "no_state": case(camera("top")),
+    "no_state_no_vae": case(ENVIRONMENT, use_vae=False, pre_norm=True),
+    "resnet34": case(STATE | camera("top"), vision_backbone="resnet34"),
+    "resnet50": case(STATE | camera("top"), vision_backbone="resnet50"),
+    "dilated": case(
+        STATE | camera("top"), vision_backbone="resnet50", replace_final_stride_with_dilation=True
+    ),
+    "decoder_2": case(STATE | ENVIRONMENT, n_decoder_layers=2),
+    "decoder_2_pre_norm": case(STATE | ENVIRONMENT, n_decoder_layers=2, pre_norm=True),
+    "ensemble": case(STATE | camera("top"), n_action_steps=1, temporal_ensemble_coeff=0.01),
+    "ensemble_newer": case(STATE | ENVIRONMENT, n_action_steps=1, temporal_ensemble_coeff=-0.3),
+    "min_max": case(STATE | camera("top"), "MIN_MAX"),
+    "quantiles": case(STATE | camera("top"), "QUANTILES"),
+    "quantile10": case(STATE | camera("top"), "QUANTILE10"),
+    "identity": case(STATE | camera("top"), "IDENTITY"),
+}
+
+
+def observation(inputs: dict, moment: str) -> dict[str, np.ndarray]:
+    """Pictures as bytes, everything else as floats; a state's first number never changes."""
+    out = {}
+    for key, (kind, shape) in inputs.items():
+        values = uniform(f"{key}/{moment}", (BATCH, *shape), -1.0, 2.0)
+        if kind == "VISUAL":
+            values = uniform(f"{key}/{moment}", (BATCH, *shape), 0, 256).astype(np.uint8)
+        elif kind == "STATE":
+            values[:, 0] = 0.25
+        out[key] = values
+    return out
+
+
+def training_batch(inputs: dict) -> dict[str, np.ndarray]:
+    """Observations and actions, whose ends are padding, of a different length per sample."""
+    chunk = TINY["chunk_size"]
+    is_pad = np.zeros((BATCH, chunk), bool)
+    is_pad[0, -1:] = is_pad[1, -4:] = True
+    actions = uniform("action", (BATCH, chunk, *ACTION["action"][1]), -2.0, 1.0)
+    return {**observation(inputs, "training"), "action": actions, "action_is_pad": is_pad}
+
+
+def latent_noise(settings: dict) -> np.ndarray:
+    return uniform("latent", (BATCH, settings["latent_dim"]), -2.0, 2.0)
+
+
+def statistics(inputs: dict) -> dict[str, dict[str, np.ndarray]]:
+    """Ordered as statistics are; a state's first number, which never changes, has no spread."""
+    stats = {}
+    for key, (kind, shape) in {**inputs, **ACTION}.items():
+        size = (shape[0], 1, 1) if kind == "VISUAL" else shape
+        middle = uniform(f"{key}/mean", size, 0.3, 0.6)
+        spread = uniform(f"{key}/std", size, 0.2, 0.4)
+        if kind == "STATE":
+            middle[0], spread[0] = 0.25, 0.0
+        offsets = {"min": -2.5, "q01": -2, "q10": -1.25, "mean": 0, "q90": 1.5, "q99": 2.25, "max": 3}
+        stats[key] = {name: middle + np.float32(offset) * spread for name, offset in offsets.items()}
+        stats[key]["std"] = spread
+    return stats

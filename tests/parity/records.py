@@ -1,0 +1,80 @@
+"""Results as plain numbers in JSON, and how far two of them are apart. Imported by both programs."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def values(tensor: Any) -> list:
+    """A tensor as nested lists."""
+    return tensor.detach().float().numpy().tolist()
+
+
+def gradients(module: Any) -> list[float | None]:
+    """The norm of each parameter's gradient, in order; None for one that plays no part."""
+    return [None if p.grad is None else p.grad.norm().item() for p in module.parameters()]
+
+
+def record_batch(batch: dict) -> dict:
+    """Small tensors whole; of pictures a few pixels and, for the rest, the mean and the mean square."""
+    out = {}
+    for key, value in batch.items():
+        if value.dim() < 4:
+            out[key] = values(value)
+            continue
+        moments = [value.double().mean().item(), value.double().square().mean().item()]
+        out[key] = [moments, values(value[:, :, ::16, ::16])]
+    return out
+
+
+def save(path: Path, records: dict) -> None:
+    """A line per record, so that a change shows where it is."""
+    lines = [f"{json.dumps(name)}: {json.dumps(_short(record))}" for name, record in records.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _short(value: Any) -> Any:
+    """Nine digits hold a float32."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return value
+
+
+def numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [x for key in sorted(value) for x in numbers(value[key])]
+    if isinstance(value, list):
+        return [x for item in value for x in numbers(item)]
+    return [value]
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest difference, relative to the larger of one and the largest number there is.
+
+    Infinite where shapes, names or anything that is not a number differ.
+    """
+    if _shape(ours) != _shape(theirs):
+        return math.inf
+    pairs = list(zip(numbers(ours), numbers(theirs)))
+    scale = max([1.0, *(abs(b) for _, b in pairs if isinstance(b, float | int))])
+    worst = 0.0
+    for a, b in pairs:
+        if isinstance(a, str) or a is None or b is None:
+            if a != b:
+                return math.inf
+        elif not abs(a - b) / scale <= worst:  # also true of a NaN
+            worst = abs(a - b) / scale if math.isfinite(a) and math.isfinite(b) else math.inf
+    return worst
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shape(item) for item in value]
+    return isinstance(value, str)

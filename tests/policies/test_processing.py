@@ -1,0 +1,155 @@
+"""Processing: normalisation and its inverse, saving and loading, refusals that name what is wrong."""
+
+import json
+
+import pytest
+import torch
+
+from flexor.errors import CheckpointError, ConfigError
+from flexor.policies.act import ACTConfig
+from flexor.policies.base import Kind, PolicyFeature
+from flexor.policies.processing import (
+    PREPROCESSOR,
+    Normalize,
+    Pipeline,
+    RenameObservations,
+    ToBatch,
+    ToDevice,
+    Unnormalize,
+    default_pipelines,
+)
+
+MODES = ["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]
+FEATURES = {
+    "observation.state": PolicyFeature(Kind.STATE, (2,)),
+    "observation.images.top": PolicyFeature(Kind.VISUAL, (3, 4, 5)),
+}
+OUTPUTS = {"action": PolicyFeature(Kind.ACTION, (2,))}
+
+
+def statistics(*, without: str = "") -> dict:
+    vector = {"min": -1, "q01": -0.5, "q10": -0.25, "mean": 0.5, "std": 2, "q90": 2, "q99": 3, "max": 4}
+    vector = {name: value for name, value in vector.items() if name != without}
+    wide = {name: [float(value), value * 2.0] for name, value in vector.items()}
+    image = {name: [[[value / 4]]] * 3 for name, value in vector.items()}
+    return {"observation.state": wide, "observation.images.top": image, "action": wide}
+
+
+def pipelines(mode: str = "MEAN_STD", stats: dict | None = None) -> tuple[Pipeline, Pipeline]:
+    modes = dict.fromkeys(("VISUAL", "STATE", "ACTION"), mode)
+    config = ACTConfig(input_features=FEATURES, output_features=OUTPUTS, normalization_mapping=modes)
+    return default_pipelines(config, stats or statistics(), "cpu")
+
+
+def batch() -> dict:
+    return {
+        "observation.state": torch.tensor([[1.0, -2.0], [0.5, 3.0]]),
+        "observation.images.top": torch.arange(120, dtype=torch.uint8).reshape(2, 3, 4, 5),
+        "action": torch.tensor([[[1.0, 2.0]] * 3, [[3.0, -4.0]] * 3]),
+        "action_is_pad": torch.zeros(2, 3, dtype=torch.bool),
+        "task": ["a", "b"],
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_normalised_comes_back(mode):
+    before, after = pipelines(mode)
+    normalised = before(batch())["action"]
+    assert torch.equal(normalised, batch()["action"]) == (mode == "IDENTITY")
+    torch.testing.assert_close(after({"action": normalised})["action"], batch()["action"])
+
+
+@pytest.mark.parametrize(("mode", "low", "high"), [("MIN_MAX", -1, 4), ("QUANTILES", -0.5, 3)])
+def test_bounds_become_minus_one_and_one(mode, low, high):
+    before, _ = pipelines(mode)
+    ends = {"observation.state": torch.tensor([[low, 2.0 * low], [high, 2.0 * high]])}
+    torch.testing.assert_close(before(ends)["observation.state"], torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_what_never_changes_stays_finite(mode):
+    constant = {name: [0.0 if name == "std" else 0.5] * 2 for name in statistics()["action"]}
+    stats = {"observation.state": constant}
+    step = Normalize({"observation.state": FEATURES["observation.state"]}, {"STATE": mode}, stats)
+    out = step({"observation.state": torch.full((1, 2), 0.5)})["observation.state"]
+    assert out.abs().max() <= 1
+
+
+def test_pictures_travel_as_bytes_and_arrive_in_0_to_1():
+    out = ToDevice("cpu")(batch())
+    pixels = out["observation.images.top"]
+    assert pixels.dtype == torch.float32
+    torch.testing.assert_close(pixels, batch()["observation.images.top"] / 255)
+    assert out["action_is_pad"].dtype == torch.bool
+    assert out["task"] == ["a", "b"]
+
+
+def test_pictures_that_are_floats_are_not_scaled_again():
+    picture = torch.rand(1, 3, 4, 5)
+    out = ToDevice("cpu")({"observation.images.top": picture})
+    assert torch.equal(out["observation.images.top"], picture)
+
+
+def test_picture_statistics_apply_per_channel():
+    before, _ = pipelines()
+    out = before(batch())["observation.images.top"]
+    torch.testing.assert_close(out, (batch()["observation.images.top"] / 255 - 0.125) / 0.5)
+
+
+def test_a_single_observation_becomes_a_batch_of_one():
+    single = {key: value[0] for key, value in batch().items() if key.startswith("observation")}
+    out = ToBatch()({**single, "task": "a"})
+    assert out["observation.state"].shape == (1, 2)
+    assert out["observation.images.top"].shape == (1, 3, 4, 5)
+    assert out["task"] == ["a"]
+    assert ToBatch()(batch())["observation.state"].shape == (2, 2)
+
+
+def test_renames():
+    assert RenameObservations({"a": "b"})({"a": 1, "c": 2}) == {"b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_round_trip_through_a_folder(mode, tmp_path):
+    for pipeline in pipelines(mode):
+        pipeline.save(tmp_path)
+        loaded = Pipeline.load(tmp_path, pipeline.name)
+        assert [step.name for step in loaded.steps] == [step.name for step in pipeline.steps]
+        assert [step.config() for step in loaded.steps] == [step.config() for step in pipeline.steps]
+        for key, value in pipeline(batch()).items():
+            same = loaded(batch())[key]
+            assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same
+
+
+def test_layout_is_lerobots(tmp_path):
+    for pipeline in pipelines():
+        pipeline.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "policy_preprocessor.json",
+        "policy_preprocessor_step_3_normalizer_processor.safetensors",
+        "policy_postprocessor.json",
+        "policy_postprocessor_step_0_unnormalizer_processor.safetensors",
+    }
+
+
+def test_an_unknown_step_is_refused_by_name(tmp_path):
+    steps = [{"registry_name": "tokenizer_processor", "config": {}}]
+    (tmp_path / "policy_preprocessor.json").write_text(json.dumps({"name": PREPROCESSOR, "steps": steps}))
+    with pytest.raises(CheckpointError, match="tokenizer_processor"):
+        Pipeline.load(tmp_path, PREPROCESSOR)
+
+
+def test_a_folder_without_processing_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"policy_preprocessor\.json"):
+        Pipeline.load(tmp_path, PREPROCESSOR)
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("MEAN_STD", "std"), ("QUANTILES", "q99"), ("MIN_MAX", "min")])
+@pytest.mark.parametrize("step", [Normalize, Unnormalize])
+def test_missing_statistics_are_refused_by_name(step, mode, lost):
+    with pytest.raises(ConfigError, match=f"action.*{mode}.*lack {lost}.*normalization_mapping.ACTION"):
+        step(OUTPUTS, {"ACTION": mode}, statistics(without=lost))
+
+
+def test_statistics_of_a_mode_that_is_not_used_are_not_asked_for():
+    Normalize(OUTPUTS, {"ACTION": "MEAN_STD"}, statistics(without="q01"))
