@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flexor.errors import FlexorError
-from flexor.sim.record import demonstrate, ensure_builtin_dataset, record_dataset
+from flexor.sim.record import REST, demonstrate, ensure_builtin_dataset, record_dataset
 from flexor.sim.task import PlaceEnv, advance
 
 SMALL = {"episodes": 3, "image_size": 32}
@@ -32,7 +32,9 @@ def test_dataset_holds_the_demonstrations(tmp_path) -> None:
         )
     done = np.array(table["next.done"].to_pylist()).ravel()
     assert done.sum() == 3 and done[-1]
-    np.testing.assert_array_equal(done, np.array(table["next.success"].to_pylist()).ravel())
+    success = np.array(table["next.success"].to_pylist()).ravel()
+    assert success.sum() >= 3 * REST, "a demonstration goes on for a moment after its success"
+    assert success[done].all()
 
     with av.open(str(next(root.glob("videos/observation.image/*/*.mp4")))) as container:
         decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

@@ -16,8 +16,8 @@ from flexor.sim.task import Point, State
 
 # Between these distances the fingers go from one end to the other, gradually: a threshold would be a
 # step that a policy has to hit exactly, and that one which hovers just short of it never takes.
-GRASP_FROM, GRASP_AT = 0.25, 0.08  # gripper to block: open to closed
-RELEASE_FROM, RELEASE_AT = 0.20, 0.05  # block to goal: closed to open
+GRASP_FROM, GRASP_AT = 0.32, 0.16  # gripper to block: open to closed
+RELEASE_FROM, RELEASE_AT = 0.32, 0.16  # block to goal: closed to open
 
 # Disturbances at `noise=1`.
 JITTER = 0.10  # standard deviation of the displacement of the target
@@ -29,6 +29,8 @@ SLIP_LATEST = 35
 
 def expert_action(state: State) -> np.ndarray:
     """What to do now: [wanted x, wanted y, wanted opening] as float32."""
+    if state.success:
+        return _toward(state, state.gripper, state.gripper, opening=1.0)
     if state.held:
         return _toward(state, state.block, state.goal, -_ramp(state.carry, RELEASE_FROM, RELEASE_AT))
     # Fingers that closed on nothing must open again before they can close on the block.

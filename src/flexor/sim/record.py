@@ -22,18 +22,20 @@ from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstration had
 
+REST = 8  # steps recorded after the block was put down
+
 # Raise when the files of a dataset change though the settings and the demonstrations do not.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class RecordSettings:
     """What a recorded dataset depends on."""
 
-    episodes: int = 200
+    episodes: int = 300
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
-    image_size: int = 64
+    image_size: int = 48
     # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
     codec: str = "h264"
     # Quality of the video: lower is sharper. Small pictures cost little, so this is near lossless.
@@ -75,25 +77,31 @@ def features(image_size: int) -> dict[str, dict[str, Any]]:
 
 
 def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.ndarray]] | None:
-    """One demonstration as a list of frames; None if it did not succeed in time."""
+    """One demonstration as a list of frames; None if it did not succeed in time.
+
+    It goes on for a moment after the success. Letting go is the shortest part of the task, and without
+    that moment so few recorded actions would show it that a policy may never learn to.
+    """
     disturbance = Disturbance(seed, noise)
     observation, _ = env.reset(seed=seed)
     frames = []
-    for _ in range(TIME_LIMIT):
+    rest = REST
+    for _ in range(TIME_LIMIT + REST):
         action = expert_action(env.state)
         seen = observation
-        observation, reward, done, _, info = env.step(disturbance.apply(action))
+        observation, reward, success, _, _ = env.step(disturbance.apply(action))
+        rest = rest - 1 if success else REST
         frames.append(
             {
                 "observation.image": seen["pixels"],
                 "observation.state": seen["agent_pos"],
                 "action": action,
                 "next.reward": np.array([reward], np.float32),
-                "next.done": np.array([done]),
-                "next.success": np.array([info["is_success"]]),
+                "next.done": np.array([rest == 0]),
+                "next.success": np.array([success]),
             }
         )
-        if done:
+        if rest == 0:
             return frames
     return None
 

@@ -28,17 +28,17 @@ TIME_LIMIT = 80
 VIDEO_SIZE = 384
 
 # What the gripper can do in one step.
-SPEED = 0.06  # farthest it moves
-GAIN = 0.35  # share of the way to the target it covers when near, so that it slows down and stops
+SPEED = 0.08  # farthest it moves
+GAIN = 0.5  # share of the way to the target it covers when near, so that it slows down and stops
 FINGER_SPEED = 0.4
 
-BLOCK_HALF = 0.13
-GRASP_RADIUS = 0.14  # 7 % of the table's width: how far off the fingers may close and still hold
-GOAL_RADIUS = 0.28
-GOAL_TOLERANCE = 0.15  # 7.5 % of the table's width: the block's centre from the disc's
+BLOCK_HALF = 0.2
+GRASP_RADIUS = 0.24  # 12 % of the table's width: how far off the fingers may close and still hold
+GOAL_RADIUS = 0.36
+GOAL_TOLERANCE = 0.24  # likewise: the block's centre from the disc's
 RELEASE_OPENING = 0.3  # a held block comes free above this, so a trembling command does not drop it
 
-SPAWN = 0.72  # block and disc lie within this
+SPAWN = 0.68  # block and disc lie within this
 GRIPPER_SPAWN = 0.8
 FAR_APART = 0.6  # block to disc and block to gripper at the start, so that no episode starts solved
 FARTHEST = 2 * math.sqrt(2)
