@@ -376,7 +376,11 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
         from flexor.policies.pretrained import read_config
 
         return read_config(str(path), settings)
-    settings = dict(settings)
+    # LeRobot's way to say that the features come from the dataset, which they do anyway
+    nulls = [
+        k for k in ("input_features", "output_features") if str(settings.get(k)).lower() in ("none", "null")
+    ]
+    settings = {key: value for key, value in settings.items() if key not in nulls}
     cls = policy_class(str(settings.pop("type", DEFAULT_POLICY))).Config
     policy = from_plain(cls, settings, "policy")
     policy.validate()
