@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -78,6 +78,9 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not a policy's configuration: {error!r}") from error
     settings = {key: value for key, value in settings.items() if key not in FOREIGN}
+    # LeRobot declares replace_final_stride_with_dilation a number, and writes 0 for false
+    switches = [name for name, declared in get_type_hints(cls).items() if declared is bool]
+    settings |= {name: bool(settings[name]) for name in switches if settings.get(name) in (0, 1)}
     changed = dict(overrides or {})
     if (wanted := str(changed.pop("type", kind))) != kind:
         raise ConfigError(
