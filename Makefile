@@ -26,7 +26,8 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# Compare live with lerobot, installed into an environment of its own (needs Python 3.12).
+# Compare live with lerobot, installed into .venv-lerobot (needs Python 3.12, $PYTHON312 if it is not on
+# the path), or in the environment of $LEROBOT_PYTHON. Takes about five minutes.
 parity: setup
 	$(BIN)/python tests/parity/run.py
 

@@ -1,0 +1,53 @@
+"""An environment with lerobot 0.6.1 on CPU, apart from ours: it needs Python 3.12 and an older torch."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from flexor.errors import FlexorError
+
+LEROBOT = "lerobot==0.6.1"
+TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
+# Its builds end in +cpu, which pip takes for newer; without it, PyPI's build does on ARM.
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+# What training and reading datasets need of its dependencies, and of torch's. Everything is installed
+# without resolving, because the resolver would also bring CUDA, robots' drivers and a viewer.
+DEPENDENCIES = """
+accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
+click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 draccus==0.11.6 einops==0.8.2
+Farama-Notifications filelock frozenlist fsspec==2026.2.0 gymnasium h11 hf-xet httpcore httpx
+huggingface_hub==1.33.0 idna importlib_metadata Jinja2 jsonlines lazy-importer MarkupSafe mergedeep mpmath
+multidict multiprocess==0.70.19 mypy_extensions networkx numpy==2.2.6 opencv-python-headless packaging
+pandas==2.3.3 pillow propcache psutil pyarrow python-dateutil pytz PyYAML regex requests safetensors
+setuptools sympy termcolor toml tqdm typing_extensions typing-inspect tzdata urllib3 xxhash yarl zipp
+"""
+
+
+def lerobot_python(root: Path) -> Path:
+    """The Python to run LeRobot with; the environment is made on the first call."""
+    given = os.environ.get("LEROBOT_PYTHON")
+    if given:
+        return Path(given).absolute()
+    folder = root / ".venv-lerobot"
+    python, ready = folder / "bin/python", folder / ".ready"
+    if not ready.is_file():
+        print(f"installing {LEROBOT} into {folder} ...", flush=True)
+        subprocess.run([find_python312(), "-m", "venv", "--clear", folder], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        for packages in (["--extra-index-url", TORCH_INDEX, *TORCH], [LEROBOT, *DEPENDENCIES.split()]):
+            subprocess.run([*install, *packages], check=True)
+        ready.touch()
+    return python
+
+
+def find_python312() -> str:
+    """$PYTHON312, python3.12 on the path, or one that pyenv built."""
+    given = os.environ.get("PYTHON312") or shutil.which("python3.12")
+    built = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python3.12"))
+    if given or built:
+        return given or str(built[-1])
+    raise FlexorError(
+        "LeRobot 0.6.1 needs Python 3.12, and there is none here: install it, or name one with PYTHON312=..., "
+        "or name a Python that has lerobot installed with LEROBOT_PYTHON=..."
+    )
