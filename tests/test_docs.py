@@ -1,0 +1,293 @@
+"""The README and the docs, taken at their word: commands run, links lead somewhere, tables are complete.
+
+A `bash` block is run: a page's blocks one after the other in one shell, in a folder that has the dataset
+and the run which the README makes. `flexor` is a stand-in that calls the program with the same arguments,
+except that numbers of steps and episodes are smaller and the network is tiny (see quick_flexor.py). A `console`
+block can't run here (downloads, accounts, make); its `flexor` commands must at least parse.
+
+    python tests/test_docs.py        prints the table of LeRobot's settings for docs/train.md
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from flexor import cli
+from flexor.config import ALIASES, GROUPS, HARMLESS, IGNORED, flatten, load_config, parse_flags, read_file
+from flexor.sim import record
+from flexor.sim.envs import make_env
+from flexor.train import report
+from flexor.train.resume import may_change
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path, language: str) -> Iterator[list[str]]:
+    """The words of each `flexor` line."""
+    for block in blocks(page, language):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["flexor"]:
+                yield words[1:]
+
+
+# --- commands that run
+
+
+def run_page(page: Path, folder: Path, path: Path) -> None:
+    script = "\n".join(["set -euo pipefail", *blocks(page, "bash")])
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{name_of(page)}:\n{script}\n\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for PATH with a `flexor` in it, and what stands behind that."""
+    folder = tmp_path_factory.mktemp("docs")
+    demonstrations = record.record_dataset(folder / "demonstrations", episodes=4)
+    short = tempfile.mkdtemp(prefix="flexor")  # a socket's path may have a hundred characters, pytest's more
+    bin_folder, address = folder / "bin", Path(short) / "socket"
+    bin_folder.mkdir()
+    python = [sys.executable, str(ROOT / "tests/quick_flexor.py")]
+    script = bin_folder / "flexor"
+    script.write_text(f'#!/bin/sh\nexec {shlex.join([*python, "call", str(address)])} "$@"\n')
+    script.chmod(0o755)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*python, "serve", str(address), str(demonstrations)], env=environment) as server:
+        while not address.exists():
+            assert server.poll() is None, "the stand-in for flexor did not start"
+            time.sleep(0.05)
+        yield bin_folder
+        server.terminate()
+    shutil.rmtree(short)
+
+
+@pytest.fixture(scope="module")
+def followed_readme(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which somebody has followed the README."""
+    folder = tmp_path_factory.mktemp("readme")
+    run_page(README, folder, path)
+    return folder
+
+
+@pytest.mark.slow
+def test_readme_does_what_it_says(followed_readme):
+    run = followed_readme / "runs/place"
+    config = load_config([f"--config={run / 'config.yaml'}"])
+    assert config.policy.type == "act" and config.dataset.root == "data/place"
+    saved = sorted(folder.name for folder in (run / "checkpoints").iterdir())
+    assert saved == ["000002", "000003", "last"]
+    assert len(list((followed_readme / "videos").glob("*.mp4"))) == 2
+    drawn = next(block for block in blocks(README, "text") if block.startswith("runs/place/"))
+    for file in ("config.yaml", "metrics.jsonl", "pretrained_model", "training_state", "last"):
+        assert file in drawn and any(run.rglob(file)), file
+
+
+def _link(source: str, target: str) -> None:
+    """Weights need no copy: they are replaced, never written to."""
+    (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p != README and blocks(p, "bash")], ids=lambda page: page.stem
+)
+def test_commands_work(page, followed_readme, path, tmp_path):
+    for folder in ("data", "runs"):
+        shutil.copytree(followed_readme / folder, tmp_path / folder, symlinks=True, copy_function=_link)
+    run_page(page, tmp_path, path)
+
+
+@pytest.mark.slow
+def test_checkpoint_holds_the_files_named(followed_readme):
+    named = re.findall(r"[\w]+\.(?:json|safetensors)", blocks(ROOT / "docs/checkpoints.md", "text")[0])
+    there = {p.name for p in (followed_readme / "runs/place/checkpoints/last").rglob("*") if p.is_file()}
+    assert there == {*named} - {"raw_model.safetensors", "ema_state.safetensors"}
+
+
+# --- commands that can't run here
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_other_commands_parse(page, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "evaluate_policy", lambda path, settings, *_: (parses_eval(settings), ""))
+    monkeypatch.chdir(tmp_path)
+    for verb, *words in commands(page, "console"):
+        if verb == "train":
+            load_config([word for word in words if not word.startswith("--policy.path")])
+        elif verb == "resume":
+            assert all(may_change(key) for key in parse_flags(words[1:])), words
+        elif verb == "eval":
+            assert cli.main([verb, *words]) == 0
+        elif verb == "demo":
+            load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])
+        else:
+            pytest.fail(f"flexor {verb}: use a bash block, it can run here")
+
+
+def parses_eval(settings: list[str]) -> dict[str, str]:
+    """`flexor eval`'s settings are a part of those of training."""
+    load_config(["--config=demo", *[word for word in settings if not word.startswith("--policy.")]])
+    return {}
+
+
+# --- what pages say about the code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        there = (page.parent / file) if file else page
+        assert there.exists(), f"{name_of(page)}: {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
+            assert heading in anchors, f"{name_of(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_files_named_exist(page):
+    for name in re.findall(r"`((?:src|tests|scripts|docs)/[\w/.]+)`", page.read_text()):
+        assert "NAME" in name or (ROOT / name).exists(), f"{name_of(page)}: {name}"
+
+
+def test_house_is_there():
+    house = next(b for b in blocks(ROOT / "docs/design.md", "text") if b.startswith("src/flexor/"))
+    folder = "."
+    for line in house.splitlines()[1:]:
+        words = re.findall(r"[\w/]+\.(?:py|yaml)|^  \w+/", line.split("   ")[0] if line[2] != " " else line)
+        if line[2] != " ":
+            folder = "."
+        for word in words:
+            if word.endswith("/"):
+                folder = word.strip()
+                continue
+            assert (ROOT / "src/flexor" / folder / word).is_file(), line
+
+
+def test_every_verb_has_a_page():
+    assert {verb for verb in cli.VERBS if not (ROOT / "docs" / f"{verb}.md").is_file()} == set()
+    assert {
+        page for page in PAGES if page.parent.name == "docs" and name_of(page) not in README.read_text()
+    } == set()
+
+
+def test_train_page_names_every_group():
+    text = (ROOT / "docs/train.md").read_text()
+    assert [group for group in GROUPS if f"| `{group}` |" not in text] == []
+
+
+def test_data_page_names_every_kind_of_problem():
+    source = "".join(p.read_text() for p in (ROOT / "src/flexor/data").glob("*.py"))
+    kinds = set(re.findall(r"(?:error|warning|say)\(\s*\"([a-z-]+)\"", source))
+    text = (ROOT / "docs/data.md").read_text()
+    assert {kind for kind in kinds if f"`{kind}`" not in text} == set()
+
+
+def test_resume_page_names_what_may_change():
+    from flexor.train.resume import MAY_CHANGE, MAY_CHANGE_GROUPS
+
+    text = (ROOT / "docs/resume.md").read_text()
+    assert {key for key in MAY_CHANGE | MAY_CHANGE_GROUPS if f"`{key}`" not in text} == {"output_dir"}
+
+
+def test_record_page_has_the_defaults(monkeypatch):
+    defaults: dict = {}
+    monkeypatch.setattr(record, "record_dataset", lambda root, **settings: defaults.update(settings))
+    assert cli.main(["record", "anywhere"]) == 0
+    del defaults["progress"]
+    text = (ROOT / "docs/record.md").read_text()
+    rows = dict(re.findall(r"^\| `--([\w-]+)` \| `?([\w.]+)`? \|", text, re.MULTILINE))
+    assert rows == {name.replace("_", "-"): str(value) for name, value in defaults.items()}
+    shared = {k: v for k, v in asdict(record.RecordSettings()).items() if k in defaults}
+    assert shared == defaults, "builtin/place is not what `flexor record` makes, as the page says it is"
+    assert make_env("place").unwrapped.image_size == defaults["image_size"]
+
+
+def test_policies_page_has_the_demos_settings():
+    demo = flatten(read_file("demo"))
+    text = (ROOT / "docs/policies.md").read_text().partition("## The demo's configuration")[2]
+    rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", text, re.MULTILINE)
+    assert len(rows) > 5
+    for names, values in rows:
+        keys = [key if "." in key else f"policy.{key}" for key in names.replace("`", "").split(", ")]
+        told = values.split(", ") if ", " in values else [values] * len(keys)
+        assert told == [json.dumps(demo[key]).strip('"') for key in keys]
+    size = record.RecordSettings().image_size
+    assert f"| pictures | {size} x {size} |" in text
+
+
+def test_train_page_has_the_table_of_lerobots_settings():
+    assert lerobot_table() in (ROOT / "docs/train.md").read_text(), "run `python tests/test_docs.py`"
+
+
+def test_pictures_are_small():
+    for picture in (ROOT / "docs/images").iterdir():
+        assert picture.stat().st_size < 400_000, picture
+
+
+def lerobot_table() -> str:
+    """How each setting of LeRobot's is treated, from config.py."""
+    rows = [(f"`{theirs}`", f"the same as `{ours}`", "") for theirs, ours in _aliases()]
+    rows.append(("`policy.use_amp`", "the same as `precision=bf16`", "unless `precision` is given"))
+    for key, reason in IGNORED.items():
+        rows.append((f"`{key}`", _treatment(key), reason))
+    return "\n".join(
+        ["| Setting | Here | Why |", "| --- | --- | --- |", *(f"| {a} | {b} | {c} |" for a, b, c in rows)]
+    )
+
+
+def _aliases() -> Iterator[tuple[str, str]]:
+    for theirs, ours in ALIASES.items():
+        if theirs != "policy.path":  # the same name as a flag; only inside it has another
+            yield theirs, ours
+
+
+def _treatment(key: str) -> str:
+    if key == "resume":
+        return "`true` needs `config_path`"  # the command line turns it into `flexor resume`
+    for name, values in HARMLESS.items():
+        if name == key or name.startswith(f"{key}."):
+            setting = "" if name == key else f"`{name.removeprefix(f'{key}.')}` "
+            return f"{setting}only " + " or ".join(
+                f"`{json.dumps(value).strip(chr(34))}`" for value in values
+            )
+    return "no effect"
+
+
+if __name__ == "__main__":
+    print(lerobot_table())
