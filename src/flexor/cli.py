@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -32,6 +33,10 @@ Train robot policies on LeRobot datasets.
 """
 
 
+# the disk's fault, not ours: full, over quota, read-only, not permitted
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a mistake of the user's is a message and an exit code, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -57,6 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # whoever read our output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"flexor {verb}: {error}. Make room or choose another folder.", file=sys.stderr)
+        return 1
 
 
 def _take(arguments: list[str], *flags: str) -> bool:
@@ -168,9 +178,9 @@ def record(arguments: list[str]) -> int:
         prog="flexor record", description="Record demonstrations of the built-in task as a LeRobot dataset."
     )
     parser.add_argument("root", type=Path, help="new folder for the dataset")
-    parser.add_argument("--episodes", type=int, default=150)
+    parser.add_argument("--episodes", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--image-size", type=int, default=64)
+    parser.add_argument("--image-size", type=int, default=32)
     parser.add_argument("--codec", choices=("h264", "av1"), default="h264")
     parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

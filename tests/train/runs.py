@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +43,73 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
     return run
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """The program in a process of its own."""
+SERVER = multiprocessing.get_context("forkserver")
+# torch._dynamo: what the first optimizer imports
+SERVER.set_forkserver_preload(["flexor.train.loop", "flexor.train.report", "torch._dynamo"])
+
+
+def _become(folder: Path, arguments: Sequence[str], before: Callable[[], Any] | None) -> None:
+    """What a forked process does: the program, with its output in files."""
+    code = 70
+    try:
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        torch.set_num_threads(1)
+        if before:
+            before()
+        code = main(list(arguments))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class Forked:
+    """The program in a process of its own, forked from one that has torch imported: that takes seconds."""
+
+    def __init__(self, folder: Path, *arguments: str, before: Callable[[], Any] | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / "stdout", folder / "stderr"]
+        self.process = SERVER.Process(target=_become, args=(folder, arguments, before))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.process.pid or 0, number)
+
+    def end(self, seconds: float = 60) -> tuple[str, str]:
+        """Wait for its end; what it said on standard output and standard error."""
+        self.wait_for(lambda: self.poll() is not None, seconds, alive=False)
+        return self.files[0].read_text(), self.files[1].read_text()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60, alive: bool = True) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert not alive or self.poll() is None, self.files[1].read_text()
+            if time.monotonic() > until:
+                self.process.kill()
+                raise AssertionError("the run takes too long")
+            time.sleep(0.002)
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The program as a user starts it."""
     return subprocess.Popen(
         [sys.executable, "-m", "flexor", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=ENVIRONMENT,
-        **options,
     )
 
 
@@ -103,7 +164,7 @@ def assert_same(one: Path, other: Path, step: int) -> None:
 
 def assert_checkpoints_whole(run: Path) -> None:
     """Every numbered folder is what was written, and `last` names one of them."""
-    folders = [p for p in (run / "checkpoints").iterdir() if p.name.isdigit()]
+    folders = [p for p in (run / "checkpoints").glob("*") if p.name.isdigit()]
     for folder in folders:
         checkpoint.verify(folder)
     last = run / "checkpoints" / "last"

@@ -64,7 +64,7 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
     if resume:
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"{folder} is not a run of Flexor: it has no {CONFIG}.")
-    elif folder.exists() and any(p.name != LOCK for p in folder.iterdir()):
+    elif folder.exists() and any(p.name not in (LOCK, f".{CONFIG}") for p in folder.iterdir()):
         raise ConfigError(
             f"output_dir={folder} is not empty. Go on with that run by `flexor resume {folder}`, "
             "or choose another folder."

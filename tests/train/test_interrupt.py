@@ -1,0 +1,332 @@
+"""R3: killed, told to stop, out of disk: the last checkpoint is whole and the run goes on exactly."""
+
+import functools
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from flexor.cli import main
+from flexor.train import checkpoint
+
+STEPS = 10
+EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
+    """The run that nothing happened to."""
+    return runs.train(lowdim, tmp_path_factory.mktemp("whole") / "run", tiny_act, *EVERY_STEP)
+
+
+def steps_done(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_killed_at_random_instants(seed, whole, lowdim, tiny_act, tmp_path):
+    """Saving every step, most instants lie inside of a save."""
+    rng = random.Random(seed)
+    run, after = tmp_path / "run", rng.randint(2, 8)
+    process = runs.Forked(tmp_path / "out", "train", *runs.flags(lowdim, run, tiny_act, *EVERY_STEP))
+    process.wait_for(lambda: steps_done(run) >= after)
+    time.sleep(rng.random() * 0.03)
+    process.send_signal(signal.SIGKILL)
+    process.end()
+    runs.assert_checkpoints_whole(run)
+    assert main(["resume", str(run)]) == 0
+    runs.assert_same(whole, run, STEPS)
+    runs.assert_checkpoints_whole(run)
+    assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
+
+
+def die_at(owner: str, name: str, call: int) -> None:
+    """Make this process kill itself when it is about to do something for the nth time."""
+    holder = {"Path": Path, "os": os}[owner]
+    function, calls = getattr(holder, name), itertools.count(1)
+
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    setattr(holder, name, wrapper)
+
+
+INSTANTS = [
+    *(("Path", "rename", call) for call in (1, 2, 3, 4, 7)),
+    *(("Path", "symlink_to", call) for call in (1, 2)),
+    *(("os", "fsync", call) for call in (9, 14, 30)),
+    *(("os", "unlink", call) for call in (2, 9)),
+    ("os", "rmdir", 1),
+]
+
+
+@pytest.mark.parametrize("owner, name, call", INSTANTS)
+def test_killed_at_each_kind_of_instant_of_a_save(owner, name, call, whole, lowdim, tiny_act, tmp_path):
+    """Before a rename, before `last` moves, between two files, while an old checkpoint is being removed."""
+    run = tmp_path / "run"
+    flags = runs.flags(lowdim, run, tiny_act, *EVERY_STEP, "--checkpoint.keep_last=2")
+    process = runs.Forked(
+        tmp_path / "out", "train", *flags, before=functools.partial(die_at, owner, name, call)
+    )
+    _, error = process.end()
+    assert process.returncode == -signal.SIGKILL, error
+    if not (run / "config.yaml").exists():
+        runs.train(lowdim, run, tiny_act, "--steps=1")  # nothing had begun, so the folder is free
+        return
+    runs.assert_checkpoints_whole(run)
+    if checkpoint.newest(run / "checkpoints") is None:
+        assert main(["resume", str(run)]) == 1
+        return
+    assert main(["resume", str(run)]) == 0
+    runs.assert_same(whole, run, STEPS)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000009", "000010", "last"]
+
+
+def test_kill_before_the_first_step_leaves_a_folder_that_can_be_used(lowdim, tiny_act, tmp_path):
+    """All that there is then is the lock."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".lock").write_text("pid 1 on nowhere")
+    runs.train(lowdim, run, tiny_act, "--steps=1")
+
+
+def check_stopped(number: int, code: int, outcome: tuple[int, str, str], run: Path) -> int:
+    """What a run that was told to stop leaves behind; the step it stopped at."""
+    returncode, out, error = outcome
+    assert returncode == code, error
+    assert signal.Signals(number).name in error and f"flexor resume {run}" in error
+    assert "Traceback" not in error and out == ""
+    (step,) = checkpoint.complete(run / "checkpoints")
+    assert step == steps_done(run)
+    runs.assert_checkpoints_whole(run)
+    return step
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_told_to_stop_saves_and_goes_on_exactly(number, code, lowdim, tiny_act, tmp_path):
+    run, again = tmp_path / "run", tmp_path / "again"
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0", "--num_workers=2")
+    process = runs.Forked(tmp_path / "out", "train", *flags)
+    process.wait_for(lambda: steps_done(run) >= 3)
+    process.send_signal(number)
+    out, error = process.end()
+    step = check_stopped(number, code, (process.returncode, out, error), run)
+
+    total = step + 4
+    assert main(["resume", str(run), f"--steps={total}"]) == 0
+    runs.train(lowdim, again, tiny_act, f"--steps={total}", "--save_freq=0")
+    runs.assert_same(again, run, total)
+
+
+@pytest.mark.slow
+def test_told_to_stop_as_a_user_would(lowdim, tiny_act, tmp_path):
+    run = tmp_path / "run"
+    process = runs.start("train", *runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0"))
+    until = time.monotonic() + 60
+    while steps_done(run) < 2 and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate(timeout=60)
+    check_stopped(signal.SIGTERM, 75, (process.returncode, out, error), run)
+
+
+def test_second_ctrl_c_does_not_wait(lowdim, tiny_act, tmp_path):
+    run = tmp_path / "run"
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0")
+    process = runs.Forked(tmp_path / "out", "train", *flags)
+    process.wait_for(lambda: steps_done(run) >= 1)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, error = process.end()
+    assert process.returncode == 130 and "Traceback" not in error
+    runs.assert_checkpoints_whole(run)
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Path:
+    """Five megabytes, where the machine lets us mount them."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)], capture_output=True
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_full_disk(small_disk, lowdim, tiny_act, capsys, tmp_path):
+    run = small_disk / "run"
+    wide = ["--policy.dim_model=64", "--policy.dim_feedforward=256"]
+    flags = runs.flags(lowdim, run, [*tiny_act, *wide], "--steps=12", "--save_freq=1")
+    assert main(["train", *flags]) == 1
+    error = capsys.readouterr().err
+    saved = checkpoint.complete(run / "checkpoints")
+    assert saved and "the disk is full" in error and f"step {max(saved) + 1}" in error
+    assert str(saved[max(saved)]) in error and "flexor resume" in error and "--checkpoint.keep_last" in error
+    assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
+    runs.assert_checkpoints_whole(run)
+    assert (
+        main(["resume", str(run), "--checkpoint.keep_last=1", "--save_freq=0", f"--steps={max(saved) + 1}"])
+        == 1
+    )
+    shutil.rmtree(saved[min(saved)])
+    assert main(["resume", str(run), "--save_freq=0", "--steps=12"]) == 0  # room for one more
+
+    again = runs.train(lowdim, tmp_path / "again", [*tiny_act, *wide], "--steps=12")
+    runs.assert_same(again, run, 12)
+
+
+def test_no_room_for_a_line_of_metrics(small_disk, lowdim, tiny_act, capsys):
+    """A disk can also be full before anything is saved."""
+    run = small_disk / "run"
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    assert main(["train", *runs.flags(lowdim, run, tiny_act, "--steps=12")]) == 1
+    error = capsys.readouterr().err
+    assert "No space left" in error or "disk is full" in error
+
+
+def test_file_size_limit(lowdim, tiny_act, tmp_path):
+    """Where disks can't be mounted: the same, with a limit on a file's size."""
+    run = tmp_path / "run"
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=4", "--save_freq=2")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (60_000, 60_000))
+    process = runs.Forked(tmp_path / "out", "train", *flags, before=limit)
+    _, error = process.end()
+    assert process.returncode == 1, error
+    assert "Can't save the checkpoint of step 2" in error and "Traceback" not in error
+    assert list((run / "checkpoints").iterdir()) == []
+
+
+# Damage
+
+
+@pytest.fixture
+def three(whole, tmp_path) -> Path:
+    return runs.cut_back(whole, tmp_path / "three", 3)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pretrained_model/model.safetensors",
+        "pretrained_model/policy_preprocessor.json",
+        "training_state/optimizer_state.safetensors",
+        "training_state/training_step.json",
+        "training_state/flexor.json",
+    ],
+)
+def test_damaged_checkpoint_is_refused_by_name(damage, name, three, capsys):
+    damage(three / "checkpoints" / "000003" / name)
+    assert main(["resume", str(three)]) == 1
+    error = capsys.readouterr().err
+    assert name in error and "000003" in error and "000002" in error
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"files": {"a": 1}}', '{"files": 3}', "\xff"])
+def test_damaged_manifest(text, three, capsys):
+    (three / "checkpoints" / "000003" / checkpoint.MANIFEST).write_text(text)
+    assert main(["resume", str(three)]) == 1
+    error = capsys.readouterr().err
+    assert "manifest.json" in error and "000002" in error
+
+
+def test_moving_the_damaged_one_away_helps(three, whole, tmp_path):
+    flip(three / "checkpoints" / "000003" / "pretrained_model" / "model.safetensors")
+    (three / "checkpoints" / "000003").rename(tmp_path / "away")
+    assert main(["resume", str(three)]) == 0
+    runs.assert_same(whole, three, STEPS)
+
+
+def test_folder_without_a_manifest_is_left_aside_and_said(three, whole, log_lines):
+    (three / "checkpoints" / "000003" / checkpoint.MANIFEST).unlink()
+    assert main(["resume", str(three)]) == 0
+    assert any("000003 has no manifest" in line for line in log_lines)
+    runs.assert_same(whole, three, STEPS)
+
+
+def test_half_a_line_of_metrics(three, whole):
+    with (three / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert main(["resume", str(three)]) == 0
+    runs.assert_same(whole, three, STEPS)
+
+
+# One folder, one run
+
+
+def test_one_owner_at_a_time(lowdim, tiny_act, tmp_path, capsys):
+    run = tmp_path / "run"
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=1", "--checkpoint.keep_last=1")
+    process = runs.Forked(tmp_path / "out", "train", *flags)
+    try:
+        process.wait_for(lambda: steps_done(run) >= 2)
+        assert main(["train", *flags]) == 2
+        assert f"flexor resume {run}" in capsys.readouterr().err
+        assert main(["resume", str(run)]) == 2
+        error = capsys.readouterr().err
+        assert "in use" in error and f"pid {process.pid}" in error
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.end()
+    assert main(["resume", str(run), f"--steps={max(checkpoint.complete(run / 'checkpoints')) + 1}"]) == 0
+
+
+def test_folder_in_use_before_its_settings_are_written(lowdim, tiny_act, tmp_path, capsys):
+    from flexor.train.run import open_run
+
+    run = tmp_path / "run"
+    with open_run(run, resume=False):
+        assert main(["train", *runs.flags(lowdim, run, tiny_act, "--steps=1")]) == 2
+        assert "in use" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_finished_run_is_not_overwritten(whole, lowdim, tiny_act, capsys):
+    before = json.dumps(runs.metrics(whole))
+    assert main(["train", *runs.flags(lowdim, whole, tiny_act, "--steps=1")]) == 2
+    assert f"flexor resume {whole}" in capsys.readouterr().err
+    assert json.dumps(runs.metrics(whole)) == before
+
+
+def test_folder_with_other_things_is_not_touched(lowdim, tiny_act, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.tex").write_text("precious")
+    assert main(["train", *runs.flags(lowdim, run, tiny_act, "--steps=1")]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert [p.name for p in run.iterdir()] == ["thesis.tex"]
