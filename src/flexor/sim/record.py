@@ -35,7 +35,7 @@ class RecordSettings:
     episodes: int = 300
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
-    image_size: int = 48
+    image_size: int = 32
     # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
     codec: str = "h264"
     # Quality of the video: lower is sharper. Small pictures cost little, so this is near lossless.

@@ -134,7 +134,7 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
 
     def __init__(
         self,
-        image_size: int = 64,
+        image_size: int = 32,
         obs_type: str = "pixels_agent_pos",
         render_mode: str | None = None,
     ):
@@ -143,7 +143,7 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
                 f"{ENV_ID}: obs_type is {obs_type!r}; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
             )
         if image_size < 16:
-            raise ConfigError(f"{ENV_ID}: image_size is {image_size}; use 16 or more (64 is the default)")
+            raise ConfigError(f"{ENV_ID}: image_size is {image_size}; use 16 or more (32 is the default)")
         self.image_size = image_size
         self.obs_type = obs_type
         self.render_mode = render_mode
