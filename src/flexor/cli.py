@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,7 +157,11 @@ def evaluate(arguments: list[str]) -> int:
     parser.add_argument(
         "settings", nargs="*", help="--env.type=..., --eval.n_episodes=..., --policy.device=..."
     )
-    parser.add_argument("--videos", type=Path, help="folder for videos (see --eval.videos)")
+    parser.add_argument(
+        "--videos",
+        type=Path,
+        help="folder for videos (how many: --eval.videos); unless given, the run's",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
     result, text = evaluate_policy(
@@ -175,16 +180,18 @@ def record(arguments: list[str]) -> int:
     from flexor.sim.record import record_dataset
 
     parser = argparse.ArgumentParser(
-        prog="flexor record", description="Record demonstrations of the built-in task as a LeRobot dataset."
+        prog="flexor record",
+        description="Record demonstrations of the built-in task as a LeRobot dataset.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("root", type=Path, help="new folder for the dataset")
-    parser.add_argument("--episodes", type=int, default=300)
+    parser.add_argument("--episodes", type=int, default=300, help="demonstrations to record")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--image-size", type=int, default=32)
-    parser.add_argument("--codec", choices=("h264", "av1"), default="h264")
+    parser.add_argument("--image-size", type=int, default=32, help="height and width of the picture")
+    parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="how the video is written")
     parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parsed = vars(parser.parse_args(arguments))
+    parsed = vars(parser.parse_args(_dashed(arguments)))
     root, as_json = parsed.pop("root"), parsed.pop("json")
     record_dataset(root, progress=progress("recording"), **parsed)
     _print({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
@@ -246,10 +253,18 @@ def _data_stats(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _local(root: str) -> Path:
-    """The dataset's folder on this machine, fetched if it is elsewhere."""
-    from flexor.data.dataset import open_dataset
+def _dashed(arguments: list[str]) -> list[str]:
+    """--image_size is --image-size, since `train` writes its settings with underscores."""
+    return [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
 
+
+def _local(root: str) -> Path:
+    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
+    from flexor.data.dataset import open_dataset
+    from flexor.sim.record import BUILTIN, builtin_dataset
+
+    if root == BUILTIN:
+        return builtin_dataset()
     if Path(root).exists() or ("/" not in root and "://" not in root):
         return Path(root)
     remote = "://" in root
@@ -260,9 +275,14 @@ def demo(arguments: list[str]) -> int:
     from flexor.demo import run_demo
 
     parser = argparse.ArgumentParser(
-        prog="flexor demo", description="Record, train and evaluate on the built-in task: minutes on a CPU."
+        prog="flexor demo",
+        description="Record, train and evaluate on the built-in task: minutes on a CPU. Settings of "
+        "`flexor train` may follow.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument(
+        "--output-dir", "--output_dir", type=Path, default=Path("runs/demo"), help="folder for the run"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)
     summary, text = run_demo(parsed.output_dir, settings)

@@ -1,20 +1,13 @@
-"""What people see: progress of long work, tables, and where things are kept."""
+"""What people see: progress of long work, tables."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
 Progress = Callable[[int, int], None]  # (done, total)
-
-
-def cache_folder() -> Path:
-    """Where Flexor keeps what it can make again: $FLEXOR_CACHE, by default ~/.cache/flexor."""
-    return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
 
 
 def progress(label: str) -> Progress:

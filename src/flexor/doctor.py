@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor import __version__
-from flexor.console import cache_folder
+from flexor.machine import cache_folder, free_memory, total_memory, usable_cores
 
 PACKAGES = (
     "torch",
@@ -30,7 +30,7 @@ PACKAGES = (
 )
 CODECS = ("libdav1d", "h264", "hevc", "vp9", "libsvtav1", "libx264")
 LITTLE_DISK_GB = 5
-LITTLE_MEMORY_GB = 4
+LITTLE_MEMORY_GB = 2
 
 
 def examine() -> dict[str, Any]:
@@ -40,7 +40,7 @@ def examine() -> dict[str, Any]:
         "flexor": __version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "processor": f"{platform.machine()}, {_usable_cores()} of {os.cpu_count()} cores",
+        "processor": f"{platform.machine()}, {usable_cores()} of {os.cpu_count()} cores",
         "packages": _packages(),
     }
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
@@ -50,11 +50,6 @@ def examine() -> dict[str, Any]:
     facts["memory_gb"] = _memory(problems)
     facts["disk"] = _disks(problems)
     return {**facts, "problems": problems}
-
-
-def _usable_cores() -> int | None:
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count()
 
 
 def _add(problems: list[dict[str, str]], what: str, fix: str) -> None:
@@ -127,14 +122,13 @@ def _decoders(problems: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _memory(problems: list[dict[str, str]]) -> dict[str, float]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES") / 1e9
-    try:
-        free = page * os.sysconf("SC_AVPHYS_PAGES") / 1e9
-    except (ValueError, OSError):  # not on macOS
-        free = total
-    if total < LITTLE_MEMORY_GB:
-        _add(problems, f"{total:.1f} GB of memory is little", "lower --num_workers and --dataset.cache_gb")
+    total, free = total_memory() / 1e9, free_memory() / 1e9
+    if free < LITTLE_MEMORY_GB:
+        _add(
+            problems,
+            f"{free:.1f} of {total:.1f} GB of memory is free, which is little",
+            "lower --num_workers and --dataset.cache_gb",
+        )
     return {"total": round(total, 1), "free": round(free, 1)}
 
 

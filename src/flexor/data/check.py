@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flexor.console import Progress
 from flexor.data.check_tables import OWN_COLUMNS, Tables, check_tables
-from flexor.data.check_videos import Progress, check_videos
+from flexor.data.check_videos import check_videos
 from flexor.data.layout import Episode, Layout, read_layout
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport, Problem
@@ -24,7 +25,7 @@ from flexor.errors import DatasetError
 __all__ = ["CheckReport", "Problem", "check_dataset"]
 
 NEEDED_STATS = ("mean", "std", "min", "max")
-COMPUTE = "compute them with flexor.data.stats.compute_stats and put them into meta/stats.json"
+COMPUTE = "compute them with `flexor data stats DIR --write`"
 
 
 def check_dataset(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from threading import Lock
 
 import numpy as np
 
+from flexor.console import Progress
 from flexor.data.layout import FETCH_AGAIN, Episode, Layout
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
@@ -17,8 +17,6 @@ from flexor.data.scan import VideoScan, scan_video
 
 LEROBOT_TOLERANCE = 1e-4
 """How far a frame may lie from its timestamp, in seconds, before LeRobot refuses it."""
-
-Progress = Callable[[int, int], None]
 
 
 def check_videos(

@@ -4,16 +4,15 @@
 those come about (here: whole episodes in RAM, or single groups of pictures) is nobody else's business.
 """
 
-import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from flexor.errors import DatasetError
 from flexor.log import log
+from flexor.machine import free_memory
 
 __all__ = ["Clip", "FrameStore", "default_budget"]
 
@@ -100,40 +99,25 @@ class FrameStore:
             log.info(
                 "%s: %s of frames fit into the frame store (%s of %s used): each video is decoded once",
                 camera,
-                _gib(need),
-                _gib(self._reserved),
-                _gib(self.budget),
+                _size(need),
+                _size(self._reserved),
+                _size(self.budget),
             )
         else:
             log.warning(
                 "%s: %s of frames do not fit into the frame store (%s of %s used): frames are decoded again "
                 "whenever they are read",
                 camera,
-                _gib(need),
-                _gib(self._reserved),
-                _gib(self.budget),
+                _size(need),
+                _size(self._reserved),
+                _size(self.budget),
             )
 
 
 def default_budget() -> int:
-    """A quarter of the RAM that is free now (within this container's limit, if it has one)."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
-    used = _lines(Path("/sys/fs/cgroup/memory.current"))
-    if limit and used and limit[0].isdigit():
-        available = min(available, max(int(limit[0]) - int(used[0]), 0))
-    return available // 4
+    """A quarter of the RAM that is free now."""
+    return free_memory() // 4
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

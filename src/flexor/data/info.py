@@ -135,7 +135,7 @@ def _notes(layout: Layout, info: dict[str, Any]) -> list[str]:
         notes += _camera_notes(layout, name, camera)
     missing = info["statistics"]["missing"]
     if missing:
-        notes.append(f"no statistics of {', '.join(missing)}: flexor.data.stats.compute_stats computes them")
+        notes.append(f"no statistics of {', '.join(missing)}: `flexor data stats DIR --write` computes them")
     if info["action_dim"] is None:
         notes.append("there is no feature `action`: a policy has nothing to learn")
     if not info["tasks"]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flexor.errors import DatasetError
 from flexor.log import log
+from flexor.machine import cache_folder
 
 __all__ = ["FolderSource", "FsspecSource", "HubSource", "Source", "find_source", "lerobot_home"]
 
@@ -151,7 +152,7 @@ class FsspecSource(Source):
                 f"s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
             ) from error
         identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
-        self.root = _cache_home() / "datasets" / identity
+        self.root = cache_folder() / "datasets" / identity
         self._lock = threading.Lock()
         self._file_locks: dict[str, threading.Lock] = {}
         self._sizes: dict[str, int] | None = None
@@ -231,7 +232,3 @@ def lerobot_home() -> Path:
     """Where LeRobot keeps datasets: $HF_LEROBOT_HOME, by default $HF_HOME/lerobot."""
     hf_home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(os.environ.get("HF_LEROBOT_HOME") or f"{hf_home}/lerobot").expanduser()
-
-
-def _cache_home() -> Path:
-    return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()

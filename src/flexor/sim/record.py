@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from flexor.console import Progress, progress
 from flexor.data.writer import DatasetWriter
 from flexor.errors import ConfigError
 from flexor.log import log
+from flexor.machine import cache_folder
 from flexor.sim.expert import Disturbance, expert_action
-from flexor.sim.rollout import Progress
 from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
 
+BUILTIN = "builtin/place"
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstration had
 
@@ -164,6 +166,11 @@ def ensure_builtin_dataset(
     finally:
         shutil.rmtree(aside)
     return target
+
+
+def builtin_dataset() -> Path:
+    """The dataset that settings call `builtin/place`."""
+    return ensure_builtin_dataset(cache_folder() / "datasets", progress=progress("recording"))
 
 
 def _settings(settings: dict[str, Any]) -> RecordSettings:

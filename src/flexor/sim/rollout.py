@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import gymnasium
 import numpy as np
 
+from flexor.console import Progress
 from flexor.errors import ConfigError, FlexorError
 from flexor.sim.envs import observation_to_batch, stack_batch
 from flexor.sim.expert import expert_action
 from flexor.sim.task import PlaceEnv
 
 Env = gymnasium.Env[Any, Any]
-Progress = Callable[[int, int], None]  # (episodes done, episodes in all)
 
 
 class Actor(Protocol):

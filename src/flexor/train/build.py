@@ -11,7 +11,6 @@ import torch
 
 from flexor.batch import ACTION
 from flexor.config import DatasetConfig, TrainConfig
-from flexor.console import cache_folder, progress
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.stats import compute_stats
 from flexor.errors import ConfigError
@@ -21,12 +20,11 @@ from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
 from flexor.policies.pretrained import find_folder, load_weights
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
-from flexor.sim.record import ensure_builtin_dataset
+from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA, build_optimizer, build_scheduler, resolve_optimizer, resolve_scheduler
 from flexor.train.state import TrainState
 
-BUILTIN = "builtin/place"
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
@@ -34,7 +32,7 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     """The episodes to train on, and those held out."""
     root: str | Path | None = config.root
     if root is None and config.repo_id == BUILTIN:
-        root = ensure_builtin_dataset(cache_folder() / "datasets", progress=progress("recording"))
+        root = builtin_dataset()
     cache = None if config.cache_gb is None else int(config.cache_gb * 1e9)
     dataset = open_dataset(config.repo_id, root, config.revision, config.episodes, cache)
     if not config.eval_split:

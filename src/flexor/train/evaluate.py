@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 
 from flexor.batch import SAMPLE_ID, VALID_STEPS
 from flexor.config import EnvConfig, EvalConfig
+from flexor.console import Progress
 from flexor.data.dataset import Dataset
 from flexor.data.loader import sample_rows, to_tensors, valid_steps
 from flexor.policies.actor import PolicyActor
@@ -65,7 +66,7 @@ def play(
     env: EnvConfig,
     settings: EvalConfig,
     videos: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Episode]:
     """Episodes in the environment, with videos of the first few."""
     seeds = [settings.seed + i for i in range(settings.n_episodes)]

@@ -46,14 +46,23 @@ def evaluate_policy(
     actor = PolicyActor(load_pretrained(str(folder), str(device), given), seed)
     if videos is not None and settings_.videos == 0:
         settings_.videos = min(3, settings_.n_episodes)
+    videos = videos or _video_folder(folder)
     summary = summarize(play(actor, env, settings_, videos, progress))
     return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
 
 
+def _video_folder(folder: Path) -> Path:
+    """Beside the run's other videos, or here."""
+    run = _run_folder(folder)
+    return run / "videos" / "eval" if run else Path("videos")
+
+
+def _run_folder(folder: Path) -> Path | None:
+    return next((p for p in folder.absolute().parents[:3] if (p / CONFIG).is_file()), None)
+
+
 def _run_settings(folder: Path) -> dict[str, Any]:
     """The environment and evaluation of the run a checkpoint lies in, if it does."""
-    for parent in folder.absolute().parents[:3]:
-        if (parent / CONFIG).is_file():
-            flat = flatten(read_config(parent))
-            return {k: v for k, v in flat.items() if k.split(".")[0] in ("env", "eval")}
-    return {}
+    run = _run_folder(folder)
+    flat = flatten(read_config(run)) if run else {}
+    return {k: v for k, v in flat.items() if k.split(".")[0] in ("env", "eval")}

@@ -19,7 +19,7 @@ from flexor.train import checkpoint, run
 # Settings that change neither what is computed nor in which order.
 MAY_CHANGE = {
     "steps",
-    "output_dir",
+    "output_dir",  # the folder may have been moved
     "job_name",
     "num_workers",
     "log_freq",
@@ -44,12 +44,14 @@ def may_change(key: str) -> bool:
 def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     """The run's settings with those changed that may be."""
     changes = parse_flags(argv)
+    if "output_dir" in changes:
+        raise ConfigError(f"A run goes on in its own folder, {folder}: leave output_dir out.")
+    allowed = sorted(MAY_CHANGE - {"output_dir"} | {f"{group}.*" for group in MAY_CHANGE_GROUPS})
     for key in changes:
         if not may_change(key) and key not in ("batch_size", "gradient_accumulation_steps"):
             raise ConfigError(
                 f"{key} can't change when a run goes on: it would be another run. Start one with "
-                f"`flexor train --policy.path={folder} ...`. May change: {', '.join(sorted(MAY_CHANGE))} "
-                f"and {', '.join(sorted(MAY_CHANGE_GROUPS))}."
+                f"`flexor train --policy.path={folder} ...`. May change: {', '.join(allowed)}."
             )
     saved = flatten(run.read_config(folder))
     # the checkpoint has the weights: what the run once started from need not be there any more

@@ -32,7 +32,9 @@ class Run:
 
     def write_config(self, config: TrainConfig) -> None:
         """Everything needed to do the run again: `flexor train --config RUN/config.yaml`."""
-        text = yaml.safe_dump(config.to_dict(), sort_keys=False)
+        settings = config.to_dict()
+        del settings["output_dir"]  # where this folder is, which may change; and a repeat is another folder
+        text = yaml.safe_dump(settings, sort_keys=False)
         aside = self.folder / f".{CONFIG}"
         aside.write_text(text)
         aside.rename(self.folder / CONFIG)

@@ -1,0 +1,42 @@
+"""What this machine has: memory, cores, a place to keep things."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def total_memory() -> int:
+    """Bytes of RAM."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory() -> int:
+    """Bytes of RAM that are free now, within this container's limit if it has one."""
+    free = total_memory()  # macOS does not say what is free
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
+    used = _lines(Path("/sys/fs/cgroup/memory.current"))
+    if limit and used and limit[0].isdigit():
+        free = min(free, max(int(limit[0]) - int(used[0]), 0))
+    return free
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def cache_folder() -> Path:
+    """Where Flexor keeps what it can make again: $FLEXOR_CACHE, by default ~/.cache/flexor."""
+    return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
