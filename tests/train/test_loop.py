@@ -65,12 +65,6 @@ def test_accumulation_draws_the_same_noise(lowdim, tiny_act, tmp_path, monkeypat
 # Divergence
 
 
-@pytest.fixture
-def poisoned(lowdim, tmp_path) -> Path:
-    """One frame's action is not a number."""
-    return poison(lowdim, tmp_path / "poisoned", math.nan)
-
-
 def poison(lowdim: Path, root: Path, value: float, column: str = "action") -> Path:
     shutil.copytree(lowdim, root)
     file = next((root / "data").rglob("*.parquet"))
