@@ -31,7 +31,9 @@ def main() -> None:
 
     device = pick_device(None)
     engine = Engine(device, args.precision)
-    cameras = {f"observation.images.{i}": PolicyFeature(Kind.VISUAL, (3, *args.size)) for i in range(args.cameras)}
+    cameras = {
+        f"observation.images.{i}": PolicyFeature(Kind.VISUAL, (3, *args.size)) for i in range(args.cameras)
+    }
     config = ACTConfig(
         pretrained_backbone_weights=None,
         input_features={**cameras, STATE: PolicyFeature(Kind.STATE, (14,))},
@@ -60,7 +62,9 @@ def main() -> None:
         **vars(args),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "median_ms": round(statistics.median(times[args.steps // 3 :]), 2),
-        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
+        "allocated_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        if device.type == "cuda"
+        else None,
         "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if device.type == "cuda" else None,
     }
     print(json.dumps(result))

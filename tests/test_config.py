@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.cli import main
-from flexor.config import GROUPS, IGNORED, TrainConfig, build_config, flatten, load_config, nest, parse_flags
+from flexor.config import GROUPS, TrainConfig
 from flexor.errors import ConfigError
 from flexor.help import train_help
+from flexor.lerobot_settings import IGNORED
 from flexor.policies import POLICIES
+from flexor.settings import build_config, flatten, load_config, nest, parse_flags
 from flexor.tree import field_types, help_texts
 
 DATA = "--dataset.root=somewhere"

@@ -26,7 +26,9 @@ from pathlib import Path
 import pytest
 
 from flexor import cli
-from flexor.config import ALIASES, GROUPS, HARMLESS, IGNORED, flatten, load_config, parse_flags, read_file
+from flexor.config import GROUPS
+from flexor.lerobot_settings import ALIASES, HARMLESS, IGNORED
+from flexor.settings import flatten, load_config, parse_flags, read_file
 from flexor.sim import record
 from flexor.sim.envs import make_env
 from flexor.train import report

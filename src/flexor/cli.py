@@ -82,8 +82,8 @@ def _print(result: dict[str, Any], as_json: bool, text: str) -> None:
 
 
 def train(arguments: list[str]) -> int:
-    from flexor.config import load_config, parse_flags
     from flexor.help import train_help
+    from flexor.settings import load_config, parse_flags
     from flexor.train.loop import train as run_training
 
     if _take(arguments, "-h", "--help"):
@@ -111,7 +111,7 @@ def _run_of(flags: dict[str, Any]) -> Path:
 
 def _without(arguments: list[str]) -> list[str]:
     """The flags less those that say which run to resume."""
-    from flexor.config import parse_flags
+    from flexor.settings import parse_flags
 
     kept = {k: v for k, v in parse_flags(arguments).items() if k not in ("resume", "config")}
     return [f"--{key}={value}" for key, value in kept.items()]

@@ -1,27 +1,18 @@
-"""The settings of a run: one dataclass tree, filled from a YAML file, flags and key=value, later wins.
+"""The settings of a run: one dataclass tree, each field with its help text under it.
 
-Names are `lerobot-train`'s where it has one. Anything unknown, of the wrong type or impossible is
-refused here, before a run folder, a dataset or a GPU is touched.
+Names are `lerobot-train`'s where it has one. How they are filled in is in `settings.py`.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from flexor.errors import ConfigError
-from flexor.log import log
-from flexor.policies import PolicyConfig, policy_class
-from flexor.tree import Text, coerce, from_plain, parse_yaml, to_plain
+from flexor.policies import PolicyConfig
+from flexor.tree import to_plain
 
-PACKAGED = Path(__file__).parent / "configs"
-DEFAULT_POLICY = "act"
 GROUPS = ("dataset", "policy", "optimizer", "scheduler", "ema", "checkpoint", "env", "eval", "wandb")
 
 
@@ -47,6 +38,8 @@ class DatasetConfig:
 class EnvConfig:
     type: str | None = None
     """Environment to evaluate in: place (the built-in task), pusht, or any gymnasium id."""
+    task: str | None = None
+    """Which of the package's environments, if the type has several, such as AlohaInsertion-v0."""
     package: str | None = None
     """Package to import so that the environment is registered, such as gym_pusht."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -181,224 +174,7 @@ class TrainConfig:
         return plain
 
 
-# Settings of LeRobot's that nothing here depends on: taken, so that a command works unchanged, and
-# named in the log, because a setting that is silently ignored is a lie.
-IGNORED = {
-    "prefetch_factor": "batches are read ahead by threads",
-    "persistent_workers": "batches are read ahead by threads",
-    "dataloader_multiprocessing_context": "batches are read ahead by threads, not processes",
-    "tolerance_s": "a frame within half a frame period of its time is taken",
-    "use_policy_training_preset": "presets fill what is not given; what is given counts",
-    "dataset.video_backend": "videos are decoded by PyAV",
-    "dataset.return_uint8": "frames travel as uint8 always",
-    "dataset.streaming": "data is read from disk; streaming comes with the data engine",
-    "eval.use_async_envs": "environments run side by side in one process",
-    "wandb.disable_artifact": "no artifacts are uploaded",
-    "wandb.add_tags": "the configuration is logged as such",
-    "policy.push_to_hub": "nothing is uploaded: use `hf upload REPO RUN/checkpoints/last/pretrained_model`",
-    "policy.repo_id": "nothing is uploaded",
-    "policy.private": "nothing is uploaded",
-    "policy.tags": "nothing is uploaded",
-    "policy.license": "nothing is uploaded",
-    "policy.use_peft": "adapters are not supported yet",
-    "peft": "adapters are not supported yet",
-    "reward_model": "reward models are not trained here",
-    "sample_weighting": "samples all weigh the same",
-    "rename_map": "the policy and the dataset must use the same names",
-    "job": "the run starts on this machine",
-    "save_checkpoint_to_hub": "nothing is uploaded",
-    "checkpoint_path": "a run goes on with `flexor resume RUN`",
-    "resume": "a run goes on with `flexor resume RUN`",
-    "dataset.repo_type": "only dataset repositories are read",
-    "dataset.image_transforms": "pictures are not augmented yet",
-    "dataset.depth_output_unit": "depth maps are not read yet",
-    "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos films them",
-    "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
-    "eval.recording_private": "evaluation episodes are not recorded as datasets",
-    "policy.pretrained_path": "--policy.path names the checkpoint to start from",
-    "policy.pretrained_revision": "--policy.path=REPO@REVISION names it",
-}
-# Any other value of these asks for something Flexor does not do: better refused than ignored.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "policy.push_to_hub": (False,),
-    "policy.use_peft": (False,),
-    "peft": (None,),
-    "reward_model": (None,),
-    "sample_weighting": (None,),
-    "rename_map": ({}, None),
-    "job.target": (None, "local"),
-    "save_checkpoint_to_hub": (False,),
-    "checkpoint_path": (None,),
-    "resume": (False,),
-    "dataset.streaming": (False,),
-    "dataset.repo_type": ("dataset",),
-    "dataset.image_transforms.enable": (False,),
-    "eval.recording": (False,),
-    "use_policy_training_preset": (True,),
-}
-# LeRobot's name -> ours
-ALIASES = {
-    "cudnn_deterministic": "deterministic",
-    "policy.path": "policy_path",
-    "config_path": "config",
-}
-
-
-def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
-    """--a.b=c, --a.b c, --flag and a.b=c -> {"a.b": Text("c"), ...}."""
-    flags: dict[str, Any] = {}
-    arguments = list(argv)
-    while arguments:
-        word = arguments.pop(0)
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            if not equals:
-                follows = arguments and not arguments[0].startswith("--")
-                value = arguments.pop(0) if follows else "true"
-        elif "=" in word:
-            key, _, value = word.partition("=")
-        else:
-            raise ConfigError(f"Can't read {word!r}: settings are --key=value, --key value or key=value.")
-        key = key.replace("-", "_")
-        flags[ALIASES.get(key, key)] = Text(value)
-    return flags
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} -> {"a": {"b": 1}}."""
-    tree: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"{key}={value}: {section} is a setting itself, not a group of settings.")
-        node[name] = value
-    return tree
-
-
-def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """The inverse of `nest`, one level of settings groups deep."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if not where and key in GROUPS and isinstance(value, dict):
-            flat.update(flatten(value, key))
-        elif not where and key in GROUPS and value is None:
-            continue  # LeRobot writes `env: null` for a group that was not given
-        else:
-            name = f"{where}.{key}" if where else str(key)
-            flat[ALIASES.get(name, name)] = value
-    return flat
-
-
-def read_file(name: str | Path) -> dict[str, Any]:
-    """A YAML or JSON file of settings; a bare name such as `demo` is one that comes with Flexor."""
-    path = Path(name)
-    packaged = PACKAGED / f"{name}.yaml"
-    try:
-        if not path.is_file() and packaged.is_file():
-            path = packaged
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
-        raise ConfigError(
-            f"Can't read the settings file {name}: {error.strerror}. Built in: {names}."
-        ) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not text at all
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no settings: expected `key: value` lines.")
-    return data
-
-
-def load_config(argv: Sequence[str]) -> TrainConfig:
-    """The command line's settings on top of the file they name; the built-in demo if none names data."""
-    flags = parse_flags(argv)
-    file = flags.pop("config", None)
-    if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
-        file = "demo"
-    layers = [flatten(read_file(file))] if file is not None else []
-    return build_config(*layers, flags)
-
-
-def build_config(*layers: dict[str, Any]) -> TrainConfig:
-    """Settings in layers ({"policy.type": "act", ...}), later ones first, checked."""
-    flat: dict[str, Any] = {}
-    for layer in layers:
-        before = str(flat.get("policy.type", DEFAULT_POLICY))
-        if str(layer.get("policy.type", before)) != before or layer.get("policy_path") is not None:
-            # another policy: the settings of the one before mean nothing to it
-            flat = {k: v for k, v in flat.items() if not k.startswith("policy.")}
-        flat.update(layer)
-    return _build(drop_ignored(flat))
-
-
-def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
-    """The settings without those of LeRobot's that have no effect here, which are named in the log."""
-    kept = {}
-    for key, value in flat.items():
-        reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
-        if reason is None:
-            kept[key] = value
-            continue
-        plain = parse_yaml(value) if isinstance(value, Text) else value
-        asked = {key: plain} | (
-            {f"{key}.{k}": v for k, v in plain.items()} if isinstance(plain, dict) else {}
-        )
-        for name, wanted in asked.items():
-            harmless = HARMLESS.get(name, HARMLESS.get(name.rpartition(".")[0], (wanted,)))
-            if wanted not in harmless:
-                raise ConfigError(f"{name}={wanted} is not supported: {reason}.")
-        if isinstance(value, Text) and key not in HARMLESS:
-            log.warning("--%s has no effect here: %s", key, reason)
-    return kept
-
-
-def _build(flat: dict[str, Any]) -> TrainConfig:
-    use_amp = coerce(flat.pop("policy.use_amp", False), bool, "policy.use_amp")
-    if use_amp and "precision" not in flat:
-        flat["precision"] = "bf16"
-    if "dataset.episodes" in flat:
-        flat["dataset.episodes"] = _read_episodes(flat["dataset.episodes"])
-    tree = nest(flat)
-    policy_settings = tree.pop("policy", {})
-    policy = _build_policy(policy_settings, flat.get("policy_path"))
-    config = from_plain(TrainConfig, {**tree, "policy": policy})
-    _validate(config)
-    return config
-
-
-def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
-    if not isinstance(settings, dict):
-        raise ConfigError(f"policy={settings}: say which with --policy.type={settings} or --policy.path=...")
-    if path is not None:
-        from flexor.policies.pretrained import read_config
-
-        return read_config(str(path), settings)
-    # LeRobot's way to say that the features come from the dataset, which they do anyway
-    nulls = [
-        k for k in ("input_features", "output_features") if str(settings.get(k)).lower() in ("none", "null")
-    ]
-    settings = {key: value for key, value in settings.items() if key not in nulls}
-    cls = policy_class(str(settings.pop("type", DEFAULT_POLICY))).Config
-    policy = from_plain(cls, settings, "policy")
-    policy.validate()
-    return policy
-
-
-def _read_episodes(value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith("@"):
-        return value
-    try:
-        return json.loads(Path(value[1:]).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"dataset.episodes={value}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
-        ) from error
-
-
-def _validate(config: TrainConfig) -> None:
+def validate(config: TrainConfig) -> None:
     """Combinations that can't work, before anything is started."""
     positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_freq")
     for name in positive:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexor.config import EvalConfig, TrainConfig, build_config, flatten, parse_flags, read_file
+from flexor.config import EvalConfig, TrainConfig
 from flexor.console import progress, table
 from flexor.errors import ConfigError
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import Pretrained, load_pretrained
+from flexor.settings import build_config, flatten, parse_flags, read_file
 from flexor.sim.rollout import Actor, ExpertActor, Summary, summarize
 from flexor.train.build import build_policy
 from flexor.train.engine import pick_device

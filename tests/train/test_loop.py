@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.cli import main
-from flexor.config import load_config
 from flexor.data.dataset import open_dataset
 from flexor.errors import ConfigError
 from flexor.rng import Noise
+from flexor.settings import load_config
 from flexor.train import checkpoint
 from flexor.train.build import build_state, split_episodes
 from flexor.train.engine import Engine

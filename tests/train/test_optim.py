@@ -7,9 +7,10 @@ import runs
 import torch
 from torch import nn
 
-from flexor.config import OptimizerConfig, SchedulerConfig, load_config
+from flexor.config import OptimizerConfig, SchedulerConfig
 from flexor.errors import ConfigError
 from flexor.policies.act import ACTConfig
+from flexor.settings import load_config
 from flexor.train.optim import EMA, build_scheduler, resolve_optimizer, resolve_scheduler, schedule
 
 

@@ -23,13 +23,18 @@ SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_env(env_type: str, *, package: str | None = None, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+def make_env(
+    env_type: str, *, task: str | None = None, package: str | None = None, **kwargs: Any
+) -> gymnasium.Env[Any, Any]:
     """An environment by short name ("place", "pusht") or gymnasium id ("gym_pusht/PushT-v0").
 
-    `package` is imported first, so that it can register its environments; for an id with a namespace
-    it defaults to the namespace. Other arguments go to the environment.
+    `task` names another environment of the same package, as LeRobot's `--env.task` does. `package` is
+    imported first, so that it can register its environments; for an id with a namespace it defaults to
+    the namespace. Other arguments go to the environment.
     """
     env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
+    if task is not None:
+        env_id = f"{env_id.split('/')[0]}/{task}"
     if package is not None or env_id not in gymnasium.registry:
         _import_package(env_id, package)
     if env_id not in gymnasium.registry:

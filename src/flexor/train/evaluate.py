@@ -73,7 +73,7 @@ def play(
     recorded = seeds[: settings.videos] if videos else []
     assert env.type is not None
 
-    make = functools.partial(make_env, env.type, package=env.package, **env.kwargs)
+    make = functools.partial(make_env, env.type, task=env.task, package=env.package, **env.kwargs)
     episodes = rollout(
         make,
         actor,

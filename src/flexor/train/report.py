@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flexor.config import EnvConfig, EvalConfig, drop_ignored, flatten, nest, parse_flags
+from flexor.config import EnvConfig, EvalConfig
 from flexor.console import Progress
 from flexor.errors import ConfigError
+from flexor.lerobot_settings import drop_ignored
 from flexor.log import log
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import find_folder, load_pretrained
+from flexor.settings import flatten, nest, parse_flags
 from flexor.sim.rollout import summarize
 from flexor.train.engine import pick_device
 from flexor.train.evaluate import play

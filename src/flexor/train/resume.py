@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from flexor.config import TrainConfig, build_config, flatten, parse_flags
+from flexor.config import TrainConfig
 from flexor.errors import CheckpointError, ConfigError
 from flexor.log import log
 from flexor.policies.pretrained import FOLDER
 from flexor.policies.processing import PREPROCESSOR, Pipeline
+from flexor.settings import build_config, flatten, parse_flags
 from flexor.train import checkpoint, run
 
 # Settings that change neither what is computed nor in which order.

@@ -1,0 +1,95 @@
+"""LeRobot's settings that Flexor has under another name, does not need, or can't do.
+
+A `lerobot-train` command is meant to work unchanged. What nothing here depends on is taken and named in
+the log, because a setting that is silently ignored is a lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexor.errors import ConfigError
+from flexor.log import log
+from flexor.tree import Text, parse_yaml
+
+# What nothing here depends on, and why.
+IGNORED = {
+    "prefetch_factor": "batches are read ahead by threads",
+    "persistent_workers": "batches are read ahead by threads",
+    "dataloader_multiprocessing_context": "batches are read ahead by threads, not processes",
+    "tolerance_s": "a frame within half a frame period of its time is taken",
+    "use_policy_training_preset": "presets fill what is not given; what is given counts",
+    "dataset.video_backend": "videos are decoded by PyAV",
+    "dataset.return_uint8": "frames travel as uint8 always",
+    "dataset.streaming": "data is read from disk; streaming comes with the data engine",
+    "eval.use_async_envs": "environments run side by side in one process",
+    "wandb.disable_artifact": "no artifacts are uploaded",
+    "wandb.add_tags": "the configuration is logged as such",
+    "policy.push_to_hub": "nothing is uploaded: use `hf upload REPO RUN/checkpoints/last/pretrained_model`",
+    "policy.repo_id": "nothing is uploaded",
+    "policy.private": "nothing is uploaded",
+    "policy.tags": "nothing is uploaded",
+    "policy.license": "nothing is uploaded",
+    "policy.use_peft": "adapters are not supported yet",
+    "peft": "adapters are not supported yet",
+    "reward_model": "reward models are not trained here",
+    "sample_weighting": "samples all weigh the same",
+    "rename_map": "the policy and the dataset must use the same names",
+    "job": "the run starts on this machine",
+    "save_checkpoint_to_hub": "nothing is uploaded",
+    "checkpoint_path": "a run goes on with `flexor resume RUN`",
+    "resume": "a run goes on with `flexor resume RUN`",
+    "dataset.repo_type": "only dataset repositories are read",
+    "dataset.image_transforms": "pictures are not augmented yet",
+    "dataset.depth_output_unit": "depth maps are not read yet",
+    "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos films them",
+    "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
+    "eval.recording_private": "evaluation episodes are not recorded as datasets",
+    "policy.pretrained_path": "--policy.path names the checkpoint to start from",
+    "policy.pretrained_revision": "--policy.path=REPO@REVISION names it",
+}
+# Any other value of these asks for something Flexor does not do: better refused than ignored.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "policy.push_to_hub": (False,),
+    "policy.use_peft": (False,),
+    "peft": (None,),
+    "reward_model": (None,),
+    "sample_weighting": (None,),
+    "rename_map": ({}, None),
+    "job.target": (None, "local"),
+    "save_checkpoint_to_hub": (False,),
+    "checkpoint_path": (None,),
+    "resume": (False,),
+    "dataset.streaming": (False,),
+    "dataset.repo_type": ("dataset",),
+    "dataset.image_transforms.enable": (False,),
+    "eval.recording": (False,),
+    "use_policy_training_preset": (True,),
+}
+# LeRobot's name -> ours
+ALIASES = {
+    "cudnn_deterministic": "deterministic",
+    "policy.path": "policy_path",
+    "config_path": "config",
+}
+
+
+def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
+    """The settings without those of LeRobot's that have no effect here, which are named in the log."""
+    kept = {}
+    for key, value in flat.items():
+        reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
+        if reason is None:
+            kept[key] = value
+            continue
+        plain = parse_yaml(value) if isinstance(value, Text) else value
+        asked = {key: plain} | (
+            {f"{key}.{k}": v for k, v in plain.items()} if isinstance(plain, dict) else {}
+        )
+        for name, wanted in asked.items():
+            harmless = HARMLESS.get(name, HARMLESS.get(name.rpartition(".")[0], (wanted,)))
+            if wanted not in harmless:
+                raise ConfigError(f"{name}={wanted} is not supported: {reason}.")
+        if isinstance(value, Text) and key not in HARMLESS:
+            log.warning("--%s has no effect here: %s", key, reason)
+    return kept

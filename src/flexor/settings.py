@@ -1,0 +1,167 @@
+"""Settings from a YAML file, flags and key=value, later ones first, checked before anything is started."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexor.config import GROUPS, TrainConfig, validate
+from flexor.errors import ConfigError
+from flexor.lerobot_settings import ALIASES, drop_ignored
+from flexor.policies import PolicyConfig, policy_class
+from flexor.tree import Text, closest, coerce, field_types, from_plain
+
+PACKAGED = Path(__file__).parent / "configs"
+DEFAULT_POLICY = "act"
+# Settings of these groups belong to their type: naming another type drops what came before.
+TYPED_GROUPS = ("policy", "optimizer", "scheduler")
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """--a.b=c, --a.b c, --flag and a.b=c -> {"a.b": Text("c"), ...}."""
+    flags: dict[str, Any] = {}
+    arguments = list(argv)
+    while arguments:
+        word = arguments.pop(0)
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            if not equals:
+                follows = arguments and not arguments[0].startswith("--")
+                value = arguments.pop(0) if follows else "true"
+        elif "=" in word:
+            key, _, value = word.partition("=")
+        else:
+            raise ConfigError(f"Can't read {word!r}: settings are --key=value, --key value or key=value.")
+        key = key.replace("-", "_")
+        flags[ALIASES.get(key, key)] = Text(value)
+    return flags
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{key}={value}: {section} is a setting itself, not a group of settings.")
+        node[name] = value
+    return tree
+
+
+def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """The inverse of `nest`, one level of settings groups deep."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if not where and key in GROUPS and isinstance(value, dict):
+            flat.update(flatten(value, key))
+        elif not where and key in GROUPS and value is None:
+            continue  # LeRobot writes `env: null` for a group that was not given
+        else:
+            name = f"{where}.{key}" if where else str(key)
+            flat[ALIASES.get(name, name)] = value
+    return flat
+
+
+def read_file(name: str | Path) -> dict[str, Any]:
+    """A YAML or JSON file of settings; a bare name such as `demo` is one that comes with Flexor."""
+    path = Path(name)
+    packaged = PACKAGED / f"{name}.yaml"
+    try:
+        if not path.is_file() and packaged.is_file():
+            path = packaged
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
+        raise ConfigError(
+            f"Can't read the settings file {name}: {error.strerror}. Built in: {names}."
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not text at all
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no settings: expected `key: value` lines.")
+    return data
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+    """The command line's settings on top of the file they name; the built-in demo if none names data."""
+    flags = parse_flags(argv)
+    file = flags.pop("config", None)
+    if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
+        file = "demo"
+    layers = [flatten(read_file(file))] if file is not None else []
+    return build_config(*layers, flags)
+
+
+def build_config(*layers: dict[str, Any]) -> TrainConfig:
+    """Settings in layers ({"policy.type": "act", ...}), later ones first, checked."""
+    flat: dict[str, Any] = {"policy.type": DEFAULT_POLICY}
+    for layer in layers:
+        for group in TYPED_GROUPS:
+            before = str(flat.get(f"{group}.type"))
+            another = str(layer.get(f"{group}.type", before)) != before
+            if another or (group == "policy" and layer.get("policy_path") is not None):
+                # the settings of the one before mean nothing to it
+                flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
+        flat.update(layer)
+    return _build(drop_ignored(flat))
+
+
+def _build(flat: dict[str, Any]) -> TrainConfig:
+    _check_groups(flat)
+    use_amp = coerce(flat.pop("policy.use_amp", False), bool, "policy.use_amp")
+    if use_amp and "precision" not in flat:
+        flat["precision"] = "bf16"
+    if "dataset.episodes" in flat:
+        flat["dataset.episodes"] = _read_episodes(flat["dataset.episodes"])
+    tree = nest(flat)
+    policy_settings = tree.pop("policy", {})
+    policy = _build_policy(policy_settings, flat.get("policy_path"))
+    config = from_plain(TrainConfig, {**tree, "policy": policy})
+    validate(config)
+    return config
+
+
+def _check_groups(flat: dict[str, Any]) -> None:
+    """Name a misspelt group as it was typed; what is inside a group is checked where its type is known."""
+    types = field_types(TrainConfig)
+    for key, value in flat.items():
+        group, _, name = key.partition(".")
+        if name and group not in types:
+            known = [f"{g}.{name}" for g in GROUPS]
+            raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, known)}")
+
+
+def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
+    if not isinstance(settings, dict):
+        raise ConfigError(f"policy={settings}: say which with --policy.type={settings} or --policy.path=...")
+    if path is not None:
+        from flexor.policies.pretrained import read_config
+
+        return read_config(str(path), settings)
+    # LeRobot's way to say that the features come from the dataset, which they do anyway
+    nulls = [
+        k for k in ("input_features", "output_features") if str(settings.get(k)).lower() in ("none", "null")
+    ]
+    settings = {key: value for key, value in settings.items() if key not in nulls}
+    cls = policy_class(str(settings.pop("type"))).Config
+    policy = from_plain(cls, settings, "policy")
+    policy.validate()
+    return policy
+
+
+def _read_episodes(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("@"):
+        return value
+    try:
+        return json.loads(Path(value[1:]).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"dataset.episodes={value}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
+        ) from error
