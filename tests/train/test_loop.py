@@ -62,6 +62,18 @@ def test_accumulation_draws_the_same_noise(lowdim, tiny_act, tmp_path, monkeypat
     assert drawn[8] == drawn[2] and len(drawn[8]) == 24
 
 
+def test_dropout_depends_on_the_step_and_not_on_what_was_drawn_before():
+    engine = Engine(torch.device("cpu"))
+
+    def draw(*place: int) -> list[float]:
+        torch.rand(3)
+        with engine.forward(*place):
+            return torch.rand(4).tolist()
+
+    assert draw(1, 2, 0) == draw(1, 2, 0)
+    assert len({tuple(draw(*place)) for place in ((1, 2, 0), (1, 2, 1), (1, 3, 0), (2, 2, 0))}) == 4
+
+
 # Divergence
 
 
