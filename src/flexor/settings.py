@@ -13,6 +13,7 @@ from flexor.config import GROUPS, TrainConfig, validate
 from flexor.errors import ConfigError
 from flexor.lerobot_settings import ALIASES, drop_ignored
 from flexor.policies import PolicyConfig, policy_class
+from flexor.train.optim import resolve_optimizer, resolve_scheduler
 from flexor.tree import Text, closest, coerce, field_types, from_plain
 
 PACKAGED = Path(__file__).parent / "configs"
@@ -125,6 +126,8 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     policy = _build_policy(policy_settings, flat.get("policy_path"))
     config = from_plain(TrainConfig, {**tree, "policy": policy})
     validate(config)
+    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
+    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     return config
 
 

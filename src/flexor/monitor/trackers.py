@@ -69,6 +69,9 @@ class Trackers:
         for tracker in self.all:
             tracker.log(step, values)
 
-    def close(self) -> None:
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for tracker in self.all:
             tracker.close()

@@ -22,7 +22,7 @@ from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.engine import Engine
-from flexor.train.optim import EMA, build_optimizer, build_scheduler, resolve_optimizer, resolve_scheduler
+from flexor.train.optim import EMA, build_optimizer, build_scheduler
 from flexor.train.state import TrainState
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -137,10 +137,8 @@ def build_policy(config: TrainConfig, device: torch.device, resuming: bool = Fal
 
 
 def build_state(config: TrainConfig, dataset: Dataset, engine: Engine, resuming: bool = False) -> TrainState:
-    """Everything at step 0. Fills in the config: from here on it alone says what the run is."""
+    """Everything at step 0. Fills in the policy's features: from here on the config alone says what the run is."""
     config.policy = fit_to_dataset(config.policy, dataset)
-    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
-    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     before, after = _pipelines(config, dataset, engine)
     policy = build_policy(config, engine.device, resuming)
     optimizer = build_optimizer(config.optimizer, policy)

@@ -30,7 +30,6 @@ from flexor.train import checkpoint
 from flexor.train.build import build_datasets, build_state, deltas_of
 from flexor.train.engine import Engine, pick_device
 from flexor.train.evaluate import actor_of, exported_weights, held_out_loss, play
-from flexor.train.optim import resolve_optimizer, resolve_scheduler
 from flexor.train.resume import check_same_run, newest_checkpoint
 from flexor.train.run import Run, default_folder, open_run
 from flexor.train.state import TrainState
@@ -65,9 +64,6 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
     config.job_name = config.job_name or config.policy.type
     folder = Path(config.output_dir) if config.output_dir else default_folder(config.job_name)
     config.output_dir = str(folder)
-    # refuse what makes no sense before the data is touched
-    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
-    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     with open_run(folder, resume) as run:
         found = newest_checkpoint(folder) if resume else None
         engine = Engine(pick_device(config.policy.device), config.precision, config.deterministic)
@@ -99,11 +95,11 @@ def fit(state: TrainState, run: Run, training: Dataset, held_out: Dataset | None
         num_workers=config.num_workers,
         pin_memory=engine.device.type == "cuda",
     )
-    trackers, meters, watch = Trackers(config, run.folder), Meters(), Watch(run, engine.precision)
+    meters, watch = Meters(), Watch(run, engine.precision)
     result = Result(run.folder, state.step, checkpoint.newest(run.checkpoints))
     policy.train()
 
-    with StopSignal() as stop, _progress_bar(state) as bar:
+    with Trackers(config, run.folder) as trackers, StopSignal() as stop, _progress_bar(state) as bar:
         batches = loader.steps(state.step, config.steps)
         while state.step < config.steps:
             waiting = time.perf_counter()
@@ -130,10 +126,8 @@ def fit(state: TrainState, run: Run, training: Dataset, held_out: Dataset | None
                 watch.check()
                 result.checkpoint = save_checkpoint(state, run)
             if stop.signal and not last:
-                trackers.close()
                 raise _stopped(stop.signal, state.step, result.checkpoint, run)
-    watch.check()
-    trackers.close()
+        watch.check()
     result.step = state.step
     return result
 
