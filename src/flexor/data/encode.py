@@ -24,6 +24,8 @@ from flexor.errors import DatasetError
 os.environ.setdefault("SVT_LOG", "1")
 
 ENCODERS = {"av1": "libsvtav1", "h264": "libx264"}
+# 4:2:0 has colour at half the resolution, which is what cameras and LeRobot write; 4:4:4 at all of it.
+PIX_FMTS = {"av1": ("yuv420p",), "h264": ("yuv420p", "yuv444p")}
 
 
 def frame_rate(fps: float) -> Fraction:
@@ -41,6 +43,7 @@ class VideoSettings:
     fps: float
     gop: int = 2
     crf: int = 30
+    pix_fmt: str = "yuv420p"
 
     def options(self) -> dict[str, str]:
         """The encoder's own settings; AV1's preset is LeRobot's."""
@@ -59,7 +62,13 @@ class VideoSettings:
             raise DatasetError(f"{where}: gop={self.gop} is not a number of frames. Give 1 or more.")
         if not 0 <= self.crf <= (63 if self.codec == "av1" else 51):
             raise DatasetError(f"{where}: crf={self.crf} is out of range for {self.codec}. Give 0 to 51.")
-        if self.codec == "h264" and (self.width % 2 or self.height % 2):
+        if self.pix_fmt not in PIX_FMTS[self.codec]:
+            raise DatasetError(
+                f"{where}: {self.codec} can't be written as {self.pix_fmt!r} here. "
+                f"Choose one of {', '.join(PIX_FMTS[self.codec])}."
+            )
+        odd = self.width % 2 or self.height % 2
+        if self.codec == "h264" and self.pix_fmt == "yuv420p" and odd:
             raise DatasetError(
                 f"{where}: H.264 with 4:2:0 colour needs an even width and height, got "
                 f"{self.height}x{self.width} (height x width). Use codec='av1', which takes odd sizes, or "
@@ -73,7 +82,7 @@ class VideoSettings:
             "video.height": self.height,
             "video.width": self.width,
             "video.codec": self.codec,
-            "video.pix_fmt": "yuv420p",
+            "video.pix_fmt": self.pix_fmt,
             "video.is_depth_map": False,
             "video.fps": int(rate) if rate.denominator == 1 else float(rate),
             "video.channels": 3,
@@ -93,7 +102,7 @@ class EpisodeEncoder:
         self.packets: list[av.Packet] = []
         self.frames = 0
         context: Any = av.CodecContext.create(ENCODERS[settings.codec], "w")
-        context.width, context.height, context.pix_fmt = settings.width, settings.height, "yuv420p"
+        context.width, context.height, context.pix_fmt = settings.width, settings.height, settings.pix_fmt
         context.framerate = frame_rate(settings.fps)
         context.time_base = 1 / frame_rate(settings.fps)
         context.flags |= Flags.global_header  # mp4 keeps the parameter sets once, in front
@@ -104,7 +113,7 @@ class EpisodeEncoder:
     def add(self, image: np.ndarray) -> None:
         """Encode one more frame, [H, W, 3] uint8."""
         frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
-        frame = self._reformatter.reformat(frame, format="yuv420p")
+        frame = self._reformatter.reformat(frame, format=self._context.pix_fmt)
         frame.pts, frame.time_base = self.frames, self._context.time_base
         self.frames += 1
         self.packets += self._context.encode(frame)
@@ -128,7 +137,7 @@ class VideoFile:
         stream: Any = self._container.add_stream(
             ENCODERS[settings.codec], frame_rate(settings.fps), options=settings.options()
         )
-        stream.width, stream.height, stream.pix_fmt = settings.width, settings.height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = settings.width, settings.height, settings.pix_fmt
         stream.time_base = self._time_base
         self._stream = stream
 

@@ -49,6 +49,7 @@ class DatasetWriter:
         codec: str = "av1",
         gop: int = 2,
         crf: int = 30,
+        pix_fmt: str = "yuv420p",
         data_files_mb: float = 100,
         video_files_mb: float = 200,
         chunk_size: int = 1000,
@@ -61,7 +62,7 @@ class DatasetWriter:
         self.robot_type = robot_type
         self.chunk_size, self.data_files_mb, self.video_files_mb = chunk_size, data_files_mb, video_files_mb
         self._video = {
-            name: VideoSettings(codec, f["shape"][1], f["shape"][0], fps, gop, crf)
+            name: VideoSettings(codec, f["shape"][1], f["shape"][0], fps, gop, crf, pix_fmt)
             for name, f in self.features.items()
             if f["dtype"] == "video"
         }

@@ -27,7 +27,7 @@ EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstratio
 REST = 8  # steps recorded after the block was put down
 
 # Raise when the files of a dataset change though the settings and the demonstrations do not.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,8 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
         robot_type="flexor_place",
         codec=chosen.codec,
         crf=chosen.crf,
+        # Half the resolution of so small a picture would not show where a coloured thing ends.
+        pix_fmt="yuv444p" if chosen.codec == "h264" else "yuv420p",
     ) as writer:
         while kept < chosen.episodes:
             frames = demonstrate(env, seed, chosen.noise)

@@ -30,7 +30,7 @@ VIDEO_SIZE = 384
 # What the gripper can do in one step.
 SPEED = 0.08  # farthest it moves
 GAIN = 0.5  # share of the way to the target it covers when near, so that it slows down and stops
-FINGER_SPEED = 0.4
+FINGER_SPEED = 0.2
 
 BLOCK_HALF = 0.2
 GRASP_RADIUS = 0.24  # 12 % of the table's width: how far off the fingers may close and still hold
