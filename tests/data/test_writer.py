@@ -170,6 +170,20 @@ def test_wrong_features_are_refused(tmp_path, feature, options, message):
         DatasetWriter(tmp_path / "d", **({"fps": 10, "features": feature} | options))
 
 
+def test_full_colour_resolution(tmp_path):
+    """4:4:4 keeps a picture of single coloured pixels, which 4:2:0 smears over their neighbours."""
+    rng = np.random.default_rng(0)
+    image = rng.choice(np.array([[230, 30, 30], [30, 200, 30], [30, 30, 220]], np.uint8), (31, 33))
+    shape = {"observation.image": {"dtype": "video", "shape": (31, 33, 3), "names": ["h", "w", "c"]}}
+    with DatasetWriter(tmp_path / "d", 10, shape, codec="h264", crf=4, pix_fmt="yuv444p") as writer:
+        writer.add_frame({"observation.image": image})
+        writer.save_episode("look")
+    read = open_dataset(root=tmp_path / "d").read(np.arange(1))["observation.image"][0]
+    assert np.abs(read.astype(int) - image.transpose(2, 0, 1)).mean() < 4
+    with pytest.raises(DatasetError, match="yuv420p"):
+        DatasetWriter(tmp_path / "e", 10, shape, codec="av1", pix_fmt="yuv444p")
+
+
 def test_av1_takes_odd_sizes(tmp_path):
     shape = {"a": {"dtype": "video", "shape": [33, 47, 3]}}
     with DatasetWriter(tmp_path / "d", 10, shape, codec="av1") as writer:

@@ -217,8 +217,7 @@ class StopSignal:
     def _handle(self, number: int, _: object) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C does not wait
-        self.signal = signal.Signals(number)
-        log.warning("%s: saving after this step, then stopping", self.signal.name)
+        self.signal = signal.Signals(number)  # and nothing more: a handler may interrupt a write to the log
 
 
 def _stopped(number: signal.Signals, step: int, saved: Path | None, run: Run) -> TrainingStopped:
