@@ -117,7 +117,7 @@ def test_nested_dictionaries_by_key():
         layer, parse_flags(["--env.kwargs.b=[1, 2]", "--policy.normalization_mapping.ACTION=MIN_MAX"])
     )
     assert config.env.kwargs == {"a": 1, "b": [1, 2]}
-    assert config.policy.normalization_mapping == {"ACTION": "MIN_MAX"}
+    assert config.policy.normalization_mapping["ACTION"] == "MIN_MAX"
 
 
 def test_episodes_from_a_file(tmp_path):
@@ -168,7 +168,6 @@ def test_flatten_undoes_nest(flat):
         ("--batch_size=-1", "batch_size=-1"),
         ("--gradient_accumulation_steps=0", "gradient_accumulation_steps=0"),
         ("--num_workers=-1", "num_workers=-1"),
-        ("--save_freq=-1", "save_freq=-1"),
         ("--seed=-1", "seed=-1"),
         ("--precision=fp8", "precision='fp8'"),
         ("--policy.type=atc", "Did you mean act"),
@@ -195,7 +194,7 @@ def test_flatten_undoes_nest(flat):
         ("--scheduler.peak_lr=0", "peak_lr=0"),
         ("--scheduler.type=linear", "cosine"),
         ("--eval.n_episodes=0", "n_episodes=0"),
-        ("--eval.batch_size=0", "batch_size=0"),
+        ("--eval.batch_size=-1", "batch_size=-1"),
         ("--env.max_steps=0", "max_steps=0"),
         ("--policy.n_action_steps=101", "chunk_size=100"),
         ("--policy.n_heads=0", "n_heads=0"),
@@ -489,3 +488,26 @@ def test_every_setting_has_a_help_text_and_is_in_the_help():
 def test_packaged_settings_load():
     for file in (Path(load_config.__code__.co_filename).parent / "configs").glob("*.yaml"):
         load_config([f"--config={file.stem}"])
+
+
+def test_one_entry_of_a_mapping_leaves_the_others(tmp_path):
+    flag = "--policy.normalization_mapping.ACTION=MIN_MAX"
+    expected = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MIN_MAX"}
+    assert load_config([flag]).policy.normalization_mapping == expected
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "dataset: {root: x}\npolicy: {normalization_mapping: {STATE: IDENTITY, ACTION: IDENTITY}}"
+    )
+    config = load_config([f"--config={file}", flag])
+    assert config.policy.normalization_mapping == {"STATE": "IDENTITY", "ACTION": "MIN_MAX"}
+    whole = load_config(["--policy.normalization_mapping={ACTION: MIN_MAX}"])
+    assert whole.policy.normalization_mapping == {"ACTION": "MIN_MAX"}
+    with pytest.raises(ConfigError, match="ACTON"):
+        load_config(["--policy.normalization_mapping.ACTON=MIN_MAX"])
+
+
+def test_lerobots_names_of_schedules():
+    flags = ["--scheduler.type=diffuser", "--scheduler.name=cosine", "--scheduler.num_warmup_steps=5"]
+    assert load_config(flags).scheduler.type == "cosine"
+    with pytest.raises(ConfigError, match="linear"):
+        load_config([*flags, "--scheduler.name=linear"])

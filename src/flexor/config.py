@@ -5,6 +5,7 @@ Names are `lerobot-train`'s where it has one. How they are filled in is in `sett
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -53,7 +54,7 @@ class EvalConfig:
     n_episodes: int = 50
     """Episodes per evaluation."""
     batch_size: int = 25
-    """Episodes that run side by side."""
+    """Episodes that run side by side; 0 for as many as is sensible."""
     seed: int = 1_000_000
     """Seed of the first episode; training demonstrations of the built-in task start at 0."""
     videos: int = 0
@@ -149,9 +150,9 @@ class TrainConfig:
     save_checkpoint: bool = True
     """Save checkpoints."""
     save_freq: int = 20_000
-    """Steps between two checkpoints; the last step is always saved, 0 saves only that."""
+    """Steps between two checkpoints; the last step is always saved, 0 or less saves only that."""
     eval_steps: int = 0
-    """Steps between two held-out losses (needs dataset.eval_split); 0 for never."""
+    """Steps between two held-out losses (needs dataset.eval_split); 0 for one at the end only."""
     max_eval_samples: int = 0
     """Samples in a held-out loss; 0 for all."""
     env_eval_freq: int = 20_000
@@ -176,13 +177,6 @@ class TrainConfig:
 
 def validate(config: TrainConfig) -> None:
     """Combinations that can't work, before anything is started."""
-    positive = ("steps", "batch_size", "gradient_accumulation_steps", "log_freq")
-    for name in positive:
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name}={getattr(config, name)} must be at least 1.")
-    for name in ("num_workers", "save_freq", "eval_steps", "env_eval_freq", "max_eval_samples", "seed"):
-        if getattr(config, name) < 0:
-            raise ConfigError(f"{name}={getattr(config, name)} must not be negative.")
     dataset = config.dataset
     if dataset.repo_id is None and dataset.root is None:
         raise ConfigError(
@@ -214,6 +208,15 @@ def _validate_episodes(episodes: list[int] | None) -> None:
 
 
 AT_LEAST = {
+    "steps": 1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "log_freq": 1,
+    "num_workers": 0,
+    "eval_steps": 0,
+    "env_eval_freq": 0,
+    "max_eval_samples": 0,
+    "seed": 0,
     "dataset.cache_gb": 0,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
@@ -227,7 +230,7 @@ AT_LEAST = {
     "checkpoint.keep_every": 1,
     "env.max_steps": 1,
     "eval.n_episodes": 1,
-    "eval.batch_size": 1,
+    "eval.batch_size": 0,
     "eval.seed": 0,
     "eval.videos": 0,
 }
@@ -235,8 +238,7 @@ AT_LEAST = {
 
 def _validate_ranges(config: TrainConfig) -> None:
     for key, least in AT_LEAST.items():
-        group, name = key.split(".")
-        value = getattr(getattr(config, group), name)
+        value = operator.attrgetter(key)(config)
         if value is not None and value < least:
             raise ConfigError(f"{key}={value} must be at least {least}.")
     if config.scheduler.peak_lr is not None and config.scheduler.peak_lr <= 0:

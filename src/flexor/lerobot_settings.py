@@ -34,6 +34,7 @@ IGNORED = {
     "peft": "adapters are not supported yet",
     "reward_model": "reward models are not trained here",
     "sample_weighting": "samples all weigh the same",
+    "scheduler.name": "scheduler.type names it",
     "rename_map": "the policy and the dataset must use the same names",
     "job": "the run starts on this machine",
     "save_checkpoint_to_hub": "nothing is uploaded",
@@ -56,6 +57,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "reward_model": (None,),
     "sample_weighting": (None,),
     "rename_map": ({}, None),
+    "scheduler.name": ("cosine",),
     "job.target": (None, "local"),
     "save_checkpoint_to_hub": (False,),
     "checkpoint_path": (None,),
@@ -66,6 +68,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "eval.recording": (False,),
     "use_policy_training_preset": (True,),
 }
+# LeRobot's names of values -> ours
+VALUES = {"scheduler.type": {"diffuser": "cosine", "cosine_annealing_with_warmup": "cosine"}}
 # LeRobot's name -> ours
 ALIASES = {
     "cudnn_deterministic": "deterministic",
@@ -80,7 +84,7 @@ def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     for key, value in flat.items():
         reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
         if reason is None:
-            kept[key] = value
+            kept[key] = VALUES.get(key, {}).get(str(value), value)
             continue
         plain = parse_yaml(value) if isinstance(value, Text) else value
         asked = {key: plain} | (

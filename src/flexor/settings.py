@@ -14,7 +14,7 @@ from flexor.errors import ConfigError
 from flexor.lerobot_settings import ALIASES, drop_ignored
 from flexor.policies import PolicyConfig, policy_class
 from flexor.train.optim import resolve_optimizer, resolve_scheduler
-from flexor.tree import Text, closest, coerce, field_types, from_plain
+from flexor.tree import Partial, Text, closest, coerce, field_types, from_plain
 
 PACKAGED = Path(__file__).parent / "configs"
 DEFAULT_POLICY = "act"
@@ -49,7 +49,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
         *sections, name = key.split(".")
         node = tree
         for section in sections:
-            node = node.setdefault(section, {})
+            node = node.setdefault(section, Partial())
             if not isinstance(node, dict):
                 raise ConfigError(f"{key}={value}: {section} is a setting itself, not a group of settings.")
         node[name] = value

@@ -30,6 +30,10 @@ class Text(str):
     """A value as typed on the command line: its type is decided by the field it is for."""
 
 
+class Partial(dict[str, Any]):
+    """Some entries of a dictionary, given by dotted keys: the others stay what they were."""
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """' Did you mean ...?' or the list of what there is."""
     names = list(names)
@@ -52,6 +56,8 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
                 f"Unknown setting {join(where, key)}={value!r}. {closest(join(where, key), valid)}"
             )
         values[key] = coerce(value, types_of[key], join(where, key))
+        if isinstance(value, Partial) and isinstance(values[key], dict):
+            values[key] = {**getattr(cls(), key), **values[key]}
     return cls(**values)
 
 
@@ -173,7 +179,7 @@ def _coerce(value: Any, expected: Any, where: str) -> Any:
         return tuple(_coerce(v, k, where) for v, k in zip(items, kinds, strict=True))
     if origin is dict:
         items = value if isinstance(value, dict) else _refuse(value)
-        return {k: coerce(v, args[1], join(where, k)) for k, v in items.items()}
+        return {_coerce(k, args[0], where): coerce(v, args[1], join(where, k)) for k, v in items.items()}
     if dataclasses.is_dataclass(expected):
         return (
             value

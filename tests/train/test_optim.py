@@ -69,7 +69,7 @@ def test_what_is_given_wins_then_the_preset_then_the_default():
     assert (filled.type, filled.lr, filled.eps, filled.weight_decay) == ("adamw", 1.0, 1e-6, 1e-4)
     assert filled.betas == (0.9, 0.999) and filled.grad_clip_norm == 10
     sgd = resolve_optimizer(OptimizerConfig(type="sgd"), policy)
-    assert (sgd.momentum, sgd.betas, sgd.weight_decay) == (0.0, None, 0.0)
+    assert (sgd.momentum, sgd.betas, sgd.lr, sgd.weight_decay) == (0.0, None, 3e-5, 1e-4)
     assert resolve_optimizer(filled, policy) == filled
 
 
@@ -100,7 +100,11 @@ def test_schedule_that_lacks_something():
         (["--optimizer.lr=1e-4"], torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 1e-4}),
         (["--optimizer.lr=1e-4", "--policy.optimizer_lr=9"], torch.optim.AdamW, {"lr": 1e-4}),
         (["--policy.optimizer_lr=9", "--optimizer.lr=1e-4"], torch.optim.AdamW, {"lr": 1e-4}),
-        (["--optimizer.type=adam", "--optimizer.lr=1e-4"], torch.optim.Adam, {"lr": 1e-4, "weight_decay": 0}),
+        (
+            ["--optimizer.type=adam", "--optimizer.lr=1e-4"],
+            torch.optim.Adam,
+            {"lr": 1e-4, "weight_decay": 1e-4},
+        ),
         (
             ["--optimizer.type=sgd", "--optimizer.lr=1", "--optimizer.momentum=0.5"],
             torch.optim.SGD,

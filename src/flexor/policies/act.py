@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flexor.batch import ACTION, ENV_STATE, STATE, Batch
 from flexor.errors import ConfigError
 from flexor.policies.base import (
+    Kind,
     Loss,
     NoiseSource,
     Normalization,
@@ -44,8 +45,8 @@ class ACTConfig(PolicyConfig):
     """How many actions are predicted at once."""
     n_action_steps: int = 100
     """How many of them are executed before the policy looks again."""
-    normalization_mapping: dict[str, Normalization] = field(
-        default_factory=lambda: {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     vision_backbone: str = "resnet18"

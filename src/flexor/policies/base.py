@@ -48,7 +48,7 @@ class PolicyConfig:
     """What the policy observes; filled from the dataset."""
     output_features: dict[str, PolicyFeature] = field(default_factory=dict)
     """What the policy puts out; filled from the dataset."""
-    normalization_mapping: dict[str, Normalization] = field(default_factory=dict)
+    normalization_mapping: dict[Kind, Normalization] = field(default_factory=dict)
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     device: str | None = None
     """Where to run: cpu, cuda, cuda:1, mps. The best there is unless given."""

@@ -15,7 +15,7 @@ from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
-from flexor.tree import from_plain, to_plain
+from flexor.tree import Partial, from_plain, to_plain
 
 FOLDER = "pretrained_model"
 CONFIG = "config.json"
@@ -86,6 +86,9 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         raise ConfigError(
             f"policy.type={wanted}, but {folder} holds a policy of type {kind}: leave policy.type out."
         )
+    for key, value in changed.items():
+        if isinstance(value, Partial):
+            changed[key] = {**settings.get(key, {}), **value}
     config = from_plain(cls, {**settings, **changed}, "policy")
     config.validate()
     return config

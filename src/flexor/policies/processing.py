@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexor.batch import ACTION, IMAGE_PREFIX, Batch
 from flexor.errors import CheckpointError, ConfigError
-from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+from flexor.policies.base import Kind, Normalization, PolicyConfig, PolicyFeature
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -113,12 +113,12 @@ class _Normalization(Step):
     def __init__(
         self,
         features: Mapping[str, PolicyFeature],
-        norm_map: Mapping[str, str],
+        norm_map: Mapping[Kind, Normalization] | Mapping[str, str],
         stats: Stats | None = None,
         eps: float = 1e-8,
     ):
         self.features = dict(features)
-        self.norm_map = dict(norm_map)
+        self.norm_map: dict[str, str] = {str(kind): mode for kind, mode in norm_map.items()}
         self.eps = eps
         self.stats = {
             key: {name: _as_tensor(value) for name, value in values.items()}

@@ -79,7 +79,7 @@ def play(
         actor,
         seeds,
         env.max_steps,
-        batch_size=settings.batch_size,
+        batch_size=settings.batch_size or min(25, settings.n_episodes),
         record=recorded,
         progress=progress,
     )

@@ -64,6 +64,8 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
     config.job_name = config.job_name or config.policy.type
     folder = Path(config.output_dir) if config.output_dir else default_folder(config.job_name)
     config.output_dir = str(folder)
+    if config.dataset.root and "://" not in config.dataset.root:
+        config.dataset.root = str(Path(config.dataset.root).absolute())  # a resume may start elsewhere
     with open_run(folder, resume) as run:
         found = newest_checkpoint(folder) if resume else None
         engine = Engine(pick_device(config.policy.device), config.precision, config.deterministic)
@@ -170,7 +172,7 @@ class Watch:
     def __init__(self, run: Run, precision: str):
         self.run = run
         # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
-        self.norm_may_overflow = precision == "fp16"
+        self.overflows_left = self.overflows_allowed = 30 if precision == "fp16" else 0
         self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor] | None = None
 
     def see(self, step: int, batches: list[dict[str, Any]], loss: Tensor, norm: Tensor) -> None:
@@ -182,8 +184,12 @@ class Watch:
             return
         step, batches, loss, norm = self.seen
         self.seen = None
-        what = "loss" if not torch.isfinite(loss) else "gradient"
-        if torch.isfinite(loss) and (torch.isfinite(norm) or self.norm_may_overflow):
+        what = "gradient" if torch.isfinite(loss) else "loss"
+        if torch.isfinite(norm):
+            self.overflows_left = self.overflows_allowed
+        elif what == "gradient":
+            self.overflows_left -= 1
+        if what == "gradient" and (torch.isfinite(norm) or self.overflows_left >= 0):
             return
         ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
         good = checkpoint.newest(self.run.checkpoints)

@@ -33,9 +33,8 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     """Every setting filled in: what the user gave, else the policy's preset, else the optimizer's default."""
     preset = policy.optimizer_preset()
     kind = given.type or preset["type"]
-    if kind != preset["type"]:
-        preset = {}  # another optimizer: the preset's numbers were not meant for it
-    filled = {"grad_clip_norm": 10.0, **DEFAULTS[kind], **preset, "type": kind}
+    filled = {"grad_clip_norm": 10.0, **DEFAULTS[kind]}
+    filled |= {name: value for name, value in preset.items() if name in filled} | {"type": kind}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in filled]
     if useless:
