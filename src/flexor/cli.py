@@ -261,14 +261,16 @@ def _dashed(arguments: list[str]) -> list[str]:
 def _local(root: str) -> Path:
     """The dataset's folder on this machine, fetched or made if it is elsewhere."""
     from flexor.data.dataset import open_dataset
+    from flexor.data.source import is_repo_id
     from flexor.sim.record import BUILTIN, builtin_dataset
 
     if root == BUILTIN:
         return builtin_dataset()
-    if Path(root).exists() or ("/" not in root and "://" not in root):
-        return Path(root)
-    remote = "://" in root
-    return open_dataset(repo_id=None if remote else root, root=root if remote else None).root
+    if "://" in root:
+        return open_dataset(root=root).root
+    if is_repo_id(root) and not Path(root).exists():
+        return open_dataset(repo_id=root).root
+    return Path(root)
 
 
 def demo(arguments: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import textwrap
 from typing import Any
 
@@ -55,7 +56,11 @@ def _section(cls: type, prefix: str, skip: Any = ()) -> list[str]:
 
 def _line(flag: str, text: str, kind: str, default: Any) -> str:
     plain = to_plain(default)
-    shown = "" if plain in (None, {}, []) else f" (default {plain})"
+    shown = (
+        ""
+        if plain in (None, {}, [])
+        else f" (default {plain if isinstance(plain, str) else json.dumps(plain)})"
+    )
     first = f"  {flag}"
     body = textwrap.wrap(f"{text} [{kind}]{shown}", WIDTH - COLUMN)
     lines = [first.ljust(COLUMN) + body[0]] if len(first) < COLUMN - 1 else [first, " " * COLUMN + body[0]]

@@ -30,6 +30,7 @@ class Loader:
         dataset: Dataset,
         deltas: Mapping[str, Sequence[int]],
         *,
+        cameras: Sequence[str] | None = None,
         batch_size: int,
         accumulation: int = 1,
         seed: int = 0,
@@ -39,6 +40,7 @@ class Loader:
     ):
         self.dataset = dataset
         self.deltas = dict(deltas)
+        self.cameras = cameras  # those the policy looks at; all unless given
         self.batch_size = batch_size
         self.accumulation = accumulation
         self.rows = sample_rows(dataset, drop_last_frames)
@@ -75,7 +77,7 @@ class Loader:
         valid = valid_steps(self.dataset, rows, self.deltas)
         batches = []
         for part in np.split(rows, self.accumulation):
-            batch = to_tensors(self.dataset.read(part, self.deltas), self.pin_memory)
+            batch = to_tensors(self.dataset.read(part, self.deltas, self.cameras), self.pin_memory)
             if valid is not None:
                 batch[VALID_STEPS] = valid
             batches.append(batch)

@@ -6,6 +6,7 @@ files: everything above this module reads plain folders.
 
 import hashlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable
@@ -207,6 +208,11 @@ class FsspecSource(Source):
             partial.unlink(missing_ok=True)
             raise DatasetError(f"{self.address}/{name} could not be copied: {error}. Try again") from error
         partial.replace(target)
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether this could be a repository on the Hub rather than a folder: user/name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
 def find_source(repo_id: str | None, root: str | Path | None, revision: str | None) -> Source:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flexor.data.source import is_repo_id
 from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
@@ -52,6 +53,10 @@ def find_folder(path: str) -> Path:
             return candidate
     if local.exists():
         raise CheckpointError(f"{path} holds no policy: expected {CONFIG} in it or in its {FOLDER} folder.")
+    if not is_repo_id(path.partition("@")[0]):
+        raise CheckpointError(
+            f"There is no folder {path}, and it is not the name of a Hub repository (user/name)."
+        )
     return _download(path)
 
 

@@ -62,10 +62,6 @@ class Engine:
             torch.backends.cudnn.benchmark = True
             torch.backends.cuda.matmul.allow_tf32 = True
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def autocast(self) -> AbstractContextManager[object]:
         if self.precision == "no":
             return contextlib.nullcontext()
@@ -90,9 +86,3 @@ class Engine:
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
-
-    def reduce_mean(self, value: Tensor) -> Tensor:
-        return value
-
-    def barrier(self) -> None:
-        """Wait for the other ranks, of which there are none."""

@@ -49,12 +49,14 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     rows = sample_rows(dataset, config.policy.drop_last_frames)
     if max_samples and len(rows) > max_samples:
         rows = rows[np.linspace(0, len(rows) - 1, max_samples).astype(int)]
-    deltas = deltas_of(config.policy)
+    deltas, cameras = deltas_of(config.policy), list(config.policy.images)
     valid = valid_steps(dataset, rows, deltas)  # over all rows, or the loss would depend on the batch size
     total = torch.zeros((), device=state.engine.device)
     with exported_weights(state):
         for part in np.split(rows, range(config.batch_size, len(rows), config.batch_size)):
-            batch = state.preprocessor({**to_tensors(dataset.read(part, deltas)), VALID_STEPS: valid})
+            batch = state.preprocessor(
+                {**to_tensors(dataset.read(part, deltas, cameras)), VALID_STEPS: valid}
+            )
             noise = Noise(config.seed, 0, batch[SAMPLE_ID])
             with state.engine.autocast():
                 total += state.policy.loss(batch, noise).per_sample.float().sum()

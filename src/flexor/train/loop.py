@@ -90,6 +90,7 @@ def fit(state: TrainState, run: Run, training: Dataset, held_out: Dataset | None
     loader = Loader(
         training,
         deltas_of(config.policy),
+        cameras=list(config.policy.images),
         batch_size=config.batch_size,
         accumulation=config.gradient_accumulation_steps,
         seed=config.seed,

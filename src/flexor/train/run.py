@@ -98,6 +98,8 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The settings a run was started with, as nested plain data."""
     path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a run of Flexor: it has no {CONFIG}.")
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
