@@ -9,6 +9,7 @@ import pytest
 import torch
 from legacy import to_v2
 from samples import FEATURES, LENGTHS, picture, write_sample
+from written import write
 
 from flexor.data.dataset import open_dataset
 from flexor.data.metadata import Feature
@@ -305,12 +306,15 @@ def test_an_episode_with_too_few_rows(broken):
         open_dataset(root=broken)
 
 
-def test_an_episode_torn_apart(broken):
-    file = sorted((broken / "data").rglob("*.parquet"))[1]  # holds episodes 1 and 2
+def test_an_episode_torn_apart(tmp_path):
+    root = write(tmp_path / "d")
+    (file,) = (root / "data").rglob("*.parquet")
     table = pq.read_table(file)
-    pq.write_table(table.take([*range(6), *range(12, 21), *range(6, 12)]), file)
-    with pytest.raises(DatasetError, match=r"file-001\.parquet: the rows of episode 1 do not lie together"):
-        open_dataset(root=broken)
+    length = table["episode_index"].to_pylist().count(0)
+    order = [*range(length // 2), *range(length, len(table)), *range(length // 2, length)]
+    pq.write_table(table.take(order), file)
+    with pytest.raises(DatasetError, match=r"file-000\.parquet: the rows of episode 0 do not lie together"):
+        open_dataset(root=root)
 
 
 @pytest.mark.parametrize("kind", ["data", "meta/episodes"])
