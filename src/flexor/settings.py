@@ -1,4 +1,4 @@
-"""Settings from a YAML file, flags and key=value, later ones first, checked before anything is started."""
+"""Settings from a YAML file, flags and key=value, where later ones win, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def build_config(*layers: dict[str, Any]) -> TrainConfig:
-    """Settings in layers ({"policy.type": "act", ...}), later ones first, checked."""
+    """Settings in layers ({"policy.type": "act", ...}), where later ones win, checked."""
     flat: dict[str, Any] = {"policy.type": DEFAULT_POLICY}
     for layer in layers:
         for group in TYPED_GROUPS:

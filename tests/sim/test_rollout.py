@@ -20,6 +20,7 @@ from flexor.sim.rollout import (
     summarize,
     wilson_interval,
 )
+from flexor.sim.task import PlaceEnv
 
 SEEDS = list(range(EVAL_SEED_START, EVAL_SEED_START + 7))
 place = partial(make_env, "place")
@@ -129,3 +130,14 @@ def test_video_of_odd_size_and_of_nothing(tmp_path) -> None:
         assert (container.streams.video[0].width, container.streams.video[0].height) == (48, 34)
     with pytest.raises(FlexorError, match="no frames"):
         write_video(tmp_path / "none.mp4", [], fps=10)
+
+
+def test_an_episode_knows_how_fast_its_film_runs() -> None:
+    class Fast(PlaceEnv):
+        metadata = {"render_modes": ["rgb_array"], "render_fps": 25}  # noqa: RUF012
+
+    def make() -> Fast:
+        return Fast(render_mode="rgb_array")
+
+    (episode,) = rollout(make, RandomActor(), [1], max_steps=2, record=[1])
+    assert episode.fps == 25

@@ -51,6 +51,7 @@ class Episode:
     max_reward: float = -math.inf
     steps: int = 0
     frames: list[np.ndarray] | None = None  # pictures for a video, when asked for
+    fps: float = 10.0  # at which they are shown in real time
 
 
 def rollout(
@@ -106,6 +107,7 @@ class _Row:
         observation, _ = self.env.reset(seed=self.episode.seed)
         self.observation = observation_to_batch(observation)
         self.task = task_of(self.env)
+        self.episode.fps = float(self.env.metadata.get("render_fps") or self.episode.fps)
         self._keep_frame()
 
     def step(self, action: np.ndarray, max_steps: int | None) -> None:

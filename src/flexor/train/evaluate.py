@@ -88,7 +88,7 @@ def play(
     for episode in episodes:
         if videos and episode.frames:
             outcome = "success" if episode.success else "failure"
-            write_video(videos / f"episode_{episode.seed}_{outcome}.mp4", episode.frames, fps=10)
+            write_video(videos / f"episode_{episode.seed}_{outcome}.mp4", episode.frames, episode.fps)
     return episodes
 
 
