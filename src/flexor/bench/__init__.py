@@ -1,0 +1,1 @@
+"""What `flexor bench` runs: measurements with the physical limit beside them."""
