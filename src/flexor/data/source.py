@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from flexor.data.ranges import LocalRanges, Ranges
 from flexor.errors import DatasetError
 from flexor.log import log
 from flexor.machine import cache_folder
@@ -47,6 +48,10 @@ class Source:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Announce which files will be read, for sources that are faster in bulk."""
+
+    def ranges(self, name: str) -> Ranges:
+        """The file by byte ranges; not fetched as a whole where that can be avoided."""
+        return LocalRanges(self.local(name))
 
 
 class FolderSource(Source):
@@ -215,7 +220,13 @@ def is_repo_id(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
 
 
-def find_source(repo_id: str | None, root: str | Path | None, revision: str | None) -> Source:
+def find_source(
+    repo_id: str | None,
+    root: str | Path | None,
+    revision: str | None,
+    streaming: bool = False,
+    cache_bytes: int | None = None,
+) -> Source:
     """LeRobot's rule: the given root; else $HF_LEROBOT_HOME/repo_id; else the Hub."""
     if root is not None:
         address = str(root)
