@@ -99,6 +99,7 @@ class FrameCache:
     ):
         self.planes = planes
         self.keeping = True
+        self.folder = files.cache if files else None  # None: this process's own memory
         self._ready = ready
         self._sizes = sizes
         self._files = files

@@ -275,11 +275,12 @@ def _folders() -> list[Path]:
 def _look(cache: Path) -> CacheInfo:
     """Only inside of `guard`."""
     header, used = read_header(cache), in_use(cache)
-    status = [path.stat() for path in cache.iterdir()]
-    nbytes = sum(file.st_blocks * 512 for file in status)
-    last_used = cache.stat().st_mtime
-    with suppress(FileNotFoundError):
-        last_used = (cache / "lock").stat().st_mtime
+    nbytes, last_used = 0, cache.stat().st_mtime
+    for path in cache.iterdir():
+        with suppress(FileNotFoundError):  # whoever uses it writes files aside and renames them
+            status = path.stat()
+            nbytes += status.st_blocks * 512
+            last_used = status.st_mtime if path.name == "lock" else last_used
     if header is None:
         return CacheInfo(cache, used, nbytes, last_used, broken=True)
     try:

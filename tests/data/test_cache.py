@@ -1,0 +1,563 @@
+"""Frame caches: what is marked is whole, whoever was killed; what is in use stays; a full disk is no crash."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexor.data import cache as cache_module
+from flexor.data import caches
+from flexor.data.cache import FrameCache
+from flexor.data.caches import CacheKey, list_caches, make_room, prune
+from flexor.errors import DatasetError
+
+KEY = CacheKey("f1", "observation.images.top", None, None, "me/blocks")
+LAYOUT = {"height": 4, "width": 6, "layout": "yuv420p"}
+SLOT = 36
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch) -> None:
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "cache" / "frames"
+
+
+def planes(ids, slot: int = SLOT) -> np.ndarray:
+    """What the decoder would give: each frame's bytes follow from its id. [n, slot]"""
+    ids = np.asarray(ids, np.int64)[:, None]
+    return ((ids * 7919 + np.arange(slot) * (ids % 251 + 1)) % 256).astype(np.uint8)
+
+
+def jpeg(frame: int) -> bytes:
+    """Stands for a JPEG: some are larger than the raw planes."""
+    return planes([frame], 1 + frame * 13 % (3 * SLOT))[0].tobytes()
+
+
+def open_cache(folder: Path | None, key: CacheKey = KEY, frames: int = 20, slot: int = SLOT) -> FrameCache:
+    return FrameCache.open(folder, key, frames, slot, LAYOUT)
+
+
+def filled(folder: Path | None, key: CacheKey = KEY, frames: int = 20, slot: int = SLOT) -> FrameCache:
+    cache = open_cache(folder, key, frames, slot)
+    cache.put(np.arange(frames), planes(np.arange(frames), slot))
+    return cache
+
+
+def check(cache: FrameCache) -> int:
+    """Every frame that is marked is whole; gives how many there are."""
+    ids = np.flatnonzero(cache.have(np.arange(len(cache.planes))))
+    assert (cache.planes[ids] == planes(ids, cache.planes.shape[1])).all()
+    return len(ids)
+
+
+# one process
+
+
+def test_frames_come_back(folder):
+    cache = open_cache(folder)
+    assert cache.count == 0 and not cache.complete and not cache.have(np.arange(20)).any()
+    cache.put(np.array([3, 19, 0]), planes([3, 19, 0]))
+    assert np.flatnonzero(cache.have(np.arange(20))).tolist() == [0, 3, 19]
+    assert (cache.view(19) == planes([19])[0]).all()
+    cache.close()
+    again = open_cache(folder)
+    assert again.count == check(again) == 3
+    again.put(np.arange(20), planes(np.arange(20)))
+    assert again.complete and check(again) == 20
+
+
+def test_a_view_cannot_change_the_cache(folder):
+    view = filled(folder).view(2)
+    assert not view.flags.writeable
+
+
+def test_views_outlive_the_cache(folder):
+    for cache in (filled(folder), filled(None)):
+        view = cache.view(7)
+        cache.close()
+        cache.close()
+        cache.put(np.array([1]), planes([1]))  # a decoding thread that has not heard of it yet
+        assert (view == planes([7])[0]).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=6), st.booleans()), max_size=8))
+def test_any_history(tmp_path_factory, history):
+    """Put and reopen in any order: there is what was put, and nothing else."""
+    folder = tmp_path_factory.mktemp("caches")
+    cache, put = open_cache(folder), set()
+    for ids, reopen in history:
+        cache.put(np.array(ids), planes(ids))
+        put.update(ids)
+        if reopen:
+            cache.close()
+            cache = open_cache(folder)
+        assert np.flatnonzero(cache.have(np.arange(20))).tolist() == sorted(put)
+        check(cache)
+    cache.close()
+
+
+@pytest.mark.parametrize("tier", ["disk", "shared memory", "own memory"])
+def test_jpeg(folder, tier, monkeypatch, tmp_path):
+    if tier == "own memory":
+        monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "none")
+    key = CacheKey("f1", "top", (4, 6), 95)
+    cache = open_cache(folder if tier == "disk" else None, key)
+    ids = np.arange(0, 20, 2)
+    cache.put(ids, [jpeg(i) for i in ids])
+    assert cache.count == 10 and not cache.have(np.array([1]))[0]
+    assert [cache.view(i).tobytes() for i in ids] == [jpeg(i) for i in ids]
+    cache.close()
+    if tier == "disk":
+        again = open_cache(folder, key)
+        assert [again.view(i).tobytes() for i in ids] == [jpeg(i) for i in ids]
+
+
+def test_holes_cost_nothing(folder):
+    cache = open_cache(folder, CacheKey("f1", "top", None, 95), frames=100_000, slot=460_800)
+    cache.put(np.array([99_999]), [jpeg(9)])
+    cache.close()
+    (info,) = list_caches()
+    assert info.nbytes < 2_000_000 < info.full_bytes
+
+
+def test_threads_fill_and_read(folder):
+    cache = open_cache(folder, frames=100, slot=1001)
+    seen: list[int] = []
+
+    def fill(seed: int) -> None:
+        for ids in np.array_split(np.random.default_rng(seed).permutation(100), 40):
+            cache.put(ids, planes(ids, 1001))
+            seen.append(check(cache))
+
+    threads = [threading.Thread(target=fill, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.complete and len(seen) == 160
+
+
+# several processes
+
+
+def fill_slowly(folder: Path | None, seed: int, frames: int, slot: int, shared_memory: Path) -> None:
+    caches.SHARED_MEMORY = shared_memory
+    cache = FrameCache.open(folder, KEY, frames, slot, LAYOUT)
+    for ids in np.array_split(np.random.default_rng(seed).permutation(frames), frames // 4):
+        cache.put(ids, planes(ids, slot))
+        check(cache)
+    assert cache.complete
+    if seed != 3:
+        cache.close()  # and one of them just ends
+
+
+def test_processes_fill_the_same_cache(folder, tmp_path):
+    workers = [
+        SPAWN.Process(target=fill_slowly, args=(folder, seed, 60, 5000, tmp_path)) for seed in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert check(open_cache(folder, frames=60, slot=5000)) == 60
+
+
+def fill_forever(folder: Path | None, frames: int, slot: int, shared_memory: Path, ready, go) -> None:
+    caches.SHARED_MEMORY = shared_memory
+    content = planes(range(frames), slot)
+    ready.set()
+    go.wait()
+    cache = FrameCache.open(folder, KEY, frames, slot, LAYOUT)
+    while True:
+        for frame in np.random.default_rng().permutation(frames).tolist():
+            cache.put(np.array([frame]), content[frame : frame + 1])
+            if frame % 16 == 0:
+                cache.sync()
+                ready.set()
+
+
+@contextmanager
+def filling(folder: Path | None, tmp_path: Path, frames: int, slot: int, wait: bool) -> Iterator[None]:
+    """Another process fills the cache meanwhile, and is killed at the end; `wait` until it has a frame."""
+    ready, go = SPAWN.Event(), SPAWN.Event()
+    other = SPAWN.Process(target=fill_forever, args=(folder, frames, slot, tmp_path / "shm", ready, go))
+    other.start()
+    assert ready.wait(60)
+    ready.clear()
+    go.set()
+    try:
+        assert not wait or ready.wait(60)
+        yield
+    finally:
+        other.kill()
+        other.join()
+
+
+def test_killed_at_any_instant(folder, tmp_path):
+    """While it makes the cache, while it writes and while it syncs."""
+    rng, found = random.Random(1), []
+    for _ in range(8):
+        with filling(folder, tmp_path, frames=200, slot=50_001, wait=False):
+            time.sleep(rng.uniform(0, 0.1))
+        cache = open_cache(folder, frames=200, slot=50_001)
+        found.append(check(cache))
+        cache.close()
+    assert found == sorted(found) and found[-1] > 0
+
+
+def test_a_fork_does_not_take_the_cache_along(tmp_path):
+    cache = filled(None)
+    child = os.fork()
+    if child == 0:
+        cache.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert filled(None).folder == cache.folder and cache.folder.is_dir()
+
+
+# what is not trusted
+
+
+def test_marks_of_another_boot_count_only_if_synced(folder, monkeypatch):
+    cache = open_cache(folder)
+    cache.put(np.arange(5), planes(range(5)))
+    cache.sync()
+    cache.put(np.arange(5, 9), planes(range(5, 9)))
+    cache._leave()  # the machine loses power: nobody closes
+    assert open_cache(folder).count == 9
+    monkeypatch.setattr(cache_module, "boot_id", lambda: "another")
+    again = open_cache(folder)
+    assert np.flatnonzero(again.have(np.arange(20))).tolist() == [0, 1, 2, 3, 4]
+    again.put(np.arange(20), planes(range(20)))
+    again.close()
+    monkeypatch.setattr(cache_module, "boot_id", lambda: "a third")
+    assert open_cache(folder).complete
+
+
+def test_a_machine_that_does_not_know_its_boot_trusts_what_is_synced(folder, monkeypatch):
+    monkeypatch.setattr(cache_module, "boot_id", lambda: "")
+    cache = open_cache(folder)
+    cache.put(np.arange(5), planes(range(5)))
+    other = open_cache(folder)
+    assert other.count == 5  # while in use, it is this machine's
+    other._leave()
+    cache._leave()
+    assert open_cache(folder).count == 0
+
+
+def test_in_use_on_another_machine(folder, monkeypatch, log_lines):
+    cache = filled(folder)
+    cache.sync()
+    monkeypatch.setattr(cache_module, "boot_id", lambda: "another")
+    guest = open_cache(folder)
+    assert guest.complete and not guest.keeping and "another machine" in log_lines[0]
+    guest.put(np.array([1]), planes([1]))
+    guest.close()
+    assert check(cache) == 20
+
+
+def _other_version(header: Path) -> None:
+    header.write_text(json.dumps({**json.loads(header.read_text()), "slot": 35}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "no header": lambda cache: (cache / "header.json").unlink(),
+        "half a header": lambda cache: os.truncate(cache / "header.json", 30),
+        "no object": lambda cache: (cache / "header.json").write_text("[1]"),
+        "other sizes": lambda cache: _other_version(cache / "header.json"),
+        "short data": lambda cache: os.truncate(cache / "data", 20 * SLOT - 1),
+        "no data": lambda cache: (cache / "data").unlink(),
+        "short marks": lambda cache: os.truncate(cache / "ready", 19),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_does_not_fit_is_made_anew(folder, damage):
+    filled(folder).close()
+    damage[1](folder / KEY.folder_name)
+    cache = open_cache(folder)
+    assert cache.count == 0
+    cache.put(np.arange(20), planes(range(20)))
+    assert check(cache) == 20
+
+
+@pytest.mark.parametrize("change", [{"frames": 21}, {"slot": 40}, {"layout": {"height": 5}}])
+def test_another_form_under_the_same_key_is_made_anew(folder, change):
+    filled(folder).close()
+    form = {"frames": 20, "slot": SLOT, "layout": LAYOUT, **change}
+    cache = FrameCache.open(folder, KEY, **form)
+    assert cache.count == 0 and cache.planes.shape == (form["frames"], form["slot"])
+
+
+def test_damaged_while_in_use(folder):
+    cache = filled(folder)
+    (folder / KEY.folder_name / "header.json").unlink()
+    with pytest.raises(DatasetError, match="damaged"):
+        open_cache(folder)
+    cache.close()
+    assert open_cache(folder).count == 0
+
+
+def test_settings_have_caches_of_their_own(folder):
+    keys = [
+        KEY,
+        CacheKey("f2", KEY.camera, None),
+        CacheKey("f1", "wrist", None),
+        CacheKey("f1", KEY.camera, (4, 6)),
+        CacheKey("f1", KEY.camera, None, 95),
+        CacheKey("f1", KEY.camera, None, 90),
+    ]
+    assert len({key.folder_name for key in keys}) == len(keys)
+    assert CacheKey("f1", KEY.camera, None, None, "copy/of-blocks").folder_name == KEY.folder_name
+
+
+# a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_full_disk(small_disk, log_lines):
+    cache = filled(small_disk, frames=100, slot=200_000)
+    kept = check(cache)
+    assert 35 <= kept <= 41 and not cache.keeping
+    assert len(log_lines) == 1 and "No space left" in log_lines[0]
+    cache.put(np.arange(100), planes(range(100), 200_000))
+    assert check(cache) == kept and len(log_lines) == 1
+    cache.close()
+    again = filled(small_disk, frames=100, slot=200_000)  # readable, though nothing can be added
+    assert check(again) == kept
+    with pytest.raises(DatasetError, match="No space left"):
+        open_cache(small_disk, CacheKey("f1", "wrist", None), frames=1_000_000)
+
+
+def test_a_cache_leaves_room_for_others(small_disk, monkeypatch, log_lines):
+    monkeypatch.setattr(cache_module, "LOOK_EVERY", 1)
+    cache = filled(small_disk, frames=100, slot=200_000)
+    disk = os.statvfs(small_disk)
+    assert not cache.keeping and "No space left" in log_lines[0]
+    assert disk.f_bavail >= disk.f_blocks // 20 - 200_000 // disk.f_frsize > 0
+
+
+def test_a_file_that_may_not_grow(folder, log_lines):
+    cache = open_cache(folder, frames=20, slot=10_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (55_000, before[1]))
+    try:
+        cache.put(np.arange(20), planes(range(20), 10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert check(cache) == 5 and not cache.keeping and "File too large" in log_lines[0]
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DatasetError, match="FLEXOR_CACHE"):
+        open_cache(tmp_path / "file" / "frames")
+
+
+# in RAM
+
+
+def shared() -> list[Path]:
+    folder = caches.ram_folder()
+    return caches.caches_in(folder)
+
+
+def test_ram_is_shared_and_goes_with_its_last_user():
+    one = filled(None)
+    two = open_cache(None)
+    assert two.complete and len(shared()) == 1
+    one.close()
+    assert check(two) == 20 and len(shared()) == 1
+    two.close()
+    assert not shared()
+
+
+def test_ram_goes_without_being_closed():
+    filled(None)
+    assert not shared()
+
+
+def test_killed_runs_leave_no_memory_behind(tmp_path):
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        wrist = open_cache(None, CacheKey("f1", "wrist", None))
+        assert len(shared()) == 2  # in use: not swept
+    wrist.close()
+    assert len(shared()) == 1  # the killed one's
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        assert len(shared()) == 1
+    assert check(open_cache(None)) > 0  # the same run again finds what was decoded
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        pass
+    wrist = open_cache(None, CacheKey("f1", "wrist", None))
+    assert [path.name for path in shared()] == [CacheKey("f1", "wrist", None).folder_name]
+
+
+def test_no_room_in_shared_memory(small_disk, monkeypatch):
+    monkeypatch.setattr(caches, "SHARED_MEMORY", small_disk)
+    first = open_cache(None, frames=30, slot=200_000)
+    assert len(shared()) == 1
+    other = filled(None, CacheKey("f1", "wrist", None), frames=30, slot=200_000)
+    assert len(shared()) == 1  # what the first will need is spoken for
+    assert other.keeping and check(other) == 30
+    first.put(np.arange(30), planes(range(30), 200_000))
+    assert check(first) == 30
+
+
+def test_no_shared_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "none")
+    cache = filled(None)
+    assert check(cache) == 20 and cache.complete
+    cache.sync()
+    cache.close()
+
+
+# looking and removing
+
+
+def test_list(folder):
+    cache = filled(folder, CacheKey("f1", "top", (4, 6), None, "me/blocks"), frames=50, slot=10_000)
+    (info,) = list_caches()
+    assert (info.dataset, info.camera, info.size, info.jpeg) == ("me/blocks", "top", (4, 6), None)
+    assert (info.frames, info.ready, info.in_use, info.broken) == (50, 50, True, False)
+    assert 500_000 <= info.nbytes <= 600_000 and info.full_bytes == 500_000
+    assert abs(info.last_used - time.time()) < 60
+    cache.close()
+    assert not list_caches()[0].in_use
+    json.dumps([info.to_json() for info in list_caches()])
+    assert "me/blocks" in caches.render(list_caches()) and "50 of 50" in caches.render(list_caches())
+
+
+def test_nothing_to_list(tmp_path):
+    assert list_caches() == [] and prune(everything=True) == []
+    assert not (tmp_path / "cache").exists()
+    assert "no frame caches" in caches.render([])
+
+
+def used_days_ago(folder: Path, days: dict[str, float]) -> None:
+    """A closed cache per camera of 100 kB, last used that long ago."""
+    for camera, age in days.items():
+        key = CacheKey("f1", camera, None, None, f"me/{camera}")
+        filled(folder, key, frames=10, slot=10_000).close()
+        then = time.time() - age * 86400
+        os.utime(folder / key.folder_name / "lock", (then, then))
+
+
+def names(infos) -> list[str]:
+    return sorted(info.camera for info in infos)
+
+
+@pytest.mark.parametrize(
+    "what, goes",
+    [
+        ({}, []),
+        ({"older_than": 2.5 * 86400}, ["c", "d"]),
+        ({"limit_bytes": 250_000}, ["c", "d"]),
+        ({"limit_bytes": 10**9}, []),
+        ({"everything": True}, ["a", "b", "c", "d"]),
+        ({"dataset": "me/b"}, ["b"]),
+        ({"dataset": "me/d", "older_than": 5 * 86400}, []),
+        ({"dataset": "me/none"}, []),
+    ],
+)
+def test_prune(folder, what, goes):
+    used_days_ago(folder, {"a": 1, "b": 2, "c": 3, "d": 4})
+    assert names(prune(**what)) == goes
+    assert names(list_caches()) == sorted({"a", "b", "c", "d"} - set(goes))
+
+
+def test_prune_leaves_what_is_in_use(folder, tmp_path):
+    with filling(folder, tmp_path, 20, SLOT, wait=True):
+        assert prune(everything=True) == []
+        assert len(list_caches()) == 1
+    assert len(prune(everything=True)) == 1
+    assert list_caches() == []
+
+
+def test_prune_takes_what_is_broken(folder):
+    filled(folder).close()
+    (folder / "halfmade").mkdir()
+    (folder / "halfmade" / "data").write_bytes(bytes(100))
+    (folder / ".removing-old-1").mkdir()  # killed while deleting it
+    assert [info.broken for info in list_caches()].count(True) == 1
+    assert "broken" in caches.render(list_caches())
+    assert [info.folder.name for info in prune()] == ["halfmade"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", KEY.folder_name]
+
+
+def test_pruned_and_opened_at_once(folder):
+    """Whoever opens while others prune gets a cache that works, and keeps it."""
+    stop = threading.Event()
+
+    def prune_on() -> None:
+        while not stop.is_set():
+            prune(everything=True)
+
+    pruner = threading.Thread(target=prune_on)
+    pruner.start()
+    for _ in range(40):
+        cache = filled(folder)
+        assert check(cache) == 20 and (folder / KEY.folder_name / "header.json").exists()
+        cache.close()
+    stop.set()
+    pruner.join()
+
+
+@pytest.mark.parametrize(
+    "limit, need, fits, left",
+    [
+        (10**9, 100_000, True, "abcd"),
+        (450_000, 100_000, True, "abc"),
+        (450_000, 300_000, True, "a"),
+        (450_000, 450_000, False, "abcd"),  # a is in use; nothing goes in vain
+        (450_000, 10**15, False, "abcd"),
+        (10**18, 10**15, False, "abcd"),  # more than the disk has
+    ],
+)
+def test_make_room(folder, limit, need, fits, left):
+    used_days_ago(folder, {"a": 9, "b": 2, "c": 3, "d": 4})
+    used = open_cache(folder, CacheKey("f1", "a", None), frames=10, slot=10_000)
+    assert make_room(folder, {CacheKey("f1", "new", None): need}, limit) is fits
+    assert names(list_caches()) == list(left)
+    used.close()
+
+
+def test_making_room_for_what_is_there_already(folder):
+    used_days_ago(folder, {"a": 1, "b": 9})
+    assert make_room(folder, {CacheKey("f1", "b", None): 100_000}, 250_000)
+    assert names(list_caches()) == ["a", "b"]
+    assert make_room(folder, {CacheKey("f1", "b", None): 100_000}, 120_000)
+    assert names(list_caches()) == ["b"]
