@@ -1,0 +1,246 @@
+"""`flexor bench data`: how fast batches come, with no model, and how far that is from what the hardware allows.
+
+Everything counts from the moment the dataset is opened: a loader that had filled its memory before the clock
+started would look faster than it is. A batch is dropped as soon as it is there, so what is measured is the rate at
+which a training loop that needs no time could be fed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+import torch
+
+from flexor.batch import Batch
+from flexor.bench.figures import LEVELS, Stretch, make_report
+from flexor.bench.limits import is_remote, measure_limits
+from flexor.bench.memory import PeakMemory
+from flexor.config import TrainConfig
+from flexor.data.dataset import Dataset
+from flexor.data.loader import Loader, open_loader
+from flexor.data.shuffle import shuffle_quality
+from flexor.errors import ConfigError, FlexorError
+from flexor.machine import usable_cores
+from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
+
+MODES = ("single", "sarm", "policy")
+SARM_STEPS = 8
+READ_AHEAD = 1000  # steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure, beside the settings of `flexor train`."""
+
+    mode: str = "single"
+    ranks: int = 1
+    epochs: int = 1
+    batches: int | None = None
+    warmup: int = 0
+    source: str = "disk"
+    device: str = "cpu"
+
+    def check(self) -> None:
+        for name, least in (("ranks", 1), ("epochs", 1), ("batches", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}.")
+        if self.batches is not None and self.epochs > 1:
+            raise ConfigError("Give either --batches, to stop early, or --epochs, to see several whole ones.")
+
+
+@dataclass
+class Seen:
+    """What one rank saw."""
+
+    first_batch_s: float
+    stretches: list[Stretch]
+    facts: dict[str, Any]
+
+
+def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
+    """Measure, and report figures per epoch and for all of them."""
+    options.check()
+    threads = max(1, config.num_workers) * options.ranks
+    with PeakMemory() as memory:
+        at_start = memory.pss
+        seen = [_measure(config, options, 0, None)] if options.ranks == 1 else _measure_ranks(config, options)
+    dataset, _ = build_datasets(config.dataset)
+    cameras = _sample(config, options.mode, dataset)[1]
+    limits = measure_limits(dataset, cameras, threads, options.device, config.batch_size)
+    about = {
+        "dataset": dataset.repo_id,
+        "source": options.source,
+        "mode": options.mode,
+        "ranks": options.ranks,
+        "threads": threads,
+        "cores": usable_cores(),
+        "device": options.device,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "cameras": len(cameras),
+        "episodes": len(dataset.episodes.index),
+        "dataset_frames": len(dataset) * len(cameras),
+        "remote": is_remote(dataset, cameras),
+        **seen[0].facts,
+        "memory_at_start_bytes": at_start,
+        **memory.figures(),
+    }
+    first_batch_s = max(rank.first_batch_s for rank in seen)
+    return make_report(about, first_batch_s, [rank.stretches for rank in seen], limits)
+
+
+def threads_per_rank(ranks: int) -> int:
+    """A rank's share of the cores, unless --num_workers says otherwise."""
+    return max(1, usable_cores() // ranks)
+
+
+def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
+    """One process per rank, as in training; they begin together."""
+    context = multiprocessing.get_context("spawn")
+    together = context.Barrier(options.ranks)
+    results: Any = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(config, options, rank, together, results), daemon=True)
+        for rank in range(options.ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        seen: dict[int, Seen] = {}
+        while len(seen) < len(ranks):
+            rank, result = _next_result(ranks, results)
+            if isinstance(result, BaseException):
+                raise result
+            seen[rank] = result
+    finally:
+        for process in ranks:
+            process.terminate()  # those that are done have nothing left to lose
+            process.join()
+    return [seen[rank] for rank in range(options.ranks)]
+
+
+def _next_result(ranks: Sequence[Any], results: Any) -> tuple[int, Any]:
+    while results.empty():
+        dead = [number for number, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        if dead:
+            raise FlexorError(f"Rank {dead[0]} ended with {ranks[dead[0]].exitcode} and said nothing more.")
+        time.sleep(0.05)
+    return results.get()
+
+
+def _rank(config: TrainConfig, options: Options, rank: int, together: Barrier, results: Any) -> None:
+    try:
+        results.put((rank, _measure(config, options, rank, together)))
+    except BaseException as error:
+        results.put((rank, error if isinstance(error, FlexorError) else FlexorError(repr(error))))
+
+
+def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> Seen:
+    """What one rank sees, from opening the dataset on."""
+    if together is not None:
+        torch.set_num_threads(max(1, config.num_workers))
+        together.wait()
+    clock = Clock()
+    loader, cameras = _open(config, options, rank)
+    edges = _edges(loader, options)
+    # when a run is cut short, the loader must not know: at the end of its work it would have less to do
+    steps = loader.steps(0, edges[-1] + (READ_AHEAD if options.batches else 0))
+    stretches = []
+    for first, last in pairwise(edges):
+        stretch = Stretch(clock.started)
+        for _ in range(first, last):
+            _take(steps, stretch, cameras)
+        if options.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        clock.stop(stretch, loader.counters())
+        stretches.append(stretch)
+    steps.close()  # type: ignore[attr-defined]
+    facts = {"tier": loader.tier, "samples_per_epoch": loader.order.size}
+    if rank == 0:
+        facts["shuffle"] = shuffle_quality(loader.order, loader.global_batch)
+    first_batch_s = stretches[0].first_batch_at - stretches[0].started
+    return Seen(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
+
+
+class Clock:
+    """Time, processor time and the loader's counters from one stretch to the next."""
+
+    def __init__(self) -> None:
+        self.started, self.cpu = time.perf_counter(), time.process_time()
+        self.counters: dict[str, float] = {}
+
+    def stop(self, stretch: Stretch, counters: dict[str, float]) -> None:
+        stretch.ended = time.perf_counter()
+        cpu = time.process_time()
+        stretch.cpu_s = cpu - self.cpu
+        stretch.counters = {
+            name: value if name in LEVELS else value - self.counters.get(name, 0)
+            for name, value in counters.items()
+        }
+        self.started, self.cpu, self.counters = stretch.ended, cpu, counters
+
+
+def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, list[str]]:
+    dataset, _ = build_datasets(config.dataset)
+    deltas, cameras, drop_last_frames = _sample(config, options.mode, dataset)
+    loader = open_loader(
+        dataset,
+        config.dataset,
+        deltas,
+        cameras=cameras,
+        batch_size=config.batch_size,
+        accumulation=1,
+        seed=config.seed,
+        num_workers=config.num_workers,
+        rank=rank,
+        world_size=options.ranks,
+        device=options.device,
+        drop_last_frames=drop_last_frames,
+    )
+    return loader, cameras
+
+
+def _edges(loader: Loader, options: Options) -> list[int]:
+    """Steps between which is measured: 0, the end of warming up, the end of every epoch."""
+    epochs = range(1, options.epochs + 1)
+    ends = [-(-epoch * loader.order.size // loader.global_batch) for epoch in epochs]
+    if options.warmup >= ends[0]:
+        raise ConfigError(f"warmup={options.warmup} leaves nothing of an epoch of {ends[0]} batches.")
+    if options.batches is not None:
+        ends = [options.warmup + options.batches]
+    return [0, *([options.warmup] if options.warmup else []), *ends]
+
+
+def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]) -> None:
+    """One optimizer step's batches: counted and let go."""
+    asked = time.perf_counter()
+    batches = next(steps)
+    now = time.perf_counter()
+    stretch.first_batch_at = stretch.first_batch_at or now
+    samples = sum(len(batch["index"]) for batch in batches)
+    stretch.samples += samples
+    stretch.latencies.append((now - asked, samples))
+    for batch in batches:
+        stretch.frames += sum(batch[camera].shape[:-3].numel() for camera in cameras)
+        stretch.bytes += sum(v.numel() * v.element_size() for v in batch.values() if torch.is_tensor(v))
+
+
+def _sample(config: TrainConfig, mode: str, dataset: Dataset) -> tuple[dict[str, list[int]], list[str], int]:
+    """What a sample of this mode is: steps of each feature, cameras, frames at the end that begin none."""
+    if mode == "policy":
+        policy = fit_to_dataset(config.policy, dataset)
+        return deltas_of(policy), list(policy.images), policy.drop_last_frames
+    cameras = list(dataset.cameras)
+    if not cameras:
+        raise ConfigError(f"{dataset.repo_id} has no camera to load frames of: use --mode=policy.")
+    if mode == "single":
+        return {}, cameras, 0
+    second = round(dataset.fps)
+    return {camera: [second * step for step in range(1 - SARM_STEPS, 1)] for camera in cameras}, cameras, 0

@@ -1,0 +1,114 @@
+"""From what the ranks saw to figures: rates, latencies, shares, and a sentence on what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexor.bench.limits import Limits
+
+LEVELS = ("pool_bytes", "pool_peak_bytes", "cache_bytes")
+"""Counters that say how much there is, not how often something happened."""
+IDLE = 0.4  # share of the threads' time from which on it is not they who are slow
+
+
+@dataclass
+class Stretch:
+    """What one rank saw of an epoch. Times are of a clock that all processes of a machine share."""
+
+    started: float
+    ended: float = 0.0
+    first_batch_at: float = 0.0
+    samples: int = 0
+    frames: int = 0
+    bytes: int = 0
+    cpu_s: float = 0.0
+    latencies: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds that the loop waited for a step, and the step's samples."""
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def make_report(
+    about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[Stretch]], limits: Limits
+) -> dict[str, Any]:
+    """`about` the run, figures of all of it, and those of every epoch. `ranks` hold a stretch per epoch."""
+    reuse = frames_per_decode(about, ranks)
+    epochs = [figures([epoch], about, limits, reuse) for epoch in zip(*ranks)]
+    whole = figures(list(zip(*ranks)), about, limits, reuse)
+    return {
+        **about,
+        "first_batch_latency_s": first_batch_s,
+        **whole,
+        "decode_limit_frames_per_s": limits.decode,
+        "memory_limit_frames_per_s": limits.memory,
+        "epochs": [{"epoch": number, **epoch} for number, epoch in enumerate(epochs, 1)],
+    }
+
+
+def frames_per_decode(about: dict[str, Any], ranks: Sequence[Sequence[Stretch]]) -> float:
+    """How often an epoch delivers each frame: windows overlap, and so one decoding serves many samples."""
+    frames = sum(stretch.frames for rank in ranks for stretch in rank)
+    samples = sum(stretch.samples for rank in ranks for stretch in rank)
+    return (
+        max(1.0, frames / samples * about["samples_per_epoch"] / about["dataset_frames"]) if frames else 1.0
+    )
+
+
+def figures(
+    epochs: Sequence[Sequence[Stretch]], about: dict[str, Any], limits: Limits, reuse: float
+) -> dict[str, Any]:
+    """Figures of one epoch or of several: for each, the stretches of all ranks."""
+    stretches = [stretch for epoch in epochs for stretch in epoch]
+    seconds = max(s.ended for s in stretches) - min(s.started for s in stretches)
+    frames = sum(s.frames for s in stretches)
+    samples = sum(s.samples for s in stretches)
+    counters = {name: sum(s.counters[name] for s in stretches) for name in stretches[0].counters}
+    for name in LEVELS:
+        counters[name] = max(sum(s.counters.get(name, 0) for s in epoch) for epoch in epochs)
+    rate = frames / seconds
+    # decoding further ahead than was delivered is not needed for what was delivered
+    needed = min(counters.get("decoded", 0), frames / reuse)
+    limit = limits.frames_per_s(frames, needed)
+    latency = np.array([1e3 * seconds / samples for s in stretches for seconds, samples in s.latencies])
+    return {
+        "frames_per_s_node": rate,
+        "samples_per_s": samples / seconds,
+        "limit_frames_per_s": limit,
+        "of_limit": rate / limit if frames else None,
+        "bound": bound(counters, limits, limit, rate, about["threads"] * seconds, about["remote"]),
+        "wallclock_s": seconds,
+        "frames": frames,
+        "samples": samples,
+        **{f"p{p}_sample_latency_ms": float(np.percentile(latency, p)) for p in (50, 95, 99)},
+        "hit_rate": _ratio(counters.get("hits", 0), counters.get("hits", 0) + counters.get("misses", 0)),
+        "frames_decoded_per_frame_delivered": _ratio(counters.get("decoded", 0), frames),
+        "bytes_delivered": sum(s.bytes for s in stretches),
+        "cpu_s_per_frame": _ratio(sum(s.cpu_s for s in stretches), frames),
+        "cpu_s": sum(s.cpu_s for s in stretches),
+        **counters,
+    }
+
+
+def bound(
+    counters: dict[str, float], limits: Limits, limit: float, rate: float, thread_s: float, remote: bool
+) -> str:
+    """What kept it from being faster, in a sentence."""
+    decoding, converting = (counters.get(name, 0) / thread_s for name in ("decode_s", "convert_s"))
+    idle = 1 - decoding - converting
+    if remote and idle > IDLE:
+        why = f"the network: the threads waited {idle:.0%} of the time, while videos are read from afar"
+    elif idle > IDLE:
+        why = f"neither decoding nor conversion: the threads had nothing to do {idle:.0%} of the time"
+    elif decoding >= converting:
+        why = f"decoding: it takes {decoding:.0%} of the threads' time, gathering and conversion {converting:.0%}"
+    else:
+        why = f"gathering and conversion: they take {converting:.0%} of the threads' time, decoding {decoding:.0%}"
+    what = "copying memory" if limit == limits.memory else "decoding"
+    return f"{why}; {rate / limit:.0%} of what {what} alone allows" if rate else why
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,160 @@
+"""What the hardware allows, measured beside the loader: decoding alone, and memory alone.
+
+*Decoding*: the videos from front to back, each thread with a demuxer and decoder of its own as FFmpeg opens them,
+every picture thrown away. None of the engine's code is in it, so that a mistake of the engine's can't lower the
+bar it is held to. *Memory*: pictures as they are delivered, copied from random places into a batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import av
+import numpy as np
+import torch
+from av.container import InputContainer
+
+from flexor.data.clips import Clip, VideoClip
+from flexor.data.dataset import Dataset
+from flexor.data.ranges import Ranges
+from flexor.data.video import RangesFile
+
+PASSES = 2  # the better one counts: whatever else the machine did only ever made it slower
+SECONDS = 6.0  # per pass, at most
+RUN = 128  # frames that a thread decodes from one place before it goes on to another
+OPEN_FILES = 16  # per thread
+GATHERED = 512 << 20  # bytes copied from: more than any processor's cache
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Frames per second."""
+
+    decode: float
+    memory: float
+
+    def frames_per_s(self, delivered: int, decoded: int) -> float:
+        """The most that could be delivered if that many frames had to be decoded for it."""
+        return min(self.memory, self.decode * delivered / decoded) if decoded else self.memory
+
+
+def measure_limits(dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int) -> Limits:
+    return Limits(
+        decode_limit(dataset, cameras, threads), memory_limit(dataset, cameras, threads, device, batch)
+    )
+
+
+def is_remote(dataset: Dataset, cameras: Sequence[str]) -> bool:
+    """Whether videos are read over the network."""
+    clips = (dataset.store.clips[camera, int(dataset.episodes.index[0])] for camera in cameras)
+    return any(isinstance(c, VideoClip) and not Path(c.file.index.ranges.name).is_file() for c in clips)
+
+
+def decode_limit(dataset: Dataset, cameras: Sequence[str], threads: int, seconds: float = SECONDS) -> float:
+    """Frames per second of decoding on so many threads, nothing kept."""
+    runs = _runs(dataset, cameras)
+    order = np.random.default_rng(0).permutation(len(runs))  # a pass cut short must not see one camera only
+    return max(_decode_pass([runs[i] for i in order], threads, seconds) for _ in range(PASSES))
+
+
+Run = tuple[Clip, np.ndarray]  # frames of one episode, one after the other
+
+
+def _runs(dataset: Dataset, cameras: Sequence[str]) -> list[Run]:
+    runs = []
+    for camera in cameras:
+        for episode in dataset.episodes.index.tolist():
+            clip = dataset.store.clips[camera, episode]
+            frames = np.arange(len(clip.starts()))
+            runs += [(clip, frames[first : first + RUN]) for first in range(0, len(frames), RUN)]
+    return runs
+
+
+def _decode_pass(runs: Sequence[Run], threads: int, seconds: float) -> float:
+    started = time.perf_counter()
+    numbers = count()  # next() on it is atomic
+
+    def work(_: int) -> float:
+        frames, player = 0, Player()
+        while (number := next(numbers)) < len(runs) and time.perf_counter() - started < seconds:
+            frames += player.decode(*runs[number])
+        player.keep(0)
+        return frames / (time.perf_counter() - started)  # until this thread was done, not until all were
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(work, range(threads)))
+
+
+class Player:
+    """One thread's open files."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, InputContainer] = {}
+
+    def decode(self, clip: Clip, frames: np.ndarray) -> int:
+        """How many frames came out: in a video also those between the key frame before and the first."""
+        if not isinstance(clip, VideoClip):
+            return len(frames) - len(clip.decode(frames, lambda *_: None))
+        index, numbers = clip.file.index, clip.numbers[frames]
+        container = self._container(index.ranges)
+        stream = container.streams.video[0]
+        container.seek(int(index.frame_pts[numbers[0]]), stream=stream)
+        stop, decoded = int(index.frame_pts[numbers[-1]]), 0
+        for frame in container.decode(stream):
+            decoded += 1
+            if frame.pts is None or frame.pts >= stop:
+                break
+        return decoded
+
+    def _container(self, ranges: Ranges) -> InputContainer:
+        if ranges.name not in self.open:
+            file = ranges.name if Path(ranges.name).is_file() else RangesFile(ranges)
+            container = av.open(file)
+            container.streams.video[0].thread_type = "NONE"
+            container.streams.video[0].codec_context.thread_count = 1
+            self.keep(OPEN_FILES - 1)
+            self.open[ranges.name] = container
+        return self.open[ranges.name]
+
+    def keep(self, files: int) -> None:
+        """Close all but the last few that were opened."""
+        while len(self.open) > files:
+            self.open.pop(next(iter(self.open))).close()
+
+
+def memory_limit(
+    dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int, seconds: float = 1.0
+) -> float:
+    """Frames per second of copying pictures of the cameras' sizes from random places into a batch."""
+    sizes = [int(np.prod(dataset.features[camera].chw)) for camera in cameras]
+    size = max(1, sum(sizes) // max(1, len(sizes)))
+    frames = max(batch, GATHERED // size)
+    source = torch.zeros(frames, size, dtype=torch.uint8, device=device)
+    source.fill_(1)  # pages that were never written to are all the same page
+    out = torch.empty(batch, size, dtype=torch.uint8, device=device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return max(_gather_pass(source, out, seconds / PASSES) for _ in range(PASSES))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _gather_pass(source: torch.Tensor, out: torch.Tensor, seconds: float) -> float:
+    picks = torch.randint(len(source), (64, len(out)), device=source.device)
+    torch.index_select(source, 0, picks[0], out=out)
+    started, copied = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        for pick in picks:
+            torch.index_select(source, 0, pick, out=out)
+            copied += len(out)
+            if source.device.type == "cpu" and time.perf_counter() - started > seconds:
+                break
+        if source.device.type == "cuda":
+            torch.cuda.synchronize(source.device)
+    return copied / (time.perf_counter() - started)

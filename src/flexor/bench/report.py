@@ -1,0 +1,92 @@
+"""A report as a person, a program and a spreadsheet read it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from flexor.console import table
+
+ROWS = (  # figure, label, format
+    ("frames_per_s_node", "frames/s on this node", "{:,.0f}"),
+    ("limit_frames_per_s", "physical limit, frames/s", "{:,.0f}"),
+    ("of_limit", "share of the limit", "{:.0%}"),
+    ("samples_per_s", "samples/s", "{:,.1f}"),
+    ("p50_sample_latency_ms", "ms per sample, median", "{:.2f}"),
+    ("p95_sample_latency_ms", "95th percentile", "{:.2f}"),
+    ("p99_sample_latency_ms", "99th percentile", "{:.2f}"),
+    ("wallclock_s", "seconds", "{:.1f}"),
+    ("frames", "frames delivered", "{:,.0f}"),
+    ("decoded", "frames decoded", "{:,.0f}"),
+    ("frames_decoded_per_frame_delivered", "decoded per delivered", "{:.3f}"),
+    ("hits", "frames found in pool or cache", "{:,.0f}"),
+    ("misses", "not found", "{:,.0f}"),
+    ("hit_rate", "hit rate", "{:.1%}"),
+    ("evictions", "evicted", "{:,.0f}"),
+    ("bad_frames", "broken frames", "{:,.0f}"),
+    ("bytes_read", "bytes read, MB", "MB"),
+    ("bytes_delivered", "bytes delivered, MB", "MB"),
+    ("pool_bytes", "pool, MB", "MB"),
+    ("cache_bytes", "cache, MB", "MB"),
+    ("cpu_s_per_frame", "processor ms per frame", "ms"),
+)
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text."""
+    epochs = report["epochs"]
+    columns = epochs if len(epochs) == 1 else [*epochs, report]
+    titles = [f"epoch {epoch['epoch']}" for epoch in epochs] + ["all"] * (len(columns) - len(epochs))
+    rows: list[list[str]] = [["", *titles]]
+    for name, label, style in ROWS:
+        if name in columns[0]:
+            rows.append([label, *(_cell(column[name], style) for column in columns)])
+    lines = [
+        f"{report['dataset']} ({report['source']}): mode {report['mode']}, {report['cameras']} cameras, "
+        f"batch {report['batch_size']} on {report['device']}, {report['ranks']} rank(s), {report['threads']} "
+        f"threads on {report['cores']} cores, tier {report['tier']}",
+        "",
+        table(rows),
+        "",
+        f"first batch after {report['first_batch_latency_s']:.2f} s; peak memory "
+        f"{report['peak_memory_bytes'] / 1e6:,.0f} MB, of which {report['memory_at_start_bytes'] / 1e6:,.0f} MB "
+        f"before the dataset was opened",
+        f"shuffle: {_shuffle(report)}",
+        *(f"epoch {epoch['epoch']}: bound by {epoch['bound']}" for epoch in epochs),
+    ]
+    return "\n".join(lines)
+
+
+def _shuffle(report: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.3g}"
+        for name, value in report["shuffle"].items()
+        if value is not None
+    )
+
+
+def _cell(value: float | None, style: str) -> str:
+    if value is None:
+        return "-"
+    if style == "MB":
+        return f"{value / 1e6:,.0f}"
+    return f"{1e3 * value:.2f}" if style == "ms" else style.format(value)
+
+
+def write(report: dict[str, Any], output: Path | None) -> tuple[Path, Path]:
+    """JSON of all of it and CSV with a line per epoch, into a folder or beside each other under a name."""
+    output = output or Path("runs/bench")
+    name = f"data_{report['mode']}_{time.strftime('%Y%m%d_%H%M%S')}"
+    path = output if output.suffix == ".json" else output / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    about = {key: value for key, value in report.items() if not isinstance(value, dict | list)}
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, [*about, "epoch"])
+        writer.writeheader()
+        for epoch in report["epochs"]:
+            writer.writerow({**about, **epoch})
+    return path, path.with_suffix(".csv")
