@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -23,8 +23,9 @@ from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset
-from flexor.data.loader import Loader, open_loader
+from flexor.data.loader import Loader
 from flexor.data.shuffle import shuffle_quality
+from flexor.data.tiers import open_loader
 from flexor.errors import ConfigError, FlexorError
 from flexor.machine import usable_cores
 from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
@@ -164,7 +165,7 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
     steps.close()  # type: ignore[attr-defined]
     facts = {"tier": loader.tier, "samples_per_epoch": loader.order.size}
     if rank == 0:
-        facts["shuffle"] = shuffle_quality(loader.order, loader.global_batch)
+        facts["shuffle"] = _shuffle(loader)
     first_batch_s = stretches[0].first_batch_at - stretches[0].started
     return Seen(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
 
@@ -216,6 +217,15 @@ def _edges(loader: Loader, options: Options) -> list[int]:
     if options.batches is not None:
         ends = [options.warmup + options.batches]
     return [0, *([options.warmup] if options.warmup else []), *ends]
+
+
+def _shuffle(loader: Loader) -> dict[str, float]:
+    """How well the first epoch is shuffled."""
+    rows, dataset = loader.rows, loader.dataset
+    quality = shuffle_quality(
+        loader.order, dataset.episode_of(rows), rows, batch=loader.global_batch, fps=dataset.fps
+    )
+    return {**asdict(quality), "effective_batch": quality.effective_batch}
 
 
 def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ class Limits:
     decode: float
     memory: float
 
-    def frames_per_s(self, delivered: int, decoded: int) -> float:
+    def frames_per_s(self, delivered: float, decoded: float) -> float:
         """The most that could be delivered if that many frames had to be decoded for it."""
         return min(self.memory, self.decode * delivered / decoded) if decoded else self.memory
 
@@ -114,7 +114,7 @@ class Player:
     def _container(self, ranges: Ranges) -> InputContainer:
         if ranges.name not in self.open:
             file = ranges.name if Path(ranges.name).is_file() else RangesFile(ranges)
-            container = av.open(file)
+            container = av.open(file, "r")
             container.streams.video[0].thread_type = "NONE"
             container.streams.video[0].codec_context.thread_count = 1
             self.keep(OPEN_FILES - 1)

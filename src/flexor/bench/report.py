@@ -54,18 +54,11 @@ def render(report: dict[str, Any]) -> str:
         f"first batch after {report['first_batch_latency_s']:.2f} s; peak memory "
         f"{report['peak_memory_bytes'] / 1e6:,.0f} MB, of which {report['memory_at_start_bytes'] / 1e6:,.0f} MB "
         f"before the dataset was opened",
-        f"shuffle: {_shuffle(report)}",
+        "shuffle: {episodes:.1f} episodes in a batch of {batch} (drawn at random: {episodes_uniform:.1f}), {near:.1f} "
+        "pairs of near-duplicates ({near_uniform:.1f})".format(**report["shuffle"]),
         *(f"epoch {epoch['epoch']}: bound by {epoch['bound']}" for epoch in epochs),
     ]
     return "\n".join(lines)
-
-
-def _shuffle(report: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.3g}"
-        for name, value in report["shuffle"].items()
-        if value is not None
-    )
 
 
 def _cell(value: float | None, style: str) -> str:
