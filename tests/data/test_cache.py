@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.data import cache as cache_module
-from flexor.data import caches
+from flexor.data import cache_files, caches
 from flexor.data.cache import FrameCache
 from flexor.data.caches import CacheKey, list_caches, make_room, prune
 from flexor.errors import DatasetError
@@ -44,7 +44,7 @@ def folder(tmp_path) -> Path:
 def planes(ids, slot: int = SLOT) -> np.ndarray:
     """What the decoder would give: each frame's bytes follow from its id. [n, slot]"""
     ids = np.asarray(ids, np.int64)[:, None]
-    return ((ids * 7919 + np.arange(slot) * (ids % 251 + 1)) % 256).astype(np.uint8)
+    return (ids % 241 + 7).astype(np.uint8) * (np.arange(slot) % 253 + 1).astype(np.uint8)
 
 
 def jpeg(frame: int) -> bytes:
@@ -137,7 +137,7 @@ def test_holes_cost_nothing(folder):
     cache.put(np.array([99_999]), [jpeg(9)])
     cache.close()
     (info,) = list_caches()
-    assert info.nbytes < 2_000_000 < info.full_bytes
+    assert info.nbytes < 2_000_000 < info.expected
 
 
 def test_threads_fill_and_read(folder):
@@ -155,6 +155,18 @@ def test_threads_fill_and_read(folder):
     for thread in threads:
         thread.join()
     assert cache.complete and len(seen) == 160
+
+
+def test_what_is_marked_can_be_read_at_once(folder):
+    """Read every frame in the instant it is marked, while another thread writes."""
+    cache, content = open_cache(folder, frames=40, slot=2_000_000), planes(range(40), 2_000_000)
+    writer = threading.Thread(target=cache.put, args=(np.arange(40), content))
+    writer.start()
+    for frame in range(40):
+        while not cache.have(np.array([frame]))[0]:
+            assert writer.is_alive() or cache.complete
+        assert (cache.view(frame) == content[frame]).all()
+    writer.join()
 
 
 # several processes
@@ -218,9 +230,9 @@ def test_killed_at_any_instant(folder, tmp_path):
     """While it makes the cache, while it writes and while it syncs."""
     rng, found = random.Random(1), []
     for _ in range(8):
-        with filling(folder, tmp_path, frames=200, slot=50_001, wait=False):
+        with filling(folder, tmp_path, frames=100, slot=1_000_001, wait=False):
             time.sleep(rng.uniform(0, 0.1))
-        cache = open_cache(folder, frames=200, slot=50_001)
+        cache = open_cache(folder, frames=100, slot=1_000_001)
         found.append(check(cache))
         cache.close()
     assert found == sorted(found) and found[-1] > 0
@@ -246,17 +258,17 @@ def test_marks_of_another_boot_count_only_if_synced(folder, monkeypatch):
     cache.put(np.arange(5, 9), planes(range(5, 9)))
     cache._leave()  # the machine loses power: nobody closes
     assert open_cache(folder).count == 9
-    monkeypatch.setattr(cache_module, "boot_id", lambda: "another")
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
     again = open_cache(folder)
     assert np.flatnonzero(again.have(np.arange(20))).tolist() == [0, 1, 2, 3, 4]
     again.put(np.arange(20), planes(range(20)))
     again.close()
-    monkeypatch.setattr(cache_module, "boot_id", lambda: "a third")
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "a third")
     assert open_cache(folder).complete
 
 
 def test_a_machine_that_does_not_know_its_boot_trusts_what_is_synced(folder, monkeypatch):
-    monkeypatch.setattr(cache_module, "boot_id", lambda: "")
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "")
     cache = open_cache(folder)
     cache.put(np.arange(5), planes(range(5)))
     other = open_cache(folder)
@@ -269,7 +281,7 @@ def test_a_machine_that_does_not_know_its_boot_trusts_what_is_synced(folder, mon
 def test_in_use_on_another_machine(folder, monkeypatch, log_lines):
     cache = filled(folder)
     cache.sync()
-    monkeypatch.setattr(cache_module, "boot_id", lambda: "another")
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
     guest = open_cache(folder)
     assert guest.complete and not guest.keeping and "another machine" in log_lines[0]
     guest.put(np.array([1]), planes([1]))
@@ -437,6 +449,16 @@ def test_no_room_in_shared_memory(small_disk, monkeypatch):
     assert check(first) == 30
 
 
+def test_part_of_the_frames_in_shared_memory(small_disk, monkeypatch):
+    """All frames would not fit; those of the chosen episodes do."""
+    monkeypatch.setattr(caches, "SHARED_MEMORY", small_disk)
+    cache = FrameCache.open(None, KEY, 1000, 200_000, LAYOUT, expected=10 * 200_000)
+    cache.put(np.arange(500, 510), planes(range(500, 510), 200_000))
+    assert len(shared()) == 1 and check(cache) == 10 and list_caches()[0].expected == 2_000_000
+    more = FrameCache.open(None, KEY, 1000, 200_000, LAYOUT, expected=20 * 200_000)
+    assert check(more) == 10 and list_caches()[0].expected == 4_000_000
+
+
 def test_no_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "none")
     cache = filled(None)
@@ -453,7 +475,7 @@ def test_list(folder):
     (info,) = list_caches()
     assert (info.dataset, info.camera, info.size, info.jpeg) == ("me/blocks", "top", (4, 6), None)
     assert (info.frames, info.ready, info.in_use, info.broken) == (50, 50, True, False)
-    assert 500_000 <= info.nbytes <= 600_000 and info.full_bytes == 500_000
+    assert 500_000 <= info.nbytes <= 600_000 and info.expected == 500_000
     assert abs(info.last_used - time.time()) < 60
     cache.close()
     assert not list_caches()[0].in_use

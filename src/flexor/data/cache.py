@@ -1,8 +1,7 @@
 """Frames kept after their first decoding: all of one camera, on disk or in RAM, shared by processes.
 
 A frame has a fixed place in a sparse file that is mapped into memory, so that reading one is a view, and
-runs over different episodes share what they decoded. All is written with `pwrite` and not through the
-mapping: a full disk is then an error that can be handled, where a page fault would kill the process.
+runs over different episodes share what they decoded.
 
 What is trusted. A frame is marked after its bytes are in the file, so a process killed at any instant
 leaves only whole frames marked. A machine that lost power may have written marks to the disk before
@@ -15,24 +14,23 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flexor.data import cache_files
+from flexor.data.cache_files import Files, Plan, is_sound, synced_marks, try_alone
 from flexor.data.caches import (
     CacheKey,
     caches_in,
     free_bytes,
-    full_bytes,
     guard,
     guarding,
     in_use,
@@ -45,49 +43,16 @@ from flexor.log import log
 
 __all__ = ["FrameCache"]
 
-PAGE = 4096
 LOOK_EVERY = 64 << 20
 """Bytes written between two looks at how much room is left."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is to be opened."""
-
-    key: CacheKey
-    frames: int
-    slot: int
-    layout: dict[str, Any]
-
-    @property
-    def stride(self) -> int:
-        """Bytes from one frame's place to the next one's."""
-        if self.key.jpeg is None:
-            return self.slot
-        # A JPEG of a few pixels, or of noise, is larger than the planes. Holes cost nothing.
-        return -(-(2 * self.slot + PAGE) // PAGE) * PAGE
-
-    def files(self) -> dict[str, int]:
-        """The files of the cache and how long they are."""
-        files = {"data": self.frames * self.stride, "ready": self.frames}
-        return files if self.key.jpeg is None else {**files, "sizes": 4 * self.frames}
-
-    def header(self) -> dict[str, Any]:
-        key = self.key
-        size = list(key.size) if key.size else None
-        return {
-            "key": {"fingerprint": key.fingerprint, "camera": key.camera, "size": size, "jpeg": key.jpeg},
-            "frames": self.frames,
-            "slot": self.slot,
-            "layout": json.loads(json.dumps(self.layout)),
-        }
 
 
 class FrameCache:
     """All frames of one camera of one dataset at one setting. Safe from many threads and many processes.
 
     `planes` [frames, slot] is the mapping itself, for gathering many raw frames at once; only rows that
-    `have` says are there may be read. `keeping` turns False when there is no room for more.
+    `have` says are there may be read. `keeping` turns False when there is no room for more. Frames are
+    JPEGs if `jpeg`.
     """
 
     def __init__(
@@ -95,9 +60,10 @@ class FrameCache:
         planes: np.ndarray,
         ready: np.ndarray,
         sizes: np.ndarray | None,
-        files: _Files | None = None,
+        files: Files | None = None,
     ):
         self.planes = planes
+        self.jpeg = sizes is not None
         self.keeping = True
         self.folder = files.cache if files else None  # None: this process's own memory
         self._ready = ready
@@ -110,15 +76,22 @@ class FrameCache:
 
     @classmethod
     def open(
-        cls, folder: Path | None, key: CacheKey, frames: int, slot: int, layout: dict[str, Any]
+        cls,
+        folder: Path | None,
+        key: CacheKey,
+        frames: int,
+        slot: int,
+        layout: dict[str, Any],
+        expected: int | None = None,
     ) -> FrameCache:
         """The cache of `frames` frames of `slot` bytes each (JPEG: what they would take raw).
 
         It lies in `folder`; without one, in RAM: shared with other processes if shared memory has room,
-        else in this process's own. `layout` says how a frame lies in its bytes, as plain JSON data.
+        else in this process's own. `layout` says how a frame lies in its bytes, as plain JSON data;
+        `expected` how many bytes will be put, if not all frames or smaller ones.
         """
         assert frames > 0 and slot > 0
-        plan = _Plan(key, frames, slot, layout)
+        plan = Plan(key, frames, slot, layout, frames * slot if expected is None else expected)
         in_ram = folder is None
         folder = folder or ram_folder()
         if folder is None:
@@ -127,8 +100,7 @@ class FrameCache:
             with guard(folder) as discard:
                 if in_ram:
                     _sweep(folder, key, discard)
-                    there = (folder / key.folder_name).exists()
-                    if not there and full_bytes(frames, slot, key.jpeg) > room(folder):
+                    if not (folder / key.folder_name).exists() and plan.expected > room(folder):
                         return _in_own_memory(plan)
                 return _open_files(folder / key.folder_name, plan, in_ram)
         except OSError as error:
@@ -184,12 +156,12 @@ class FrameCache:
             return
         with self._syncing:
             ready = self._ready.tobytes()  # before the rest: what is marked meanwhile may not be on the disk
-            if ready == _synced(files.cache, len(ready)):
+            if ready == synced_marks(files.cache, len(ready)):
                 return
             try:
                 for descriptor in files.descriptors.values():
                     os.fsync(descriptor)
-                _replace(files.cache / "synced", ready)
+                cache_files.replace(files.cache / "synced", ready)
             except OSError as error:
                 self._stop(error, files)
 
@@ -207,14 +179,14 @@ class FrameCache:
             self._sizes[frame] = len(content)
         self._ready[frame] = 1
 
-    def _look_at_room(self, files: _Files, size: int) -> None:
+    def _look_at_room(self, files: Files, size: int) -> None:
         self._unlooked += size
         if self._unlooked >= LOOK_EVERY:
             self._unlooked = 0
             if free_bytes(files.cache) == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _stop(self, error: OSError, files: _Files) -> None:
+    def _stop(self, error: OSError, files: Files) -> None:
         """Keep no more frames from now on; what is there stays."""
         with self._once:
             if not self.keeping:
@@ -229,28 +201,7 @@ class FrameCache:
         )
 
 
-class _Files:
-    """A cache's files, open for writing until the last one who holds this object lets it go."""
-
-    def __init__(self, cache: Path, names: Iterable[str], lasting: bool):
-        self.cache = cache
-        self.lasting = lasting
-        self.descriptors: dict[str, int] = {}
-        for name in names:
-            self.descriptors[name] = os.open(cache / name, os.O_RDWR | os.O_CLOEXEC)
-
-    def write(self, name: str, place: int, content: np.ndarray | bytes) -> None:
-        rest = content.data if isinstance(content, np.ndarray) else memoryview(content)
-        while rest:  # a disk that fills up takes a part before it refuses
-            done = os.pwrite(self.descriptors[name], rest, place)
-            rest, place = rest[done:], place + done
-
-    def __del__(self) -> None:
-        for descriptor in self.descriptors.values():
-            os.close(descriptor)
-
-
-def _in_own_memory(plan: _Plan) -> FrameCache:
+def _in_own_memory(plan: Plan) -> FrameCache:
     """Nobody to share with: pages come as they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, plan.frames * plan.stride, flags=flags)
@@ -268,19 +219,21 @@ def _sweep(folder: Path, key: CacheKey, discard: Callable[[Path], None]) -> None
             discard(cache)
 
 
-def _open_files(cache: Path, plan: _Plan, in_ram: bool) -> FrameCache:
+def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
     """Inside of `guard`: nobody else opens or removes it meanwhile."""
     cache.mkdir(exist_ok=True)
     lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if _try_alone(lock):
-            _put_in_order(cache, plan)
+        if try_alone(lock):
+            cache_files.put_in_order(cache, plan)
         header = read_header(cache)
-        if header is None or not _sound(cache, header, plan):
+        if header is None or not is_sound(cache, header, plan):
             raise DatasetError(
                 f"the frame cache {cache} is damaged, and another process uses it. End that process: the "
                 f"cache is made anew as soon as nobody uses it"
             )
+        if plan.expected > header["expected"]:
+            cache_files.write_header(cache, plan, header["boot"])
         fcntl.flock(lock, fcntl.LOCK_SH)
         os.utime(lock)
         opened = _map(cache, plan, header, lasting=not in_ram)
@@ -291,54 +244,15 @@ def _open_files(cache: Path, plan: _Plan, in_ram: bool) -> FrameCache:
     return opened
 
 
-def _try_alone(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _put_in_order(cache: Path, plan: _Plan) -> None:
-    """The only user makes anew what is not sound, and drops marks that a crash may have made lies."""
-    header, boot = read_header(cache), boot_id()
-    if header is None or not _sound(cache, header, plan):
-        for path in cache.iterdir():
-            if path.name != "lock":
-                path.unlink()
-        _fsync(cache)  # no old mark may come back and stand for a new frame
-        for name, length in plan.files().items():
-            with (cache / name).open("wb") as file:
-                if name == "data":
-                    file.truncate(length)
-                else:
-                    file.write(bytes(length))  # read all over: a hole would need a page when there is none
-    elif header["boot"] != boot or not boot:
-        _replace(cache / "ready", _synced(cache, plan.frames))
-    else:
-        return
-    header = {**plan.header(), "dataset": plan.key.dataset, "boot": boot}
-    _replace(cache / "header.json", json.dumps(header).encode())
-
-
-def _sound(cache: Path, header: dict[str, Any], plan: _Plan) -> bool:
-    """Whether the header is what it should be and the files are as long as they should be."""
-    fits = "boot" in header and all(header.get(name) == value for name, value in plan.header().items())
-    try:
-        return fits and all((cache / n).stat().st_size == length for n, length in plan.files().items())
-    except OSError:
-        return False
-
-
-def _map(cache: Path, plan: _Plan, header: dict[str, Any], lasting: bool) -> FrameCache:
+def _map(cache: Path, plan: Plan, header: dict[str, Any], lasting: bool) -> FrameCache:
     planes = _mapped(cache / "data", np.uint8).reshape(plan.frames, plan.stride)
     sizes = None if plan.key.jpeg is None else _mapped(cache / "sizes", np.uint32)
-    if header["boot"] == boot_id():
-        files = _Files(cache, plan.files(), lasting)
+    if header["boot"] == cache_files.boot_id():
+        files = Files(cache, plan.files(), lasting)
         return FrameCache(planes, _mapped(cache / "ready", np.uint8), sizes, files)
     # In use on another machine, through a network file system: what it writes now comes here in any order.
     log.warning("%s is being filled by another machine: read, but not added to", cache)
-    opened = FrameCache(planes, np.frombuffer(_synced(cache, plan.frames), np.uint8), sizes)
+    opened = FrameCache(planes, np.frombuffer(synced_marks(cache, plan.frames), np.uint8), sizes)
     opened.keeping = False
     return opened
 
@@ -348,15 +262,6 @@ def _mapped(path: Path, dtype: type) -> np.ndarray:
     return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
-def _synced(cache: Path, frames: int) -> bytes:
-    """The marks that outlive a crash of the machine."""
-    try:
-        marks = (cache / "synced").read_bytes()
-    except FileNotFoundError:
-        return bytes(frames)
-    return marks if len(marks) == frames else bytes(frames)
-
-
 def _leave(cache: Path, lock: int, in_ram: bool, owner: int) -> None:
     """Called by close(), or when the cache is garbage, or at the end of the process."""
     if os.getpid() != owner:
@@ -364,37 +269,8 @@ def _leave(cache: Path, lock: int, in_ram: bool, owner: int) -> None:
     # Garbage may be collected anywhere, inside of `guard` too. The next one to open sweeps what is left.
     if in_ram and not guarding():
         with suppress(OSError), guard(cache.parent) as discard:
-            if _try_alone(lock):
+            if try_alone(lock):
                 discard(cache)
     with suppress(OSError):
         os.utime(lock)
     os.close(lock)
-
-
-def boot_id() -> str:
-    """Changes whenever this machine starts; empty where that cannot be known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Old or new, never in between, power or not."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -84,7 +84,7 @@ class CacheInfo:
     jpeg: int | None = None
     frames: int = 0
     ready: int = 0
-    full_bytes: int = 0  # once all frames are kept; estimated for JPEG
+    expected: int = 0  # bytes, when all is in it that its users will put
     broken: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -168,14 +168,9 @@ def free_bytes(folder: Path) -> int:
     return max(disk.f_bavail * disk.f_frsize - reserve, 0)
 
 
-def full_bytes(frames: int, slot: int, jpeg: int | None) -> int:
-    """What a cache takes when all is in it. A JPEG takes a quarter to a half of its planes."""
-    return frames * slot if jpeg is None else frames * slot // 2
-
-
 def room(folder: Path) -> int:
     """What is free and not spoken for by caches that are being filled. Only inside of `guard`."""
-    spoken_for = sum(max(i.full_bytes - i.nbytes, 0) for i in map(_look, caches_in(folder)) if i.in_use)
+    spoken_for = sum(max(i.expected - i.nbytes, 0) for i in map(_look, caches_in(folder)) if i.in_use)
     return max(free_bytes(folder) - spoken_for, 0)
 
 
@@ -234,8 +229,8 @@ def make_room(folder: Path, wanted: Mapping[CacheKey, int], limit: int) -> bool:
         unused = [info for info in infos if not info.in_use and info not in own]
         need = sum(wanted.values())
         free = free_bytes(folder) + sum(info.nbytes for info in own)
-        free -= sum(max(info.full_bytes - info.nbytes, 0) for info in staying)
-        within = limit - sum(max(info.full_bytes, info.nbytes) for info in staying)
+        free -= sum(max(info.expected - info.nbytes, 0) for info in staying)
+        within = limit - sum(max(info.expected, info.nbytes) for info in staying)
         reclaimable = sum(info.nbytes for info in unused)
         if need > min(within, free + reclaimable):
             return False
@@ -286,9 +281,8 @@ def _look(cache: Path) -> CacheInfo:
     try:
         key, frames = header["key"], header["frames"]
         ready = frames - (cache / "ready").read_bytes().count(0)
-        full = full_bytes(frames, header["slot"], key["jpeg"])
         size = tuple(key["size"]) if key["size"] else None
-        facts = (header["dataset"], key["camera"], size, key["jpeg"], frames, ready, full)
+        facts = (header["dataset"], key["camera"], size, key["jpeg"], frames, ready, header["expected"])
     except (OSError, KeyError, TypeError):
         return CacheInfo(cache, used, nbytes, last_used, broken=True)
     return CacheInfo(cache, used, nbytes, last_used, *facts)
