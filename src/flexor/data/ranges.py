@@ -1,21 +1,35 @@
 """Bytes of one file by position: what indexing and decoding read through.
 
 Nothing above this module knows whether a file lies on this machine. A local file is read with `pread`,
-which needs no position and so no lock.
+which needs no position and so no lock. A remote one is read in blocks, each of which is asked for once
+and kept on disk; that reads some bytes nobody wanted, for far fewer requests.
 """
 
 import os
+import queue
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from flexor.data.blocks import BLOCK, BlockCache
+from flexor.data.remote import RemoteFile, retrying
 from flexor.errors import DatasetError
+from flexor.log import log
 
-__all__ = ["LocalRanges", "Ranges"]
+__all__ = ["LocalRanges", "Ranges", "RemoteRanges"]
 
 OPEN_FILES = 256
 """Files kept open in this process; datasets have tens of thousands, and systems allow about a thousand."""
+
+LONGEST_REQUEST = 16 * BLOCK
+"""Bytes asked for at once: what has to come again when the connection breaks."""
+AHEAD_THREADS = 4
+AHEAD_BYTES = 128 * BLOCK
+"""Read-ahead that may be under way or waiting; more is not begun."""
 
 
 class Ranges(Protocol):
@@ -110,3 +124,118 @@ class _OpenFiles:
 
 
 _open_files = _OpenFiles()
+
+
+class RemoteRanges:
+    """A file on a server, in blocks; those adjacent and not yet here come in one request."""
+
+    def __init__(self, file: RemoteFile, blocks: BlockCache):
+        self.name, self.size = file.name, file.size
+        self._file, self._cache = file, blocks
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[bytes]] = {}  # blocks that some thread is getting
+
+    def read(self, offset: int, count: int) -> bytes:
+        if count <= 0:
+            return b""
+        if offset < 0 or offset + count > self.size:
+            raise DatasetError(
+                f"{self.name}: {count} bytes wanted at {offset}, but it has {self.size}. "
+                f"The file is cut short, or its index is damaged: replace it at its origin"
+            )
+        first = offset // BLOCK
+        data = self._blocks(range(first, -(-(offset + count) // BLOCK)))
+        begin = offset - first * BLOCK
+        if len(data) == 1:
+            return data[0][begin : begin + count]
+        data[0], data[-1] = data[0][begin:], data[-1][: (offset + count - 1) % BLOCK + 1]
+        return b"".join(data)
+
+    def ahead(self, offset: int, count: int) -> None:
+        wanted = range(offset // BLOCK, -(-min(offset + count, self.size) // BLOCK))
+        for run in _runs([n for n in wanted if not self._cache.has(self._file.identity, n)]):
+            _read_ahead.submit(self, run)
+
+    def _blocks(self, numbers: range) -> list[bytes]:
+        """These blocks: from the cache, from the server, or from the thread that is already getting them.
+
+        A block is claimed before the cache is asked, so that two threads never fetch the same one; and
+        what is claimed is got before waiting for others, so that no two threads wait for each other.
+        """
+        claimed: dict[int, Future[bytes]] = {}
+        with self._lock:
+            futures = {n: self._pending.get(n) for n in numbers}
+            for n in [n for n, future in futures.items() if future is None]:
+                self._pending[n] = claimed[n] = futures[n] = Future()
+        try:
+            self._get(claimed)
+        except BaseException as error:
+            for future in claimed.values():
+                if not future.done():
+                    future.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                for n in claimed:
+                    del self._pending[n]
+        return [future.result() for future in futures.values() if future is not None]
+
+    def _get(self, claimed: dict[int, Future[bytes]]) -> None:
+        missing = []
+        for n, future in claimed.items():
+            data = self._cache.get(self._file.identity, n, min(BLOCK, self.size - n * BLOCK))
+            if data is None:
+                missing.append(n)
+            else:
+                future.set_result(data)
+        for run in _runs(missing):
+            start, end = run.start * BLOCK, min(run.stop * BLOCK, self.size)
+            data = retrying(f"{self.name} (bytes {start} to {end})", partial(self._file.get, start, end))
+            for n in run:
+                block = data[n * BLOCK - start : (n + 1) * BLOCK - start]
+                claimed[n].set_result(block)
+                self._cache.put(self._file.identity, n, block)
+
+
+def _runs(numbers: list[int]) -> Iterator[range]:
+    """Ascending numbers as runs of adjacent ones, none longer than one request."""
+    start = 0
+    for i, number in enumerate(numbers):
+        last = i + 1 == len(numbers) or numbers[i + 1] != number + 1
+        if last or (i + 1 - start) * BLOCK >= LONGEST_REQUEST:
+            yield range(numbers[start], number + 1)
+            start = i + 1
+
+
+class _ReadAhead:
+    """Gets blocks on a few threads of its own. They are daemons: none holds up the end of the program."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[RemoteRanges, range]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._bytes = 0
+
+    def submit(self, ranges: RemoteRanges, run: range) -> None:
+        with self._lock:
+            if self._bytes + len(run) * BLOCK > AHEAD_BYTES:
+                return  # a hint only: what is not read ahead is read when it is wanted
+            self._bytes += len(run) * BLOCK
+            if self._threads < AHEAD_THREADS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="read-ahead", daemon=True).start()
+        self._queue.put((ranges, run))
+
+    def _work(self) -> None:
+        while True:
+            ranges, run = self._queue.get()
+            try:
+                ranges._blocks(run)
+            except Exception as error:
+                log.debug("read-ahead of %s: %s", ranges.name, error)  # whoever reads it will be told
+            finally:
+                with self._lock:
+                    self._bytes -= len(run) * BLOCK
+
+
+_read_ahead = _ReadAhead()

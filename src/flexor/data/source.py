@@ -1,7 +1,8 @@
 """Where a dataset's files come from: a folder, the Hugging Face Hub or any fsspec address.
 
-All three answer the same questions with paths relative to the dataset's root, and hand out local
-files: everything above this module reads plain folders.
+All three answer the same questions with paths relative to the dataset's root. Tables and metadata are
+handed out as local files, so that everything above this module reads plain folders. Videos are read by
+byte ranges, and where they are not on this machine, only the parts that are wanted come over.
 """
 
 import hashlib
@@ -10,9 +11,13 @@ import re
 import shutil
 import threading
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from flexor.data.ranges import LocalRanges, Ranges
+from flexor.data.blocks import BlockCache
+from flexor.data.ranges import LONGEST_REQUEST, LocalRanges, Ranges, RemoteRanges
+from flexor.data.remote import FsspecFile, HttpFile, HubFile, NoRanges, RemoteFile, retrying
 from flexor.errors import DatasetError
 from flexor.log import log
 from flexor.machine import cache_folder
@@ -22,11 +27,16 @@ __all__ = ["FolderSource", "FsspecSource", "HubSource", "Source", "find_source",
 HUB_VERSIONS = ("v3.0", "v2.1", "v2.0")
 """Tags tried on the Hub when no revision is given, best first."""
 
+TABLES = (".parquet", ".json", ".jsonl")
+"""Endings of files that are always read whole; all others are videos."""
+
 
 class Source:
     """A dataset's files. `root` is the local folder they lie (or will lie) in."""
 
     root: Path
+    streams = False
+    """Whether videos are read by ranges over a network, and never fetched whole to train on."""
 
     def __str__(self) -> str:
         return str(self.root)
@@ -65,10 +75,17 @@ class FolderSource(Source):
 
 
 class HubSource(Source):
-    """A dataset repository on the Hub, in LeRobot's own snapshot cache: neither downloads twice."""
+    """A dataset repository on the Hub, in LeRobot's own snapshot cache: neither downloads twice.
 
-    def __init__(self, repo_id: str, revision: str | None):
+    With `streaming` its videos are not downloaded but read by ranges. All that is read is of the commit
+    that the revision meant when the dataset was opened.
+    """
+
+    def __init__(
+        self, repo_id: str, revision: str | None, streaming: bool = False, cache_bytes: int | None = None
+    ):
         self.repo_id = repo_id
+        self.streams = streaming
         self.revision = revision or self._newest_version()
         try:
             root = self._snapshot(["meta/*"], self.revision, local_files_only=False)
@@ -80,18 +97,61 @@ class HubSource(Source):
         if root is None:
             raise DatasetError(f"{self} is no LeRobot dataset: it has no meta/info.json")
         self.root = root
+        self.commit = root.name
+        self._blocks = _block_cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.repo_id} (revision {self.revision})"
 
+    def local(self, name: str) -> Path:
+        if self.streams and not super().exists(name) and name in self._listing():
+            self._download([name])
+        return self.root / name
+
+    def exists(self, name: str) -> bool:
+        return super().exists(name) or (self.streams and name in self._listing())
+
+    def size(self, name: str) -> int:
+        return super().size(name) if super().exists(name) or not self.streams else self._listing()[name]
+
     def fetch(self, names: Iterable[str]) -> None:
-        missing = sorted({name for name in names if not self.exists(name)})
+        missing = sorted({name for name in names if not super(HubSource, self).exists(name)})
+        if self.streams:
+            missing = [name for name in missing if name.endswith(TABLES)]
         if missing:
             log.info("downloading %d files of %s", len(missing), self)
-            try:
-                self._snapshot(missing, self.revision, local_files_only=False)
-            except Exception as error:
-                raise self._unreachable(error) from error
+            self._download(missing)
+
+    def ranges(self, name: str) -> Ranges:
+        if not self.streams or super().exists(name):
+            return LocalRanges(self.root / name)
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo_id, name, repo_type="dataset", revision=self.commit)
+        if name not in self._listing():
+            raise DatasetError(f"{url} does not exist. Check that the dataset on the Hub is whole")
+        return RemoteRanges(HubFile(name=url, size=self._listing()[name], identity=url), self._blocks)
+
+    def _listing(self) -> dict[str, int]:
+        """Sizes of all files on the Hub, asked for once."""
+        with self._lock:
+            if self._sizes is None:
+                self._sizes = retrying(f"the list of files of {self}", self._list_hub)
+            return self._sizes
+
+    def _list_hub(self) -> dict[str, int]:
+        from huggingface_hub import HfApi
+
+        tree = HfApi().list_repo_tree(self.repo_id, recursive=True, revision=self.commit, repo_type="dataset")
+        return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+
+    def _download(self, names: "list[str]") -> None:
+        try:
+            self._snapshot(names, self.commit, local_files_only=False)
+        except Exception as error:
+            raise self._unreachable(error) from error
 
     def _newest_version(self) -> str:
         """The best format version the repository is tagged with; its main branch if it has no such tag."""
@@ -138,30 +198,35 @@ class HubSource(Source):
 
 
 class FsspecSource(Source):
-    """Any address fsspec can open (s3://, gs://, hf://, http://, memory://); files are copied on demand.
+    """Any address fsspec can open (s3://, gs://, http://, memory://).
 
-    A copy is kept under the cache folder and used again while its size matches the original's. The
+    Tables and metadata are copied when they are first read, and so is whatever is asked for as a local
+    file. A copy is kept under the cache folder and used again while its size matches the original's. The
     folder's name depends on the content of meta/info.json, so a dataset that grew is read afresh.
     """
 
-    def __init__(self, address: str):
+    streams = True
+
+    def __init__(self, address: str, cache_bytes: int | None = None):
         import fsspec
 
         self.address = address.rstrip("/")
         try:
             self.fs, self.base = fsspec.core.url_to_fs(self.address)
-            info = self.fs.cat_file(f"{self.base}/meta/info.json")
         except Exception as error:
             raise DatasetError(
-                f"{self.address}/meta/info.json cannot be read: {type(error).__name__}: {error}. Check the "
-                f"address (the folder that contains meta/, data/ and videos/) and the credentials; "
-                f"s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
+                f"{self.address} cannot be opened: {type(error).__name__}: {error}. Check the address (the folder "
+                f"that contains meta/, data/ and videos/); s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
             ) from error
+        name = f"{self.address}/meta/info.json"
+        info = retrying(name, lambda: self.fs.cat_file(f"{self.base}/meta/info.json"))
         identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
         self.root = cache_folder() / "datasets" / identity
+        self._blocks = _block_cache(cache_bytes)
         self._lock = threading.Lock()
         self._file_locks: dict[str, threading.Lock] = {}
-        self._sizes: dict[str, int] | None = None
+        self._names: set[str] | None = None
+        self._infos: dict[str, dict[str, Any]] = {}
 
     def __str__(self) -> str:
         return self.address
@@ -171,48 +236,129 @@ class FsspecSource(Source):
         with self._lock:
             lock = self._file_locks.setdefault(name, threading.Lock())
         with lock:
-            if self.exists(name) and not (target.is_file() and target.stat().st_size == self.size(name)):
+            if self.exists(name) and not self._is_copied(name):
                 self._copy(name, target)
         return target
 
     def exists(self, name: str) -> bool:
-        return name in self._listing() or (not self._listing() and self.fs.exists(f"{self.base}/{name}"))
+        names = self._listing()
+        return name in names if names else self._info(name) is not None
 
     def size(self, name: str) -> int:
-        size = self._listing().get(name)
-        return int(self.fs.size(f"{self.base}/{name}")) if size is None else size
+        return self._remote(name).size
 
     def list(self, folder: str, suffix: str) -> "list[str]":
         return sorted(n for n in self._listing() if n.startswith(f"{folder}/") and n.endswith(suffix))
 
-    def _listing(self) -> dict[str, int]:
-        """Sizes of all files, asked for once; empty where the server cannot list."""
+    def ranges(self, name: str) -> Ranges:
+        if self._is_copied(name):
+            return LocalRanges(self.root / name)
+        return RemoteRanges(self._remote(name), self._blocks)
+
+    def _is_copied(self, name: str) -> bool:
+        target = self.root / name
+        return target.is_file() and target.stat().st_size == self.size(name)
+
+    def _remote(self, name: str) -> RemoteFile:
+        address, path, info = f"{self.address}/{name}", f"{self.base}/{name}", self._info(name)
+        if info is None:
+            raise DatasetError(f"{address} does not exist. Check that the dataset there is whole")
+        if info.get("size") is None:
+            raise DatasetError(
+                f"{address}: the server does not say how large it is. Copy the dataset instead"
+            )
+        size, identity = int(info["size"]), _identity(info)
+        if self._is_http:
+            return HttpFile(self.fs, path, size, identity, info.get("ETag"))
+        return FsspecFile(self.fs, path, address, size, identity, _identity)
+
+    @property
+    def _is_http(self) -> bool:
+        return self.address.startswith(("http://", "https://"))
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        """What the file system says of a file, asked for once; None if there is no such file."""
         with self._lock:
-            if self._sizes is None:
+            info = self._infos.get(name)
+        if info is None:
+            info = retrying(f"{self.address}/{name}", partial(_ask, self.fs, f"{self.base}/{name}"))
+            if info is not None:
+                with self._lock:
+                    self._infos[name] = info
+        return info
+
+    def _listing(self) -> set[str]:
+        """Names of all files, asked for once; empty where the server cannot list."""
+        with self._lock:
+            if self._names is None:
+                # Over HTTP a folder that fails would silently be left out of the list.
+                options = {"on_error": "raise"} if self._is_http else {}
                 try:
-                    found = self.fs.find(self.base, detail=True)
-                except Exception as error:
+                    found = retrying(
+                        f"the list of files of {self.address}", lambda: self.fs.find(self.base, **options)
+                    )
+                except DatasetError as error:
                     log.warning("%s cannot be listed (%s); asking for each file", self.address, error)
-                    found = {}
+                    found = []
                 base = self.base.rstrip("/") + "/"
-                self._sizes = {
-                    path.removeprefix(base): int(entry["size"])
-                    for path, entry in found.items()
-                    if entry.get("size") is not None
-                }
-            return self._sizes
+                self._names = {path.removeprefix(base) for path in found if path.startswith(base)}
+            return self._names
 
     def _copy(self, name: str, target: Path) -> None:
         # Written aside and renamed, so that an interrupted copy is never taken for the file.
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
         try:
-            with self.fs.open(f"{self.base}/{name}", "rb") as remote, partial.open("wb") as local:
-                shutil.copyfileobj(remote, local, 1 << 20)
-        except Exception as error:
-            partial.unlink(missing_ok=True)
-            raise DatasetError(f"{self.address}/{name} could not be copied: {error}. Try again") from error
-        partial.replace(target)
+            self._copy_to(aside, name)
+            aside.replace(target)
+        except OSError as error:
+            raise DatasetError(
+                f"{self.address}/{name} cannot be copied to {target}: {error}. Free some space, or set "
+                f"$FLEXOR_CACHE to another disk"
+            ) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _copy_to(self, path: Path, name: str) -> None:
+        """Part by part, so that a connection that breaks costs one part, not the whole file."""
+        remote = self._remote(name)
+        try:
+            with path.open("wb") as file:
+                for start in range(0, remote.size, LONGEST_REQUEST):
+                    end = min(start + LONGEST_REQUEST, remote.size)
+                    part = retrying(
+                        f"{remote.name} (bytes {start} to {end})", partial(remote.get, start, end)
+                    )
+                    file.write(part)
+        except NoRanges:
+            retrying(remote.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(path)))
+
+
+def _ask(fs: Any, path: str) -> dict[str, Any] | None:
+    try:
+        return fs.info(path)
+    except FileNotFoundError as error:
+        # fsspec's HTTP says so of every failure; what really happened lies behind it.
+        cause = error.__cause__
+        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):
+            raise cause from None
+        return None
+
+
+def _identity(info: dict[str, Any]) -> str:
+    """Something that changes with a file's content, by what its file system says of it."""
+    marks = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "created", "Last-Modified")
+    mark = next((str(info[key]) for key in marks if info.get(key)), "")
+    return f"{info['name']} {info['size']} {mark}"
+
+
+def _block_cache(limit: int | None) -> BlockCache:
+    """Blocks of remote files, by default in a quarter of the disk space that is free."""
+    folder = cache_folder() / "blocks"
+    if limit is None:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        limit = shutil.disk_usage(existing).free // 4
+    return BlockCache(folder, limit)
 
 
 def is_repo_id(name: str) -> bool:
@@ -227,22 +373,29 @@ def find_source(
     streaming: bool = False,
     cache_bytes: int | None = None,
 ) -> Source:
-    """LeRobot's rule: the given root; else $HF_LEROBOT_HOME/repo_id; else the Hub."""
+    """LeRobot's rule: the given root; else $HF_LEROBOT_HOME/repo_id; else the Hub.
+
+    With `streaming`, videos on the Hub are read by ranges instead of downloaded, as those at fsspec
+    addresses always are. `cache_bytes` is how much of what was read that way is kept on disk.
+    """
     if root is not None:
         address = str(root)
         if address.startswith("file://"):
             return FolderSource(Path(address.removeprefix("file://")))
+        on_hub = re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/?", address)
+        if on_hub:
+            return HubSource(on_hub[1], on_hub[2] or revision, streaming, cache_bytes)
         if "://" in address:
-            return FsspecSource(address)
+            return FsspecSource(address, cache_bytes)
         return FolderSource(Path(address).expanduser())
     if repo_id is None:
         raise DatasetError("no dataset given: set --dataset.repo_id, or --dataset.root for a folder")
     if "://" in repo_id:
-        return find_source(None, repo_id, revision)
+        return find_source(None, repo_id, revision, streaming, cache_bytes)
     local = lerobot_home() / repo_id
     if (local / "meta" / "info.json").is_file():
         return FolderSource(local)
-    return HubSource(repo_id, revision)
+    return HubSource(repo_id, revision, streaming, cache_bytes)
 
 
 def lerobot_home() -> Path:

@@ -1,0 +1,237 @@
+"""One file on a server: its size, a part of it, and trying again when the network fails.
+
+Over HTTP every answer is checked: that it is the part that was asked for, and still of the file that was
+opened. A file that was replaced meanwhile would otherwise be read as a mixture of two.
+"""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol, TypeVar
+
+from flexor.errors import DatasetError
+from flexor.log import log
+
+__all__ = ["FsspecFile", "HttpFile", "HubFile", "NoRanges", "RemoteFile", "retrying"]
+
+T = TypeVar("T")
+
+ATTEMPTS = 8
+FIRST_WAIT = 0.5
+"""Seconds before the second attempt; doubled for each further one, and drawn from the upper half."""
+LONGEST_WAIT = 30.0
+LONGEST_RETRY_AFTER = 300.0
+"""A server that asks for more than this is as good as down."""
+TIMEOUT = 30.0
+"""Seconds without any byte after which an answer counts as lost."""
+RECHECK = 60.0
+"""Seconds after which a file that is not read over HTTP is looked at again, whether it has changed."""
+
+
+class RemoteFile(Protocol):
+    name: str
+    """Its address, for messages."""
+    size: int
+    identity: str
+    """Another one if the content is another, as far as the server says."""
+
+    def get(self, start: int, end: int) -> bytes:
+        """Bytes start to end, in one attempt."""
+
+
+class NoRanges(DatasetError):
+    """The server only gives whole files."""
+
+
+class _Refused(OSError):
+    """An HTTP status that is no success."""
+
+    def __init__(self, status: int, headers: Mapping[str, str]):
+        super().__init__(f"the server answers with status {status}")
+        self.status, self.headers = status, headers
+
+
+def retrying(what: str, attempt: Callable[[], T]) -> T:
+    """The result of `attempt`, tried again while it may help; a DatasetError if it does not."""
+    for number in range(1, ATTEMPTS + 1):
+        try:
+            return attempt()
+        except DatasetError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip(": ")
+            wait = _wait(error, number)
+            if wait is None or number == ATTEMPTS:
+                raise DatasetError(_gave_up(what, number, reason, error)) from error
+            log.info("%s: %s; trying again in %.1f s", what, reason, wait)
+            time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
+    tried = f" after {attempts} attempts" if attempts > 1 else ""
+    if _status(error) in (401, 403) or isinstance(error, PermissionError):
+        fix = "Check the credentials (for the Hub: `hf auth login`)"
+    elif _status(error) == 404 or isinstance(error, FileNotFoundError):
+        fix = "Check the address, and that the dataset there is whole"
+    else:
+        fix = "Check the network and the server, then start again: a run resumes from its last checkpoint"
+    return f"{what} cannot be read{tried}: {reason}. {fix}"
+
+
+def _wait(error: Exception, attempt: int) -> float | None:
+    """Seconds to wait before the next attempt; None if there is no use in another one."""
+    status = _status(error)
+    if status is None:
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        if isinstance(error, FileNotFoundError | PermissionError | OfflineModeIsEnabled):
+            return None
+    elif status not in (408, 425, 429) and status < 500:
+        return None
+    asked = _retry_after(error)
+    if asked is not None:
+        return asked if asked <= LONGEST_RETRY_AFTER else None
+    return random.uniform(0.5, 1) * min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status behind an error, under the names that HTTP libraries give it."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _retry_after(error: Exception) -> float | None:
+    """Seconds the server asks to wait: given as such, or as a date."""
+    headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
+    value = headers.get("Retry-After") if isinstance(headers, Mapping) else None
+    if not value:
+        return None
+    if value.strip().isdigit():
+        return float(value)
+    try:
+        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
+def _check_answer(
+    file: "HttpFile | HubFile", status: int, headers: Mapping[str, str], start: int, end: int
+) -> None:
+    """Refuse an answer that is not bytes start to end of the file as it was opened."""
+    total = (
+        headers.get("Content-Range", "").rpartition("/")[2]
+        if status == 206
+        else headers.get("Content-Length")
+    )
+    resized = total is not None and total.isdigit() and int(total) != file.size
+    if status in (412, 416) or (status in (200, 206) and (resized or _other(file.etag, headers.get("ETag")))):
+        raise changed(file.name)
+    if status == 200 and (start, end) != (0, file.size):
+        raise NoRanges(
+            f"{file.name}: the server ignores byte ranges and sends the whole file each time. Copy the dataset "
+            f"to this machine (--dataset.root), or serve it with one that knows ranges"
+        )
+    if status not in (200, 206):
+        raise _Refused(status, headers)
+    if status == 206 and not headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+        raise OSError(f"the server sends {headers.get('Content-Range')} for bytes {start}-{end - 1}")
+
+
+def _other(opened: str | None, now: str | None) -> bool:
+    return opened is not None and now is not None and opened != now
+
+
+def changed(name: str) -> DatasetError:
+    return DatasetError(
+        f"{name} has changed since it was opened. Training on would mix two versions: start again to use "
+        f"the new one, and do not change a dataset while it is read"
+    )
+
+
+def _whole(data: bytes, start: int, end: int) -> bytes:
+    if len(data) != end - start:
+        raise OSError(f"{len(data)} bytes came instead of {end - start}")
+    return data
+
+
+@dataclass
+class HubFile:
+    """A file in a repository on the Hub, at one commit: it cannot change."""
+
+    name: str
+    size: int
+    identity: str
+    etag = None  # of no use at a commit, and other servers behind the Hub may give other ones
+
+    def get(self, start: int, end: int) -> bytes:
+        from huggingface_hub import get_session
+        from huggingface_hub.utils import build_hf_headers
+
+        headers = build_hf_headers() | _range(start, end)
+        with get_session().stream("GET", self.name, headers=headers, timeout=TIMEOUT) as response:
+            _check_answer(self, response.status_code, response.headers, start, end)
+            return _whole(response.read(), start, end)
+
+
+@dataclass
+class HttpFile:
+    """A file on a web server, through the session of fsspec's file system, which may have a log-in."""
+
+    fs: Any
+    name: str
+    size: int
+    identity: str
+    etag: str | None = None
+
+    def get(self, start: int, end: int) -> bytes:
+        from fsspec.asyn import sync
+
+        return sync(self.fs.loop, self._get, start, end)
+
+    async def _get(self, start: int, end: int) -> bytes:
+        from aiohttp import ClientTimeout
+
+        session = await self.fs.set_session()
+        options = dict(self.fs.kwargs)
+        headers = {**options.pop("headers", {}), **_range(start, end)}
+        options["timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
+        async with session.get(self.fs.encode_url(self.name), headers=headers, **options) as response:
+            _check_answer(self, response.status, response.headers, start, end)
+            return _whole(await response.read(), start, end)
+
+
+def _range(start: int, end: int) -> dict[str, str]:
+    return {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+
+
+@dataclass
+class FsspecFile:
+    """A file on any other file system that fsspec knows."""
+
+    fs: Any
+    path: str
+    name: str
+    size: int
+    identity: str
+    describe: Callable[[dict[str, Any]], str]
+    """What `identity` would be, from the file system's description."""
+    _checked: float = field(default_factory=time.monotonic)
+
+    def get(self, start: int, end: int) -> bytes:
+        if time.monotonic() - self._checked > RECHECK:
+            self._check()
+        # Synchronous file systems read through a file object, whose own read-ahead we don't want.
+        options = {} if self.fs.async_impl else {"cache_type": "none"}
+        data = self.fs.cat_file(self.path, start=start, end=end, **options)
+        if len(data) != end - start:
+            self._check()  # shorter now?
+        return _whole(data, start, end)
+
+    def _check(self) -> None:
+        self.fs.invalidate_cache()
+        if self.describe(self.fs.info(self.path)) != self.identity:
+            raise changed(self.name)
+        self._checked = time.monotonic()
