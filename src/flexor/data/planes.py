@@ -3,31 +3,35 @@
 Most cameras come as YUV 4:2:0, half the bytes of RGB, so that is how frames are kept and moved. Whatever
 else a decoder gives (10 bit, 4:4:4, odd sizes, palettes) is rare, costs as much or nearly as much as RGB,
 and swscale treats each in its own way: it becomes RGB at once.
-
-Colours are those of LeRobot's default reader, torchcodec: swscale with the matrix the file is tagged with
-(untagged: BT.601). PyAV's own `to_ndarray("rgb24")` agrees except in three corners, see `_rgb`,
-`_full_range` and `_columns_more`.
 """
 
-import platform
-import threading
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import av
 import numpy as np
-from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
+import torch
 
-__all__ = ["PlaneFormat", "format_of", "pack", "resized", "to_rgb"]
+from flexor.data import swscale
+from flexor.errors import DatasetError, FlexorError
 
-# AVColorSpace as a frame carries it; everything else, untagged above all, is BT.601 to swscale.
-MATRICES = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}
-SWSCALE_MATRICES = {"bt601": 5, "bt709": 1, "fcc": 4, "smpte240m": 7, "bt2020": 9}
-YUV420 = ("yuv420p", "yuvj420p")
-FULL_CHROMA = 0x2000 | 0x4000  # SWS_FULL_CHR_H_INT and _INP: RGB is scaled without halving its colours
-# swscale's own threads would fight ours; PyAV before 17 never starts any.
-ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ or "") else {}
+__all__ = [
+    "JPEG_QUALITY",
+    "PlaneFormat",
+    "decode_jpeg",
+    "encode_jpeg",
+    "format_of",
+    "pack",
+    "resized",
+    "rgb_on_device",
+    "to_rgb",
+]
+
 CHANNELS = {"yuv420p": 3, "rgb24": 3, "rgba": 4, "gray": 1}
+JPEG_QUALITY = 2  # mjpeg's quantiser: 1 is the best, 2 is about what others call quality 95
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class PlaneFormat:
     height: int
     width: int
     layout: str
-    """yuv420p (sides even), or rgb24; rgba and gray only for pictures that are no video."""
+    """yuv420p (sides even), rgb24, rgba or gray."""
 
     matrix: str = "bt601"
     """Coefficients of yuv420p: bt601, bt709, fcc, smpte240m or bt2020."""
@@ -46,7 +50,7 @@ class PlaneFormat:
     """Luma 0..255 instead of 16..235."""
 
     def __post_init__(self) -> None:
-        assert self.layout in CHANNELS and self.matrix in SWSCALE_MATRICES
+        assert self.layout in CHANNELS and self.matrix in swscale.MATRICES
         assert self.layout != "yuv420p" or not (self.height % 2 or self.width % 2)
 
     @property
@@ -76,10 +80,10 @@ class PlaneFormat:
 
 def format_of(frame: av.VideoFrame) -> PlaneFormat:
     """The format in which frames like this one are kept."""
-    height, width = frame.height, frame.width
-    if frame.format.name in YUV420 and not (height % 2 or width % 2):
-        return PlaneFormat(height, width, "yuv420p", _matrix(frame), _full_range(frame))
-    return PlaneFormat(height, width, "rgb24")
+    height, width, name = frame.height, frame.width, frame.format.name
+    if name in ("yuv420p", "yuvj420p") and not (height % 2 or width % 2):
+        return PlaneFormat(height, width, "yuv420p", swscale.matrix_of(frame), swscale.full_range_of(frame))
+    return PlaneFormat(height, width, name if name in ("gray", "rgba") else "rgb24")
 
 
 def resized(format: PlaneFormat, height: int, width: int) -> PlaneFormat:
@@ -95,14 +99,21 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
     A frame of this very format is copied; any other is converted, and scaled by averaging areas.
     """
     own = format_of(frame)
-    if own == format and (own.layout == "yuv420p" or frame.format.name == "rgb24"):
+    if own == format and (own.layout == "yuv420p" or frame.format.name == own.layout):
         packed = frame
     elif format == PlaneFormat(own.height, own.width, "rgb24"):
-        packed = _rgb(frame)
+        packed = swscale.rgb_frame(frame)
     else:
-        packed = _scaled(frame, format)
-    for plane, part in zip(packed.planes, format.split(out)):
-        part[:] = _rows(plane)[:, : part.shape[1]]
+        packed = swscale.reformat(
+            frame,
+            swscale.matrix_of(frame),
+            swscale.full_range_of(frame),
+            format.layout,
+            format.matrix,
+            format.full_range,
+            (format.height, format.width),
+        )
+    _gather(packed, format, out)
 
 
 def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
@@ -110,109 +121,124 @@ def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
     if format.layout != "yuv420p":
         out[:] = planes.reshape(out.shape)
         return
-    frame = _kept_frame("yuv420p", format.width, format.height)
+    frame = swscale.kept_frame("yuv420p", format.height, format.width, format.full_range)
+    _scatter(format, planes, frame)
+    rgb = swscale.reformat(frame, format.matrix, format.full_range, "rgb24")
+    assert out.flags.c_contiguous  # else the reshape below would write into a copy
+    out.reshape(format.height, -1)[:] = swscale.rows(rgb.planes[0])[:, : format.width * 3]
+
+
+def _gather(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
+    for plane, part in zip(frame.planes, format.split(out)):
+        part[:] = swscale.rows(plane)[:, : part.shape[1]]
+
+
+def _scatter(format: PlaneFormat, planes: np.ndarray, frame: av.VideoFrame) -> None:
     for plane, part in zip(frame.planes, format.split(planes)):
-        _rows(plane)[:, : part.shape[1]] = part
-    rgb = _reformat(frame, format.matrix, format.full_range, format="rgb24")
-    out.reshape(format.height, -1)[:] = _rows(rgb.planes[0])[:, : format.width * 3]
+        swscale.rows(plane)[:, : part.shape[1]] = part
 
 
-def _rgb(frame: av.VideoFrame) -> av.VideoFrame:
-    """The frame as rgb24, perhaps with a few columns too many.
+def rgb_on_device(format: PlaneFormat, planes: torch.Tensor) -> torch.Tensor:
+    """Planes uint8 [n, nbytes] on any device -> pictures uint8 [n, C, H, W] there, contiguous.
 
-    A planar YUV frame is copied first, which leaves behind its tag of where the chroma samples lie: newer
-    swscale honours that tag, and those that LeRobot runs on do not.
+    The same as `to_rgb` to within one level: a picture's levels are luma times a constant plus a level for
+    each of the two colours, which is looked up in tables measured from `to_rgb` itself, because every
+    processor's swscale rounds in its own way.
     """
-    source = frame
-    if frame.format.name.startswith("yuv"):
-        source = _kept_frame(frame.format.name, frame.width, frame.height)
-        for plane, kept in zip(frame.planes, source.planes):
-            row = min(abs(plane.line_size), kept.line_size)
-            _rows(kept)[:, :row] = _rows(plane)[:, :row]
-    return _reformat(source, _matrix(frame), _full_range(frame), format="rgb24")
-
-
-def _scaled(frame: av.VideoFrame, format: PlaneFormat) -> av.VideoFrame:
-    interpolation = int(Interpolation.AREA)
+    n, height, width = len(planes), format.height, format.width
     if format.layout != "yuv420p":
-        interpolation |= FULL_CHROMA
-    return _reformat(
-        frame,
-        _matrix(frame),
-        _full_range(frame),
-        format=format.layout,
-        width=format.width,
-        height=format.height,
-        dst_colorspace=SWSCALE_MATRICES[format.matrix],
-        dst_color_range=_swscale_range(format.full_range),
-        interpolation=interpolation,
-    )
+        return planes.view(n, height, width, format.channels).permute(0, 3, 1, 2).contiguous()
+    slope, of_u, of_v = _levels(format.matrix, format.full_range, width % 32, planes.device)
+    out = torch.empty((n, 3, height, width), dtype=torch.uint8, device=planes.device)
+    some = max(1, 2**24 // (height * width))  # frames at a time: 64 MiB for each intermediate result
+    for pixels, part in zip(out.split(some), planes.split(some)):
+        luma, u, v = part.split([rows * row for _, rows, row in format.planes], dim=1)
+        blocks = (len(part), height // 2, 2, width // 2, 2)  # a colour sample and its 2x2 pixels
+        luma = luma.reshape(blocks) * slope
+        u, v = u.reshape(-1).int(), v.reshape(-1).int()
+        for channel in range(3):
+            colour = of_u[channel].index_select(0, u) + of_v[channel].index_select(0, v)  # [n*H/2*W/2]
+            levels = luma + colour.view(len(part), height // 2, 1, width // 2, 1)
+            pixels[:, channel].unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).copy_(levels.clamp_(0, 255))
+    return out
 
 
-def _reformat(frame: av.VideoFrame, matrix: str, full_range: bool, **target: Any) -> av.VideoFrame:
-    """Through this thread's scaler for this kind of frame: setting one up costs more than using it."""
-    key = ("scaler", frame.format.name, frame.width, frame.height, matrix, full_range, *target.values())
-    if key not in _kept.objects:
-        _kept.objects[key] = VideoReformatter()
-    same = {
-        "dst_colorspace": SWSCALE_MATRICES["bt601"],  # of no meaning for RGB
-        "dst_color_range": _swscale_range(full_range),
-    }
-    return _kept.objects[key].reformat(
-        frame,
-        src_colorspace=SWSCALE_MATRICES[matrix],
-        src_color_range=_swscale_range(full_range),
-        **(same | target | ONE_THREAD),
-    )
+@lru_cache
+def _levels(
+    matrix: str, full_range: bool, odd_columns: int, device: torch.device
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """(slope of luma, levels [3, 256] that each U adds, and each V) as this machine's swscale has them.
 
-
-def _kept_frame(layout: str, width: int, height: int) -> av.VideoFrame:
-    """This thread's frame to fill and convert, with `_columns_more` than asked for."""
-    key = ("frame", layout, width, height)
-    if key not in _kept.objects:
-        _kept.objects[key] = av.VideoFrame(width + _columns_more(layout, width), height, layout)
-    return _kept.objects[key]
-
-
-def _columns_more(layout: str, width: int) -> int:
-    """On ARM, FFmpeg 8.1 got a conversion for widths that are multiples of 16 which rounds where all earlier
-    ones truncate: 1 to 2 levels brighter than what LeRobot sees. Another width gives LeRobot's numbers.
+    Measured on pictures that hold every luma for every U, and every luma for every V. `odd_columns`: the
+    width modulo 32, on which the code that swscale takes may depend.
     """
-    affected = platform.machine() in ("aarch64", "arm64") and layout in (*YUV420, "yuv422p", "yuvj422p")
-    return 2 if affected and width % 16 == 0 else 0
+    slope = 1.0 if full_range else 255 / 219
+    format = PlaneFormat(512, 512 + odd_columns, "yuv420p", matrix, full_range)
+    picture = np.empty((512, 512 + odd_columns, 3), np.uint8)
+    found = []
+    for swept in (1, 2):  # U, then V
+        planes = np.full(format.nbytes, 128, np.uint8)
+        parts = format.split(planes)
+        parts[0][:, :512] = np.arange(256).repeat(2)
+        parts[swept][:] = np.arange(256)[:, None]
+        to_rgb(format, planes, picture)
+        levels = picture[::2, :512:2].astype(np.float64)  # [colour, luma, channel]
+        inside = (levels > 0) & (levels < 255)
+        # Levels are whole numbers, half a level below the straight line on average.
+        above = np.where(inside, levels - slope * np.arange(256)[:, None] + 0.5, 0)
+        found.append((above.sum(1) / inside.sum(1)).T)
+    of_u, of_v = found
+    of_u -= of_u[:, 128:129]  # what gray adds is in both
+    return slope, _table(of_u, device), _table(of_v, device)
 
 
-def _matrix(frame: av.VideoFrame) -> str:
-    return MATRICES.get(frame.colorspace, "bt601")
+def _table(levels: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(levels, np.float32)).to(device)
 
 
-def _full_range(frame: av.VideoFrame) -> bool:
-    """Whether torchcodec takes luma for 0..255.
-
-    It looks at the tag (AV1 and VP9 have nothing else) only where the width is no multiple of 32, because it
-    converts through another part of FFmpeg there.
-    """
-    name = frame.format.name
-    if not name.startswith("yuv") or name.startswith("yuvj"):
-        return True
-    return frame.color_range == ColorRange.JPEG and frame.width % 32 != 0
-
-
-def _swscale_range(full_range: bool) -> ColorRange:
-    return ColorRange.JPEG if full_range else ColorRange.MPEG
+def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
+    """A frame's planes, uint8 [nbytes], as a JPEG of those numbers: matrix and range stay the camera's."""
+    if format.layout == "rgba":
+        raise FlexorError("JPEG has no transparency: use --dataset.cache.format=raw for this dataset")
+    frame = _jpeg_frame(format)
+    _scatter(format, planes, frame)
+    if format.layout != "yuv420p":
+        frame = swscale.reformat(frame, "bt601", True, "yuvj444p")
+    key = ("encoder", frame.format.name, format.height, format.width)
+    encoder, numbers = swscale.kept(key, lambda: (_jpeg_encoder(frame), count()))
+    frame.pts = next(numbers)
+    return b"".join(bytes(packet) for packet in encoder.encode(frame))
 
 
-def _rows(plane: Any) -> np.ndarray:
-    """A plane's memory [rows, bytes per row, padding included], top row first."""
-    rows = np.frombuffer(plane, np.uint8).reshape(plane.height, abs(plane.line_size))
-    return rows[::-1] if plane.line_size < 0 else rows
+def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) -> None:
+    """What `encode_jpeg` made -> the planes in `out`, uint8 [nbytes]."""
+    decoder = swscale.kept(("decoder",), lambda: av.CodecContext.create("mjpeg", "r"))
+    try:
+        frames = decoder.decode(av.Packet(data))  # type: ignore[arg-type]
+    except av.FFmpegError:
+        frames = []
+    if [(frame.height, frame.width) for frame in frames] != [(format.height, format.width)]:
+        raise DatasetError(
+            "a frame kept as JPEG is damaged: delete its cache (`flexor data cache --list` says where it is) "
+            "and it is built anew"
+        )
+    frame = frames[0]
+    if format.layout != "yuv420p":
+        frame = swscale.reformat(frame, "bt601", True, format.layout)
+    _gather(frame, format, out)
 
 
-class _Kept(threading.local):
-    """Scalers and frames of one thread; there are as many as kinds of frames."""
+def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
+    """This thread's frame of that size; yuv420p is called full range, so that the codec leaves it alone."""
+    layout = "yuvj420p" if format.layout == "yuv420p" else format.layout
+    key = ("jpeg", layout, format.height, format.width)
+    return swscale.kept(key, lambda: av.VideoFrame(format.width, format.height, layout))
 
-    def __init__(self) -> None:
-        self.objects: dict[tuple, Any] = {}
 
-
-_kept = _Kept()
+def _jpeg_encoder(frame: av.VideoFrame) -> Any:
+    encoder: Any = av.CodecContext.create("mjpeg", "w")
+    encoder.width, encoder.height, encoder.pix_fmt = frame.width, frame.height, frame.format.name
+    encoder.time_base = Fraction(1, 1)  # it insists on one, and on frames that are numbered
+    encoder.qmin = encoder.qmax = JPEG_QUALITY
+    encoder.thread_count = 1
+    return encoder

@@ -1,0 +1,127 @@
+"""swscale through PyAV, with the colours of LeRobot's default reader, torchcodec.
+
+That is swscale with the matrix a file is tagged with, untagged BT.601. PyAV's own `to_ndarray("rgb24")`
+agrees except in three corners: see `rgb_frame`, `full_range_of` and `_columns_more`.
+
+Scalers and the frames they read are kept per thread: setting one up costs more than using it. A kept frame
+is filled anew by the next call in the same thread, so nothing here hands one out to be held on to.
+"""
+
+import platform
+import threading
+from typing import Any
+
+import av
+import numpy as np
+from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
+
+__all__ = ["MATRICES", "full_range_of", "kept", "kept_frame", "matrix_of", "reformat", "rgb_frame", "rows"]
+
+MATRICES = {"bt601": 5, "bt709": 1, "fcc": 4, "smpte240m": 7, "bt2020": 9}  # numbers as swscale has them
+TAGS = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}  # AVColorSpace; all others: bt601
+FULL_RANGE_NAMES = {"yuv420p": "yuvj420p", "yuv422p": "yuvj422p", "yuv444p": "yuvj444p"}
+FULL_CHROMA = 0x2000 | 0x4000  # SWS_FULL_CHR_H_INT and _INP: RGB keeps its colours at full width
+# swscale's own threads would fight with ours; earlier PyAV never starts any.
+ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ or "") else {}
+
+
+def matrix_of(frame: av.VideoFrame) -> str:
+    return TAGS.get(frame.colorspace, "bt601")
+
+
+def full_range_of(frame: av.VideoFrame) -> bool:
+    """Whether torchcodec takes luma for 0..255 instead of 16..235.
+
+    It looks at the tag (AV1 and VP9 have nothing else) only where the width is no multiple of 32, because it
+    converts through another part of FFmpeg there.
+    """
+    name = frame.format.name
+    if not name.startswith("yuv") or name.startswith("yuvj"):
+        return True
+    return frame.color_range == ColorRange.JPEG and frame.width % 32 != 0
+
+
+def rgb_frame(frame: av.VideoFrame) -> av.VideoFrame:
+    """A decoded frame as rgb24, perhaps with a few columns too many.
+
+    A planar YUV frame is copied first, which leaves behind its tag of where the chroma samples lie: newer
+    swscale honours that tag, and those that LeRobot runs on do not.
+    """
+    matrix, full_range = matrix_of(frame), full_range_of(frame)
+    if frame.format.name.startswith("yuv"):
+        copy = kept_frame(frame.format.name, frame.height, frame.width, full_range)
+        for plane, target in zip(frame.planes, copy.planes):
+            row = min(abs(plane.line_size), target.line_size)
+            rows(target)[:, :row] = rows(plane)[:, :row]
+        frame = copy
+    return reformat(frame, matrix, full_range, "rgb24")
+
+
+def kept_frame(layout: str, height: int, width: int, full_range: bool) -> av.VideoFrame:
+    """This thread's frame to be filled and turned to RGB; it may be wider than asked for."""
+    name = FULL_RANGE_NAMES.get(layout, layout) if full_range else layout
+    columns = width + _columns_more(layout, width)
+    return kept(("frame", name, height, columns), lambda: av.VideoFrame(columns, height, name))
+
+
+def _columns_more(layout: str, width: int) -> int:
+    """On ARM, FFmpeg 8.1 got a conversion for widths that are multiples of 16 which rounds where all earlier
+    ones truncate: 1 to 2 levels brighter than what LeRobot sees. Any other width gives LeRobot's numbers.
+    """
+    arm = platform.machine() in ("aarch64", "arm64")
+    return 2 if arm and width % 16 == 0 and layout.endswith(("420p", "422p")) else 0
+
+
+def reformat(
+    frame: av.VideoFrame,
+    matrix: str,
+    full_range: bool,
+    layout: str,
+    to_matrix: str = "bt601",
+    to_full_range: bool = True,
+    size: tuple[int, int] | None = None,
+) -> av.VideoFrame:
+    """Another layout, colours or size [height, width]; the arguments say what the frame is, not its tags."""
+    height, width = size or (frame.height, frame.width)
+    flags = int(Interpolation.AREA if size else Interpolation.BILINEAR)
+    if layout == "yuvj444p" or (size and layout != "yuv420p"):
+        flags |= FULL_CHROMA
+    source = (frame.format.name, frame.height, frame.width, matrix, full_range)
+    key = ("scaler", *source, layout, height, width, to_matrix, to_full_range)
+    return kept(key, VideoReformatter).reformat(
+        frame,
+        width=width,
+        height=height,
+        format=layout,
+        src_colorspace=MATRICES[matrix],
+        dst_colorspace=MATRICES[to_matrix],
+        src_color_range=_range(full_range),
+        dst_color_range=_range(to_full_range),
+        interpolation=flags,
+        **ONE_THREAD,
+    )
+
+
+def _range(full_range: bool) -> ColorRange:
+    return ColorRange.JPEG if full_range else ColorRange.MPEG
+
+
+def rows(plane: Any) -> np.ndarray:
+    """A plane's memory [rows, bytes per row with padding], top row first."""
+    memory = np.frombuffer(plane, np.uint8).reshape(plane.height, abs(plane.line_size))
+    return memory[::-1] if plane.line_size < 0 else memory
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.objects: dict[tuple, Any] = {}
+
+
+_kept = _Kept()
+
+
+def kept(key: tuple, make: Any) -> Any:
+    """This thread's object under that key, made when first asked for."""
+    if key not in _kept.objects:
+        _kept.objects[key] = make()
+    return _kept.objects[key]
