@@ -304,10 +304,10 @@ def bench(arguments: list[str]) -> int:
     parsed, settings = parser.parse_known_args(arguments)
     own = vars(parsed)
     output, as_json, _ = own.pop("output"), own.pop("json"), own.pop("what")
-    config = load_config(settings)
+    options, config = bench_data.Options(**own), load_config(settings)
     if "num_workers" not in parse_flags(settings):
         config.num_workers = bench_data.threads_per_rank(parsed.ranks)
-    report = bench_data.bench_data(config, bench_data.Options(**own))
+    report = bench_data.bench_data(config, options)
     for path in write(report, output):
         log.info("wrote %s", path)
     _print(report, as_json, render(report))

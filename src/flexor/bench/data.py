@@ -47,7 +47,7 @@ class Options:
     source: str = "disk"
     device: str = "cpu"
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("epochs", 1), ("batches", 1), ("warmup", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -67,7 +67,6 @@ class Seen:
 
 def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     """Measure, and report figures per epoch and for all of them."""
-    options.check()
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
         at_start = memory.pss

@@ -1,0 +1,225 @@
+"""`flexor bench data`: its figures from known numbers, its limits, and whole runs on a small dataset."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexor import cli
+from flexor.bench.figures import Stretch, bound, make_report
+from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
+from flexor.bench.memory import PeakMemory, process_tree
+from flexor.data.dataset import open_dataset
+from flexor.data.writer import DatasetWriter
+
+FPS, LENGTHS, BATCH = 5, (60, 47, 53), 16
+FRAMES = sum(LENGTHS)
+CAMERAS = ("observation.images.top", "observation.images.side")
+NAMES = """frames_per_s_node samples_per_s first_batch_latency_s p50_sample_latency_ms p95_sample_latency_ms
+p99_sample_latency_ms wallclock_s hits misses evictions hit_rate frames_decoded_per_frame_delivered bytes_read
+bytes_delivered pool_bytes cache_bytes peak_memory_bytes vm_hwm_bytes cpu_s_per_frame limit_frames_per_s of_limit bound
+shuffle source tier"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three episodes, two cameras, several GOPs."""
+    folder = tmp_path_factory.mktemp("bench") / "dataset"
+    vector = {"dtype": "float32", "shape": (2,), "names": None}
+    camera = {"dtype": "video", "shape": (32, 48, 3), "names": ["height", "width", "channels"]}
+    features = {**dict.fromkeys(CAMERAS, camera), "observation.state": vector, "action": vector}
+    rng = np.random.default_rng(0)
+    with DatasetWriter(folder, FPS, features, codec="h264", gop=10) as writer:
+        for length in LENGTHS:
+            for number in range(length):
+                state = np.full(2, number, np.float32)
+                pictures = {name: rng.integers(0, 255, (32, 48, 3), np.uint8) for name in CAMERAS}
+                writer.add_frame({**pictures, "observation.state": state, "action": state})
+            writer.save_episode("push")
+    return folder
+
+
+def bench(root: Path, output: Path, *flags: str) -> dict:
+    """The report of a run in this process."""
+    words = ["bench", "data", f"--dataset.root={root}", f"--batch_size={BATCH}", f"--output={output}", *flags]
+    assert cli.main(words) == 0
+    return json.loads(output.read_text())
+
+
+def whole_batches(epochs: int, ranks: int = 1) -> list[int]:
+    """Samples that the batches of each epoch hold: the last one may reach into the next epoch."""
+    size = BATCH * ranks
+    edges = [-(-epoch * FRAMES // size) * size for epoch in range(epochs + 1)]
+    return np.diff(edges).tolist()
+
+
+def test_single_has_every_figure(root, tmp_path, capsys):
+    report = bench(root, tmp_path / "out.json", "--dataset.cache.tier=stream", "--num_workers=2", "--json")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == report
+    assert [name for name in NAMES.split() if name not in report] == []
+    assert report["samples"] == whole_batches(1)[0] and report["frames"] == 2 * report["samples"]
+    assert report["threads"] == 2 and report["tier"] == "stream" and report["dataset_frames"] == 2 * FRAMES
+    assert 0 < report["first_batch_latency_s"] <= report["wallclock_s"]
+    assert report["decoded"] >= 2 * FRAMES and report["frames_decoded_per_frame_delivered"] < 1.3
+    assert report["bytes_delivered"] > report["frames"] * 32 * 48 * 3
+    assert report["limit_frames_per_s"] == report["decode_limit_frames_per_s"]
+    assert report["of_limit"] == pytest.approx(report["frames_per_s_node"] / report["limit_frames_per_s"])
+
+
+def test_sarm_takes_eight_steps_and_a_second_epoch_decodes_nothing(root, tmp_path, capsys):
+    report = bench(root, tmp_path / "out.json", "--mode=sarm", "--epochs=2", "--dataset.cache.tier=ram")
+    first, second = report["epochs"]
+    assert [first["samples"], second["samples"]] == whole_batches(2)
+    assert first["frames"] == 16 * first["samples"]
+    assert second["decoded"] == 0 and second["frames_decoded_per_frame_delivered"] == 0
+    assert second["limit_frames_per_s"] == report["memory_limit_frames_per_s"]
+    with (tmp_path / "out.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["frames_per_s_node"]) for row in rows] == [
+        e["frames_per_s_node"] for e in report["epochs"]
+    ]
+    printed = capsys.readouterr().out
+    assert "epoch 2" in printed and "share of the limit" in printed and "bound by" in printed
+
+
+def test_policy_mode_loads_what_the_policy_trains_with(root, tmp_path, tiny_act):
+    flags = [flag for flag in tiny_act if "device" not in flag]
+    report = bench(root, tmp_path / "out.json", "--mode=policy", "--batches=3", "--warmup=2", *flags)
+    assert report["samples"] == 3 * BATCH and report["frames"] == 6 * BATCH
+    without_actions = bench(root, tmp_path / "other.json", "--batches=3", "--warmup=2")
+    assert report["bytes_delivered"] > without_actions["bytes_delivered"]
+
+
+def test_ranks_add_up_to_a_node(root, tmp_path):
+    report = bench(root, tmp_path / "out.json", "--ranks=2", "--num_workers=1", "--dataset.cache.tier=stream")
+    assert report["ranks"] == 2 and report["threads"] == 2
+    assert report["samples"] == whole_batches(1, ranks=2)[0]
+    assert report["frames_per_s_node"] == pytest.approx(2 * report["samples_per_s"])
+
+
+def test_without_cameras_there_is_nothing_to_measure(lowdim, tmp_path, capsys):
+    assert cli.main(["bench", "data", f"--dataset.root={lowdim}", f"--output={tmp_path}"]) == 2
+    assert "no camera" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--batches=2", "--epochs=2"], "either --batches"),
+        (["--warmup=100"], "leaves nothing"),
+        (["--ranks=0"], "at least 1"),
+    ],
+)
+def test_impossible_options_are_refused(root, tmp_path, capsys, flags, said):
+    assert cli.main(["bench", "data", f"--dataset.root={root}", f"--output={tmp_path}", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_says_why(tmp_path, capsys):
+    assert cli.main(["bench", "data", f"--dataset.root={tmp_path}", "--ranks=2"]) == 1
+    assert "meta/info.json" in capsys.readouterr().err
+
+
+# --- limits
+
+
+def test_decode_limit_counts_what_a_decoder_puts_out(root):
+    dataset = open_dataset(root=root)
+    player = Player()
+    for number, length in enumerate(LENGTHS):
+        clip = dataset.store.clips[CAMERAS[0], number]
+        assert player.decode(clip, np.arange(length)) == length
+    # from the middle of a GOP, the frames since its key frame have to be decoded too
+    assert player.decode(dataset.store.clips[CAMERAS[0], 1], np.arange(15, 20)) == 10
+    player.keep(0)
+    assert not player.open
+    assert decode_limit(dataset, CAMERAS, threads=2, seconds=0.2) > 0
+    assert memory_limit(dataset, CAMERAS, threads=1, device="cpu", batch=4, seconds=0.1) > 0
+
+
+def test_limit_of_windows_is_decoding_times_reuse_until_memory_is_slower():
+    limits = Limits(decode=100.0, memory=1000.0)
+    assert limits.frames_per_s(delivered=80, decoded=80) == 100
+    assert limits.frames_per_s(delivered=80, decoded=20) == 400
+    assert limits.frames_per_s(delivered=80, decoded=4) == 1000
+    assert limits.frames_per_s(delivered=80, decoded=0) == 1000
+
+
+# --- figures
+
+ABOUT = {"threads": 2, "remote": False, "samples_per_epoch": 100, "dataset_frames": 200}
+
+
+def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> Stretch:
+    known = {"decoded": 0.0, "hits": 0.0, "misses": 0.0, "decode_s": 0.0, "convert_s": 0.0, "pool_bytes": 7.0}
+    latencies = [(0.010 * n, 10) for n in range(1, 5)]
+    return Stretch(
+        started, ended, started, samples, frames, 3 * frames, 1.0, latencies, {**known, **counters}
+    )
+
+
+def test_node_rate_is_from_the_first_rank_to_start_to_the_last_to_end():
+    one = stretch(10, 14, 50, 100, decoded=100, decode_s=4)
+    other = stretch(11, 15, 50, 100, decoded=100, decode_s=4)
+    report = make_report(ABOUT, 0.5, [[one], [other]], Limits(50, 1000))
+    assert report["wallclock_s"] == 5 and report["frames_per_s_node"] == 40 and report["samples_per_s"] == 20
+    assert report["limit_frames_per_s"] == 50 and report["of_limit"] == pytest.approx(0.8)
+    assert report["p50_sample_latency_ms"] == pytest.approx(2.5)
+    assert report["cpu_s_per_frame"] == 0.01 and report["pool_bytes"] == 14
+    assert report["bound"].startswith("decoding") and "80% of what decoding alone allows" in report["bound"]
+
+
+def test_frames_decoded_ahead_do_not_lower_the_limit():
+    """Windows deliver each of 200 frames 8 times; half of an epoch needs 100 of them, 150 were decoded."""
+    half = stretch(0, 10, 50, 800, decoded=150)
+    report = make_report(ABOUT, 0.5, [[half]], Limits(50, 1e6))
+    assert report["limit_frames_per_s"] == pytest.approx(50 * 8)
+
+
+def test_each_epoch_has_its_own_figures():
+    ranks = [[stretch(0, 8, 100, 200, decoded=200, misses=200), stretch(8, 9, 100, 200, hits=200)]]
+    report = make_report(ABOUT, 0.5, ranks, Limits(50, 1000))
+    first, second = report["epochs"]
+    assert (first["hit_rate"], second["hit_rate"], report["hit_rate"]) == (0, 1, 0.5)
+    assert (first["frames_per_s_node"], second["frames_per_s_node"]) == (25, 200)
+    assert second["limit_frames_per_s"] == 1000 and report["limit_frames_per_s"] == 100
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "convert_s", "remote", "said"),
+    [
+        (15, 2, False, "decoding"),
+        (2, 15, False, "gathering and conversion"),
+        (2, 2, True, "the network"),
+        (2, 2, False, "neither"),
+        (15, 2, True, "decoding"),
+    ],
+)
+def test_what_bounds_it_follows_from_what_the_threads_did(decode_s, convert_s, remote, said):
+    counters = {"decode_s": decode_s, "convert_s": convert_s}
+    assert bound(counters, Limits(100, 1000), 100, 90, 20, remote).startswith(said)
+
+
+# --- memory
+
+
+def test_peak_memory_includes_children_that_are_gone():
+    child = (
+        "b = bytearray(150 << 20); b[::4096] = b'x' * len(b[::4096]); import sys; print(); sys.stdin.read()"
+    )
+    with PeakMemory(interval=0.02) as memory:
+        before = memory.sample()
+        words = [sys.executable, "-c", child]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert process.pid in process_tree(memory.pid)
+            during = memory.sample()
+        after = memory.sample()
+    assert during - before > 150 << 20 and after < during
+    assert memory.pss >= during and memory.vm_hwm > 150 << 20
+    assert memory.pss_without_files <= memory.pss <= memory.rss + (1 << 20)
