@@ -1,7 +1,8 @@
 """swscale through PyAV, with the colours of LeRobot's default reader, torchcodec.
 
-That is swscale with the matrix a file is tagged with, untagged BT.601. PyAV's own `to_ndarray("rgb24")`
-agrees except in three corners: see `rgb_frame`, `full_range_of` and `_columns_more`.
+That is swscale with the matrix a file is tagged with (untagged: BT.601), and bicubic chroma where swscale
+does not simply repeat it (odd sizes, 10 bit). PyAV's own `to_ndarray("rgb24")` differs there, and in three
+more corners: see `rgb_frame`, `full_range_of` and `_columns_more`.
 
 Scalers and the frames they read are kept per thread: setting one up costs more than using it. A kept frame
 is filled anew by the next call in the same thread, so nothing here hands one out to be held on to.
@@ -83,7 +84,7 @@ def reformat(
 ) -> av.VideoFrame:
     """Another layout, colours or size [height, width]; the arguments say what the frame is, not its tags."""
     height, width = size or (frame.height, frame.width)
-    flags = int(Interpolation.AREA if size else Interpolation.BILINEAR)
+    flags = int(Interpolation.AREA if size else Interpolation.BICUBIC)  # of chroma only, if the size stays
     if layout == "yuvj444p" or (size and layout != "yuv420p"):
         flags |= FULL_CHROMA
     source = (frame.format.name, frame.height, frame.width, matrix, full_range)
