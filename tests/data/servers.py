@@ -20,13 +20,15 @@ class FileServer:
         self.root = root
         self.faults: deque[Any] = deque()
         self.requests: list[tuple[str, int, int]] = []  # name, start, end of every part asked for
+        self.whole: list[str] = []  # name of every file sent as a whole
         self.knows_ranges = True
+        self.down = 0  # requests of any kind to answer with 503
         self.stall = 5.0
         self.latency = 0.0
         self.per_second = float("inf")
         self._times: deque[float] = deque()
         self.lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler or Handler)
+        self._http = _QuietServer(("127.0.0.1", 0), handler or Handler)
         self._http.daemon_threads = True
         self._http.owner = self  # type: ignore[attr-defined]
         self.address = f"http://127.0.0.1:{self._http.server_port}"
@@ -50,6 +52,11 @@ class FileServer:
             return self.faults.popleft() if self.faults else None
 
 
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *arguments: object) -> None:
+        """Clients that leave are part of the tests."""
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -61,6 +68,10 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
+        if self.owner.down:
+            self.owner.down -= 1
+            self.answer(503, b"not now")
+            return
         path = self.owner.root / self.path.strip("/")
         if path.is_dir():
             links = "".join(
@@ -75,13 +86,15 @@ class Handler(BaseHTTPRequestHandler):
     def answer_file(self, data: bytes, headers: "dict[str, str] | None" = None) -> None:
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()[:16]}"', **(headers or {})}
         wanted = self.headers.get("Range") if self.owner.knows_ranges else None
+        name = self.path.rsplit("/", 1)[1]
         if self.command == "HEAD" or wanted is None:
+            self.owner.whole += [name] * (self.command == "GET")
             self.answer(200, data, headers)
             return
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last) + 1, len(data))
         with self.owner.lock:
-            self.owner.requests.append((self.path.rsplit("/", 1)[1], start, end))
+            self.owner.requests.append((name, start, end))
         time.sleep(self.owner.latency)
         if start >= len(data):
             self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})

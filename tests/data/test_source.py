@@ -5,16 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 from legacy import to_v2
 from samples import write_sample
+from servers import FileServer, Handler
 
+import flexor.data.remote as remote
 from flexor.data.dataset import open_dataset
+from flexor.data.ranges import LocalRanges
+from flexor.data.source import find_source
 from flexor.errors import DatasetError
 
 TOP = "observation.images.top"
@@ -47,11 +49,10 @@ def test_fsspec_address(samples, version, tmp_path, monkeypatch):
     memory = fsspec.filesystem("memory")
     memory.put(str(samples[version]), f"/bucket/{version}", recursive=True)
     dataset = open_dataset(root=f"memory://bucket/{version}", episodes=[1])
-    copied = {path.name for path in tmp_path.rglob("*.mp4")}
-    assert not copied  # videos are copied when they are first read
     local = open_dataset(root=samples[version], episodes=[1])
     np.testing.assert_array_equal(dataset.read(np.array([3]))[TOP], local.read(np.array([3]))[TOP])
-    assert len(list(tmp_path.rglob("*.mp4"))) == 1  # and only those of selected episodes
+    assert not list(tmp_path.rglob("*.mp4"))  # videos are never copied
+    assert len(list((tmp_path / "blocks").rglob("*-0"))) == 1  # and only those of selected episodes are read
     assert dataset.fingerprint() == local.fingerprint()
     assert not list(tmp_path.rglob("*.partial"))
 
@@ -84,69 +85,147 @@ def test_unreachable_hub(tmp_path):
     assert "me/sample is not (or not whole) in" in message and "--dataset.root" in message
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Handler):
     """As much of the Hub as downloading takes: one dataset `me/sample` with one tag."""
-
-    root: Path
-    tag: str
-    served: list[str]
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         api = "/api/datasets/me/sample"
+        tag = self.owner.root.name
         if self.path.startswith(f"{api}/refs"):
-            tag = {"name": self.tag, "ref": f"refs/tags/{self.tag}", "targetCommit": COMMIT}
-            self.answer(json.dumps({"branches": [], "converts": [], "tags": [tag]}).encode())
-        elif self.path.startswith(f"{api}/revision/{self.tag}"):
+            named = {"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": COMMIT}
+            self.answer_json({"branches": [], "converts": [], "tags": [named]})
+        elif self.path.startswith((f"{api}/revision/{tag}", f"{api}/revision/{COMMIT}")):
             about = {"id": "me/sample", "sha": COMMIT, "siblings": [], "private": False, "tags": []}
-            self.answer(json.dumps(about | {"downloads": 0, "likes": 0}).encode())
+            self.answer_json(about | {"downloads": 0, "likes": 0})
         elif self.path.startswith(f"{api}/tree/{COMMIT}"):
-            files = [path for path in self.root.rglob("*") if path.is_file()]
-            sizes = {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
-            tree = [{"type": "file", "path": n, "size": size, "oid": COMMIT} for n, size in sizes.items()]
-            self.answer(json.dumps(tree).encode())
+            files = [path for path in self.owner.root.rglob("*") if path.is_file()]
+            sizes = {path.relative_to(self.owner.root).as_posix(): path.stat().st_size for path in files}
+            self.answer_json(
+                [{"type": "file", "path": n, "size": size, "oid": COMMIT} for n, size in sizes.items()]
+            )
         elif self.path.startswith(f"/datasets/me/sample/resolve/{COMMIT}/"):
             name = self.path.removeprefix(f"/datasets/me/sample/resolve/{COMMIT}/")
-            if self.command == "GET":
-                self.served.append(name)
-            self.answer((self.root / name).read_bytes(), {"ETag": f'"{name}"', "X-Repo-Commit": COMMIT})
+            self.answer_file((self.owner.root / name).read_bytes(), {"X-Repo-Commit": COMMIT})
         else:
-            self.send_error(404)
+            self.answer(404, b"")
 
-    def answer(self, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(200)
-        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
+    def answer_json(self, content: object) -> None:
+        self.answer(200, json.dumps(content).encode())
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 def test_hub_download_is_of_the_selected_episodes_only(samples, tmp_path, version):
-    hub = type("ThisHub", (Hub,), {"root": samples[version], "tag": version, "served": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     script = (
         "from flexor.data.dataset import open_dataset\n"
         "import numpy as np\n"
         "dataset = open_dataset('me/sample', episodes=[0])\n"
         f"print(dataset.version, len(dataset), dataset.read(np.array([3]))['{TOP}'].sum())"
     )
-    try:
-        printed = run(script, tmp_path, f"http://127.0.0.1:{server.server_port}").stdout
-    finally:
-        server.shutdown()
-    expected = open_dataset(root=samples[version], episodes=[0]).read(np.array([3]))[TOP].sum()
-    assert printed.split() == [version, "7", str(expected)]
-    fetched = [name for name in hub.served if not name.startswith("meta/")]
-    assert len(fetched) == len(set(fetched)) == 2  # one data file, one video
-    assert sum("000" in name.rsplit("/", 1)[1] for name in fetched) == 2
+    with FileServer(samples[version], Hub) as server:
+        printed = run(script, tmp_path, server.address).stdout
+    assert printed.split() == [version, "7", pixels(samples[version])]
+    fetched = [name for name in server.whole if name.startswith(("file-", "episode_"))]
+    videos = [name for name in fetched if name.endswith(".mp4")]
+    assert len(videos) == 1 and "000" in videos[0]
+    assert not server.requests
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+@pytest.mark.parametrize("address", ["me/sample", "hf://datasets/me/sample"])
+def test_hub_streaming_reads_videos_by_ranges(samples, tmp_path, version, address):
+    """Through broken connections and refusals; a local copy is made when asked for, and only then."""
+    script = f"""
+import numpy as np
+import flexor.data.remote as remote
+from flexor.data.dataset import open_dataset
+from flexor.data.source import find_source
+remote.FIRST_WAIT = 0.01
+dataset = open_dataset({address!r}, episodes=[0], streaming=True)
+print(dataset.version, len(dataset), dataset.read(np.array([3]))['{TOP}'].sum())
+print(*[path.name for path in dataset.root.rglob("*.mp4")], sep=",")
+source = find_source({address!r}, None, None, streaming=True)
+[video] = {{n for n in source._listing() if n.endswith("000.mp4")}}
+assert source.streams and source.exists(video) and not source.exists("videos/none.mp4")
+print(source.local(video).stat().st_size == source.size(video) == source.ranges(video).size)
+print(source.ranges(video).name == str(source.local(video)))
+"""
+    with FileServer(samples[version], Hub) as server:
+        server.faults.extend(["drop", 503])
+        printed = run(script, tmp_path, server.address).stdout
+    assert printed.splitlines() == [f"{version} 7 {pixels(samples[version])}", "", "True", "True"]
+    assert len(server.requests) == 3 and all(name.endswith("000.mp4") for name, _, _ in server.requests)
+    assert sum(name.endswith(".mp4") for name in server.whole) == 1  # the copy
+    assert len(list((tmp_path / "blocks").rglob("*-0"))) == 1
+
+
+def pixels(root: Path) -> str:
+    """What the scripts above print of frame 3."""
+    return str(open_dataset(root=root, episodes=[0]).read(np.array([3]))[TOP].sum())
+
+
+# A web server, through fsspec
+
+
+@pytest.fixture
+def web(samples, tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp", reason="fsspec reads http:// through aiohttp, which is not installed")
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    with FileServer(samples["v3.0"].parent) as server:
+        yield server
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_web_address(samples, web, version):
+    web.faults.extend(["drop", 503, "short", 429])
+    dataset = open_dataset(root=f"{web.address}/{version}")
+    local = open_dataset(root=samples[version])
+    rows = np.arange(len(local))
+    np.testing.assert_array_equal(dataset.read(rows)[TOP], local.read(rows)[TOP])
+    assert dataset.fingerprint() == local.fingerprint()
+    assert not [name for name in web.whole if name.endswith(".mp4")]
+    assert any(name.endswith(".mp4") for name, _, _ in web.requests)
+    assert not web.faults
+
+
+def test_copies_get_over_broken_connections(samples, web, tmp_path):
+    source = find_source(None, f"{web.address}/v3.0", None)
+    [name] = source.list("videos", "000.mp4")
+    web.faults.extend(["drop", "short", 500])
+    assert source.local(name).read_bytes() == (samples["v3.0"] / name).read_bytes()
+    assert isinstance(source.ranges(name), LocalRanges)  # once it is here, it is read from here
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_copies_from_a_server_without_ranges(samples, web, monkeypatch):
+    monkeypatch.setattr("flexor.data.source.LONGEST_REQUEST", 500)
+    web.knows_ranges = False
+    source = find_source(None, f"{web.address}/v3.0", None)
+    [name] = source.list("videos", "000.mp4")
+    assert source.local(name).read_bytes() == (samples["v3.0"] / name).read_bytes()
+
+
+def test_a_failing_server_is_not_taken_for_missing_files(web, tmp_path):
+    """fsspec says «not found» of any answer that is no success."""
+    source = find_source(None, f"{web.address}/v3.0", None)
+    assert not source.exists("videos/none.mp4")
+    web.down = 2
+    assert source.size("meta/info.json") > 0
+    assert web.down == 0
+    with pytest.raises(DatasetError, match=r"videos/none\.mp4 does not exist"):
+        source.ranges("videos/none.mp4")
+
+
+def test_block_cache_is_limited(samples, tmp_path, monkeypatch):
+    import fsspec
+
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path))
+    fsspec.filesystem("memory").put(str(samples["v3.0"]), "/limited", recursive=True)
+    for limit, kept in ((0, 0), (1 << 30, 1)):
+        source = find_source(None, "memory://limited", None, cache_bytes=limit)
+        [name] = source.list("videos", "000.mp4")
+        assert source.ranges(name).read(0, 10) == (samples["v3.0"] / name).read_bytes()[:10]
+        assert len(list((tmp_path / "blocks").rglob("*-0"))) == kept
 
 
 def run(script: str, home: Path, endpoint: str = "http://127.0.0.1:9") -> subprocess.CompletedProcess:
@@ -154,6 +233,7 @@ def run(script: str, home: Path, endpoint: str = "http://127.0.0.1:9") -> subpro
     settings = {
         "HF_ENDPOINT": endpoint,
         "HF_LEROBOT_HOME": str(home),
+        "FLEXOR_CACHE": str(home),
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | settings
