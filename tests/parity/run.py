@@ -1,6 +1,6 @@
 """Compare Flexor with LeRobot, live: what `make parity` runs.
 
-    python tests/parity/run.py [data] [writer] [act] [exchange]
+    python tests/parity/run.py [data] [writer] [colour] [act] [exchange]
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import act_flexor
+import colour
 import compare_data
 import torch
 from environment import lerobot_python
@@ -72,6 +73,13 @@ def writer(lerobot: Path, folder: Path) -> Iterator[Row]:
     yield "datasets written here, read there", 0.0
 
 
+def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
+    """Clips of many codecs and colour tags, read on both sides."""
+    colour.write(folder)
+    call(lerobot, "colour.py", "read", folder)
+    yield from colour.rows(folder)
+
+
 def exchange(lerobot: Path, folder: Path) -> Iterator[Row]:
     yield from Exchange(lerobot, folder).rows()
 
@@ -79,6 +87,7 @@ def exchange(lerobot: Path, folder: Path) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "data": data,
     "writer": writer,
+    "colour": colours,
     "act": act,
     "exchange": exchange,
 }
