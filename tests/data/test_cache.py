@@ -1,7 +1,6 @@
 """Frame caches: what is marked is whole, whoever was killed; what is in use stays; a full disk is no crash."""
 
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -9,64 +8,24 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kept import KEY, LAYOUT, SLOT, SPAWN, check, filled, filling, jpeg, open_cache, own_folders, planes
 
 from flexor.data import cache as cache_module
 from flexor.data import cache_files, caches
 from flexor.data.cache import FrameCache
-from flexor.data.caches import CacheKey, list_caches, make_room, prune
+from flexor.data.caches import CacheKey, list_caches
 from flexor.errors import DatasetError
-
-KEY = CacheKey("f1", "observation.images.top", None, None, "me/blocks")
-LAYOUT = {"height": 4, "width": 6, "layout": "yuv420p"}
-SLOT = 36
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path, monkeypatch) -> None:
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tmp_path / "cache" / "frames"
-
-
-def planes(ids, slot: int = SLOT) -> np.ndarray:
-    """What the decoder would give: each frame's bytes follow from its id. [n, slot]"""
-    ids = np.asarray(ids, np.int64)[:, None]
-    return (ids % 241 + 7).astype(np.uint8) * (np.arange(slot) % 253 + 1).astype(np.uint8)
-
-
-def jpeg(frame: int) -> bytes:
-    """Stands for a JPEG: some are larger than the raw planes."""
-    return planes([frame], 1 + frame * 13 % (3 * SLOT))[0].tobytes()
-
-
-def open_cache(folder: Path | None, key: CacheKey = KEY, frames: int = 20, slot: int = SLOT) -> FrameCache:
-    return FrameCache.open(folder, key, frames, slot, LAYOUT)
-
-
-def filled(folder: Path | None, key: CacheKey = KEY, frames: int = 20, slot: int = SLOT) -> FrameCache:
-    cache = open_cache(folder, key, frames, slot)
-    cache.put(np.arange(frames), planes(np.arange(frames), slot))
-    return cache
-
-
-def check(cache: FrameCache) -> int:
-    """Every frame that is marked is whole; gives how many there are."""
-    ids = np.flatnonzero(cache.have(np.arange(len(cache.planes))))
-    assert (cache.planes[ids] == planes(ids, cache.planes.shape[1])).all()
-    return len(ids)
+def folder(tmp_path, monkeypatch) -> Path:
+    return own_folders(tmp_path, monkeypatch)
 
 
 # one process
@@ -195,37 +154,6 @@ def test_processes_fill_the_same_cache(folder, tmp_path):
     assert check(open_cache(folder, frames=60, slot=5000)) == 60
 
 
-def fill_forever(folder: Path | None, frames: int, slot: int, shared_memory: Path, ready, go) -> None:
-    caches.SHARED_MEMORY = shared_memory
-    content = planes(range(frames), slot)
-    ready.set()
-    go.wait()
-    cache = FrameCache.open(folder, KEY, frames, slot, LAYOUT)
-    while True:
-        for frame in np.random.default_rng().permutation(frames).tolist():
-            cache.put(np.array([frame]), content[frame : frame + 1])
-            if frame % 16 == 0:
-                cache.sync()
-                ready.set()
-
-
-@contextmanager
-def filling(folder: Path | None, tmp_path: Path, frames: int, slot: int, wait: bool) -> Iterator[None]:
-    """Another process fills the cache meanwhile, and is killed at the end; `wait` until it has a frame."""
-    ready, go = SPAWN.Event(), SPAWN.Event()
-    other = SPAWN.Process(target=fill_forever, args=(folder, frames, slot, tmp_path / "shm", ready, go))
-    other.start()
-    assert ready.wait(60)
-    ready.clear()
-    go.set()
-    try:
-        assert not wait or ready.wait(60)
-        yield
-    finally:
-        other.kill()
-        other.join()
-
-
 def test_killed_at_any_instant(folder, tmp_path):
     """While it makes the cache, while it writes and while it syncs."""
     rng, found = random.Random(1), []
@@ -332,7 +260,7 @@ def test_damaged_while_in_use(folder):
     assert open_cache(folder).count == 0
 
 
-def test_settings_have_caches_of_their_own(folder):
+def test_settings_have_caches_of_their_own():
     keys = [
         KEY,
         CacheKey("f2", KEY.camera, None),
@@ -465,121 +393,3 @@ def test_no_shared_memory(monkeypatch, tmp_path):
     assert check(cache) == 20 and cache.complete
     cache.sync()
     cache.close()
-
-
-# looking and removing
-
-
-def test_list(folder):
-    cache = filled(folder, CacheKey("f1", "top", (4, 6), None, "me/blocks"), frames=50, slot=10_000)
-    (info,) = list_caches()
-    assert (info.dataset, info.camera, info.size, info.jpeg) == ("me/blocks", "top", (4, 6), None)
-    assert (info.frames, info.ready, info.in_use, info.broken) == (50, 50, True, False)
-    assert 500_000 <= info.nbytes <= 600_000 and info.expected == 500_000
-    assert abs(info.last_used - time.time()) < 60
-    cache.close()
-    assert not list_caches()[0].in_use
-    json.dumps([info.to_json() for info in list_caches()])
-    assert "me/blocks" in caches.render(list_caches()) and "50 of 50" in caches.render(list_caches())
-
-
-def test_nothing_to_list(tmp_path):
-    assert list_caches() == [] and prune(everything=True) == []
-    assert not (tmp_path / "cache").exists()
-    assert "no frame caches" in caches.render([])
-
-
-def used_days_ago(folder: Path, days: dict[str, float]) -> None:
-    """A closed cache per camera of 100 kB, last used that long ago."""
-    for camera, age in days.items():
-        key = CacheKey("f1", camera, None, None, f"me/{camera}")
-        filled(folder, key, frames=10, slot=10_000).close()
-        then = time.time() - age * 86400
-        os.utime(folder / key.folder_name / "lock", (then, then))
-
-
-def names(infos) -> list[str]:
-    return sorted(info.camera for info in infos)
-
-
-@pytest.mark.parametrize(
-    "what, goes",
-    [
-        ({}, []),
-        ({"older_than": 2.5 * 86400}, ["c", "d"]),
-        ({"limit_bytes": 250_000}, ["c", "d"]),
-        ({"limit_bytes": 10**9}, []),
-        ({"everything": True}, ["a", "b", "c", "d"]),
-        ({"dataset": "me/b"}, ["b"]),
-        ({"dataset": "me/d", "older_than": 5 * 86400}, []),
-        ({"dataset": "me/none"}, []),
-    ],
-)
-def test_prune(folder, what, goes):
-    used_days_ago(folder, {"a": 1, "b": 2, "c": 3, "d": 4})
-    assert names(prune(**what)) == goes
-    assert names(list_caches()) == sorted({"a", "b", "c", "d"} - set(goes))
-
-
-def test_prune_leaves_what_is_in_use(folder, tmp_path):
-    with filling(folder, tmp_path, 20, SLOT, wait=True):
-        assert prune(everything=True) == []
-        assert len(list_caches()) == 1
-    assert len(prune(everything=True)) == 1
-    assert list_caches() == []
-
-
-def test_prune_takes_what_is_broken(folder):
-    filled(folder).close()
-    (folder / "halfmade").mkdir()
-    (folder / "halfmade" / "data").write_bytes(bytes(100))
-    (folder / ".removing-old-1").mkdir()  # killed while deleting it
-    assert [info.broken for info in list_caches()].count(True) == 1
-    assert "broken" in caches.render(list_caches())
-    assert [info.folder.name for info in prune()] == ["halfmade"]
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", KEY.folder_name]
-
-
-def test_pruned_and_opened_at_once(folder):
-    """Whoever opens while others prune gets a cache that works, and keeps it."""
-    stop = threading.Event()
-
-    def prune_on() -> None:
-        while not stop.is_set():
-            prune(everything=True)
-
-    pruner = threading.Thread(target=prune_on)
-    pruner.start()
-    for _ in range(40):
-        cache = filled(folder)
-        assert check(cache) == 20 and (folder / KEY.folder_name / "header.json").exists()
-        cache.close()
-    stop.set()
-    pruner.join()
-
-
-@pytest.mark.parametrize(
-    "limit, need, fits, left",
-    [
-        (10**9, 100_000, True, "abcd"),
-        (450_000, 100_000, True, "abc"),
-        (450_000, 300_000, True, "a"),
-        (450_000, 450_000, False, "abcd"),  # a is in use; nothing goes in vain
-        (450_000, 10**15, False, "abcd"),
-        (10**18, 10**15, False, "abcd"),  # more than the disk has
-    ],
-)
-def test_make_room(folder, limit, need, fits, left):
-    used_days_ago(folder, {"a": 9, "b": 2, "c": 3, "d": 4})
-    used = open_cache(folder, CacheKey("f1", "a", None), frames=10, slot=10_000)
-    assert make_room(folder, {CacheKey("f1", "new", None): need}, limit) is fits
-    assert names(list_caches()) == list(left)
-    used.close()
-
-
-def test_making_room_for_what_is_there_already(folder):
-    used_days_ago(folder, {"a": 1, "b": 9})
-    assert make_room(folder, {CacheKey("f1", "b", None): 100_000}, 250_000)
-    assert names(list_caches()) == ["a", "b"]
-    assert make_room(folder, {CacheKey("f1", "b", None): 100_000}, 120_000)
-    assert names(list_caches()) == ["b"]
