@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import av
 import numpy as np
@@ -184,6 +184,7 @@ def _levels(
         to_rgb(format, planes, picture)
         levels = picture[::2, :512:2].astype(np.float64)  # [colour, luma, channel]
         inside = (levels > 0) & (levels < 255)
+        assert inside.any(axis=1).all()
         # Levels are whole numbers, half a level below the straight line on average.
         above = np.where(inside, levels - slope * np.arange(256)[:, None] + 0.5, 0)
         found.append((above.sum(1) / inside.sum(1)).T)
@@ -212,7 +213,7 @@ def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
 
 def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) -> None:
     """What `encode_jpeg` made -> the planes in `out`, uint8 [nbytes]."""
-    decoder = swscale.kept(("decoder",), lambda: av.CodecContext.create("mjpeg", "r"))
+    decoder = swscale.kept(("decoder",), lambda: _jpeg_codec("r"))
     try:
         frames = decoder.decode(av.Packet(data))  # type: ignore[arg-type]
     except av.FFmpegError:
@@ -236,9 +237,14 @@ def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
 
 
 def _jpeg_encoder(frame: av.VideoFrame) -> Any:
-    encoder: Any = av.CodecContext.create("mjpeg", "w")
+    encoder = _jpeg_codec("w")
     encoder.width, encoder.height, encoder.pix_fmt = frame.width, frame.height, frame.format.name
     encoder.time_base = Fraction(1, 1)  # it insists on one, and on frames that are numbered
     encoder.qmin = encoder.qmax = JPEG_QUALITY
-    encoder.thread_count = 1
     return encoder
+
+
+def _jpeg_codec(mode: Literal["r", "w"]) -> Any:
+    codec: Any = av.CodecContext.create("mjpeg", mode)
+    codec.thread_count = 1  # we have threads of our own
+    return codec
