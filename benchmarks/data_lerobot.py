@@ -3,12 +3,12 @@
     python data_lerobot.py --root DATASET --kind map --mode single --workers 2 --uint8
 
 Frames per second are counted from one whole round of the workers to another, since with workers batches come
-in bursts: from batch `workers` on, for at least `seconds` and two rounds, if there is that much data.
+in bursts: from batch `workers` on, for at least `seconds` and two rounds, if there is that much data. A stream
+fills its buffer before the first batch; where little is left after that, everything counts, from opening on.
 """
 
 import argparse
 import json
-import resource
 import time
 from pathlib import Path
 
@@ -38,45 +38,44 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> dict[str, object]:
     imported = resident_bytes()
     opened = time.perf_counter()
-    batches = iter(open_loader(args))
+    loader = open_loader(args)
+    batches = iter(loader)
     first = next(batches)
-    latency = time.perf_counter() - opened
-    cameras = [
-        key for key, value in first.items() if key.startswith("observation.images.") and value.ndim >= 4
-    ]
+    times, sizes = [time.perf_counter()], [len(first["index"])]
     episodes = [len(first["episode_index"].unique())]
-
     one_round = max(args.workers, 1)
-    counted = [len(first["index"])]
-    times = [time.perf_counter()]
     for batch in batches:
-        counted.append(len(batch["index"]))
-        episodes.append(len(batch["episode_index"].unique()))
         times.append(time.perf_counter())
+        sizes.append(len(batch["index"]))
+        episodes.append(len(batch["episode_index"].unique()))
         rounds, within = divmod(len(times), one_round)
         if rounds >= 3 and within == 0 and times[-1] - times[one_round - 1] > args.seconds:
             break
-    started = min(one_round, len(times)) - 1
-    seconds = times[-1] - times[started]
-    samples = sum(counted[started + 1 :])
-    del batches  # ends the workers, whose time is counted once they have ended
-    own, workers = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    per_sample = sum(
-        first[key].numel() // (len(first["index"]) * picture_size(first[key])) for key in cameras
-    )
-    frames = per_sample * samples
+    del batches  # ends the workers
+
+    buffered = args.buffer * one_round if args.kind == "stream" else 0
+    if len(times) <= one_round or sum(sizes) > loader.dataset.num_frames - buffered:
+        seconds, samples = times[-1] - opened, sum(sizes)
+    else:
+        seconds, samples = times[-1] - times[one_round - 1], sum(sizes[one_round:])
+    frames_per_sample = pictures(first) / sizes[0]
     return {
-        "frames_per_s": frames / seconds if seconds else None,
-        "samples_per_s": samples / seconds if seconds else None,
-        "first_batch_latency_s": latency,
+        "frames_per_s": frames_per_sample * samples / seconds,
+        "samples_per_s": samples / seconds,
+        "first_batch_latency_s": times[0] - opened,
         "batches": len(times),
         "seconds": seconds,
-        "frames_per_sample": per_sample,
+        "frames_per_sample": frames_per_sample,
         "episodes_per_batch": sum(episodes) / len(episodes),
-        "cpu_s": own.ru_utime + own.ru_stime + workers.ru_utime + workers.ru_stime,
         "imported_bytes": imported,
         "torch": torch.__version__,
     }
+
+
+def pictures(batch: dict[str, torch.Tensor]) -> int:
+    """How many there are in a batch: cameras are [B, (T,) C, H, W], and so is nothing else."""
+    cameras = [value for value in batch.values() if torch.is_tensor(value) and value.ndim >= 4]
+    return sum(camera.shape[:-3].numel() for camera in cameras)
 
 
 def open_loader(args: argparse.Namespace) -> DataLoader:
@@ -91,10 +90,6 @@ def open_loader(args: argparse.Namespace) -> DataLoader:
         return DataLoader(StreamingLeRobotDataset(name, buffer_size=args.buffer, **options), **workers)
     dataset = LeRobotDataset(name, video_backend=args.backend, **options)
     return DataLoader(dataset, shuffle=True, drop_last=True, **workers)
-
-
-def picture_size(pictures: torch.Tensor) -> int:
-    return pictures.shape[-3] * pictures.shape[-2] * pictures.shape[-1]
 
 
 def resident_bytes() -> int:
