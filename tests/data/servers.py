@@ -22,6 +22,7 @@ class FileServer:
         self.requests: list[tuple[str, int, int]] = []  # name, start, end of every part asked for
         self.whole: list[str] = []  # name of every file sent as a whole
         self.knows_ranges = True
+        self.lists = True
         self.down = 0  # requests of any kind to answer with 503
         self.stall = 5.0
         self.latency = 0.0
@@ -73,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(503, b"not now")
             return
         path = self.owner.root / self.path.strip("/")
-        if path.is_dir():
+        if path.is_dir() and self.owner.lists:
             links = "".join(
                 f'<a href="{p.name}{"/" * p.is_dir()}">{p.name}</a>\n' for p in sorted(path.iterdir())
             )

@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import FileServer
 
-import flexor.data.blocks as blocks
 import flexor.data.ranges as ranges
 import flexor.data.remote as remote
 from flexor.data.blocks import BLOCK, BlockCache
 from flexor.data.ranges import LocalRanges, RemoteRanges
-from flexor.data.remote import FsspecFile, HttpFile, HubFile
+from flexor.data.remote import HubFile, fsspec_file, http_options
 from flexor.errors import DatasetError
 
 CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 12345)
@@ -111,8 +110,8 @@ def web_file(client: str, server: FileServer):
     pytest.importorskip("aiohttp", reason="fsspec reads http:// through aiohttp, which is not installed")
     import fsspec
 
-    fs = fsspec.filesystem("http")
-    return HttpFile(fs, address, len(CONTENT), address, fs.info(address)["ETag"])
+    fs = fsspec.filesystem("http", **http_options())
+    return fsspec_file(fs, address, address, fs.info(address))
 
 
 CLIENTS = pytest.mark.parametrize("client", ["hub", "http"])
@@ -322,14 +321,9 @@ def test_other_file_systems(tmp_path, quick, monkeypatch):
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/bucket/file.bin", CONTENT)
 
-    def describe(info):
-        return f"{info['name']} {info['size']} {info['created']}"
-
     def file():
         info = fs.info("/bucket/file.bin")
-        remote_file = FsspecFile(
-            fs, "/bucket/file.bin", "memory://bucket/file.bin", len(CONTENT), describe(info), describe
-        )
+        remote_file = fsspec_file(fs, "/bucket/file.bin", "memory://bucket/file.bin", info)
         return RemoteRanges(remote_file, BlockCache(tmp_path / "blocks", 1 << 30))
 
     reader = file()
@@ -345,47 +339,12 @@ def test_other_file_systems(tmp_path, quick, monkeypatch):
         uncached.read(0, 1)
 
 
-# Blocks
-
-
-def used(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def test_blocks_beyond_the_limit_are_dropped_oldest_first(tmp_path):
-    cache = BlockCache(tmp_path, 10 * BLOCK)
-    for n in range(30):
-        cache.put("file", n, bytes([n]) * BLOCK)
-        if n >= 5:
-            assert cache.get("file", 5, BLOCK) is not None  # used again and again: stays
-        assert used(tmp_path) <= 10 * BLOCK
-        time.sleep(0.002)  # times of files must differ
-    assert cache.get("file", 29, BLOCK) == bytes([29]) * BLOCK
-    assert cache.get("file", 6, BLOCK) is None
-
-
-def test_blocks_of_another_size_are_not_used(tmp_path):
-    cache = BlockCache(tmp_path, 1 << 30)
-    cache.put("file", 0, b"x" * BLOCK)
-    [path] = [path for path in tmp_path.rglob("*") if path.is_file()]
-    path.write_bytes(b"x" * 100)
-    assert cache.get("file", 0, BLOCK) is None
-    cache.put("file", 0, b"y" * BLOCK)
-    assert cache.get("file", 0, BLOCK) == b"y" * BLOCK
-
-
 def test_a_cut_block_is_fetched_again(server, tmp_path):
     opened("hub", server, tmp_path).read(0, 10)
     [path] = [path for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
     path.write_bytes(b"cut")
     assert opened("hub", server, tmp_path).read(0, 10) == CONTENT[:10]
     assert len(server.requests) == 2
-
-
-def test_another_version_of_a_file_has_other_blocks(tmp_path):
-    cache = BlockCache(tmp_path, 1 << 30)
-    cache.put("file etag-1", 0, b"1" * 10)
-    assert cache.get("file etag-2", 0, 10) is None
 
 
 @pytest.mark.parametrize("trouble", ["disk", "limit"])
@@ -402,37 +361,7 @@ def test_without_disk_space_reading_goes_on(server, tmp_path, caplog, monkeypatc
     assert len(server.requests) == 1  # a little is kept in memory, so that read-ahead is not in vain
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (1 if trouble == "disk" else 0)
-    assert not used(tmp_path / "blocks")
-
-
-def test_memory_is_bounded_without_disk_space(tmp_path, monkeypatch):
-    monkeypatch.setattr(blocks, "MEMORY_BLOCKS", 3)
-    cache = BlockCache(tmp_path, 0)
-    for n in range(10):
-        cache.put("file", n, bytes([n]))
-    assert [n for n in range(10) if cache.get("file", n, 1)] == [7, 8, 9]
-
-
-def test_processes_share_blocks(tmp_path):
-    """Four processes write and read the same folder, which is too small for them."""
-    script = f"""
-import sys
-from pathlib import Path
-from flexor.data.blocks import BLOCK, BlockCache
-cache = BlockCache(Path({str(tmp_path)!r}), 12 * BLOCK)
-for i in range(60):
-    n = (i * 7 + int(sys.argv[1])) % 20
-    data = cache.get("file", n, BLOCK)
-    assert data is None or data == bytes([n]) * BLOCK
-    if data is None:
-        cache.put("file", n, bytes([n]) * BLOCK)
-"""
-    running = [subprocess.Popen([sys.executable, "-c", script, str(i)]) for i in range(4)]
-    assert [process.wait(60) for process in running] == [0] * 4
-    assert not list(tmp_path.rglob("*.partial"))
-    cache = BlockCache(tmp_path, 12 * BLOCK)
-    cache.put("file", 99, b"x" * BLOCK)
-    assert used(tmp_path) <= 12 * BLOCK
+    assert not [path for path in (tmp_path / "blocks").rglob("*") if path.is_file()]
 
 
 def test_threads_of_read_ahead_do_not_hold_up_the_end(tmp_path):

@@ -188,6 +188,13 @@ def test_web_address(samples, web, version):
     assert not web.faults
 
 
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_web_server_that_does_not_list(samples, web, version):
+    web.lists = False
+    dataset = open_dataset(root=f"{web.address}/{version}")
+    assert dataset.fingerprint() == open_dataset(root=samples[version]).fingerprint()
+
+
 def test_copies_get_over_broken_connections(samples, web, tmp_path):
     source = find_source(None, f"{web.address}/v3.0", None)
     [name] = source.list("videos", "000.mp4")

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol, TypeVar
 
-from flexor.errors import DatasetError
+from flexor.errors import DatasetError, SourceError
 from flexor.log import log
 
-__all__ = ["FsspecFile", "HttpFile", "HubFile", "NoRanges", "RemoteFile", "retrying"]
+__all__ = ["HubFile", "NoRanges", "RemoteFile", "fsspec_file", "http_options", "look_up", "retrying"]
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def retrying(what: str, attempt: Callable[[], T]) -> T:
             reason = f"{type(error).__name__}: {error}".strip(": ")
             wait = _wait(error, number)
             if wait is None or number == ATTEMPTS:
-                raise DatasetError(_gave_up(what, number, reason, error)) from error
+                raise SourceError(_gave_up(what, number, reason, error)) from error
             log.info("%s: %s; trying again in %.1f s", what, reason, wait)
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
@@ -176,6 +176,13 @@ class HubFile:
             return _whole(response.read(), start, end)
 
 
+def http_options() -> dict[str, Any]:
+    """Options of fsspec's HTTP file system: by default it waits five minutes for an answer."""
+    from aiohttp import ClientTimeout
+
+    return {"timeout": ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)}
+
+
 @dataclass
 class HttpFile:
     """A file on a web server, through the session of fsspec's file system, which may have a log-in."""
@@ -192,12 +199,9 @@ class HttpFile:
         return sync(self.fs.loop, self._get, start, end)
 
     async def _get(self, start: int, end: int) -> bytes:
-        from aiohttp import ClientTimeout
-
         session = await self.fs.set_session()
         options = dict(self.fs.kwargs)
         headers = {**options.pop("headers", {}), **_range(start, end)}
-        options["timeout"] = ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         async with session.get(self.fs.encode_url(self.name), headers=headers, **options) as response:
             _check_answer(self, response.status, response.headers, start, end)
             return _whole(await response.read(), start, end)
@@ -216,8 +220,6 @@ class FsspecFile:
     name: str
     size: int
     identity: str
-    describe: Callable[[dict[str, Any]], str]
-    """What `identity` would be, from the file system's description."""
     _checked: float = field(default_factory=time.monotonic)
 
     def get(self, start: int, end: int) -> bytes:
@@ -232,6 +234,35 @@ class FsspecFile:
 
     def _check(self) -> None:
         self.fs.invalidate_cache()
-        if self.describe(self.fs.info(self.path)) != self.identity:
+        if _identity(self.fs.info(self.path)) != self.identity:
             raise changed(self.name)
         self._checked = time.monotonic()
+
+
+def fsspec_file(fs: Any, path: str, address: str, info: dict[str, Any]) -> RemoteFile:
+    """The file at `path` of a file system that describes it with `info`."""
+    if info.get("size") is None:
+        raise DatasetError(f"{address}: the server does not say how large it is. Copy the dataset instead")
+    size, identity = int(info["size"]), _identity(info)
+    if address.startswith(("http://", "https://")):
+        return HttpFile(fs, path, size, identity, info.get("ETag"))
+    return FsspecFile(fs, path, address, size, identity)
+
+
+def look_up(fs: Any, path: str) -> dict[str, Any] | None:
+    """What a file system says of a file, in one attempt; None if there is no such file."""
+    try:
+        return fs.info(path)
+    except FileNotFoundError as error:
+        # fsspec's HTTP says so of every failure; what really happened lies behind it.
+        cause = error.__cause__
+        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):
+            raise cause from None
+        return None
+
+
+def _identity(info: dict[str, Any]) -> str:
+    """Something that changes with a file's content, by what its file system says of it."""
+    marks = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "created", "Last-Modified")
+    mark = next((str(info[key]) for key in marks if info.get(key)), "")
+    return f"{info['name']} {info['size']} {mark}"

@@ -6,6 +6,7 @@ byte ranges, and where they are not on this machine, only the parts that are wan
 """
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ from typing import Any
 
 from flexor.data.blocks import BlockCache
 from flexor.data.ranges import LONGEST_REQUEST, LocalRanges, Ranges, RemoteRanges
-from flexor.data.remote import FsspecFile, HttpFile, HubFile, NoRanges, RemoteFile, retrying
+from flexor.data.remote import HubFile, NoRanges, RemoteFile, fsspec_file, http_options, look_up, retrying
 from flexor.errors import DatasetError
 from flexor.log import log
 from flexor.machine import cache_folder
@@ -58,6 +59,10 @@ class Source:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Announce which files will be read, for sources that are faster in bulk."""
+
+    def holds(self, count: int) -> bool:
+        """Whether so many bytes of videos can stay on this machine."""
+        return True
 
     def ranges(self, name: str) -> Ranges:
         """The file by byte ranges; not fetched as a whole where that can be avoided."""
@@ -123,6 +128,9 @@ class HubSource(Source):
         if missing:
             log.info("downloading %d files of %s", len(missing), self)
             self._download(missing)
+
+    def holds(self, count: int) -> bool:
+        return not self.streams or count <= self._blocks.limit
 
     def ranges(self, name: str) -> Ranges:
         if not self.streams or super().exists(name):
@@ -212,7 +220,8 @@ class FsspecSource(Source):
 
         self.address = address.rstrip("/")
         try:
-            self.fs, self.base = fsspec.core.url_to_fs(self.address)
+            options = http_options() if self._is_http else {}
+            self.fs, self.base = fsspec.core.url_to_fs(self.address, **options)
         except Exception as error:
             raise DatasetError(
                 f"{self.address} cannot be opened: {type(error).__name__}: {error}. Check the address (the folder "
@@ -248,7 +257,20 @@ class FsspecSource(Source):
         return self._remote(name).size
 
     def list(self, folder: str, suffix: str) -> "list[str]":
-        return sorted(n for n in self._listing() if n.startswith(f"{folder}/") and n.endswith(suffix))
+        names = self._listing() or self._probe(folder, suffix)
+        return sorted(name for name in names if name.startswith(f"{folder}/") and name.endswith(suffix))
+
+    def _probe(self, folder: str, suffix: str) -> set[str]:
+        """Where the server cannot list: the names LeRobot numbers, as far as they go."""
+
+        def chunk(number: int) -> set[str]:
+            files = (f"{folder}/chunk-{number:03d}/file-{file:03d}{suffix}" for file in itertools.count())
+            return set(itertools.takewhile(self.exists, files))
+
+        return set().union(*itertools.takewhile(bool, map(chunk, itertools.count())))
+
+    def holds(self, count: int) -> bool:
+        return count <= self._blocks.limit
 
     def ranges(self, name: str) -> Ranges:
         if self._is_copied(name):
@@ -260,17 +282,10 @@ class FsspecSource(Source):
         return target.is_file() and target.stat().st_size == self.size(name)
 
     def _remote(self, name: str) -> RemoteFile:
-        address, path, info = f"{self.address}/{name}", f"{self.base}/{name}", self._info(name)
+        address, info = f"{self.address}/{name}", self._info(name)
         if info is None:
             raise DatasetError(f"{address} does not exist. Check that the dataset there is whole")
-        if info.get("size") is None:
-            raise DatasetError(
-                f"{address}: the server does not say how large it is. Copy the dataset instead"
-            )
-        size, identity = int(info["size"]), _identity(info)
-        if self._is_http:
-            return HttpFile(self.fs, path, size, identity, info.get("ETag"))
-        return FsspecFile(self.fs, path, address, size, identity, _identity)
+        return fsspec_file(self.fs, f"{self.base}/{name}", address, info)
 
     @property
     def _is_http(self) -> bool:
@@ -281,7 +296,7 @@ class FsspecSource(Source):
         with self._lock:
             info = self._infos.get(name)
         if info is None:
-            info = retrying(f"{self.address}/{name}", partial(_ask, self.fs, f"{self.base}/{name}"))
+            info = retrying(f"{self.address}/{name}", partial(look_up, self.fs, f"{self.base}/{name}"))
             if info is not None:
                 with self._lock:
                     self._infos[name] = info
@@ -332,24 +347,6 @@ class FsspecSource(Source):
                     file.write(part)
         except NoRanges:
             retrying(remote.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(path)))
-
-
-def _ask(fs: Any, path: str) -> dict[str, Any] | None:
-    try:
-        return fs.info(path)
-    except FileNotFoundError as error:
-        # fsspec's HTTP says so of every failure; what really happened lies behind it.
-        cause = error.__cause__
-        if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):
-            raise cause from None
-        return None
-
-
-def _identity(info: dict[str, Any]) -> str:
-    """Something that changes with a file's content, by what its file system says of it."""
-    marks = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "created", "Last-Modified")
-    mark = next((str(info[key]) for key in marks if info.get(key)), "")
-    return f"{info['name']} {info['size']} {mark}"
 
 
 def _block_cache(limit: int | None) -> BlockCache:
