@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from flexor.data.units import Units, cut_runs
+from flexor.data.units import Units
 from flexor.rng import key_of, mix_numpy
 
 __all__ = [
@@ -164,10 +164,10 @@ class StreamingOrder:
     """Every sample once per epoch, unit by unit: a unit is decoded when its pool's turn comes, once.
 
     All units stand in a random line, cut into lanes of equal numbers of samples (a unit at a cut
-    becomes two pieces). Each epoch permutes the pieces of each lane, cuts them into pools of at least
-    `pool` samples, and permutes the samples of each pool. Position p of an epoch is taken from lane
-    p % lanes. So about lanes * pool samples are in memory at a time, and a global batch that is a
-    multiple of `lanes` takes equally many from each.
+    becomes two pieces). Each epoch permutes the pieces of each lane, cuts them into pools of about
+    `pool` samples (at most a quarter and a unit more), and permutes the samples of each pool. Position
+    p of an epoch is taken from lane p % lanes. So about lanes * pool samples are in memory at a time,
+    and a global batch that is a multiple of `lanes` takes equally many from each.
 
     Lanes do not depend on the number of ranks. A batch is sorted by lane: the slice of it that is a
     rank's (or a micro-batch's) comes from the same lanes in every batch, but in the one that spans the
@@ -195,6 +195,8 @@ class StreamingOrder:
         self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # its unit's samples before it
         self._piece_count = np.diff(edges)
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
+        begins = np.concatenate([self._bounds[:-1], *map(self._pool_cuts, range(lanes))])
+        self._pool_begins = begins[begins < self.size]  # with fewer samples than lanes, some are empty
         self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
         self._block = lru_cache(maxsize=2)(self._block_picks)
 
@@ -251,6 +253,21 @@ class StreamingOrder:
         k = self._piece_skip[piece] + spots - table.piece_edges[place]
         return self._units.pick(self._piece_unit[piece], k), piece, pool
 
+    def _pool_cuts(self, lane: int) -> np.ndarray:
+        """Where the lane's pools should end: they do so with the unit that is there.
+
+        Equal pools, but shifted by a part that differs from lane to lane: so lanes come to their next
+        pools at different times. What that leaves at either end, if little, stays with its neighbour.
+        """
+        size = int(self._bounds[lane + 1] - self._bounds[lane])
+        count = -(-size // self.pool)
+        if count < 2:
+            return np.empty(0, np.int64)
+        cuts = (np.arange(count) + 1 - lane * GOLDEN % 1) * (size / count)
+        little = size / count / 4
+        cuts = cuts[(cuts > little) & (cuts < size - little)]
+        return self._bounds[lane] + cuts.astype(np.int64)
+
     def _epoch_table(self, epoch: int) -> _EpochTable:
         key = np.array([key_of("streaming", self.seed, epoch)], np.uint64)
         in_lane = np.diff(self._lane_pieces)
@@ -259,14 +276,7 @@ class StreamingOrder:
         lane_keys = mix_numpy(key + np.arange(self.lanes, dtype=np.uint64))
         pieces = first + permute_within(np.arange(len(lane)) - first, in_lane[lane], lane_keys[lane])
         edges = np.append(0, np.cumsum(self._piece_count[pieces]))
-
-        # The first pools have different lengths, so that lanes come to their next ones at different times.
-        least = np.full(len(lane), self.pool)
-        begins = self._lane_pieces[:-1][in_lane > 0]
-        share = 1 - np.arange(self.lanes)[in_lane > 0] * GOLDEN % 1
-        several = np.diff(self._bounds)[in_lane > 0] > self.pool
-        least[begins] = np.where(several, np.ceil(share * self.pool), self.pool)
-        pool_pieces = cut_runs(edges, self._lane_pieces, least)
+        pool_pieces = np.unique(np.searchsorted(edges, self._pool_begins))  # [Q] a pool's first place
         return _EpochTable(
             pieces=pieces,
             piece_edges=edges,

@@ -21,7 +21,7 @@ import numpy as np
 
 from flexor.rng import mix_numpy
 
-__all__ = ["Units", "build_units", "cut_runs", "decoded_per_sample"]
+__all__ = ["Units", "build_units", "decoded_per_sample"]
 
 TOLERANCE = 1.1
 """Frames decoded, relative to the cheapest way to cut, that smaller units may cost."""
@@ -32,7 +32,7 @@ TRIAL_EPISODES, TRIAL_ROWS = 32, 10_000
 COUNTED_SAMPLES = 20_000
 """In how many samples' units `decoded_per_sample` counts."""
 STRETCH = 20
-"""Phases of a long episode are cut where this many windows have gone by: a window is decoded again there."""
+"""Phases of an episode longer than this many windows are cut: at a cut, one window is decoded again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,29 +110,6 @@ def decoded_per_sample(
         which = which[: 1 + np.searchsorted(np.cumsum(units.count[which]), COUNTED_SAMPLES)]
     frames = table.decoded(units, which)
     return frames / int(units.count[which].sum()) / len(table.starts)
-
-
-def cut_runs(edges: np.ndarray, groups: np.ndarray, least: np.ndarray | int) -> np.ndarray:
-    """Gather consecutive items into runs; returns the items at which runs begin.
-
-    Item i covers edges[i] to edges[i + 1]; group g is items groups[g] to groups[g + 1] - 1. A run goes
-    on until it covers `least` (of its first item), or to the end of its group. What remains there, if
-    under half of that, joins the run before it.
-    """
-    count = len(edges) - 1
-    least = np.broadcast_to(least, count)
-    group_first = np.repeat(groups[:-1], np.diff(groups))
-    group_end = np.repeat(groups[1:], np.diff(groups))
-    following = np.minimum(np.searchsorted(edges, edges[:-1] + least), group_end).tolist()
-    found, item = [], 0
-    while item < count:
-        found.append(item)
-        item = following[item]
-    begins = np.array(found, np.int64)
-    covered = np.diff(edges[np.append(begins, count)])
-    at_end = np.append(begins[1:], count) == group_end[begins]
-    tiny = at_end & (2 * covered < least[begins]) & (begins != group_first[begins])
-    return begins[~tiny]
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +239,7 @@ def _runs(table: _Episodes, number: int, length: int) -> Units:
     """Neighbouring samples, at least `length` of them but at the end of an episode."""
     edges = np.append(table.cuts()[number:][0], table.size)
     first_items = np.searchsorted(edges, np.append(table.first_sample, table.size))
-    first = edges[cut_runs(edges, first_items, length)]
+    first = edges[_cut_runs(edges, first_items, length)]
     count = np.diff(np.append(first, table.size))
     return Units(first, count, run=count, stride=count)
 
@@ -284,3 +261,25 @@ def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
     first = (table.first_sample[episode] + begin)[:, None] + offset
     used = count > 0
     return Units(first[used], count[used], run[used], np.full(int(used.sum()), stride))
+
+
+def _cut_runs(edges: np.ndarray, groups: np.ndarray, least: int) -> np.ndarray:
+    """Gather consecutive items into runs; returns the items at which runs begin.
+
+    Item i covers edges[i] to edges[i + 1]; group g is items groups[g] to groups[g + 1] - 1. A run goes
+    on until it covers `least`, or to the end of its group. What remains there, if under half of that,
+    joins the run before it.
+    """
+    count = len(edges) - 1
+    group_first = np.repeat(groups[:-1], np.diff(groups))
+    group_end = np.repeat(groups[1:], np.diff(groups))
+    following = np.minimum(np.searchsorted(edges, edges[:-1] + least), group_end).tolist()
+    found, item = [], 0
+    while item < count:
+        found.append(item)
+        item = following[item]
+    begins = np.array(found, np.int64)
+    covered = np.diff(edges[np.append(begins, count)])
+    at_end = np.append(begins[1:], count) == group_end[begins]
+    tiny = at_end & (2 * covered < least) & (begins != group_first[begins])
+    return begins[~tiny]
