@@ -10,29 +10,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from flexor.data.settings import DatasetConfig, picture_size
 from flexor.errors import ConfigError
 from flexor.policies import PolicyConfig
-from flexor.tree import to_plain
+from flexor.tree import field_types, to_plain
 
-GROUPS = ("dataset", "policy", "optimizer", "scheduler", "ema", "checkpoint", "env", "eval", "wandb")
-
-
-@dataclass
-class DatasetConfig:
-    repo_id: str | None = None
-    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` is the built-in task's."""
-    root: str | None = None
-    """Folder of the dataset, or an address such as s3://bucket/dataset."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub."""
-    episodes: list[int] | None = None
-    """Use only these episodes: a list, or @file with one (as `flexor data check` writes)."""
-    eval_split: float = 0.0
-    """Share of episodes per task held out for the held-out loss."""
-    use_imagenet_stats: bool = True
-    """Normalise cameras with ImageNet's mean and standard deviation instead of the dataset's."""
-    cache_gb: float | None = None
-    """Memory for decoded frames in GB; unless given, a quarter of what is free."""
+GROUPS = (
+    "dataset",
+    "dataset.cache",
+    "dataset.order",
+    "policy",
+    "optimizer",
+    "scheduler",
+    "ema",
+    "checkpoint",
+    "env",
+    "eval",
+    "wandb",
+)
 
 
 @dataclass
@@ -175,6 +170,14 @@ class TrainConfig:
         return plain
 
 
+def group_type(group: str) -> type:
+    """The dataclass of a group of settings, such as "dataset.cache"."""
+    cls: type = TrainConfig
+    for name in group.split("."):
+        cls = field_types(cls)[name]
+    return cls
+
+
 def validate(config: TrainConfig) -> None:
     """Combinations that can't work, before anything is started."""
     dataset = config.dataset
@@ -190,6 +193,7 @@ def validate(config: TrainConfig) -> None:
         )
     if not 0 < config.ema.decay < 1:
         raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
+    picture_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     _validate_ranges(config)
 
@@ -217,7 +221,12 @@ AT_LEAST = {
     "env_eval_freq": 0,
     "max_eval_samples": 0,
     "seed": 0,
-    "dataset.cache_gb": 0,
+    "dataset.cache.gb": 0,
+    "dataset.cache.pool_gb": 0,
+    "dataset.cache.remote_gb": 0,
+    "dataset.order.lanes": 1,
+    "dataset.order.pool": 1,
+    "dataset.order.unit": 1,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
     "optimizer.grad_clip_norm": 0,

@@ -127,7 +127,7 @@ def _memory(problems: list[dict[str, str]]) -> dict[str, float]:
         _add(
             problems,
             f"{free:.1f} of {total:.1f} GB of memory is free, which is little",
-            "lower --num_workers and --dataset.cache_gb",
+            "lower --batch_size and --dataset.cache.pool_gb",
         )
     return {"total": round(total, 1), "free": round(free, 1)}
 

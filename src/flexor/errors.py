@@ -21,5 +21,9 @@ class DatasetError(FlexorError):
     """A dataset is missing, broken or not what its metadata says."""
 
 
+class SourceError(DatasetError):
+    """A dataset's files can't be reached: nothing is wrong with what they hold."""
+
+
 class CheckpointError(FlexorError):
     """A checkpoint is missing, damaged or does not belong to this run."""

@@ -7,7 +7,7 @@ import json
 import textwrap
 from typing import Any
 
-from flexor.config import GROUPS, TrainConfig
+from flexor.config import GROUPS, TrainConfig, group_type
 from flexor.policies import POLICIES, policy_class
 from flexor.tree import field_types, help_texts, to_plain, type_name
 
@@ -17,7 +17,6 @@ COLUMN = 34
 
 def train_help(policy: str = "act") -> str:
     """Every setting with its type, default and one line of help, by group."""
-    types = field_types(TrainConfig)
     sections = [
         "usage: flexor train [--config FILE.yaml] [--key=value | --key value | key=value ...]",
         "",
@@ -32,13 +31,14 @@ def train_help(policy: str = "act") -> str:
         *_section(TrainConfig, "", skip={*GROUPS, "policy_path"}),
     ]
     for group in GROUPS:
-        cls = policy_class(policy).Config if group == "policy" else types[group]
+        cls = policy_class(policy).Config if group == "policy" else group_type(group)
         title = (
             f"policy ({policy}; --policy.type is one of {', '.join(POLICIES)})"
             if group == "policy"
             else group
         )
-        sections += ["", title, *_section(cls, f"{group}.")]
+        nested = {other.rpartition(".")[2] for other in GROUPS if other.startswith(f"{group}.")}
+        sections += ["", title, *_section(cls, f"{group}.", nested)]
     return "\n".join(sections)
 
 

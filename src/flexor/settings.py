@@ -57,15 +57,15 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """The inverse of `nest`, one level of settings groups deep."""
+    """The inverse of `nest`, as deep as there are groups of settings."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        if not where and key in GROUPS and isinstance(value, dict):
-            flat.update(flatten(value, key))
-        elif not where and key in GROUPS and value is None:
+        name = f"{where}.{key}" if where else str(key)
+        if name in GROUPS and isinstance(value, dict):
+            flat.update(flatten(value, name))
+        elif name in GROUPS and value is None:
             continue  # LeRobot writes `env: null` for a group that was not given
         else:
-            name = f"{where}.{key}" if where else str(key)
             flat[ALIASES.get(name, name)] = value
     return flat
 

@@ -103,9 +103,8 @@ def test_statistics(samples):
                 )
 
 
-@pytest.mark.parametrize("cache_bytes", [None, 0])
-def test_windows(samples, cache_bytes):
-    dataset = open_dataset(root=samples["v3.0"], cache_bytes=cache_bytes)
+def test_windows(samples):
+    dataset = open_dataset(root=samples["v3.0"])
     deltas = {"action": [-1, 0, 2], TOP: [-2, 0], "comment": [0, 1], WRIST: [0]}
     rows = np.array([7, 18, 25])  # first and last frame of episode 1, a middle one of episode 2
     batch = dataset.read(rows, deltas)
@@ -165,13 +164,12 @@ def test_fingerprint_is_that_of_the_content(samples, tmp_path):
 
 
 def test_threads(samples):
-    for cache_bytes in (None, 0):
-        dataset = open_dataset(root=samples["v3.0"], cache_bytes=cache_bytes)
-        expected = open_dataset(root=samples["v3.0"]).read(np.arange(38))[TOP]
-        batches = [np.random.default_rng(i).permutation(38)[:8] for i in range(24)]
-        with ThreadPoolExecutor(6) as pool:
-            for rows, batch in zip(batches, pool.map(dataset.read, batches)):
-                np.testing.assert_array_equal(batch[TOP], expected[rows])
+    dataset = open_dataset(root=samples["v3.0"])
+    expected = open_dataset(root=samples["v3.0"]).read(np.arange(38))[TOP]
+    batches = [np.random.default_rng(i).permutation(38)[:8] for i in range(24)]
+    with ThreadPoolExecutor(6) as pool:
+        for rows, batch in zip(batches, pool.map(dataset.read, batches)):
+            np.testing.assert_array_equal(batch[TOP], expected[rows])
 
 
 def test_camera_shapes():
@@ -387,7 +385,7 @@ def test_a_damaged_picture(broken):
     column = pa.array(rows, field.type)
     pq.write_table(table.set_column(table.column_names.index(WRIST), field, column), file)
     dataset = open_dataset(root=broken)
-    with pytest.raises(DatasetError, match=r"file-000\.parquet: row 3, column .*wrist: not a PNG"):
+    with pytest.raises(DatasetError, match=r"wrist, .*file-000\.parquet, .*frame 3: row 3: not a PNG"):
         dataset.read(np.array([3]), cameras=[WRIST])
 
 

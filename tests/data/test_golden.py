@@ -13,11 +13,10 @@ sys.path.insert(0, str(TESTS / "parity"))
 from compare_data import compare  # noqa: E402
 
 
-@pytest.mark.parametrize("cache_bytes", [None, 0])
 @pytest.mark.parametrize("dump", ["h264", "h264_windows", "av1", "bframes"])
-def test_same_as_lerobot(dump, cache_bytes):
+def test_same_as_lerobot(dump):
     expected = json.loads((GOLDEN / f"{dump}.json").read_text())
-    assert compare(GOLDEN / dump.split("_")[0], expected, cache_bytes) == []
+    assert compare(GOLDEN / dump.split("_")[0], expected) == []
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v2.0"])

@@ -8,7 +8,7 @@ import torch
 
 from flexor.batch import ACTION, SAMPLE_ID, VALID_STEPS
 from flexor.data.dataset import open_dataset
-from flexor.data.loader import Loader, sample_rows, to_tensors
+from flexor.data.loader import PREFETCH_STEPS, Loader, sample_rows, to_tensors
 
 DELTAS = {ACTION: range(4)}
 
@@ -123,11 +123,12 @@ def test_closing_early_leaves_no_threads(taken, opened):
 
 def test_reading_ahead_is_bounded(opened, monkeypatch):
     reads = []
-    loading = loader(opened, num_workers=2)
-    original = loading.read_step
-    monkeypatch.setattr(loading, "read_step", lambda step: reads.append(step) or original(step))
-    steps = loading.steps(0, 10_000)
+    original = type(opened).read
+    monkeypatch.setattr(
+        type(opened), "read", lambda self, rows, *more: reads.append(rows) or original(self, rows, *more)
+    )
+    steps = loader(opened, num_workers=2, accumulation=1).steps(0, 10_000)
     for _ in range(10):
         next(steps)
     steps.close()
-    assert len(reads) <= 10 + 2 * 2 + 2
+    assert len(reads) <= 10 + PREFETCH_STEPS

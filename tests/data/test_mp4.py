@@ -255,7 +255,7 @@ def test_cut_in_the_tables(video, folder):
 
 
 def test_packets_past_the_end(video, folder):
-    """The last box is cut away whole, or declared to the end: only the table knows what is missing."""
+    """The table is whole: what is missing shows when it is read, and what is not missing can be."""
     path = video("h264, in front")
     data = bytearray(path.read_bytes())
     at = data.index(b"mdat") - 4
@@ -264,9 +264,8 @@ def test_packets_past_the_end(video, folder):
     end = int(expected.offset[30])
     cut = folder / "past.mp4"
     cut.write_bytes(data[:end])
-    time = expected.pts[30:].min() * expected.time_base
-    with pytest.raises(DatasetError, match=f"10 of its 40 packets, from {time:.3f} s on, should lie past"):
-        read_packets(LocalRanges(cut))
+    found = read_packets(LocalRanges(cut))
+    assert len(found) == 40 and (found.offset + found.size > end).sum() == 10
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -26,9 +26,9 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()[:16]
 
 
-def compare(root: str | Path, dump: dict, cache_bytes: int | None = None, batch: int = 64) -> list[str]:
+def compare(root: str | Path, dump: dict, batch: int = 64) -> list[str]:
     """Every difference, one line each; none means that both read the same."""
-    dataset = open_dataset(root=root, episodes=dump["episodes"], cache_bytes=cache_bytes)
+    dataset = open_dataset(root=root, episodes=dump["episodes"])
     deltas = {k: deltas_from_timestamps(v, dataset.fps) for k, v in (dump["deltas"] or {}).items()}
     found = [] if len(dataset) == dump["length"] else [f"length {len(dataset)}, not {dump['length']}"]
     rows = [int(row) for row in dump["rows"]]
@@ -95,10 +95,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root")
     parser.add_argument("dump")
-    parser.add_argument("--cache-bytes", type=int)
     arguments = parser.parse_args()
     dump = json.loads(Path(arguments.dump).read_text())
-    found = compare(arguments.root, dump, arguments.cache_bytes)
+    found = compare(arguments.root, dump)
     print("\n".join(found[:40]))
     how = "bit by bit" if exact_pixels(dump) else "by thumbnail"
     print(f"{len(dump['rows'])} rows compared (pixels {how}), {len(found)} differences")

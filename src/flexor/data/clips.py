@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import av
 import numpy as np
@@ -12,11 +13,25 @@ from av.video.reformatter import VideoReformatter
 
 from flexor.data.metadata import Feature, broken, read_parquet
 from flexor.data.source import Source
-from flexor.data.video import VideoIndex, decode, index_video
+from flexor.data.video import Sink, VideoIndex, decode_frames, index_video
 from flexor.errors import DatasetError
 from flexor.log import log
 
-__all__ = ["ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+__all__ = ["Clip", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+
+
+class Clip(Protocol):
+    """One camera's frames of one episode."""
+
+    @property
+    def where(self) -> str:
+        """Episode, camera and file, for messages."""
+
+    def starts(self) -> np.ndarray:
+        """For every frame, the first frame of the episode that is decoded to get it. [length]"""
+
+    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
+        """Give frames[i] (distinct numbers in the episode) to `sink(i, frame)`; {i: reason} for the broken."""
 
 
 @dataclass(eq=False)
@@ -33,8 +48,9 @@ class VideoFile:
     def index(self) -> VideoIndex:
         with self._lock:
             if self._index is None:
-                self._index = index_video(self.source.local(self.name))
-                self._check_size(self._index)
+                index = index_video(self.source.ranges(self.name))
+                self._check_size(index)
+                self._index = index
             return self._index
 
     def _check_size(self, index: VideoIndex) -> None:
@@ -73,9 +89,8 @@ class VideoClip:
     _numbers: np.ndarray | None = None
 
     @property
-    def nbytes(self) -> int:
-        _, height, width = self.file.feature.chw
-        return len(self.times) * height * width * 3
+    def where(self) -> str:
+        return f"episode {self.episode}, camera {self.file.feature.name}, {self.file.name}"
 
     @property
     def numbers(self) -> np.ndarray:
@@ -84,17 +99,26 @@ class VideoClip:
             self._numbers = self._resolve()
         return self._numbers
 
-    def read(self, frames: np.ndarray) -> np.ndarray:
-        return self._decode(self.numbers[frames])
+    def starts(self) -> np.ndarray:
+        _, first, group = np.unique(
+            self.file.index.start[self.numbers], return_index=True, return_inverse=True
+        )
+        return first[group]
 
-    def read_all(self) -> np.ndarray:
-        return self._decode(self.numbers)
+    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
+        numbers = self.numbers[frames]
+        if (np.diff(numbers) > 0).all():
+            return decode_frames(self.file.index, numbers, sink)
+        # Two rows may have the same nearest frame, where the recording's clock stumbled.
+        distinct, slot = np.unique(numbers, return_inverse=True)
+        users = [np.flatnonzero(slot == i).tolist() for i in range(len(distinct))]
 
-    def _decode(self, numbers: np.ndarray) -> np.ndarray:
-        try:
-            return decode(self.file.index.path, numbers, self.file.index)
-        except DatasetError as error:
-            raise DatasetError(f"episode {self.episode}, camera {self.file.feature.name}: {error}") from error
+        def to_all(i: int, frame: av.VideoFrame) -> None:
+            for user in users[i]:
+                sink(user, frame)
+
+        bad = decode_frames(self.file.index, distinct, to_all)
+        return {user: reason for i, reason in bad.items() for user in users[i]}
 
     def _resolve(self) -> np.ndarray:
         try:
@@ -178,29 +202,34 @@ class ImageClip:
     length: int
 
     @property
-    def nbytes(self) -> int:
-        return self.length * int(np.prod(self.feature.chw))
+    def where(self) -> str:
+        return f"camera {self.feature.name}, {self.file}, rows from {self.first_row} on"
 
-    def read(self, frames: np.ndarray) -> np.ndarray:
+    def starts(self) -> np.ndarray:
+        return np.arange(self.length)
+
+    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
         encoded = self.files.encoded(self.file, self.feature.name)
-        return np.stack([self._decode(encoded, int(frame)) for frame in frames])
-
-    def read_all(self) -> np.ndarray:
-        return self.read(np.arange(self.length))
-
-    def _decode(self, encoded: pa.Array, frame: int) -> np.ndarray:
-        data = encoded[self.first_row + frame].as_py()
-        where = f"row {self.first_row + frame}, column {self.feature.name}"
-        if not data:
-            raise broken(self.files.source, self.file, f"{where}: there is no picture")
-        try:
-            return decode_image(data)
-        except (av.FFmpegError, ValueError) as error:
-            raise broken(self.files.source, self.file, f"{where}: not a PNG or JPEG ({error})") from error
+        bad = {}
+        for i, frame in enumerate(frames.tolist()):
+            row = self.first_row + frame
+            data = encoded[row].as_py()
+            try:
+                sink(i, _picture(data or b""))
+            except (av.FFmpegError, ValueError) as error:
+                what = f"not a PNG or JPEG ({error})" if data else "there is no picture"
+                bad[i] = f"row {row}: {what}"
+        return bad
 
 
 def decode_image(data: bytes) -> np.ndarray:
     """PNG or JPEG bytes -> uint8 [H, W, C], with as many channels as the picture has."""
+    pixels = _picture(data).to_ndarray()
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _picture(data: bytes) -> av.VideoFrame:
+    """PNG or JPEG bytes as a frame in gray, rgb24 or rgba."""
     name = "png" if data[:4] == b"\x89PNG" else "mjpeg" if data[:2] == b"\xff\xd8" else None
     if name is None:
         raise ValueError(f"it starts with {data[:4]!r}")
@@ -213,5 +242,4 @@ def decode_image(data: bytes) -> np.ndarray:
         # Interpolate the colour as libjpeg (and so PIL, and so LeRobot) does: straight to RGB would repeat it.
         frame = VideoReformatter().reformat(frame, format="yuvj444p", interpolation="BILINEAR")
     layout = {"gray": "gray", "ya8": "gray", "rgba": "rgba"}.get(frame.format.name, "rgb24")
-    pixels = VideoReformatter().reformat(frame, format=layout).to_ndarray()
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+    return VideoReformatter().reformat(frame, format=layout)

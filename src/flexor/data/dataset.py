@@ -10,15 +10,15 @@ order of the data files, as in LeRobot, whatever order episodes were asked for i
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flexor.data.clips import ImageClip, ImageFiles, VideoClip, VideoFile
-from flexor.data.frames import Clip, FrameStore
+from flexor.data.clips import Clip, ImageClip, ImageFiles, VideoClip, VideoFile
+from flexor.data.frames import FrameStore
 from flexor.data.metadata import Feature, Metadata, broken, read_metadata
 from flexor.data.source import Source, find_source
 from flexor.data.table import FrameTable, fill_in, read_table
@@ -36,6 +36,7 @@ class Episodes:
     index: np.ndarray  # [E] number in the dataset as published
     length: np.ndarray  # [E]
     tasks: list[list[str]]
+    first_frame: np.ndarray  # [E] row of its first frame in the dataset as published
 
     @cached_property
     def end(self) -> np.ndarray:
@@ -75,8 +76,9 @@ class Dataset:
     strings: dict[str, list[str]]
     episodes: Episodes
     store: FrameStore
-    _file_sizes: dict[int, list[int]]
-    _announced: set[str] = field(default_factory=set, init=False)
+    source: Source
+    _file_sizes: dict[int, dict[str, int]]
+    """Per episode, the files it lies in and their bytes."""
 
     def __len__(self) -> int:
         return int(self.episodes.length.sum())
@@ -84,6 +86,11 @@ class Dataset:
     def episode_of(self, rows: np.ndarray) -> np.ndarray:
         """The position in `episodes` of the episode each row belongs to."""
         return np.searchsorted(self.episodes.end, rows, side="right")
+
+    def frame_ids(self, rows: np.ndarray) -> np.ndarray:
+        """The frame store's numbers of these rows' frames."""
+        episode = self.episode_of(rows)
+        return rows + (self.episodes.first_frame - self.episodes.start)[episode]
 
     def read(
         self,
@@ -107,7 +114,7 @@ class Dataset:
         for name, steps in (deltas or {}).items():
             at[name], batch[f"{name}_is_pad"] = window_rows(rows, steps, start, end)
         for name in chosen:
-            batch[name] = self._frames(name, at.get(name, rows), episode)
+            batch[name] = self._frames(name, at.get(name, rows))
         for name, column in self.columns.items():
             batch[name] = column[at.get(name, rows)]
         for name, texts in self.strings.items():
@@ -141,6 +148,7 @@ class Dataset:
                 self.episodes.index[keep],
                 self.episodes.length[keep],
                 [self.episodes.tasks[i] for i in keep],
+                self.episodes.first_frame[keep],
             ),
         )
 
@@ -153,18 +161,31 @@ class Dataset:
             "tasks": self.tasks,
             "episodes": self.episodes.index.tolist(),
             "lengths": self.episodes.length.tolist(),
-            "sizes": [self._file_sizes[i] for i in self.episodes.index.tolist()],
+            "sizes": [list(self._file_sizes[i].values()) for i in self.episodes.index.tolist()],
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
-    def _frames(self, camera: str, rows: np.ndarray, episode: np.ndarray) -> np.ndarray:
-        """Pixels [*rows.shape, C, H, W] of rows [B] or [B, T], all of a sample in one episode."""
-        if camera not in self._announced:
-            self._announced.add(camera)
-            self.store.admit(camera, self.episodes.index)
-        position = np.broadcast_to(episode.reshape(-1, *[1] * (rows.ndim - 1)), rows.shape).ravel()
-        frames = rows.ravel() - self.episodes.start[position]
-        pixels = self.store.get(camera, self.episodes.index[position], frames)
+    def content(self) -> str:
+        """A hash that also changes when a file is written anew: what is kept of it is then worthless."""
+        files = sorted({name for sizes in self._file_sizes.values() for name in sizes})
+        written = [] if self.source.streams else [self.source.local(f).stat().st_mtime_ns for f in files]
+        return hashlib.sha256(f"{self.fingerprint()} {files} {written}".encode()).hexdigest()
+
+    @property
+    def video_bytes(self) -> int:
+        """Bytes of all files that frames are read from."""
+        return sum(
+            {name: size for sizes in self._file_sizes.values() for name, size in sizes.items()}.values()
+        )
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether a byte that was read once need not be fetched again."""
+        return self.source.holds(self.video_bytes)
+
+    def _frames(self, camera: str, rows: np.ndarray) -> np.ndarray:
+        """Pixels [*rows.shape, C, H, W] of rows [B] or [B, T]."""
+        pixels = self.store.get(camera, self.frame_ids(rows.ravel()))
         return np.moveaxis(pixels.reshape(*rows.shape, *pixels.shape[1:]), -1, -3)
 
     def _task(self, index: int) -> str:
@@ -189,17 +210,22 @@ def open_dataset(
     root: str | Path | None = None,
     revision: str | None = None,
     episodes: Sequence[int] | None = None,
-    cache_bytes: int | None = None,
     tolerance_s: float | None = None,
+    streaming: bool = False,
+    size: tuple[int, int] | None = None,
+    remote_bytes: int | None = None,
 ) -> Dataset:
     """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
 
-    `cache_bytes` is what decoded frames may take in RAM: a quarter of what is free, unless given.
+    With `streaming`, a Hub dataset's videos are read by ranges as they are needed, not downloaded first.
+    What is read over a network stays on disk within `remote_bytes`, a quarter of what is free unless given.
+    `size` (height, width) scales all pictures.
+
     `tolerance_s` is how far from its timestamp a frame may lie: half a frame period, unless given.
     LeRobot allows 1e-4 s, on which many real recordings fail (its issues 933 and 1875) though no other
     frame is nearer; beyond half a period the nearest frame is another row's.
     """
-    source = find_source(repo_id, root, revision)
+    source = find_source(repo_id, root, revision, streaming, remote_bytes)
     name = repo_id or str(source)
     meta = read_metadata(source)
     selected = list(range(len(meta.episodes.index)))
@@ -222,15 +248,21 @@ def open_dataset(
         version=meta.version,
         fps=meta.fps,
         robot_type=meta.robot_type,
-        features=_present(meta, columns, absent),
+        features=_present(meta, columns, absent, size),
         cameras=cameras,
         absent=absent,
         tasks=meta.tasks,
         stats=meta.stats,
         columns=columns,
         strings=table.strings,
-        episodes=Episodes(table.episode, table.length, [meta.episodes.tasks[i] for i in table.episode]),
-        store=FrameStore(clips, cache_bytes),
+        episodes=Episodes(
+            table.episode,
+            table.length,
+            [meta.episodes.tasks[i] for i in table.episode],
+            (np.cumsum(meta.episodes.length) - meta.episodes.length)[table.episode],
+        ),
+        store=FrameStore(clips, meta.episodes.length, size),
+        source=source,
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
 
@@ -297,8 +329,14 @@ def _why_unreadable(source: Source, meta: Metadata, feature: Feature, selected: 
     return None
 
 
-def _present(meta: Metadata, columns: dict[str, np.ndarray], absent: dict[str, str]) -> dict[str, Feature]:
+def _present(
+    meta: Metadata, columns: dict[str, np.ndarray], absent: dict[str, str], size: tuple[int, int] | None
+) -> dict[str, Feature]:
     features = {name: feature for name, feature in meta.features.items() if name not in absent}
+    for name, feature in features.items():
+        if size and feature.is_camera:
+            axes = ["channels", "height", "width"]
+            features[name] = replace(feature, shape=(feature.chw[0], *size), names=axes)
     for name, column in columns.items():
         features.setdefault(name, Feature(name, str(column.dtype), (1,)))
     return features
@@ -334,8 +372,8 @@ def _clips(
 
 def _file_sizes(
     source: Source, meta: Metadata, episodes: np.ndarray, cameras: list[str]
-) -> dict[int, list[int]]:
-    """Bytes of the files each episode lies in."""
+) -> dict[int, dict[str, int]]:
+    """The files each episode lies in, with their bytes."""
     sizes: dict[str, int] = {}
     by_episode = {}
     for episode in episodes.tolist():
@@ -344,7 +382,7 @@ def _file_sizes(
         for file in files:
             if file not in sizes:
                 sizes[file] = source.size(file)
-        by_episode[episode] = [sizes[file] for file in files]
+        by_episode[episode] = {file: sizes[file] for file in files}
     return by_episode
 
 

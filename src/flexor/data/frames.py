@@ -1,123 +1,207 @@
-"""Camera frames by episode: decoded once and kept in RAM if they fit, decoded on request if not.
+"""The frame store: any camera's frames by number, from where they are kept or from the videos.
 
-`FrameStore.get` is the seam: it takes (camera, episode, frames of the episode) and gives pixels. How
-those come about (here: whole episodes in RAM, or single groups of pictures) is nobody else's business.
+Frames are numbered as rows of the dataset as published, so that every selection of episodes shares what
+is kept. They are planes, as the decoder put them out (see `planes.py`).
 """
 
-import threading
-from collections.abc import Mapping
-from typing import Protocol
+from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import av
 import numpy as np
 
+from flexor.console import Progress
+from flexor.data.clips import Clip
+from flexor.data.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
 from flexor.errors import DatasetError
-from flexor.log import log
-from flexor.machine import free_memory
 
-__all__ = ["Clip", "FrameStore", "default_budget"]
+PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
 
 
-class Clip(Protocol):
-    """One camera's frames of one episode."""
+class Keeper(Protocol):
+    """Where decoded frames of one camera stay: a `FrameCache`, or a GPU's memory."""
+
+    jpeg: bool
 
     @property
-    def nbytes(self) -> int:
-        """What all of its frames take once decoded."""
-
-    def read(self, frames: np.ndarray) -> np.ndarray:
-        """Frames by number in the episode -> uint8 [n, H, W, C]."""
-
-    def read_all(self) -> np.ndarray:
-        """All of the episode's frames, uint8 [length, H, W, C]."""
+    def count(self) -> int: ...
+    def have(self, ids: np.ndarray) -> np.ndarray: ...
+    def view(self, frame: int) -> np.ndarray: ...
+    def put(self, ids: np.ndarray, frames: Sequence[Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 class FrameStore:
-    """Frames of many clips, under a byte budget. Safe to use from many threads at once."""
+    """Frames of all cameras. Safe to use from many threads at once."""
 
-    def __init__(self, clips: Mapping[tuple[str, int], Clip], budget: int | None = None):
+    def __init__(
+        self,
+        clips: Mapping[tuple[str, int], Clip],
+        lengths: np.ndarray,
+        size: tuple[int, int] | None = None,
+    ):
+        """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to."""
         self.clips = clips
-        self.budget = default_budget() if budget is None else budget
-        self._kept: dict[tuple[str, int], np.ndarray] = {}
-        self._admitted: set[tuple[str, int]] = set()
-        self._decided: set[tuple[str, tuple[int, ...]]] = set()
-        self._reserved = 0
+        self.ends = np.cumsum(lengths)
+        self.size = size
+        self.caches: Mapping[str, Keeper] = {}
+        self._formats: dict[str, PlaneFormat] = {}
         self._lock = threading.Lock()
-        self._clip_locks: dict[tuple[str, int], threading.Lock] = {}
 
-    def admit(self, camera: str, episodes: np.ndarray) -> bool:
-        """Reserve room for a camera's frames of these episodes, all of them or none.
+    @property
+    def frames(self) -> int:
+        """Frames per camera in the dataset as published."""
+        return int(self.ends[-1])
 
-        Keeping a part would help little (a shuffled pass misses the rest at every turn) and hide the
-        reason for the slowness.
-        """
-        keys = [(camera, int(episode)) for episode in episodes]
+    def format(self, camera: str) -> PlaneFormat:
+        """How this camera's frames lie in memory."""
         with self._lock:
-            new = [key for key in keys if key not in self._admitted]
-            if not new:
-                return True
-            need = sum(self.clips[key].nbytes for key in new)
-            fits = self._reserved + need <= self.budget
-            if fits:
-                self._reserved += need
-                self._admitted.update(new)
-            if (camera, tuple(episodes.tolist())) not in self._decided:
-                self._decided.add((camera, tuple(episodes.tolist())))
-                self._report(camera, need, fits)
-            return fits
+            if camera not in self._formats:
+                self._formats[camera] = self._probe(camera)
+            return self._formats[camera]
 
-    def get(self, camera: str, episodes: np.ndarray, frames: np.ndarray) -> np.ndarray:
-        """Frame frames[i] of episode episodes[i] (its index in the dataset) -> uint8 [n, H, W, C]."""
-        out: np.ndarray | None = None
-        order = np.argsort(episodes, kind="stable")
-        bounds = np.flatnonzero(np.diff(episodes[order])) + 1
-        for group in np.split(order, bounds):
-            pixels = self._read((camera, int(episodes[group[0]])), frames[group])
-            if out is None:
-                out = np.empty((len(episodes), *pixels.shape[1:]), np.uint8)
-            if pixels.shape[1:] != out.shape[1:]:
-                raise DatasetError(
-                    f"camera {camera}: episode {episodes[group[0]]} has pictures of {pixels.shape[1:]}, "
-                    f"others of {out.shape[1:]} (height, width, channels). Leave it out of --dataset.episodes"
-                )
-            out[group] = pixels
-        assert out is not None, "no frames asked for"
+    def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """Any frames -> RGB uint8 [n, H, W, C]. One that does not decode is an error."""
+        format = self.format(camera)
+        out = np.empty((len(ids), format.height, format.width, format.channels), np.uint8)
+        distinct, slot = np.unique(ids, return_inverse=True)
+        kept = self.kept(camera, distinct)
+        for i in np.flatnonzero(kept[slot]):
+            to_rgb(format, self.view(camera, int(ids[i])), out[i])
+        missing = distinct[~kept]
+        planes = np.empty((min(len(missing), 1), format.nbytes), np.uint8)
+        users = {int(frame): np.flatnonzero(ids == frame) for frame in missing}
+
+        def show(i: int) -> None:
+            first, *others = users[int(missing[i])]
+            to_rgb(format, planes[0], out[first])
+            out[others] = out[first]
+
+        bad = self.decode(camera, missing, lambda i: planes[0], show)
+        if bad:
+            first = min(bad)
+            raise DatasetError(f"{self.where(camera, int(missing[first]))}: {bad[first]}")
         return out
 
-    def _read(self, key: tuple[str, int], frames: np.ndarray) -> np.ndarray:
-        kept = self._kept.get(key)
-        if kept is None and key in self._admitted:
-            with self._lock:
-                lock = self._clip_locks.setdefault(key, threading.Lock())
-            with lock:  # the first thread decodes, the others wait for it
-                if key not in self._kept:
-                    self._kept[key] = self.clips[key].read_all()
-            kept = self._kept[key]
-        return self.clips[key].read(frames) if kept is None else kept[frames]
+    def kept(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """Which of these frames need no decoding. bool [n]"""
+        cache = self.caches.get(camera)
+        return np.zeros(len(ids), bool) if cache is None else cache.have(ids)
 
-    def _report(self, camera: str, need: int, fits: bool) -> None:
-        if fits:
-            log.info(
-                "%s: %s of frames fit into the frame store (%s of %s used): each video is decoded once",
-                camera,
-                _size(need),
-                _size(self._reserved),
-                _size(self.budget),
-            )
-        else:
-            log.warning(
-                "%s: %s of frames do not fit into the frame store (%s of %s used): frames are decoded again "
-                "whenever they are read",
-                camera,
-                _size(need),
-                _size(self._reserved),
-                _size(self.budget),
-            )
+    def view(self, camera: str, frame: int) -> np.ndarray:
+        """The planes of a kept frame, uint8 [nbytes]: not to be written to."""
+        data = self.caches[camera].view(frame)
+        if not self.caches[camera].jpeg:
+            return data
+        format = self.format(camera)
+        planes = np.empty(format.nbytes, np.uint8)
+        decode_jpeg(format, data, planes)
+        return planes
+
+    def keep(self, camera: str, ids: np.ndarray, planes: list[np.ndarray]) -> None:
+        """Keep decoded frames, if there is a cache."""
+        cache = self.caches.get(camera)
+        if cache is None:
+            return
+        format = self.format(camera)
+        cache.put(ids, [encode_jpeg(format, p) for p in planes] if cache.jpeg else planes)
+
+    def decode(
+        self,
+        camera: str,
+        ids: np.ndarray,
+        slot: Callable[[int], np.ndarray],
+        then: Callable[[int], None] | None = None,
+    ) -> dict[int, str]:
+        """Decode distinct frames: the planes of ids[i] go to slot(i), then `then(i)` is called.
+
+        Returns {i: reason} for those that do not decode.
+        """
+        bad: dict[int, str] = {}
+        format = self.format(camera)
+        for episode, group in self._by_episode(ids):
+            clip = self.clips[camera, episode]
+
+            def sink(i: int, frame: av.VideoFrame, group: list[int] = group) -> None:
+                pack(frame, format, slot(group[i]))
+                if then:
+                    then(group[i])
+
+            frames = ids[group] - self.first_of(episode)
+            bad |= {group[i]: reason for i, reason in clip.decode(frames, sink).items()}
+        return bad
+
+    def starts(self, camera: str, episode: int) -> np.ndarray:
+        """For every frame of an episode, the first one that is decoded to get it. [length]"""
+        return self.clips[camera, episode].starts()
+
+    def episode_of(self, ids: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.ends, ids, side="right")
+
+    def first_of(self, episode: int) -> int:
+        """The first frame of an episode."""
+        return int(self.ends[episode - 1]) if episode else 0
+
+    def where(self, camera: str, frame: int) -> str:
+        """A frame's place, for messages."""
+        episode = int(self.episode_of(np.array([frame]))[0])
+        return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
+
+    def _by_episode(self, ids: np.ndarray) -> list[tuple[int, list[int]]]:
+        """(episode, places in ids) of each episode that ids are of."""
+        episodes = self.episode_of(ids).tolist()
+        if episodes and episodes.count(episodes[0]) == len(episodes):  # as good as always: spare the rest
+            return [(episodes[0], list(range(len(ids))))]
+        groups: dict[int, list[int]] = {}
+        for i, episode in enumerate(episodes):
+            groups.setdefault(episode, []).append(i)
+        return list(groups.items())
+
+    def _probe(self, camera: str) -> PlaneFormat:
+        """The format of the first frame that decodes; the others are brought into it."""
+        reason, found = "it has no frames", []
+        for (name, _), clip in self.clips.items():
+            if name != camera:
+                continue
+            try:
+                for frame in range(min(len(clip.starts()), PROBED)):
+                    bad = clip.decode(np.array([frame]), lambda _, picture: found.append(format_of(picture)))
+                    if found:
+                        return resized(found[0], *self.size) if self.size else found[0]
+                    reason = bad[0]
+            except DatasetError as error:
+                reason = str(error)
+        raise DatasetError(f"camera {camera}: no frame of it decodes: {reason}")
 
 
-def default_budget() -> int:
-    """A quarter of the RAM that is free now."""
-    return free_memory() // 4
+def fill_cache(
+    store: FrameStore, cameras: list[str], ids: np.ndarray, workers: int, progress: Progress | None = None
+) -> dict[str, int]:
+    """Decode every frame of `ids` that is not kept yet, on some threads. Returns {camera: broken frames}."""
+    jobs = []
+    for camera in cameras:
+        missing = ids[~store.kept(camera, ids)]
+        by_episode = np.split(missing, np.flatnonzero(np.diff(store.episode_of(missing))) + 1)
+        jobs += [(camera, part) for part in by_episode if len(part)]
+    total, done = sum(len(part) for _, part in jobs), 0
+    broken = dict.fromkeys(cameras, 0)
 
+    def work(job: tuple[str, np.ndarray]) -> tuple[str, int, int]:
+        camera, part = job
+        planes = np.empty(store.format(camera).nbytes, np.uint8)
+        bad = store.decode(
+            camera, part, lambda _: planes, lambda i: store.keep(camera, part[i : i + 1], [planes])
+        )
+        return camera, len(part), len(bad)
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+    with ThreadPoolExecutor(workers, thread_name_prefix="cache") as pool:
+        for camera, count, bad in pool.map(work, jobs):
+            broken[camera] += bad
+            done += count
+            if progress:
+                progress(done, total)
+    return broken

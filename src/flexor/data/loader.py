@@ -1,29 +1,53 @@
-"""Batches for training: the order says which samples, threads read them ahead of the loop.
+"""Batches for training: the order says which samples, threads decode and assemble them ahead of the loop.
 
-Batch n of a run is a pure function of its settings, so there is nothing to save but the step: a
-resumed run starts its loader at that step and gets the batches it would have got.
+Batch n of a run is a pure function of its settings, so there is nothing to save but the step: a resumed
+run starts its loader at that step and gets the batches it would have got, on any number of ranks.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
-from flexor.batch import ACTION, VALID_STEPS, Batch
+from flexor.batch import ACTION, Batch
+from flexor.data.batches import Batcher, to_tensors
 from flexor.data.dataset import Dataset
-from flexor.data.order import UniformOrder
+from flexor.data.feed import Feed, Planner, Wanted
+from flexor.data.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
+from flexor.data.pool import Pool
 from flexor.data.windows import window_rows
 
-READ_AHEAD = 2  # optimizer steps per worker thread
+__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
+
+PREFETCH_BYTES = 256 << 20  # of assembled batches that wait; one always may
+PREFETCH_STEPS = 8
+DEFAULT_POOL = 1 << 30
 
 
-class Loader:
-    """Iterate over optimizer steps; each is a list of micro-batches of tensors on the CPU."""
+@dataclass(frozen=True, eq=False)
+class PoolFrames:
+    """What is in a pool of the order, [n] each, unit by unit."""
+
+    position: np.ndarray
+    unit: np.ndarray
+    frames: dict[str, np.ndarray]  # per camera [n, T]
+
+    def of(self, unit: int) -> np.ndarray:
+        """Where the samples of a unit are."""
+        return np.arange(*np.searchsorted(self.unit, [unit, unit + 1]))
+
+
+class Loader(Planner):
+    """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
+
+    One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
+    """
 
     def __init__(
         self,
@@ -36,52 +60,134 @@ class Loader:
         seed: int = 0,
         drop_last_frames: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str = "cpu",
+        order: SampleOrder | None = None,
+        pool_bytes: int = DEFAULT_POOL,
+        on_bad_frame: str = "raise",
+        tier: str = "stream",
     ):
         self.dataset = dataset
-        self.deltas = dict(deltas)
-        self.cameras = cameras  # those the policy looks at; all unless given
+        self.deltas = {name: list(steps) for name, steps in deltas.items()}
+        self.cameras = list(dataset.cameras if cameras is None else cameras)
         self.batch_size = batch_size
         self.accumulation = accumulation
+        self.rank, self.world_size = rank, world_size
         self.rows = sample_rows(dataset, drop_last_frames)
-        self.order = UniformOrder(len(self.rows), seed)
+        self.order = order or UniformOrder(len(self.rows), seed)
+        assert self.order.size == len(self.rows), "the order is of another dataset"
         self.num_workers = num_workers
-        self.pin_memory = pin_memory
+        self.device = torch.device(device)
+        self.pool = Pool(pool_bytes)
+        self.on_bad_frame = on_bad_frame
+        self.tier = tier
+        self._counters: Counter[str] = Counter()
+        self._pool_plan = lru_cache(maxsize=8 * self.global_batch)(self._plan_pool)
 
     @property
     def global_batch(self) -> int:
-        return self.batch_size * self.accumulation
+        return self.batch_size * self.accumulation * self.world_size
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of optimizer steps start ... stop - 1, read ahead by threads."""
-        if self.num_workers == 0:
-            yield from map(self.read_step, range(start, stop))
-            return
-        with ThreadPoolExecutor(self.num_workers, thread_name_prefix="loader") as pool:
-            pending: deque[Future[list[Batch]]] = deque()
-            try:
-                for step in range(start, stop):
-                    pending.append(pool.submit(self.read_step, step))
-                    if len(pending) > READ_AHEAD * self.num_workers:
-                        yield pending.popleft().result()
-                while pending:
-                    yield pending.popleft().result()
-            finally:
-                for future in pending:
-                    future.cancel()
+        batcher = Batcher(
+            self.dataset,
+            self.deltas,
+            self.cameras,
+            accumulation=self.accumulation,
+            device=self.device,
+            on_bad_frame=self.on_bad_frame,
+            jobs=self.num_workers,
+            counters=self._counters,
+            valid_steps=self._valid_steps,
+        )
+        feed: Feed[list[Batch]] = Feed(
+            self,
+            self.dataset.store,
+            self.pool,
+            batcher.start,
+            batcher.finish,
+            threads=self.num_workers,
+            prefetch=self._prefetch(),
+            counters=self._counters,
+        )
+        for batches in feed.steps(start, stop):
+            self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
+            yield [batcher.to_device(batch) for batch in batches]
 
-    def read_step(self, step: int) -> list[Batch]:
-        """The micro-batches of one optimizer step."""
+    def counters(self) -> dict[str, Any]:
+        """What has been read so far, in frames and bytes, and the threads' CPU seconds."""
+        count = self._counters
+        caches = self.dataset.store.caches.values()
+        read = sum(getattr(cache, "nbytes", 0) for cache in caches)
+        return {
+            "decoded": count["decoded"],
+            "delivered": count["delivered"],
+            "misses": count["misses"],
+            "hits": count["delivered"] - count["misses"],
+            "bad_frames": count["bad_frames"],
+            "skipped_samples": count["skipped_samples"],
+            "substituted_samples": count["substituted_samples"],
+            "pool_bytes": self.pool.used,
+            "pool_peak_bytes": self.pool.peak,
+            "cache_bytes": read,
+            "decode_s": count["decode_us"] / 1e6,
+            "convert_s": count["convert_us"] / 1e6,
+        }
+
+    # What each step reads (see `Planner`).
+
+    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
+        share = self.batch_size * self.accumulation
+        picks = self.order.picks(step * self.global_batch, self.global_batch)
+        picks = picks[self.rank * share : (self.rank + 1) * share]
+        rows = self.rows[picks.sample]
+        keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
+        units = [key if key[-1] >= 0 and self.cameras else None for key in keys]
+        return rows, self._frames(rows), units
+
+    def unit(self, key: tuple, step: int) -> Wanted:
+        *pool, unit = key
+        plan = self._pool_plan(*pool)
+        left = plan.of(unit)
+        left = left[plan.position[left] >= step * self.global_batch]
+        last = int(plan.position[left].max()) // self.global_batch
+        return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
+
+    def _plan_pool(self, epoch: int, lane: int, pool: int) -> PoolFrames:
+        order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
+        assert isinstance(order, StreamingOrder)
+        plan = order.pool_of(epoch, lane, pool)
+        by_unit = np.argsort(plan.unit, kind="stable")
+        return PoolFrames(
+            plan.position[by_unit], plan.unit[by_unit], self._frames(self.rows[plan.sample[by_unit]])
+        )
+
+    def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The frames of each camera's windows, [n, T]."""
+        episodes, which = self.dataset.episodes, self.dataset.episode_of(rows)
+        offset = (episodes.first_frame - episodes.start)[which][:, None]
+        frames = {}
+        for camera in self.cameras:
+            steps = self.deltas.get(camera, [0])
+            at, _ = window_rows(rows, steps, episodes.start[which], episodes.end[which])
+            frames[camera] = at + offset
+        return frames
+
+    def _valid_steps(self, step: int) -> float | None:
         samples = self.order.samples(step * self.global_batch, self.global_batch)
-        rows = self.rows[samples]
-        valid = valid_steps(self.dataset, rows, self.deltas)
-        batches = []
-        for part in np.split(rows, self.accumulation):
-            batch = to_tensors(self.dataset.read(part, self.deltas, self.cameras), self.pin_memory)
-            if valid is not None:
-                batch[VALID_STEPS] = valid
-            batches.append(batch)
-        return batches
+        return valid_steps(self.dataset, self.rows[samples], self.deltas)
+
+    @property
+    def _frames_per_sample(self) -> int:
+        return sum(len(self.deltas.get(camera, [0])) for camera in self.cameras)
+
+    def _prefetch(self) -> int:
+        formats = [(self.dataset.store.format(c), len(self.deltas.get(c, [0]))) for c in self.cameras]
+        pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
+        step = max(1, pictures * self.batch_size * self.accumulation)
+        return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
 
 
 def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:
@@ -98,15 +204,3 @@ def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:
     episodes = dataset.episodes
     ends = np.maximum(episodes.start + 1, episodes.end - drop_last_frames)
     return np.concatenate([np.arange(start, end) for start, end in zip(episodes.start, ends)])
-
-
-def to_tensors(batch: Mapping[str, Any], pin_memory: bool = False) -> Batch:
-    """numpy arrays as tensors (in pinned memory for a GPU); everything else as it is."""
-    out: Batch = {}
-    for key, value in batch.items():
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            value = torch.from_numpy(value)
-            if pin_memory:
-                value = value.pin_memory()
-        out[key] = value
-    return out

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from flexor.batch import ACTION
-from flexor.config import DatasetConfig, TrainConfig
+from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.loader import Loader
+from flexor.data.settings import DatasetConfig, picture_size
 from flexor.data.stats import compute_stats
+from flexor.data.tiers import open_loader
 from flexor.errors import ConfigError
 from flexor.log import log
 from flexor.policies import policy_class
@@ -33,12 +36,40 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     root: str | Path | None = config.root
     if root is None and config.repo_id == BUILTIN:
         root = builtin_dataset()
-    cache = None if config.cache_gb is None else int(config.cache_gb * 1e9)
-    dataset = open_dataset(config.repo_id, root, config.revision, config.episodes, cache)
+    dataset = open_dataset(
+        config.repo_id,
+        root,
+        config.revision,
+        config.episodes,
+        streaming=config.streaming,
+        size=picture_size(config.cache.size),
+        remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
+    )
     if not config.eval_split:
         return dataset, None
     training, held_out = split_episodes(dataset, config.eval_split)
     return dataset.select(training), dataset.select(held_out)
+
+
+def build_loader(
+    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine
+) -> Loader:
+    """The batches of the run. What is left open about their order is settled here, for all of the run."""
+    return open_loader(
+        training,
+        config.dataset,
+        deltas_of(config.policy),
+        cameras=list(config.policy.images),
+        batch_size=config.batch_size,
+        accumulation=config.gradient_accumulation_steps,
+        seed=config.seed,
+        num_workers=config.num_workers,
+        rank=engine.rank,
+        world_size=engine.world_size,
+        device=engine.device,
+        drop_last_frames=config.policy.drop_last_frames,
+        also=[held_out] if held_out is not None else [],
+    )
 
 
 def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]]:

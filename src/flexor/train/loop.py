@@ -27,7 +27,7 @@ from flexor.monitor.trackers import Trackers
 from flexor.rng import Noise
 from flexor.sim.rollout import summarize
 from flexor.train import checkpoint
-from flexor.train.build import build_datasets, build_state, deltas_of
+from flexor.train.build import build_datasets, build_loader, build_state
 from flexor.train.engine import Engine, pick_device
 from flexor.train.evaluate import actor_of, exported_weights, held_out_loss, play
 from flexor.train.resume import check_same_run, newest_checkpoint
@@ -77,27 +77,17 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
             if state.step > config.steps:
                 raise ConfigError(f"steps={config.steps}: the run is at step {state.step} already.")
             run.forget_metrics_after(state.step)
+        loader = build_loader(config, training, held_out, engine)
         run.write_config(config)
         _introduce(state, training, held_out, found)
-        result = fit(state, run, training, held_out)
+        result = fit(state, run, loader, held_out)
         result.seconds = time.perf_counter() - started
     return result
 
 
-def fit(state: TrainState, run: Run, training: Dataset, held_out: Dataset | None) -> Result:
+def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -> Result:
     """Optimizer steps until the last one."""
     config, engine, policy = state.config, state.engine, state.policy
-    loader = Loader(
-        training,
-        deltas_of(config.policy),
-        cameras=list(config.policy.images),
-        batch_size=config.batch_size,
-        accumulation=config.gradient_accumulation_steps,
-        seed=config.seed,
-        drop_last_frames=config.policy.drop_last_frames,
-        num_workers=config.num_workers,
-        pin_memory=engine.device.type == "cuda",
-    )
     meters, watch = Meters(), Watch(run, engine.precision)
     result = Result(run.folder, state.step, checkpoint.newest(run.checkpoints))
     policy.train()

@@ -32,7 +32,12 @@ MAY_CHANGE = {
     "dataset.root",
     "dataset.repo_id",
     "dataset.revision",
-    "dataset.cache_gb",
+    "dataset.streaming",
+    "dataset.decoder",
+    "dataset.cache.tier",
+    "dataset.cache.gb",
+    "dataset.cache.pool_gb",
+    "dataset.cache.remote_gb",
     "policy.device",
 }
 MAY_CHANGE_GROUPS = {"checkpoint", "env", "eval", "wandb"}

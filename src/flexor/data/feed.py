@@ -1,0 +1,344 @@
+"""From the order of samples to the frames of each step: planned ahead, decoded once, let go when used.
+
+A *piece* is the frames of one unit (see `units.py`) for as long as samples of it are still to come. The
+feed walks ahead of the training loop, decodes pieces in the order in which they are first needed while the
+pool has room, and assembles steps one after the other. A step whose frames find no room although all before it
+are done decodes just what it needs, so memory is bounded by the pool and one step, whatever the data.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from flexor.data.crew import Crew
+from flexor.data.frames import FrameStore
+from flexor.data.pool import Pool
+from flexor.errors import DatasetError, SourceError
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Piece:
+    """Frames of one unit while they are wanted. Per camera:"""
+
+    ids: dict[str, np.ndarray]
+    """Distinct and ascending: those that are kept nowhere else and must be decoded."""
+    uses: dict[str, dict[int, int]]
+    """How often each is still to be read."""
+    last: int
+    """The last step that reads any of it."""
+    slots: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    """The planes of each, as long as it is to be read."""
+    bad: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Those that do not decode, and why."""
+    pending: int = 0
+    error: BaseException | None = None
+
+    def find(self, camera: str, frame: int) -> np.ndarray | None:
+        """A frame's planes, if it is here."""
+        return self.slots[camera].get(frame) if camera in self.slots else None
+
+    def read(self, camera: str, frames: list[int]) -> list[np.ndarray]:
+        """Count these as read; returns the slots that nobody reads again."""
+        uses, slots, done = self.uses[camera], self.slots[camera], []
+        for frame in frames:
+            if frame in uses:
+                uses[frame] -= 1
+                if uses[frame] == 0:
+                    done.append(slots.pop(frame))
+        return done
+
+
+@dataclass(eq=False)
+class Step(Generic[T]):
+    """What one rank reads at one optimizer step."""
+
+    number: int
+    rows: np.ndarray  # [b]
+    ids: dict[str, np.ndarray]  # per camera, frames of each sample's window [b, T]
+    pieces: list[Piece | None]  # [b] where a sample's frames are; None: all of them are kept
+    pictures: dict[str, list[Any]] = field(default_factory=dict)
+    """Per camera, one for each micro-batch."""
+    result: Future[T] = field(default_factory=Future)
+
+    @property
+    def ready(self) -> bool:
+        return not any(piece is not None and piece.pending for piece in self.pieces)
+
+
+@dataclass
+class Wanted:
+    """Samples of one unit from now on: their frames per camera, each with the step that reads it."""
+
+    ids: dict[str, np.ndarray]  # [n, T]
+    last: int
+
+
+class Planner:
+    """Says what each step reads. See `Loader`, which is one."""
+
+    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
+        """Rows [b], frames per camera [b, T], and the unit that each sample belongs to, None if to none."""
+        raise NotImplementedError
+
+    def unit(self, key: tuple, step: int) -> Wanted:
+        """What is left of a unit from this step on."""
+        raise NotImplementedError
+
+
+class Feed(Generic[T]):
+    """Runs the steps of a planner through threads."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        store: FrameStore,
+        pool: Pool,
+        assemble: Callable[[Step[T]], list[Callable[[], None]]],
+        finish: Callable[[Step[T]], T],
+        *,
+        threads: int,
+        prefetch: int,
+        counters: Counter[str],
+    ):
+        """`assemble(step)` gives the jobs that fill a batch; `finish(step)` the batch, when they are done."""
+        self.planner, self.store, self.pool = planner, store, pool
+        self.assemble, self.finish = assemble, finish
+        self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
+        self.pieces: dict[tuple, Piece] = {}
+        self.planned: deque[Step[T]] = deque()
+        self.outstanding: set[int] = set()
+        self.taken = 0
+        self.closing = False
+        self.failure: BaseException | None = None
+        self.changed = threading.Condition(threading.RLock())
+
+    def steps(self, start: int, stop: int) -> Iterator[T]:
+        self.taken = start
+        self.crew = Crew(self.threads, "loader")
+        steps: deque[Step[T]] = deque()
+        walker = None
+        if self.threads:
+            walker = threading.Thread(
+                target=self._walk, args=(start, stop, steps), name="loader-plan", daemon=True
+            )
+            walker.start()
+        try:
+            for number in range(start, stop):
+                if walker is None:
+                    self._add(self._plan(number), steps)
+                yield self._take(steps)
+        finally:
+            with self.changed:
+                self.closing = True
+                self.changed.notify_all()
+            self.crew.close()
+            if walker:
+                walker.join()
+
+    def _take(self, steps: deque[Step[T]]) -> T:
+        with self.changed:
+            while not steps and self.failure is None:
+                self.changed.wait()
+            if not steps:
+                assert self.failure is not None
+                raise self.failure
+            step = steps.popleft()
+        result = step.result.result()
+        with self.changed:
+            self.taken = step.number + 1
+            self.changed.notify_all()
+        self._advance()
+        return result
+
+    def _walk(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
+        try:
+            for number in range(start, stop):
+                step = self._plan(number)
+                if step is None:
+                    return
+                self._add(step, steps)
+        except BaseException as error:
+            with self.changed:
+                self.failure = error
+                self.changed.notify_all()
+
+    def _add(self, step: Step[T] | None, steps: deque[Step[T]]) -> None:
+        assert step is not None
+        with self.changed:
+            self.planned.append(step)
+            self.outstanding.add(step.number)
+            steps.append(step)
+            self.changed.notify_all()
+        self._advance()
+
+    # Planning: which frames a step needs, and where they will be.
+
+    def _plan(self, number: int) -> Step[T] | None:
+        """The step with its pieces on their way; None if the feed closes meanwhile."""
+        rows, ids, units = self.planner.plan(number)
+        pieces: list[Piece | None] = []
+        for i, key in enumerate(units):
+            piece = self.pieces.get(key) if key is not None else None
+            if piece is None and key is not None:
+                piece = self._open(key, number)
+                if self.closing:
+                    return None
+            if piece is None:
+                piece = self._only(i, ids, number)
+            pieces.append(piece)
+        return Step(number, rows, ids, pieces)
+
+    def _open(self, key: tuple, step: int) -> Piece | None:
+        """Start to decode a unit, as soon as there is room for it; None if there will not be."""
+        wanted = self.planner.unit(key, step)
+        piece = self._piece(wanted.ids, wanted.last)
+        if not self._reserve(piece, step):
+            return None
+        self.pieces[key] = piece
+        self._start(piece, step)
+        return piece
+
+    def _only(self, i: int, ids: Mapping[str, np.ndarray], step: int) -> Piece | None:
+        """The frames of one sample alone, those that are not kept."""
+        piece = self._piece({camera: window[i : i + 1] for camera, window in ids.items()}, step)
+        if not any(len(frames) for frames in piece.ids.values()):
+            return None
+        self.counters["misses"] += sum(len(frames) for frames in piece.ids.values())
+        self._take_slots(piece, force=True)
+        self._start(piece, step)
+        return piece
+
+    def _piece(self, wanted: Mapping[str, np.ndarray], last: int) -> Piece:
+        ids, uses = {}, {}
+        for camera, window in wanted.items():
+            frames, count = np.unique(window, return_counts=True)
+            new = ~self.store.kept(camera, frames)
+            ids[camera] = frames[new]
+            uses[camera] = dict(zip(ids[camera].tolist(), count[new].tolist()))
+        return Piece(ids, uses, last)
+
+    def _reserve(self, piece: Piece, step: int) -> bool:
+        with self.changed:
+            while not self._take_slots(piece) and not self.closing:
+                if not self.outstanding:  # nothing before this step will make room any more
+                    return False
+                self.changed.wait()
+            return not self.closing
+
+    def _take_slots(self, piece: Piece, force: bool = False) -> bool:
+        sizes: Counter[int] = Counter()
+        for camera, frames in piece.ids.items():
+            sizes[self.store.format(camera).nbytes] += len(frames)
+        slots = self.pool.take(sizes, force)
+        if slots is None:
+            return False
+        for camera, frames in piece.ids.items():
+            free = slots[self.store.format(camera).nbytes]
+            piece.slots[camera] = {frame: free.pop() for frame in frames.tolist()}
+        return True
+
+    # Decoding.
+
+    def _start(self, piece: Piece, step: int) -> None:
+        cameras = [camera for camera, frames in piece.ids.items() if len(frames)]
+        piece.pending = len(cameras)
+        for camera in cameras:
+            self.crew.submit((step, 1), lambda camera=camera: self._decode(piece, camera))  # type: ignore[misc]
+
+    def _decode(self, piece: Piece, camera: str) -> None:
+        started = time.thread_time()
+        ids, slots = piece.ids[camera], list(piece.slots[camera].values())
+        good: list[int] = []
+        try:
+            bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
+            self.store.keep(camera, ids[good], [slots[i] for i in good])
+        except SourceError as error:  # the data can't be reached: that is no broken frame
+            piece.error = error
+        except DatasetError as error:
+            bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
+        except BaseException as error:
+            piece.error = error
+        with self.changed:
+            if piece.error is None:
+                piece.bad[camera] = {int(ids[i]): reason for i, reason in bad.items()}
+                self.counters["bad_frames"] += len(bad)
+            self.counters["decoded"] += len(good)
+            self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
+            piece.pending -= 1
+        self._advance()
+
+    # Assembling: in order, at most `prefetch` steps ahead of the loop.
+
+    def _advance(self) -> None:
+        with self.changed:
+            due = []
+            for step in self.planned:
+                if step.number >= self.taken + self.prefetch or not step.ready:
+                    break
+                due.append(step)
+            for _ in due:
+                self.planned.popleft()
+        for step in due:
+            self._assemble(step)
+
+    def _assemble(self, step: Step[T]) -> None:
+        try:
+            for piece in step.pieces:
+                if piece is not None and piece.error is not None:
+                    raise piece.error
+            jobs = self.assemble(step)
+        except BaseException as error:
+            step.result.set_exception(error)
+            return
+        left = [len(jobs)]
+
+        def run(job: Callable[[], None]) -> None:
+            started = time.thread_time()
+            try:
+                job()
+            except BaseException as error:
+                if not step.result.done():
+                    step.result.set_exception(error)
+            with self.changed:
+                self.counters["convert_us"] += int(1e6 * (time.thread_time() - started))
+                left[0] -= 1
+                last = left[0] == 0
+            if last and not step.result.done():
+                self._complete(step)
+
+        for job in jobs:
+            self.crew.submit((step.number, 0), lambda job=job: run(job))  # type: ignore[misc]
+
+    def _complete(self, step: Step[T]) -> None:
+        try:
+            result = self.finish(step)
+        except BaseException as error:
+            step.result.set_exception(error)
+            return
+        self._release(step)
+        step.result.set_result(result)
+
+    def _release(self, step: Step[T]) -> None:
+        """Let go of frames that no later sample reads."""
+        done: list[np.ndarray] = []
+        with self.changed:
+            for i, piece in enumerate(step.pieces):
+                for camera in piece.ids if piece is not None else ():
+                    done += piece.read(camera, step.ids[camera][i].tolist())  # type: ignore[union-attr]
+            self.outstanding.remove(step.number)
+            oldest = min(self.outstanding, default=step.number + 1)
+            for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
+                for slots in self.pieces.pop(key).slots.values():
+                    done += slots.values()  # another rank read the rest of it
+            self.pool.give(done)
+            self.changed.notify_all()

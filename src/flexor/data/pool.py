@@ -1,0 +1,66 @@
+"""Memory for frames on their way into batches, under a byte budget, used again instead of given back.
+
+A fresh allocation of megabytes costs as much in page faults as the copy into it. So frames live in slots
+cut from large blocks, and whole batches in buffers that are used again once nobody holds them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+
+BLOCK = 32 << 20  # bytes that slots are cut from
+MOST_SLOTS = 1024  # of one block
+
+
+class Pool:
+    """Slots for frames. `used` never exceeds `budget`, except for what is taken with `force`."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.used = 0
+        self.peak = 0
+        self._free: dict[int, list[np.ndarray]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, list[np.ndarray]] | None:
+        """{bytes: count} -> that many slots of each size, or None if there is no room for all of them."""
+        need = sum(size * count for size, count in sizes.items())
+        with self._lock:
+            if self.used + need > self.budget and not force:
+                return None
+            self.used += need
+            self.peak = max(self.peak, self.used)
+            return {size: [self._slot(size) for _ in range(count)] for size, count in sizes.items()}
+
+    def give(self, slots: list[np.ndarray]) -> None:
+        with self._lock:
+            for slot in slots:
+                self.used -= len(slot)
+                self._free[len(slot)].append(slot)
+
+    def _slot(self, size: int) -> np.ndarray:
+        free = self._free.setdefault(size, [])
+        if not free:
+            free.extend(np.empty((max(1, min(BLOCK // size, MOST_SLOTS)), size), np.uint8))
+        return free.pop()
+
+
+class Buffers:
+    """Arrays for batches, each used again once whoever got it has let go of it and of all its views."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def take(self, shape: tuple[int, ...]) -> np.ndarray:
+        """A uint8 array of this shape, with whatever it held before."""
+        with self._lock:
+            for array in self._arrays:
+                # Held by the list, by `array` and by the call itself: any view of it would be one more.
+                if array.shape == shape and sys.getrefcount(array) == 3:
+                    return array[:]
+            self._arrays.append(np.empty(shape, np.uint8))
+            return self._arrays[-1][:]
