@@ -4,7 +4,7 @@
 
 Frames per second are counted from one whole round of the workers to another, since with workers batches come
 in bursts: from batch `workers` on, for at least `seconds` and two rounds, if there is that much data. A stream
-fills its buffer before the first batch; where little is left after that, everything counts, from opening on.
+fills its buffer before the first batch; where little is left after that, all of it counts, from opening on.
 """
 
 import argparse
@@ -44,17 +44,19 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     times, sizes = [time.perf_counter()], [len(first["index"])]
     episodes = [len(first["episode_index"].unique())]
     one_round = max(args.workers, 1)
+    buffered = args.buffer * one_round if args.kind == "stream" else 0
+    left = loader.dataset.num_frames - buffered  # when that many have come, a stream only empties its buffer
     for batch in batches:
         times.append(time.perf_counter())
         sizes.append(len(batch["index"]))
         episodes.append(len(batch["episode_index"].unique()))
         rounds, within = divmod(len(times), one_round)
-        if rounds >= 3 and within == 0 and times[-1] - times[one_round - 1] > args.seconds:
+        enough = rounds >= 3 and times[-1] - times[one_round - 1] > args.seconds
+        if within == 0 and left > buffered and (enough or sum(sizes) >= left):
             break
     del batches  # ends the workers
 
-    buffered = args.buffer * one_round if args.kind == "stream" else 0
-    if len(times) <= one_round or sum(sizes) > loader.dataset.num_frames - buffered:
+    if len(times) <= one_round or left <= buffered:
         seconds, samples = times[-1] - opened, sum(sizes)
     else:
         seconds, samples = times[-1] - times[one_round - 1], sum(sizes[one_round:])
