@@ -26,7 +26,7 @@ Train robot policies on LeRobot datasets.
   resume      go on with a run, exactly where its newest checkpoint left off
   eval        play episodes with a trained policy
   record      record demonstrations of the built-in task as a dataset
-  data        info, check, stats: look at a dataset before training on it
+  data        info, check, stats, cache: look at a dataset, and decode it, before training on it
   bench       data: how fast batches come, and how fast they could
   demo        record, train and evaluate on the built-in task, in a few minutes on a CPU
   doctor      what a bug report needs, and what is wrong with this machine
@@ -200,6 +200,8 @@ def record(arguments: list[str]) -> int:
 
 
 def data(arguments: list[str]) -> int:
+    from flexor.data import cache_flags
+
     parser = argparse.ArgumentParser(
         prog="flexor data", description="Look at a dataset before training on it."
     )
@@ -219,8 +221,10 @@ def data(arguments: list[str]) -> int:
             )
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
-    parsed = parser.parse_args(arguments)
-    return {"info": _data_info, "check": _data_check, "stats": _data_stats}[parsed.verb](parsed)
+    cache_flags.add_verb(verbs)
+    parsed = parser.parse_args(_dashed(arguments))
+    run = {"info": _data_info, "check": _data_check, "stats": _data_stats, "cache": _data_cache}
+    return run[parsed.verb](parsed)
 
 
 def _data_info(parsed: argparse.Namespace) -> int:
@@ -254,23 +258,69 @@ def _data_stats(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _data_cache(parsed: argparse.Namespace) -> int:
+    from flexor.data import cache_flags, caches
+
+    cache_flags.check(parsed)
+    if parsed.list:
+        infos = caches.list_caches()
+        _print({"caches": [info.to_json() for info in infos]}, parsed.json, caches.render(infos))
+        return 0
+    if parsed.prune:
+        removed = caches.prune(
+            older_than=parsed.older_than,
+            limit_bytes=parsed.to,
+            dataset=parsed.dataset,
+            everything=parsed.all,
+        )
+        nbytes = sum(info.nbytes for info in removed)
+        report = {"removed": [info.to_json() for info in removed], "nbytes": nbytes}
+        _print(report, parsed.json, f"removed {len(removed)} caches, {nbytes / 1e9:.3f} GB")
+        return 0
+    return _build_cache(parsed)
+
+
+def _build_cache(parsed: argparse.Namespace) -> int:
+    from flexor.data.dataset import open_dataset
+    from flexor.data.precache import precache, render
+    from flexor.data.settings import picture_size
+
+    dataset = open_dataset(**_address(parsed.root), size=picture_size(parsed.size))
+    result = precache(
+        dataset,
+        cameras=parsed.cameras,
+        format=parsed.format or "raw",
+        workers=parsed.workers,
+        progress=progress("decoding"),
+    )
+    _print(result, parsed.json, render(result))
+    return 0 if result["complete"] else 1
+
+
 def _dashed(arguments: list[str]) -> list[str]:
     """--image_size is --image-size, since `train` writes its settings with underscores."""
     return [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
 
 
-def _local(root: str) -> Path:
-    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
-    from flexor.data.dataset import open_dataset
+def _address(root: str) -> dict[str, Any]:
+    """How `open_dataset` takes what may be a folder, an address or a name on the Hub."""
     from flexor.data.source import is_repo_id
     from flexor.sim.record import BUILTIN, builtin_dataset
 
     if root == BUILTIN:
-        return builtin_dataset()
-    if "://" in root:
-        return open_dataset(root=root).root
+        return {"repo_id": root, "root": builtin_dataset()}
     if is_repo_id(root) and not Path(root).exists():
-        return open_dataset(repo_id=root).root
+        return {"repo_id": root}
+    return {"root": root}
+
+
+def _local(root: str) -> Path:
+    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
+    from flexor.data.dataset import open_dataset
+
+    address = _address(root)
+    if "repo_id" in address or "://" in root:
+        return open_dataset(**address).root
     return Path(root)
 
 

@@ -61,7 +61,7 @@ class CacheKey:
     fingerprint: str  # of the dataset as published
     camera: str
     size: tuple[int, int] | None  # height and width, None: as recorded
-    jpeg: int | None = None  # quality, None: raw planes
+    jpeg: int | None = None  # how strongly compressed, None: raw planes
     dataset: str = field(default="", compare=False)  # its name, for people
 
     @property
@@ -255,7 +255,7 @@ def render(infos: list[CacheInfo]) -> str:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_used))
         state = "in use" if info.in_use else "broken" if info.broken else ""
         kept = f"{info.ready} of {info.frames}"
-        form = f"jpeg {info.jpeg}" if info.jpeg else "raw"
+        form = "raw" if info.jpeg is None else "jpeg"
         cells = ["?", "?", "?", "?", "?"] if info.broken else [info.dataset, info.camera, size, form, kept]
         rows.append([*cells, f"{info.nbytes / 1e9:.3f}", when, state, info.folder])
     total = sum(info.nbytes for info in infos)
