@@ -133,7 +133,7 @@ class FrameCache:
             size = len(content)
             assert self._sizes is not None or size == self.planes.shape[1]
             if self._ready[frame] or size > self.planes.shape[1]:
-                continue
+                continue  # a JPEG that is larger than its place is decoded again whenever it is read
             files = self._files  # held, so that the descriptors outlive a close() by another thread
             if not self.keeping:
                 return
