@@ -19,7 +19,7 @@ import flexor.data.remote as remote
 from flexor.data.blocks import BLOCK, BlockCache
 from flexor.data.ranges import LocalRanges, RemoteRanges
 from flexor.data.remote import HubFile, fsspec_file, http_options
-from flexor.errors import DatasetError
+from flexor.errors import DatasetError, SourceError
 
 CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 12345)
 PLACES = st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 3 * BLOCK))
@@ -261,7 +261,7 @@ def test_a_rate_limit_is_kept_to(server, tmp_path, monkeypatch):
 @CLIENTS
 def test_giving_up_says_what_where_and_what_to_do(client, server, tmp_path):
     server.faults.extend([503] * 20)
-    with pytest.raises(DatasetError) as caught:
+    with pytest.raises(SourceError) as caught:
         opened(client, server, tmp_path).read(BLOCK, 100)
     message = str(caught.value)
     assert f"{server.address}/file.bin (bytes {BLOCK} to {2 * BLOCK})" in message
@@ -292,7 +292,7 @@ def test_a_server_that_is_gone(server, tmp_path):
 @CLIENTS
 def test_a_server_without_ranges_is_named(client, server, tmp_path):
     server.knows_ranges = False
-    with pytest.raises(DatasetError, match="the server ignores byte ranges"):
+    with pytest.raises(SourceError, match="the server ignores byte ranges"):
         opened(client, server, tmp_path).read(BLOCK, 100)
 
 
@@ -303,7 +303,7 @@ def test_a_file_whose_size_changes(client, server, tmp_path, change):
     file.read(0, 10)
     served = server.root / "file.bin"
     served.write_bytes(CONTENT[: 2 * BLOCK] if change == "shorter" else CONTENT + b"more")
-    with pytest.raises(DatasetError, match=r"file\.bin has changed since it was opened"):
+    with pytest.raises(SourceError, match=r"file\.bin has changed since it was opened"):
         file.read(3 * BLOCK, 10)
 
 
@@ -311,7 +311,7 @@ def test_a_file_whose_content_changes(server, tmp_path):
     file = opened("http", server, tmp_path)
     file.read(0, 10)
     (server.root / "file.bin").write_bytes(CONTENT[::-1])
-    with pytest.raises(DatasetError, match=r"file\.bin has changed since it was opened"):
+    with pytest.raises(SourceError, match=r"file\.bin has changed since it was opened"):
         file.read(3 * BLOCK, 10)
 
 

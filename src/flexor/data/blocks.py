@@ -37,17 +37,28 @@ class BlockCache:
         path = self._path(identity, number)
         return path in self._memory or path.is_file()
 
-    def get(self, identity: str, number: int, size: int) -> bytes | None:
-        """Block `number` of a file, if it is here and has the right size."""
+    def get(
+        self, identity: str, number: int, size: int, begin: int = 0, end: int | None = None
+    ) -> bytes | None:
+        """Bytes begin to end of a block, all of it by default; None if it is not here in its right size."""
         path = self._path(identity, number)
+        end = size if end is None else end
         data = self._memory.get(path)
-        if data is None:
-            try:
-                data = path.read_bytes()
-                os.utime(path)  # used now: removed last
-            except OSError:
+        if data is not None:
+            return data[begin:end] if len(data) == size else None
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            if os.fstat(file).st_size != size:
                 return None
-        return data if len(data) == size else None
+            os.utime(path)  # used now: removed last
+            return os.pread(file, end - begin, begin)
+        except OSError:
+            return None
+        finally:
+            os.close(file)
 
     def put(self, identity: str, number: int, data: bytes) -> None:
         path = self._path(identity, number)

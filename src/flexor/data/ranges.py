@@ -11,13 +11,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from flexor.data.blocks import BLOCK, BlockCache
-from flexor.data.remote import RemoteFile, retrying
-from flexor.errors import DatasetError
+from flexor.data.remote import RemoteFile, read_part
+from flexor.errors import DatasetError, SourceError
 from flexor.log import log
 
 __all__ = ["LocalRanges", "Ranges", "RemoteRanges"]
@@ -40,7 +39,7 @@ class Ranges(Protocol):
     size: int
 
     def read(self, offset: int, count: int) -> bytes:
-        """Exactly `count` bytes, or a DatasetError."""
+        """Exactly `count` bytes; a SourceError if the file can't be reached, a DatasetError if it is too short."""
 
     def ahead(self, offset: int, count: int) -> None:
         """Say that these bytes will be read soon. Does not wait."""
@@ -54,7 +53,7 @@ class LocalRanges:
         try:
             status = Path(path).stat()
         except OSError as error:
-            raise DatasetError(f"{path} cannot be read: {error.strerror}. Fetch the file again") from error
+            raise SourceError(f"{path} cannot be read: {error.strerror}. Fetch the file again") from error
         self.size = status.st_size
         # A file that is replaced while we run must not be mistaken for the one that is open.
         self._identity = (self.name, status.st_ino, status.st_mtime_ns, status.st_size)
@@ -69,7 +68,7 @@ class LocalRanges:
                     break
                 data += more
         except OSError as error:
-            raise DatasetError(
+            raise SourceError(
                 f"{self.name}: bytes {offset} to {offset + count} cannot be read: {error.strerror}. "
                 f"Check the disk, or fetch the file again"
             ) from error
@@ -113,7 +112,7 @@ class _OpenFiles:
         try:
             file = _OpenFile(identity[0])
         except OSError as error:
-            raise DatasetError(
+            raise SourceError(
                 f"{identity[0]} cannot be opened: {error.strerror}. Fetch the file again"
             ) from error
         with self._lock:
@@ -143,13 +142,18 @@ class RemoteRanges:
                 f"{self.name}: {count} bytes wanted at {offset}, but it has {self.size}. "
                 f"The file is cut short, or its index is damaged: replace it at its origin"
             )
-        first = offset // BLOCK
-        data = self._blocks(range(first, -(-(offset + count) // BLOCK)))
-        begin = offset - first * BLOCK
-        if len(data) == 1:
-            return data[0][begin : begin + count]
-        data[0], data[-1] = data[0][begin:], data[-1][: (offset + count - 1) % BLOCK + 1]
-        return b"".join(data)
+        numbers = range(offset // BLOCK, -(-(offset + count) // BLOCK))
+        parts = [(n, max(offset - n * BLOCK, 0), min(offset + count - n * BLOCK, BLOCK)) for n in numbers]
+        # Small parts of blocks that are here need not be read as whole blocks.
+        cached = [self._cache.get(self._file.identity, n, self._size_of(n), *part) for n, *part in parts]
+        data = [part for part in cached if part is not None]
+        if len(data) < len(parts):
+            whole = self._blocks(numbers)
+            data = [block[begin:end] for block, (_, begin, end) in zip(whole, parts)]
+        return data[0] if len(data) == 1 else b"".join(data)
+
+    def _size_of(self, number: int) -> int:
+        return min(BLOCK, self.size - number * BLOCK)
 
     def ahead(self, offset: int, count: int) -> None:
         wanted = range(offset // BLOCK, -(-min(offset + count, self.size) // BLOCK))
@@ -183,14 +187,14 @@ class RemoteRanges:
     def _get(self, claimed: dict[int, Future[bytes]]) -> None:
         missing = []
         for n, future in claimed.items():
-            data = self._cache.get(self._file.identity, n, min(BLOCK, self.size - n * BLOCK))
+            data = self._cache.get(self._file.identity, n, self._size_of(n))
             if data is None:
                 missing.append(n)
             else:
                 future.set_result(data)
         for run in _runs(missing):
             start, end = run.start * BLOCK, min(run.stop * BLOCK, self.size)
-            data = retrying(f"{self.name} (bytes {start} to {end})", partial(self._file.get, start, end))
+            data = read_part(self._file, start, end)
             for n in run:
                 block = data[n * BLOCK - start : (n + 1) * BLOCK - start]
                 claimed[n].set_result(block)

@@ -14,7 +14,16 @@ from typing import Any, Protocol, TypeVar
 from flexor.errors import DatasetError, SourceError
 from flexor.log import log
 
-__all__ = ["HubFile", "NoRanges", "RemoteFile", "fsspec_file", "http_options", "look_up", "retrying"]
+__all__ = [
+    "HubFile",
+    "NoRanges",
+    "RemoteFile",
+    "fsspec_file",
+    "http_options",
+    "look_up",
+    "read_part",
+    "retrying",
+]
 
 T = TypeVar("T")
 
@@ -41,7 +50,7 @@ class RemoteFile(Protocol):
         """Bytes start to end, in one attempt."""
 
 
-class NoRanges(DatasetError):
+class NoRanges(SourceError):
     """The server only gives whole files."""
 
 
@@ -51,6 +60,11 @@ class _Refused(OSError):
     def __init__(self, status: int, headers: Mapping[str, str]):
         super().__init__(f"the server answers with status {status}")
         self.status, self.headers = status, headers
+
+
+def read_part(file: RemoteFile, start: int, end: int) -> bytes:
+    """Bytes start to end, however many attempts it takes."""
+    return retrying(f"{file.name} (bytes {start} to {end})", lambda: file.get(start, end))
 
 
 def retrying(what: str, attempt: Callable[[], T]) -> T:
@@ -144,8 +158,8 @@ def _other(opened: str | None, now: str | None) -> bool:
     return opened is not None and now is not None and opened != now
 
 
-def changed(name: str) -> DatasetError:
-    return DatasetError(
+def changed(name: str) -> SourceError:
+    return SourceError(
         f"{name} has changed since it was opened. Training on would mix two versions: start again to use "
         f"the new one, and do not change a dataset while it is read"
     )

@@ -18,7 +18,16 @@ from typing import Any
 
 from flexor.data.blocks import BlockCache
 from flexor.data.ranges import LONGEST_REQUEST, LocalRanges, Ranges, RemoteRanges
-from flexor.data.remote import HubFile, NoRanges, RemoteFile, fsspec_file, http_options, look_up, retrying
+from flexor.data.remote import (
+    HubFile,
+    NoRanges,
+    RemoteFile,
+    fsspec_file,
+    http_options,
+    look_up,
+    read_part,
+    retrying,
+)
 from flexor.errors import DatasetError
 from flexor.log import log
 from flexor.machine import cache_folder
@@ -227,8 +236,8 @@ class FsspecSource(Source):
                 f"{self.address} cannot be opened: {type(error).__name__}: {error}. Check the address (the folder "
                 f"that contains meta/, data/ and videos/); s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
             ) from error
-        name = f"{self.address}/meta/info.json"
-        info = retrying(name, lambda: self.fs.cat_file(f"{self.base}/meta/info.json"))
+        read = partial(self.fs.cat_file, f"{self.base}/meta/info.json")
+        info = retrying(f"{self.address}/meta/info.json", read)
         identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
         self.root = cache_folder() / "datasets" / identity
         self._blocks = _block_cache(cache_bytes)
@@ -340,11 +349,7 @@ class FsspecSource(Source):
         try:
             with path.open("wb") as file:
                 for start in range(0, remote.size, LONGEST_REQUEST):
-                    end = min(start + LONGEST_REQUEST, remote.size)
-                    part = retrying(
-                        f"{remote.name} (bytes {start} to {end})", partial(remote.get, start, end)
-                    )
-                    file.write(part)
+                    file.write(read_part(remote, start, min(start + LONGEST_REQUEST, remote.size)))
         except NoRanges:
             retrying(remote.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(path)))
 
