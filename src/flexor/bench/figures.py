@@ -12,6 +12,7 @@ from flexor.bench.limits import Limits
 
 LEVELS = ("pool_bytes", "pool_peak_bytes", "cache_bytes")
 """Counters that say how much there is, not how often something happened."""
+KEEPING_TIERS = ("ram", "disk", "gpu")
 IDLE = 0.4  # share of the threads' time from which on it is not they who are slow
 
 
@@ -35,9 +36,10 @@ def make_report(
     about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[Stretch]], limits: Limits
 ) -> dict[str, Any]:
     """`about` the run, figures of all of it, and those of every epoch. `ranks` hold a stretch per epoch."""
-    reuse = frames_per_decode(about, ranks)
-    epochs = [figures([epoch], about, limits, reuse) for epoch in zip(*ranks)]
-    whole = figures(list(zip(*ranks)), about, limits, reuse)
+    stretches = list(zip(*ranks))
+    needed = frames_to_decode(about, stretches)
+    epochs = [figures([epoch], about, limits, count) for epoch, count in zip(stretches, needed)]
+    whole = figures(stretches, about, limits, sum(needed))
     return {
         **about,
         "first_batch_latency_s": first_batch_s,
@@ -48,19 +50,26 @@ def make_report(
     }
 
 
-def frames_per_decode(about: dict[str, Any], ranks: Sequence[Sequence[Stretch]]) -> float:
-    """How often an epoch delivers each frame: windows overlap, and so one decoding serves many samples."""
-    frames = sum(stretch.frames for rank in ranks for stretch in rank)
-    samples = sum(stretch.samples for rank in ranks for stretch in rank)
-    return (
-        max(1.0, frames / samples * about["samples_per_epoch"] / about["dataset_frames"]) if frames else 1.0
-    )
+def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[Stretch]]) -> list[float]:
+    """How many frames each epoch had to decode: what was decoded ahead, twice or in vain lowers no limit.
+
+    Windows overlap: an epoch delivers each frame `reuse` times. What an earlier epoch has kept is there.
+    """
+    keeps, known, needed = about["tier"] in KEEPING_TIERS, 0.0, []
+    for epoch in epochs:
+        frames, samples = sum(s.frames for s in epoch), sum(s.samples for s in epoch)
+        reuse = max(1.0, frames / samples * about["samples_per_epoch"] / about["dataset_frames"])
+        new = about["dataset_frames"] - known if keeps else frames / reuse
+        decoded = sum(s.counters.get("decoded", 0) for s in epoch)
+        needed.append(max(0.0, min(decoded, frames / reuse, new)))
+        known += decoded
+    return needed
 
 
 def figures(
-    epochs: Sequence[Sequence[Stretch]], about: dict[str, Any], limits: Limits, reuse: float
+    epochs: Sequence[Sequence[Stretch]], about: dict[str, Any], limits: Limits, needed: float
 ) -> dict[str, Any]:
-    """Figures of one epoch or of several: for each, the stretches of all ranks."""
+    """Figures of one epoch or of several: for each, the stretches of all ranks. `needed`: frames to decode."""
     stretches = [stretch for epoch in epochs for stretch in epoch]
     seconds = max(s.ended for s in stretches) - min(s.started for s in stretches)
     frames = sum(s.frames for s in stretches)
@@ -69,8 +78,6 @@ def figures(
     for name in LEVELS:
         counters[name] = max(sum(s.counters.get(name, 0) for s in epoch) for epoch in epochs)
     rate = frames / seconds
-    # decoding further ahead than was delivered is not needed for what was delivered
-    needed = min(counters.get("decoded", 0), frames / reuse)
     limit = limits.frames_per_s(frames, needed)
     latency = np.array([1e3 * seconds / samples for s in stretches for seconds, samples in s.latencies])
     return {
@@ -88,6 +95,7 @@ def figures(
         "bytes_delivered": sum(s.bytes for s in stretches),
         "cpu_s_per_frame": _ratio(sum(s.cpu_s for s in stretches), frames),
         "cpu_s": sum(s.cpu_s for s in stretches),
+        **dict.fromkeys(("evictions", "bytes_read")),  # a loader that does not count them has no figure
         **counters,
     }
 
