@@ -205,7 +205,7 @@ def test_copies_get_over_broken_connections(samples, web, tmp_path):
 
 
 def test_copies_from_a_server_without_ranges(samples, web, monkeypatch):
-    monkeypatch.setattr("flexor.data.source.LONGEST_REQUEST", 500)
+    monkeypatch.setattr("flexor.data.remote.LONGEST_REQUEST", 500)
     web.knows_ranges = False
     source = find_source(None, f"{web.address}/v3.0", None)
     [name] = source.list("videos", "000.mp4")

@@ -7,13 +7,15 @@ blocks are written aside and renamed, and whoever finds the folder too large rem
 
 import hashlib
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from pathlib import Path
 
 from flexor.log import log
+from flexor.machine import cache_folder
 
-__all__ = ["BLOCK", "BlockCache"]
+__all__ = ["BLOCK", "BlockCache", "block_cache"]
 
 BLOCK = 1 << 20
 """Bytes of a block."""
@@ -127,6 +129,15 @@ class BlockCache:
             Path(path).unlink(missing_ok=True)
             used -= size
         return used
+
+
+def block_cache(limit: int | None) -> BlockCache:
+    """The blocks under the cache folder, by default in a quarter of the disk space that is free there."""
+    folder = cache_folder() / "blocks"
+    if limit is None:
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        limit = shutil.disk_usage(existing).free // 4
+    return BlockCache(folder, limit)
 
 
 def _entries(folder: Path | os.DirEntry[str]) -> list[os.DirEntry[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flexor.data.blocks import BLOCK, BlockCache
-from flexor.data.remote import RemoteFile, read_part
+from flexor.data.remote import LONGEST_REQUEST, RemoteFile, read_part
 from flexor.errors import DatasetError, SourceError
 from flexor.log import log
 
@@ -24,8 +24,6 @@ __all__ = ["LocalRanges", "Ranges", "RemoteRanges"]
 OPEN_FILES = 256
 """Files kept open in this process; datasets have tens of thousands, and systems allow about a thousand."""
 
-LONGEST_REQUEST = 16 * BLOCK
-"""Bytes asked for at once: what has to come again when the connection breaks."""
 AHEAD_THREADS = 4
 AHEAD_BYTES = 128 * BLOCK
 """Read-ahead that may be under way or waiting; more is not begun."""

@@ -9,15 +9,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flexor.errors import DatasetError, SourceError
 from flexor.log import log
 
 __all__ = [
+    "LONGEST_REQUEST",
     "HubFile",
     "NoRanges",
     "RemoteFile",
+    "copy_file",
     "fsspec_file",
     "http_options",
     "look_up",
@@ -35,6 +38,8 @@ LONGEST_RETRY_AFTER = 300.0
 """A server that asks for more than this is as good as down."""
 TIMEOUT = 30.0
 """Seconds without any byte after which an answer counts as lost."""
+LONGEST_REQUEST = 16 << 20
+"""Bytes asked for at once: what has to come again when the connection breaks."""
 RECHECK = 60.0
 """Seconds after which a file that is not read over HTTP is looked at again, whether it has changed."""
 
@@ -65,6 +70,13 @@ class _Refused(OSError):
 def read_part(file: RemoteFile, start: int, end: int) -> bytes:
     """Bytes start to end, however many attempts it takes."""
     return retrying(f"{file.name} (bytes {start} to {end})", lambda: file.get(start, end))
+
+
+def copy_file(file: RemoteFile, path: Path) -> None:
+    """Part by part, so that a connection that breaks costs one part, not the whole file."""
+    with path.open("wb") as copy:
+        for start in range(0, file.size, LONGEST_REQUEST):
+            copy.write(read_part(file, start, min(start + LONGEST_REQUEST, file.size)))
 
 
 def retrying(what: str, attempt: Callable[[], T]) -> T:

@@ -9,23 +9,22 @@ import hashlib
 import itertools
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexor.data.blocks import BlockCache
-from flexor.data.ranges import LONGEST_REQUEST, LocalRanges, Ranges, RemoteRanges
+from flexor.data.blocks import block_cache
+from flexor.data.ranges import LocalRanges, Ranges, RemoteRanges
 from flexor.data.remote import (
     HubFile,
     NoRanges,
     RemoteFile,
+    copy_file,
     fsspec_file,
     http_options,
     look_up,
-    read_part,
     retrying,
 )
 from flexor.errors import DatasetError
@@ -112,7 +111,7 @@ class HubSource(Source):
             raise DatasetError(f"{self} is no LeRobot dataset: it has no meta/info.json")
         self.root = root
         self.commit = root.name
-        self._blocks = _block_cache(cache_bytes)
+        self._blocks = block_cache(cache_bytes)
         self._lock = threading.Lock()
         self._sizes: dict[str, int] | None = None
 
@@ -240,7 +239,7 @@ class FsspecSource(Source):
         info = retrying(f"{self.address}/meta/info.json", read)
         identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
         self.root = cache_folder() / "datasets" / identity
-        self._blocks = _block_cache(cache_bytes)
+        self._blocks = block_cache(cache_bytes)
         self._lock = threading.Lock()
         self._file_locks: dict[str, threading.Lock] = {}
         self._names: set[str] | None = None
@@ -332,8 +331,12 @@ class FsspecSource(Source):
         # Written aside and renamed, so that an interrupted copy is never taken for the file.
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        file = self._remote(name)
         try:
-            self._copy_to(aside, name)
+            try:
+                copy_file(file, aside)
+            except NoRanges:
+                retrying(file.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(aside)))
             aside.replace(target)
         except OSError as error:
             raise DatasetError(
@@ -342,25 +345,6 @@ class FsspecSource(Source):
             ) from error
         finally:
             aside.unlink(missing_ok=True)
-
-    def _copy_to(self, path: Path, name: str) -> None:
-        """Part by part, so that a connection that breaks costs one part, not the whole file."""
-        remote = self._remote(name)
-        try:
-            with path.open("wb") as file:
-                for start in range(0, remote.size, LONGEST_REQUEST):
-                    file.write(read_part(remote, start, min(start + LONGEST_REQUEST, remote.size)))
-        except NoRanges:
-            retrying(remote.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(path)))
-
-
-def _block_cache(limit: int | None) -> BlockCache:
-    """Blocks of remote files, by default in a quarter of the disk space that is free."""
-    folder = cache_folder() / "blocks"
-    if limit is None:
-        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        limit = shutil.disk_usage(existing).free // 4
-    return BlockCache(folder, limit)
 
 
 def is_repo_id(name: str) -> bool:
