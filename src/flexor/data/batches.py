@@ -48,7 +48,7 @@ class Batcher:
         cameras: Sequence[str],
         *,
         accumulation: int,
-        device: torch.device,
+        device: torch.device | None,
         on_bad_frame: str,
         jobs: int,
         counters: Counter[str],
@@ -58,14 +58,15 @@ class Batcher:
         self.accumulation, self.device, self.on_bad_frame = accumulation, device, on_bad_frame
         self.jobs, self.counters, self.valid_steps = max(1, jobs), counters, valid_steps
         self.buffers = Buffers()
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.staged = device is None or device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if device is not None and self.staged else None
         self._told: set[str] = set()
 
     def start(self, step: Step) -> list[Callable[[], None]]:
         """Jobs that fill the pictures of a step."""
         order, windows = self._sound(step)
         step.rows = step.rows[order]
-        fill = self._fill_cpu if self.stream is None else self._fill_staging
+        fill = self._fill_staging if self.staged else self._fill_cpu
         return fill(step, windows) or [lambda: None]
 
     def finish(self, step: Step) -> list[Batch]:
@@ -86,6 +87,7 @@ class Batcher:
         """A batch where it will be used."""
         if self.stream is None:
             return batch
+        assert self.device is not None
         with torch.cuda.stream(self.stream):
             moved = {k: v.on(self.device) if isinstance(v, Staged) else v for k, v in batch.items()}
             moved = {
@@ -154,13 +156,18 @@ class Batcher:
                         index[row, t] = slots[key]
                 on_gpu = np.array([self._resident(resident, camera, window, i, t) for i, t in source])
                 host = np.flatnonzero(on_gpu < 0)
-                planes = torch.empty((len(host), format.nbytes), dtype=torch.uint8, pin_memory=True)
+                planes = self._host_memory(len(host), format.nbytes)
                 shape_index = index if camera in self.deltas else index[:, 0]
                 step.pictures[camera].append(Staged(format, planes, host, on_gpu, resident, shape_index))
                 rows = [source[k] for k in host.tolist()]
                 for some in np.array_split(np.arange(len(rows)), self.jobs):
                     jobs.append(partial(self._copy, camera, window, some, rows, planes.numpy()))
         return jobs
+
+    def _host_memory(self, rows: int, nbytes: int) -> Tensor:
+        if self.stream is None:
+            return torch.from_numpy(self.buffers.take((rows, nbytes)))
+        return torch.empty((rows, nbytes), dtype=torch.uint8, pin_memory=True)
 
     def _copy(
         self, camera: str, window: Window, some: np.ndarray, source: list[tuple[int, int]], out: np.ndarray
@@ -188,13 +195,11 @@ class Batcher:
         for i, piece in enumerate(step.pieces):
             for camera, bad in piece.bad.items() if piece is not None else ():
                 for t, frame in enumerate(step.ids[camera][i].tolist()):
-                    if frame not in bad:
-                        continue
-                    self._tell(camera, frame, bad[frame])
-                    if self.on_bad_frame == "nearest":
-                        assert piece is not None
-                        planes[camera][i, t] = self._nearest(camera, frame, piece)
-                    broken.add(i)
+                    if frame in bad:
+                        self._stand_in(planes[camera], (i, t), camera, frame, bad[frame], piece)
+                        broken.add(i)
+        if step.waits:  # what was to be kept may not have been: the disk is full, or the frame is broken
+            broken |= self._late(step, planes)
         if broken and self.on_bad_frame == "skip":
             good = [i for i in range(len(order)) if i not in broken]
             if not good:
@@ -209,6 +214,36 @@ class Batcher:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
         return order, {c: Window(ids[order], pieces, planes[c]) for c, ids in step.ids.items()}
+
+    def _stand_in(
+        self,
+        planes: dict[tuple[int, int], np.ndarray],
+        place: tuple[int, int],
+        camera: str,
+        frame: int,
+        reason: str,
+        piece: Piece | None,
+    ) -> None:
+        self._tell(camera, frame, reason)
+        if self.on_bad_frame == "nearest":
+            planes[place] = self._nearest(camera, frame, piece)
+
+    def _late(self, step: Step, planes: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:
+        """Decode what is neither in a piece nor kept, here and now; returns samples that are broken."""
+        broken, store = set(), self.dataset.store
+        for camera, ids in step.ids.items():
+            for i, t in zip(*np.nonzero(~store.kept(camera, ids.ravel()).reshape(ids.shape))):
+                piece, frame = step.pieces[i], int(ids[i, t])
+                if (piece is not None and frame in piece.uses[camera]) or (i, t) in planes[camera]:
+                    continue
+                slot = np.empty(store.format(camera).nbytes, np.uint8)
+                bad = store.decode(camera, np.array([frame]), [slot].__getitem__)
+                if bad:
+                    self._stand_in(planes[camera], (int(i), int(t)), camera, frame, bad[0], piece)
+                    broken.add(int(i))
+                else:
+                    planes[camera][int(i), int(t)] = slot
+        return broken
 
     def _tell(self, camera: str, frame: int, reason: str) -> None:
         store = self.dataset.store
@@ -226,16 +261,17 @@ class Batcher:
             more = "; more of this is only counted" if len(self._told) == TOLD else ""
             log.warning("%s does not decode: %s; %s%s", where, reason, done, more)
 
-    def _nearest(self, camera: str, frame: int, piece: Piece) -> np.ndarray:
+    def _nearest(self, camera: str, frame: int, piece: Piece | None) -> np.ndarray:
         """The nearest frame of the same episode that decodes."""
         store = self.dataset.store
         episode = int(store.episode_of(np.array([frame]))[0])
         first, end = store.first_of(episode), int(store.ends[episode])
         planes = np.empty(store.format(camera).nbytes, np.uint8)
+        known = piece.bad.get(camera, {}) if piece is not None else {}
         for candidate in sorted(range(first, end), key=lambda other: abs(other - frame)):
-            if candidate == frame or candidate in piece.bad.get(camera, {}):
+            if candidate == frame or candidate in known:
                 continue
-            found = piece.find(camera, candidate)
+            found = piece.find(camera, candidate) if piece is not None else None
             if found is not None:
                 return found.copy()
             if store.kept(camera, np.array([candidate]))[0]:

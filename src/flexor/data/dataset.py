@@ -77,6 +77,8 @@ class Dataset:
     episodes: Episodes
     store: FrameStore
     source: Source
+    _published: list[str]
+    """All files, also those of episodes that are not selected."""
     _file_sizes: dict[int, dict[str, int]]
     """Per episode, the files it lies in and their bytes."""
 
@@ -106,7 +108,7 @@ class Dataset:
         """
         rows = self._checked_rows(rows)
         chosen = self.cameras if cameras is None else list(cameras)
-        self._check_names([*chosen, *(deltas or {})], chosen)
+        self._check_names([*chosen, *(deltas or {})])
         episode = self.episode_of(rows)
         start, end = self.episodes.start[episode], self.episodes.end[episode]
         at: dict[str, np.ndarray] = {}
@@ -166,10 +168,8 @@ class Dataset:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
-        """A hash that also changes when a file is written anew: what is kept of it is then worthless."""
-        files = sorted({name for sizes in self._file_sizes.values() for name in sizes})
-        written = [] if self.source.streams else [self.source.local(f).stat().st_mtime_ns for f in files]
-        return hashlib.sha256(f"{self.fingerprint()} {files} {written}".encode()).hexdigest()
+        """A hash of the dataset as published, the same for every selection of episodes."""
+        return self.source.content(self._published)
 
     @property
     def video_bytes(self) -> int:
@@ -197,8 +197,8 @@ class Dataset:
             raise IndexError(f"rows {rows} of a dataset of {len(self)}")
         return rows
 
-    def _check_names(self, names: Iterable[str], cameras: Sequence[str]) -> None:
-        known = {*self.columns, *self.strings, *cameras} & {*self.columns, *self.strings, *self.cameras}
+    def _check_names(self, names: Iterable[str]) -> None:
+        known = {*self.columns, *self.strings, *self.cameras}
         for name in names:
             if name not in known:
                 why = self.absent.get(name, f"it has {', '.join(sorted(self.features))}")
@@ -263,6 +263,7 @@ def open_dataset(
         ),
         store=FrameStore(clips, meta.episodes.length, size),
         source=source,
+        _published=_files(meta, list(range(len(meta.episodes.index)))),
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
 

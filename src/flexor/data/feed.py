@@ -66,13 +66,15 @@ class Step(Generic[T]):
     rows: np.ndarray  # [b]
     ids: dict[str, np.ndarray]  # per camera, frames of each sample's window [b, T]
     pieces: list[Piece | None]  # [b] where a sample's frames are; None: all of them are kept
+    waits: list[Piece] = field(default_factory=list)
+    """Pieces whose frames will be kept by the time this step is assembled, and are read from there."""
     pictures: dict[str, list[Any]] = field(default_factory=dict)
     """Per camera, one for each micro-batch."""
     result: Future[T] = field(default_factory=Future)
 
     @property
     def ready(self) -> bool:
-        return not any(piece is not None and piece.pending for piece in self.pieces)
+        return not any(piece is not None and piece.pending for piece in [*self.pieces, *self.waits])
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Feed(Generic[T]):
         self.assemble, self.finish = assemble, finish
         self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
         self.pieces: dict[tuple, Piece] = {}
+        self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be kept, by camera and number
         self.planned: deque[Step[T]] = deque()
         self.outstanding: set[int] = set()
         self.taken = 0
@@ -187,6 +190,7 @@ class Feed(Generic[T]):
         """The step with its pieces on their way; None if the feed closes meanwhile."""
         rows, ids, units = self.planner.plan(number)
         pieces: list[Piece | None] = []
+        waits: list[Piece] = []
         for i, key in enumerate(units):
             piece = self.pieces.get(key) if key is not None else None
             if piece is None and key is not None:
@@ -194,9 +198,9 @@ class Feed(Generic[T]):
                 if self.closing:
                     return None
             if piece is None:
-                piece = self._only(i, ids, number)
+                piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
             pieces.append(piece)
-        return Step(number, rows, ids, pieces)
+        return Step(number, rows, ids, pieces, waits)
 
     def _open(self, key: tuple, step: int) -> Piece | None:
         """Start to decode a unit, as soon as there is room for it; None if there will not be."""
@@ -205,15 +209,23 @@ class Feed(Generic[T]):
         if not self._reserve(piece, step):
             return None
         self.pieces[key] = piece
+        for camera in self.store.caches:
+            self.coming |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
         self._start(piece, step)
         return piece
 
-    def _only(self, i: int, ids: Mapping[str, np.ndarray], step: int) -> Piece | None:
-        """The frames of one sample alone, those that are not kept."""
-        piece = self._piece({camera: window[i : i + 1] for camera, window in ids.items()}, step)
-        if not any(len(frames) for frames in piece.ids.values()):
+    def _only(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
+        """The frames of one sample alone, those that are neither kept nor about to be."""
+        wanted = {}
+        for camera, frames in ids.items():
+            coming = [self.coming.get((camera, frame)) for frame in frames.tolist()]
+            waits += [piece for piece in coming if piece is not None]
+            wanted[camera] = frames[[piece is None for piece in coming]]
+        piece = self._piece(wanted, step)
+        missing = sum(len(frames) for frames in piece.ids.values())
+        if not missing:
             return None
-        self.counters["misses"] += sum(len(frames) for frames in piece.ids.values())
+        self.counters["misses"] += missing
         self._take_slots(piece, force=True)
         self._start(piece, step)
         return piece
@@ -272,6 +284,9 @@ class Feed(Generic[T]):
             if piece.error is None:
                 piece.bad[camera] = {int(ids[i]): reason for i, reason in bad.items()}
                 self.counters["bad_frames"] += len(bad)
+            if self.coming:
+                for frame in ids.tolist():
+                    self.coming.pop((camera, frame), None)
             self.counters["decoded"] += len(good)
             self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
             piece.pending -= 1

@@ -32,6 +32,7 @@ class Keeper(Protocol):
     def have(self, ids: np.ndarray) -> np.ndarray: ...
     def view(self, frame: int) -> np.ndarray: ...
     def put(self, ids: np.ndarray, frames: Sequence[Any]) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -48,6 +49,9 @@ class FrameStore:
         self.clips = clips
         self.ends = np.cumsum(lengths)
         self.size = size
+        self.rgb = False
+        """Frames are RGB as soon as they are decoded, for training on a CPU: a window would convert them again
+        and again. Set before the first frame is read."""
         self.caches: Mapping[str, Keeper] = {}
         self._formats: dict[str, PlaneFormat] = {}
         self._lock = threading.Lock()
@@ -171,7 +175,13 @@ class FrameStore:
                 for frame in range(min(len(clip.starts()), PROBED)):
                     bad = clip.decode(np.array([frame]), lambda _, picture: found.append(format_of(picture)))
                     if found:
-                        return resized(found[0], *self.size) if self.size else found[0]
+                        format = resized(found[0], *self.size) if self.size else found[0]
+                        planar = format.layout == "yuv420p"
+                        return (
+                            PlaneFormat(format.height, format.width, "rgb24")
+                            if self.rgb and planar
+                            else format
+                        )
                     reason = bad[0]
             except DatasetError as error:
                 reason = str(error)

@@ -48,5 +48,8 @@ class GPUFrames:
     def nbytes(self) -> int:
         return self.planes.nbytes
 
+    def sync(self) -> None:
+        """There is nothing that could outlive the process."""
+
     def close(self) -> None:
         self.planes = self.planes[:0]

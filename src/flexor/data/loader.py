@@ -6,6 +6,7 @@ run starts its loader at that step and gets the batches it would have got, on an
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class PoolFrames:
 class Loader(Planner):
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
+    With no device, pictures stay planes in host memory, as they would go to a GPU (see `batches.Staged`).
     One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
     """
 
@@ -62,7 +64,7 @@ class Loader(Planner):
         num_workers: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = "cpu",
         order: SampleOrder | None = None,
         pool_bytes: int = DEFAULT_POOL,
         on_bad_frame: str = "raise",
@@ -78,11 +80,12 @@ class Loader(Planner):
         self.order = order or UniformOrder(len(self.rows), seed)
         assert self.order.size == len(self.rows), "the order is of another dataset"
         self.num_workers = num_workers
-        self.device = torch.device(device)
+        self.device = None if device is None else torch.device(device)
         self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
         self.tier = tier
         self._counters: Counter[str] = Counter()
+        self._syncing: threading.Thread | None = None
         self._pool_plan = lru_cache(maxsize=8 * self.global_batch)(self._plan_pool)
 
     @property
@@ -115,6 +118,24 @@ class Loader(Planner):
         for batches in feed.steps(start, stop):
             self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
             yield [batcher.to_device(batch) for batch in batches]
+
+    def sync(self) -> None:
+        """Bring kept frames to the disk in the background, so that they outlive a loss of power."""
+        if self._syncing is None or not self._syncing.is_alive():
+            self._syncing = threading.Thread(target=self._sync, name="sync", daemon=True)
+            self._syncing.start()
+
+    def _sync(self) -> None:
+        for cache in self.dataset.store.caches.values():
+            cache.sync()
+
+    def close(self) -> None:
+        """Let go of kept frames; those on disk stay there."""
+        if self._syncing is not None:
+            self._syncing.join()
+        caches, self.dataset.store.caches = self.dataset.store.caches, {}
+        for cache in caches.values():
+            cache.close()
 
     def counters(self) -> dict[str, Any]:
         """What has been read so far, in frames and bytes, and the threads' CPU seconds."""

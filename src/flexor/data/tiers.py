@@ -6,16 +6,16 @@ order of a run must not change when it is resumed on a machine with other room.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
 from flexor.data.cache import FrameCache
-from flexor.data.caches import CacheKey, disk_folder, free_bytes, make_room
+from flexor.data.caches import CacheKey, disk_folder, free_bytes, list_caches, make_room
 from flexor.data.dataset import Dataset
 from flexor.data.gpu import GPUFrames
 from flexor.data.loader import Loader, sample_rows
@@ -47,13 +47,14 @@ def open_loader(
     num_workers: int = 0,
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = "cpu",
     drop_last_frames: int = 0,
     also: Sequence[Dataset] = (),
 ) -> Loader:
     """The batches of a run. `also` are selections of the same dataset whose frames are kept with these."""
-    device = torch.device(device)
+    device = None if device is None else torch.device(device)
     cameras = list(cameras)
+    dataset.store.rgb = device is not None and device.type != "cuda"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
     pool = pool_budget(settings.cache)
@@ -93,7 +94,7 @@ def open_tier(
     dataset: Dataset,
     cache: CacheConfig,
     cameras: list[str],
-    device: torch.device,
+    device: torch.device | None,
     selections: Sequence[Dataset],
     local_ranks: int = 1,
 ) -> str:
@@ -105,16 +106,22 @@ def open_tier(
     wanted = _pick_tier(cache, need) if cache.tier == "auto" else cache.tier
     if wanted == "stream":
         return "stream"
-    if wanted == "gpu" and device.type != "cuda":
+    if wanted == "gpu" and (device is None or device.type != "cuda"):
         raise ConfigError(
             f"dataset.cache.tier=gpu needs a GPU to train on, not {device}. Choose ram or disk."
         )
     try:
         if wanted == "gpu":
+            assert device is not None
             room = -(-count // local_ranks) + 1024
             store.caches = {c: GPUFrames(room, store.frames, n, device) for c, n in sizes.items()}
         else:
-            store.caches = _open_caches(dataset, cache, sizes, in_ram=wanted == "ram", need=need)
+            caches = _open_caches(dataset, cache, sizes, in_ram=wanted == "ram", need=need)
+            if wanted == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
+                log.warning("shared memory has no room for frames that %d ranks share: disk", local_ranks)
+                wanted = "disk"
+                caches = _open_caches(dataset, cache, sizes, in_ram=False, need=need)
+            store.caches = caches
     except (DatasetError, torch.OutOfMemoryError, OSError) as error:
         store.caches = {}
         log.warning("frames (%s) can't be kept: %s. They are streamed instead", gigabytes(need), error)
@@ -151,9 +158,9 @@ def _budget(cache: CacheConfig, default: int) -> int:
 
 
 def disk_budget() -> int:
-    """Bytes on the disk for kept frames: a quarter of what is free."""
+    """Bytes on the disk for kept frames: a quarter of what is free or taken by them."""
     disk_folder().mkdir(parents=True, exist_ok=True)
-    return free_bytes(disk_folder()) // 4
+    return (free_bytes(disk_folder()) + sum(info.nbytes for info in list_caches())) // 4
 
 
 def _open_caches(
@@ -162,17 +169,22 @@ def _open_caches(
     store, folder = dataset.store, None if in_ram else disk_folder()
     quality = JPEG_QUALITY if cache.format == "jpeg" else None
     content = dataset.content()
-    keys = {camera: CacheKey(content, camera, store.size, quality, dataset.repo_id) for camera in sizes}
+    keys = {
+        camera: CacheKey(
+            f"{content} {store.format(camera).layout}", camera, store.size, quality, dataset.repo_id
+        )
+        for camera in sizes
+    }
+    shares = {camera: need * size // sum(sizes.values()) for camera, size in sizes.items()}
     if folder is not None:
         limit = _budget(cache, max(need, disk_budget()))  # asked for by name, it may take all there is
-        wanted = {keys[camera]: need * size // sum(sizes.values()) for camera, size in sizes.items()}
-        if not make_room(folder, wanted, limit):
+        if not make_room(folder, {keys[camera]: share for camera, share in shares.items()}, limit):
             raise DatasetError(f"there is no room for {gigabytes(need)} in {folder}")
     return {
         camera: FrameCache.open(
-            folder, keys[camera], store.frames, size, dataclasses.asdict(store.format(camera))
+            folder, key, store.frames, sizes[camera], asdict(store.format(camera)), shares[camera]
         )
-        for camera, size in sizes.items()
+        for camera, key in keys.items()
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
         loader = build_loader(config, training, held_out, engine)
         run.write_config(config)
         _introduce(state, training, held_out, found)
-        result = fit(state, run, loader, held_out)
+        with closing(loader):
+            result = fit(state, run, loader, held_out)
         result.seconds = time.perf_counter() - started
     return result
 
@@ -118,6 +120,7 @@ def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stop.signal):
                 watch.check()
                 result.checkpoint = save_checkpoint(state, run)
+                loader.sync()
             if stop.signal and not last:
                 raise _stopped(stop.signal, state.step, result.checkpoint, run)
         watch.check()
