@@ -41,14 +41,10 @@ def bar_lines(case: str, found: dict[str, list[dict[str, Any]]], stream: str, ca
     name = best.removeprefix("lerobot, ")
     lines = []
     ratio_bar, limit_bar = BARS.get(case, (None, None))
-    for setting, bar in ((stream, ratio_bar), (cached, CACHED_BAR if not case.startswith("h264") else None)):
-        ours = rate(found.get(setting, []))
+    for setting, bar in ((stream, ratio_bar), (cached, None if case.startswith("h264") else CACHED_BAR)):
+        ours = rate(found.get(setting, [])) or 0
         label = f"{case}, {setting.removeprefix('flexor, ')}, frames/s"
-        if ours is None:
-            lines.append(f"| {label} | {theirs:,.0f} ({name}) | failed | | {bar or ''} | FAIL |")
-            continue
-        verdict = "" if bar is None else passed(ours >= bar * theirs)
-        shown = "" if bar is None else f"{bar:g}x"
+        verdict, shown = ("", "") if bar is None else (passed(ours >= bar * theirs), f"{bar:g}x")
         lines.append(
             f"| {label} | {theirs:,.0f} ({name}) | {ours:,.0f} | {ours / theirs:.1f}x | {shown} | {verdict} |"
         )

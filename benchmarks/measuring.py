@@ -47,7 +47,7 @@ def _watch(process: subprocess.Popen, memory: PeakMemory, timeout: float) -> str
     started, stopped = time.monotonic(), None
     while process.poll() is None and stopped is None:
         if memory.sample() > MOST_MEMORY * total_memory():
-            stopped = f"stopped at {memory.pss / 1e9:.1f} GB, before the machine ran out of memory"
+            stopped = f"stopped at {memory.total / 1e9:.1f} GB, before the machine ran out of memory"
         elif time.monotonic() - started > timeout:
             stopped = f"stopped after {timeout:.0f} s"
         time.sleep(memory.interval)

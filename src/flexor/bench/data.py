@@ -69,7 +69,7 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     """Measure, and report figures per epoch and for all of them."""
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
-        at_start = memory.pss
+        at_start = memory.total
         seen = [_measure(config, options, 0, None)] if options.ranks == 1 else _measure_ranks(config, options)
     dataset, _ = build_datasets(config.dataset)
     cameras = _sample(config, options.mode, dataset)[1]
