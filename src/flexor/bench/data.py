@@ -243,13 +243,14 @@ def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]
 
 def _sample(config: TrainConfig, mode: str, dataset: Dataset) -> tuple[dict[str, list[int]], list[str], int]:
     """What a sample of this mode is: steps of each feature, cameras, frames at the end that begin none."""
+    deltas: dict[str, list[int]] = {}
+    cameras, drop_last_frames = list(dataset.cameras), 0
     if mode == "policy":
         policy = fit_to_dataset(config.policy, dataset)
-        return deltas_of(policy), list(policy.images), policy.drop_last_frames
-    cameras = list(dataset.cameras)
+        deltas, cameras, drop_last_frames = deltas_of(policy), list(policy.images), policy.drop_last_frames
+    elif mode == "sarm":
+        second = round(dataset.fps)
+        deltas = {camera: [second * step for step in range(1 - SARM_STEPS, 1)] for camera in cameras}
     if not cameras:
-        raise ConfigError(f"{dataset.repo_id} has no camera to load frames of: use --mode=policy.")
-    if mode == "single":
-        return {}, cameras, 0
-    second = round(dataset.fps)
-    return {camera: [second * step for step in range(1 - SARM_STEPS, 1)] for camera in cameras}, cameras, 0
+        raise ConfigError(f"{dataset.repo_id}: a sample has no camera, so there are no frames to load.")
+    return deltas, cameras, drop_last_frames
