@@ -68,6 +68,9 @@ class Picks:
     pool: np.ndarray  # number of the pool in its lane and epoch
     unit: np.ndarray  # number of the piece of a unit: the same in all epochs
 
+    def __len__(self) -> int:
+        return len(self.sample)
+
     def __getitem__(self, index: slice | np.ndarray) -> Picks:
         return Picks(*(getattr(self, field.name)[index] for field in fields(self)))
 
@@ -205,9 +208,12 @@ class StreamingOrder:
         return self.picks(position, count).sample
 
     def picks(self, position: int, count: int) -> Picks:
-        first, last = position // BLOCK, (position + count - 1) // BLOCK
-        blocks = Picks.join([self._block(number) for number in range(first, last + 1)])
-        found = blocks[position - first * BLOCK :][:count]
+        parts: list[Picks] = []
+        while count:
+            epoch, offset = divmod(position, self.size)
+            parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:count])
+            position, count = position + len(parts[-1]), count - len(parts[-1])
+        found = Picks.join(parts)
         return found[np.argsort(found.lane, kind="stable")]
 
     def epoch(self, position: int) -> float:
@@ -228,18 +234,14 @@ class StreamingOrder:
         position = epoch * self.size + (spots - self._bounds[lane]) * self.lanes + lane
         return PoolPlan(sample, position, piece)
 
-    def _block_picks(self, number: int) -> Picks:
-        """Positions number * BLOCK and on, in their order."""
-        positions = np.arange(number * BLOCK, (number + 1) * BLOCK)
-        epochs, offsets = np.divmod(positions, self.size)
+    def _block_picks(self, epoch: int, number: int) -> Picks:
+        """BLOCK positions of an epoch (fewer at its end), in their order."""
+        offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
         index, lane = np.divmod(offsets, self.lanes)
-        sample, unit, pool = (np.empty(BLOCK, np.int64) for _ in range(3))
-        for epoch in np.unique(epochs).tolist():
-            of = epochs == epoch
-            table = self._table(epoch)
-            sample[of], unit[of], pool_number = self._look_up(table, (self._bounds[lane] + index)[of])
-            pool[of] = pool_number - table.lane_pools[lane[of]]
-        return Picks(positions, sample, epochs, lane, pool, unit)
+        table = self._table(epoch)
+        sample, unit, pool = self._look_up(table, self._bounds[lane] + index)
+        position = epoch * self.size + offsets
+        return Picks(position, sample, np.full_like(lane, epoch), lane, pool - table.lane_pools[lane], unit)
 
     def _look_up(self, table: _EpochTable, spots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
@@ -260,7 +262,8 @@ class StreamingOrder:
         pools at different times. What that leaves at either end, if little, stays with its neighbour.
         """
         size = int(self._bounds[lane + 1] - self._bounds[lane])
-        count = -(-size // self.pool)
+        pieces = int(self._lane_pieces[lane + 1] - self._lane_pieces[lane])
+        count = min(-(-size // self.pool), pieces)
         if count < 2:
             return np.empty(0, np.int64)
         cuts = (np.arange(count) + 1 - lane * GOLDEN % 1) * (size / count)

@@ -237,7 +237,7 @@ def _widths(gop: int, stride: int) -> list[int]:
 
 def _runs(table: _Episodes, number: int, length: int) -> Units:
     """Neighbouring samples, at least `length` of them but at the end of an episode."""
-    edges = np.append(table.cuts()[number:][0], table.size)
+    edges = np.append(table.cuts()[number], table.size)
     first_items = np.searchsorted(edges, np.append(table.first_sample, table.size))
     first = edges[_cut_runs(edges, first_items, length)]
     count = np.diff(np.append(first, table.size))
