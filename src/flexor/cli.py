@@ -325,6 +325,8 @@ def _local(root: str) -> Path:
 
 
 def bench(arguments: list[str]) -> int:
+    import torch
+
     from flexor.bench import data as bench_data
     from flexor.bench.report import render, write
     from flexor.settings import load_config, parse_flags
@@ -348,7 +350,11 @@ def bench(arguments: list[str]) -> int:
     parser.add_argument("--batches", type=int, help="stop after so many batches instead")
     parser.add_argument("--warmup", type=int, default=0, help="batches before measuring starts")
     parser.add_argument("--source", default="disk", help="label: hub, bucket, warmed bucket, disk")
-    parser.add_argument("--device", default="cpu", help="where batches go: cpu, cuda")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "host",
+        help="where batches go: cuda, cpu (pictures become RGB there), or host: ready to be sent to a GPU",
+    )
     parser.add_argument("--output", type=Path, help="folder or FILE.json for the report; CSV goes beside it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)

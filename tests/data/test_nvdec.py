@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.data import nvdec
-from flexor.data.nvdec import Capabilities, NvDecoder, PlaneWriter, judge, planes_of_nv12, require, supported
+from flexor.data.nvdec import Capabilities, NvDecoder, PlaneWriter, judge, planes_of_nv12, supported
 from flexor.data.planes import PlaneFormat
 from flexor.data.video import decode_frames, index_video
-from flexor.errors import DatasetError, FlexorError
+from flexor.errors import DatasetError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -54,11 +54,6 @@ def test_says_why_not():
     assert "mpeg4" in nvdec._not_exact("mpeg4", kind())
     assert "rgb24" in nvdec._not_exact("h264", kind(layout="rgb24"))  # 4:4:4, 10 bits, odd sizes
     assert nvdec._not_exact("h264", kind()) is None
-
-
-def test_asking_for_what_is_not_there_is_an_error_with_a_way_out():
-    with pytest.raises(FlexorError, match=r"--dataset\.decoder=nvdec: .* --dataset\.decoder=auto"):
-        require("h264", kind(), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

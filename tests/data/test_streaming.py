@@ -176,6 +176,12 @@ def test_no_gpu_no_gpu_tier(root):
         load(root, tier="gpu")
 
 
+def test_no_gpu_no_gpu_decoder(root):
+    dataset, settings = open_dataset(root=root), DatasetConfig(decoder="nvdec")
+    with pytest.raises(ConfigError, match=r"decoder=nvdec: frames are wanted on cpu.*Leave it out"):
+        open_loader(dataset, settings, {}, cameras=[TOP], batch_size=2)
+
+
 def test_jpeg(root):
     loader = load(root, tier="ram", batch_size=38, cache={"format": "jpeg"})
     (raw,), (kept,) = loader.steps(0, 2)

@@ -22,6 +22,7 @@ from flexor.bench.figures import LEVELS, Stretch, make_report
 from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
 from flexor.config import TrainConfig
+from flexor.data.batches import Staged
 from flexor.data.dataset import Dataset
 from flexor.data.loader import Loader
 from flexor.data.shuffle import shuffle_quality
@@ -45,7 +46,7 @@ class Options:
     batches: int | None = None
     warmup: int = 0
     source: str = "disk"
-    device: str = "cpu"
+    device: str = "host"
 
     def __post_init__(self) -> None:
         for name, least in (("ranks", 1), ("epochs", 1), ("batches", 1), ("warmup", 0)):
@@ -201,7 +202,7 @@ def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, lis
         num_workers=config.num_workers,
         rank=rank,
         world_size=options.ranks,
-        device=options.device,
+        device=None if options.device == "host" else options.device,
         drop_last_frames=drop_last_frames,
     )
     return loader, cameras
@@ -237,8 +238,12 @@ def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]
     stretch.samples += samples
     stretch.latencies.append((now - asked, samples))
     for batch in batches:
-        stretch.frames += sum(batch[camera].shape[:-3].numel() for camera in cameras)
-        stretch.bytes += sum(v.numel() * v.element_size() for v in batch.values() if torch.is_tensor(v))
+        pictures = [batch[camera] for camera in cameras]
+        stretch.frames += sum(
+            p.index.size if isinstance(p, Staged) else p.shape[:-3].numel() for p in pictures
+        )
+        tensors = [v.planes if isinstance(v, Staged) else v for v in batch.values()]
+        stretch.bytes += sum(v.numel() * v.element_size() for v in tensors if torch.is_tensor(v))
 
 
 def _sample(config: TrainConfig, mode: str, dataset: Dataset) -> tuple[dict[str, list[int]], list[str], int]:

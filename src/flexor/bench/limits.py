@@ -131,8 +131,11 @@ def memory_limit(
     dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int, seconds: float = 1.0
 ) -> float:
     """Frames per second of copying pictures of the cameras' sizes from random places into a batch."""
-    sizes = [int(np.prod(dataset.features[camera].chw)) for camera in cameras]
-    size = max(1, sum(sizes) // max(1, len(sizes)))
+    host = device == "host"  # planes, as they go to a GPU
+    sizes = [
+        dataset.store.format(c).nbytes if host else int(np.prod(dataset.features[c].chw)) for c in cameras
+    ]
+    size, device = max(1, sum(sizes) // max(1, len(sizes))), "cpu" if host else device
     frames = max(batch, GATHERED // size)
     source = torch.zeros(frames, size, dtype=torch.uint8, device=device)
     source.fill_(1)  # pages that were never written to are all the same page

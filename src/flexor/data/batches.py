@@ -21,7 +21,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.feed import Piece, Step
 from flexor.data.gpu import GPUFrames
 from flexor.data.planes import rgb_on_device, to_rgb
-from flexor.data.pool import Buffers
+from flexor.data.pool import Buffers, Slot
 from flexor.errors import DatasetError
 from flexor.log import log
 
@@ -51,12 +51,14 @@ class Batcher:
         device: torch.device | None,
         on_bad_frame: str,
         jobs: int,
+        decoded_on_gpu: bool,
         counters: Counter[str],
         valid_steps: Callable[[int], float | None],
     ):
         self.dataset, self.deltas, self.cameras = dataset, dict(deltas), list(cameras)
         self.accumulation, self.device, self.on_bad_frame = accumulation, device, on_bad_frame
         self.jobs, self.counters, self.valid_steps = max(1, jobs), counters, valid_steps
+        self.decoded_on_gpu = decoded_on_gpu
         self.buffers = Buffers()
         self.staged = device is None or device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if device is not None and self.staged else None
@@ -124,10 +126,10 @@ class Batcher:
                 if frame in seen and (i, t) not in window.planes:
                     out[i, t] = out[i, seen[frame]]
                     continue
-                to_rgb(format, self._planes(camera, window, i, t), out[i, t])
+                to_rgb(format, np.asarray(self._planes(camera, window, i, t)), out[i, t])
                 seen[frame] = t
 
-    def _planes(self, camera: str, window: Window, i: int, t: int) -> np.ndarray:
+    def _planes(self, camera: str, window: Window, i: int, t: int) -> Slot:
         if (i, t) in window.planes:
             return window.planes[i, t]
         piece, frame = window.pieces[i], int(window.ids[i, t])
@@ -156,12 +158,16 @@ class Batcher:
                         index[row, t] = slots[key]
                 on_gpu = np.array([self._resident(resident, camera, window, i, t) for i, t in source])
                 host = np.flatnonzero(on_gpu < 0)
-                planes = self._host_memory(len(host), format.nbytes)
-                shape_index = index if camera in self.deltas else index[:, 0]
-                step.pictures[camera].append(Staged(format, planes, host, on_gpu, resident, shape_index))
                 rows = [source[k] for k in host.tolist()]
+                at = index if camera in self.deltas else index[:, 0]
+                staged = Staged(format, torch.empty(0), host, on_gpu, resident, at)
+                step.pictures[camera].append(staged)
+                if self.decoded_on_gpu:
+                    jobs.append(partial(self._gather, camera, window, rows, staged))
+                    continue
+                staged.planes = self._host_memory(len(host), format.nbytes)
                 for some in np.array_split(np.arange(len(rows)), self.jobs):
-                    jobs.append(partial(self._copy, camera, window, some, rows, planes.numpy()))
+                    jobs.append(partial(self._copy, camera, window, some, rows, staged.planes.numpy()))
         return jobs
 
     def _host_memory(self, rows: int, nbytes: int) -> Tensor:
@@ -173,7 +179,17 @@ class Batcher:
         self, camera: str, window: Window, some: np.ndarray, source: list[tuple[int, int]], out: np.ndarray
     ) -> None:
         for k in some.tolist():
-            np.copyto(out[k], self._planes(camera, window, *source[k]))
+            np.copyto(out[k], np.asarray(self._planes(camera, window, *source[k])))
+
+    def _gather(self, camera: str, window: Window, source: list[tuple[int, int]], staged: Staged) -> None:
+        """Frames that the GPU decoded, brought together there before their slots are used again."""
+        assert self.stream is not None and self.device is not None
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_stream(torch.cuda.default_stream(self.device))
+            planes = [torch.as_tensor(self._planes(camera, window, i, t)) for i, t in source]
+            planes = [p.to(self.device) for p in planes]
+            staged.planes = torch.stack(planes) if planes else torch.empty((0, staged.format.nbytes))
+            self.stream.synchronize()
 
     @staticmethod
     def _resident(frames: GPUFrames | None, camera: str, window: Window, i: int, t: int) -> int:
@@ -273,7 +289,7 @@ class Batcher:
                 continue
             found = piece.find(camera, candidate) if piece is not None else None
             if found is not None:
-                return found.copy()
+                return found.cpu().numpy() if isinstance(found, Tensor) else found.copy()
             if store.kept(camera, np.array([candidate]))[0]:
                 return store.view(camera, candidate)
             if not store.decode(camera, np.array([candidate]), lambda _: planes):

@@ -20,7 +20,7 @@ import numpy as np
 
 from flexor.data.crew import Crew
 from flexor.data.frames import FrameStore
-from flexor.data.pool import Pool
+from flexor.data.pool import Pool, Slot
 from flexor.errors import DatasetError, SourceError
 
 T = TypeVar("T")
@@ -36,18 +36,18 @@ class Piece:
     """How often each is still to be read."""
     last: int
     """The last step that reads any of it."""
-    slots: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)
+    slots: dict[str, dict[int, Slot]] = field(default_factory=dict)
     """The planes of each, as long as it is to be read."""
     bad: dict[str, dict[int, str]] = field(default_factory=dict)
     """Those that do not decode, and why."""
     pending: int = 0
     error: BaseException | None = None
 
-    def find(self, camera: str, frame: int) -> np.ndarray | None:
+    def find(self, camera: str, frame: int) -> Slot | None:
         """A frame's planes, if it is here."""
         return self.slots[camera].get(frame) if camera in self.slots else None
 
-    def read(self, camera: str, frames: list[int]) -> list[np.ndarray]:
+    def read(self, camera: str, frames: list[int]) -> list[Slot]:
         """Count these as read; returns the slots that nobody reads again."""
         uses, slots, done = self.uses[camera], self.slots[camera], []
         for frame in frames:
@@ -269,10 +269,14 @@ class Feed(Generic[T]):
 
     def _decode(self, piece: Piece, camera: str) -> None:
         started = time.thread_time()
-        ids, slots = piece.ids[camera], list(piece.slots[camera].values())
+        ids, slots = piece.ids[camera], list[Any](piece.slots[camera].values())
         good: list[int] = []
         try:
-            bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
+            if self.pool.device is not None:
+                bad = self.store.decode_on_gpu(camera, ids, slots)
+                good = [i for i in range(len(ids)) if i not in bad]
+            else:
+                bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
             self.store.keep(camera, ids[good], [slots[i] for i in good])
         except SourceError as error:  # the data can't be reached: that is no broken frame
             piece.error = error
@@ -345,7 +349,7 @@ class Feed(Generic[T]):
 
     def _release(self, step: Step[T]) -> None:
         """Let go of frames that no later sample reads."""
-        done: list[np.ndarray] = []
+        done: list[Slot] = []
         with self.changed:
             for i, piece in enumerate(step.pieces):
                 for camera in piece.ids if piece is not None else ():

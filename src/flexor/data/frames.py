@@ -13,10 +13,15 @@ from typing import Any, Protocol
 
 import av
 import numpy as np
+import torch
+from torch import Tensor
 
 from flexor.console import Progress
-from flexor.data.clips import Clip
+from flexor.data import nvdec
+from flexor.data.clips import Clip, VideoClip
+from flexor.data.gpu import GPUFrames
 from flexor.data.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
+from flexor.data.pool import Slot
 from flexor.errors import DatasetError
 
 PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
@@ -106,13 +111,16 @@ class FrameStore:
         decode_jpeg(format, data, planes)
         return planes
 
-    def keep(self, camera: str, ids: np.ndarray, planes: list[np.ndarray]) -> None:
+    def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
         """Keep decoded frames, if there is a cache."""
         cache = self.caches.get(camera)
         if cache is None:
             return
-        format = self.format(camera)
-        cache.put(ids, [encode_jpeg(format, p) for p in planes] if cache.jpeg else planes)
+        if cache.jpeg:
+            format = self.format(camera)
+            cache.put(ids, [encode_jpeg(format, np.asarray(_on_host(p))) for p in planes])
+        else:
+            cache.put(ids, planes if isinstance(cache, GPUFrames) else [_on_host(p) for p in planes])
 
     def decode(
         self,
@@ -138,6 +146,26 @@ class FrameStore:
             frames = ids[group] - self.first_of(episode)
             bad |= {group[i]: reason for i, reason in clip.decode(frames, sink).items()}
         return bad
+
+    def decode_on_gpu(self, camera: str, ids: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
+        """Like `decode`, by the GPU's decoder, into slots on it."""
+        bad: dict[int, str] = {}
+        for episode, group in self._by_episode(ids):
+            clip = self.clips[camera, episode]
+            assert isinstance(clip, VideoClip)
+            frames = ids[group] - self.first_of(episode)
+            failed = nvdec.decode_into(clip.file.index, clip.numbers[frames], [slots[i] for i in group])
+            bad |= {group[i]: reason for i, reason in failed.items()}
+        return bad
+
+    def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
+        """Why a camera's videos can't be decoded by this GPU; None if they can."""
+        clip = next(clip for (name, _), clip in self.clips.items() if name == camera)
+        if not isinstance(clip, VideoClip):
+            return f"{camera} is stored as single pictures"
+        if self.size:
+            return "pictures are scaled"
+        return nvdec.supported(clip.file.index.packets.codec, self.format(camera), device)
 
     def starts(self, camera: str, episode: int) -> np.ndarray:
         """For every frame of an episode, the first one that is decoded to get it. [length]"""
@@ -186,6 +214,10 @@ class FrameStore:
             except DatasetError as error:
                 reason = str(error)
         raise DatasetError(f"camera {camera}: no frame of it decodes: {reason}")
+
+
+def _on_host(planes: Slot) -> np.ndarray:
+    return planes.cpu().numpy() if isinstance(planes, Tensor) else planes
 
 
 def fill_cache(

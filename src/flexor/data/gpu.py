@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from flexor.data.pool import Slot
+
 
 class GPUFrames:
     """The planes of some frames of a camera, on a GPU. Has the face of a `FrameCache`."""
@@ -33,12 +35,14 @@ class GPUFrames:
         """A copy in host memory, for whoever reads at random."""
         return self.planes[self._rows[frame]].cpu().numpy()
 
-    def put(self, ids: np.ndarray, frames: Sequence[np.ndarray]) -> None:
+    def put(self, ids: np.ndarray, frames: Sequence[Slot]) -> None:
         """Frames that there is no room for are left out."""
         with self._lock, torch.cuda.stream(self._stream):
+            if self._stream is not None:  # the GPU may have decoded them itself, on the default stream
+                self._stream.wait_stream(torch.cuda.default_stream(self.planes.device))
             new = [i for i in range(len(ids)) if self._rows[ids[i]] < 0][: len(self.planes) - self.count]
             for k, i in enumerate(new):
-                self.planes[self.count + k].copy_(torch.from_numpy(frames[i]), non_blocking=True)
+                self.planes[self.count + k].copy_(torch.as_tensor(frames[i]), non_blocking=True)
             if self._stream is not None:
                 self._stream.synchronize()  # only now is it there for other streams
             self._rows[ids[new]] = self.count + np.arange(len(new))

@@ -69,6 +69,7 @@ class Loader(Planner):
         pool_bytes: int = DEFAULT_POOL,
         on_bad_frame: str = "raise",
         tier: str = "stream",
+        decoded_on_gpu: bool = False,
     ):
         self.dataset = dataset
         self.deltas = {name: list(steps) for name, steps in deltas.items()}
@@ -81,7 +82,8 @@ class Loader(Planner):
         assert self.order.size == len(self.rows), "the order is of another dataset"
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
-        self.pool = Pool(pool_bytes)
+        self.decoded_on_gpu = decoded_on_gpu
+        self.pool = Pool(pool_bytes, self.device if decoded_on_gpu else None)
         self.on_bad_frame = on_bad_frame
         self.tier = tier
         self._counters: Counter[str] = Counter()
@@ -102,6 +104,7 @@ class Loader(Planner):
             device=self.device,
             on_bad_frame=self.on_bad_frame,
             jobs=self.num_workers,
+            decoded_on_gpu=self.decoded_on_gpu,
             counters=self._counters,
             valid_steps=self._valid_steps,
         )

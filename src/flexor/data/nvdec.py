@@ -10,7 +10,9 @@ hardware conceals damage inside a picture where `video.py` would report it: `fle
 """
 
 import ctypes
+import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 
 import av
@@ -22,10 +24,9 @@ from torch import Tensor
 from flexor.data.mp4 import Packets, broken
 from flexor.data.planes import PlaneFormat, format_of, pack
 from flexor.data.video import VideoIndex, decode_frames
-from flexor.errors import FlexorError
 from flexor.log import log
 
-__all__ = ["NvDecoder", "require", "supported"]
+__all__ = ["NvDecoder", "decode_into", "supported"]
 
 CODECS = {"h264": 4, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 """NVIDIA's numbers of the formats whose decoding is exact (MPEG-4's is not: its transform may be rounded)."""
@@ -66,15 +67,6 @@ def supported(codec: str, format: PlaneFormat, device: torch.device) -> str | No
         or _not_exact(codec, format)
         or _not_in_hardware(codec, format, device)
     )
-
-
-def require(codec: str, format: PlaneFormat, device: torch.device) -> None:
-    """An error for the user who asked for NVDEC where there is none."""
-    reason = supported(codec, format, device)
-    if reason:
-        raise FlexorError(
-            f"--dataset.decoder=nvdec: {reason}. With --dataset.decoder=auto the CPU decodes such videos."
-        )
 
 
 def _no_device(device: torch.device) -> str | None:
@@ -200,6 +192,26 @@ class NvDecoder:
         context.width, context.height = packets.width, packets.height
         context.thread_type, context.thread_count = "NONE", 1
         return context
+
+
+_this_thread = threading.local()
+
+
+def decode_into(index: VideoIndex, frames: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
+    """Planes of frames[i] into slots[i] on a GPU, by this thread's decoder; {i: reason} for the broken.
+
+    Two rows of a dataset may have the same frame, so frames may repeat.
+    """
+    device = slots[0].device
+    decoders = _this_thread.__dict__.setdefault("decoders", {})
+    if device not in decoders:
+        decoders[device] = NvDecoder(device)
+    distinct, users = np.unique(frames, return_inverse=True)
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.default_stream(device)):
+        planes = torch.empty((len(distinct), len(slots[0])), dtype=torch.uint8, device=device)
+        bad = decoders[device].decode(index, distinct, planes)
+        torch._foreach_copy_(list(slots), [planes[i] for i in users.tolist()])
+    return {i: bad[user] for i, user in enumerate(users.tolist()) if user in bad}
 
 
 def decode_on_cpu(

@@ -10,22 +10,30 @@ import sys
 import threading
 
 import numpy as np
+import torch
+from torch import Tensor
+
+Slot = np.ndarray | Tensor
 
 BLOCK = 32 << 20  # bytes that slots are cut from
 MOST_SLOTS = 1024  # of one block
 
 
 class Pool:
-    """Slots for frames. `used` never exceeds `budget`, except for what is taken with `force`."""
+    """Slots for frames. `used` never exceeds `budget`, except for what is taken with `force`.
 
-    def __init__(self, budget: int):
+    They are arrays in host memory, or tensors on a GPU that decodes by itself.
+    """
+
+    def __init__(self, budget: int, device: torch.device | None = None):
         self.budget = budget
+        self.device = device
         self.used = 0
         self.peak = 0
-        self._free: dict[int, list[np.ndarray]] = {}
+        self._free: dict[int, list[Slot]] = {}
         self._lock = threading.Lock()
 
-    def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, list[np.ndarray]] | None:
+    def take(self, sizes: dict[int, int], force: bool = False) -> dict[int, list[Slot]] | None:
         """{bytes: count} -> that many slots of each size, or None if there is no room for all of them."""
         need = sum(size * count for size, count in sizes.items())
         with self._lock:
@@ -35,16 +43,20 @@ class Pool:
             self.peak = max(self.peak, self.used)
             return {size: [self._slot(size) for _ in range(count)] for size, count in sizes.items()}
 
-    def give(self, slots: list[np.ndarray]) -> None:
+    def give(self, slots: list[Slot]) -> None:
         with self._lock:
             for slot in slots:
                 self.used -= len(slot)
                 self._free[len(slot)].append(slot)
 
-    def _slot(self, size: int) -> np.ndarray:
+    def _slot(self, size: int) -> Slot:
         free = self._free.setdefault(size, [])
         if not free:
-            free.extend(np.empty((max(1, min(BLOCK // size, MOST_SLOTS)), size), np.uint8))
+            shape = (max(1, min(BLOCK // size, MOST_SLOTS)), size)
+            if self.device is None:
+                free.extend(np.empty(shape, np.uint8))
+            else:
+                free.extend(torch.empty(shape, dtype=torch.uint8, device=self.device))
         return free.pop()
 
 

@@ -28,11 +28,13 @@ from flexor.log import log
 from flexor.machine import free_memory
 
 JPEG_SHARE = 0.2  # of the raw size, about
-MOST_POOL = 2_000_000_000  # bytes, unless told: more shuffles no better, but for very long GOPs
+LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless told
+UNITS_WANTED = 4  # in the pool for every sample of a batch: shuffles nearly as well as drawing from all
 UNITS_PER_LANE = 2  # in the pool at a time, at least
 POOL_FILL = 1.25  # samples planned for, relative to the room: lanes let go of frames at different times
 REMOTE_UNIT = 1 << 20  # bytes that a request over a network should be worth
 INDEXERS = 8  # threads
+NVDEC_MEMORY = 40 << 30  # bytes of a GPU that can spare what decoding and its pool take
 
 
 def open_loader(
@@ -57,8 +59,8 @@ def open_loader(
     dataset.store.rgb = device is not None and device.type != "cuda"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
-    pool = pool_budget(settings.cache)
-    order = choose_order(
+    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device)
+    order, pool = choose_order(
         dataset,
         settings,
         {camera: list(deltas.get(camera, [0])) for camera in cameras},
@@ -66,7 +68,6 @@ def open_loader(
         batch=batch_size * accumulation * world_size,
         seed=seed,
         keeps=tier not in ("stream", "none"),
-        pool=pool,
     )
     return Loader(
         dataset,
@@ -84,7 +85,33 @@ def open_loader(
         pool_bytes=pool // local,
         on_bad_frame=settings.on_bad_frame,
         tier=tier,
+        decoded_on_gpu=on_gpu,
     )
+
+
+# Who decodes.
+
+
+def decodes_on_gpu(
+    dataset: Dataset, decoder: str, cameras: Sequence[str], device: torch.device | None
+) -> bool:
+    """Whether the GPU's decoder is used: if asked for, or if it can and the GPU has memory to spare."""
+    if decoder == "cpu":
+        return False
+    why_not = (
+        None if device is not None and device.type == "cuda" else f"frames are wanted on {device}, no GPU"
+    )
+    for camera in cameras:
+        if why_not is None and device is not None:
+            why_not = dataset.store.why_not_on_gpu(camera, device)
+    if decoder == "nvdec":
+        if why_not:
+            raise ConfigError(f"dataset.decoder=nvdec: {why_not}. Leave it out, and the CPU decodes.")
+        return True
+    if why_not or torch.cuda.get_device_properties(device).total_memory < NVDEC_MEMORY:
+        return False
+    log.info("the GPU decodes the videos (--dataset.decoder=cpu would leave it to the CPU)")
+    return True
 
 
 # Where frames stay.
@@ -188,11 +215,6 @@ def _open_caches(
     }
 
 
-def pool_budget(cache: CacheConfig) -> int:
-    """Bytes on this node for frames on their way into batches."""
-    return min(free_memory() // 4, MOST_POOL) if cache.pool_gb is None else int(cache.pool_gb * 1e9)
-
-
 def gigabytes(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
@@ -209,31 +231,41 @@ def choose_order(
     batch: int,
     seed: int,
     keeps: bool,
-    pool: int,
-) -> SampleOrder:
-    """The order of a run; what was left open in `settings.order` is filled in."""
+) -> tuple[SampleOrder, int]:
+    """The order of a run, and the bytes for its pool; what `settings.order` left open is filled in."""
     order, rows = settings.order, sample_rows(dataset, drop_last_frames)
     if order.kind == "auto":
         order.kind = "uniform" if not deltas else "cached" if keeps else "streaming"
     uniform = UniformOrder(len(rows), seed)
     if order.kind == "uniform" or not deltas:
-        return uniform
+        return uniform, pool_budget(settings.cache, LEAST_POOL)
     order.unit = order.unit or _least_unit(dataset)
     units = units_of(dataset, deltas, drop_last_frames, order.unit, settings.on_bad_frame)
+    size = bytes_per_sample(dataset, units, rows, deltas)
     if order.lanes is None or order.pool is None:
-        room = int(POOL_FILL * pool / bytes_per_sample(dataset, units, rows, deltas))
-        lanes, held = fit_lanes(batch, units, room)
+        pool = pool_budget(settings.cache, UNITS_WANTED * batch * units.size / len(units) * size)
+        lanes, held = fit_lanes(batch, units, int(POOL_FILL * pool / size))
         order.lanes, order.pool = order.lanes or lanes, order.pool or held
+    else:
+        pool = pool_budget(settings.cache, order.lanes * order.pool * size / POOL_FILL)
     streaming = StreamingOrder(units, seed, lanes=order.lanes, pool=order.pool)
     log.info(
-        "%d samples in %d units; %d lanes of pools of %d samples%s",
+        "%d samples in %d units; %d lanes of pools of %d samples%s, %s",
         units.size,
         len(units),
         order.lanes,
         order.pool,
         " in the first epoch" if order.kind == "cached" else "",
+        gigabytes(pool),
     )
-    return StreamOnceOrder(streaming, uniform) if order.kind == "cached" else streaming
+    return (StreamOnceOrder(streaming, uniform) if order.kind == "cached" else streaming), pool
+
+
+def pool_budget(cache: CacheConfig, wanted: float) -> int:
+    """Bytes on this node for frames on their way into batches: what shuffling wants, within bounds."""
+    if cache.pool_gb is not None:
+        return int(cache.pool_gb * 1e9)
+    return int(min(max(wanted, LEAST_POOL), MOST_POOL, free_memory() / 4))
 
 
 def units_of(

@@ -51,9 +51,7 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     return dataset.select(training), dataset.select(held_out)
 
 
-def build_loader(
-    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine
-) -> Loader:
+def build_loader(config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine) -> Loader:
     """The batches of the run. What is left open about their order is settled here, for all of the run."""
     return open_loader(
         training,
