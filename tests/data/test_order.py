@@ -202,6 +202,10 @@ def test_seeds_and_epochs_stream_differently():
     order, other = (StreamingOrder(runs([5] * 200), seed, lanes=4, pool=100) for seed in (1, 2))
     assert (order.samples(0, 1000) == order.samples(1000, 1000)).sum() < 40
     assert (order.samples(0, 1000) == other.samples(0, 1000)).sum() < 40
+    lane_of, other_lane_of = (
+        p.lane[np.argsort(p.sample)] for p in (order.picks(0, 1000), other.picks(0, 1000))
+    )
+    assert (lane_of == other_lane_of).mean() < 0.4  # a seed deals the units, too
     assert order.epoch(1500) == 1.5
 
 

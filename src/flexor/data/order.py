@@ -198,8 +198,7 @@ class StreamingOrder:
         self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # its unit's samples before it
         self._piece_count = np.diff(edges)
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
-        begins = np.concatenate([self._bounds[:-1], *map(self._pool_cuts, range(lanes))])
-        self._pool_begins = begins[begins < self.size]  # with fewer samples than lanes, some are empty
+        self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
         self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
         self._block = lru_cache(maxsize=2)(self._block_picks)
 
@@ -279,13 +278,13 @@ class StreamingOrder:
         lane_keys = mix_numpy(key + np.arange(self.lanes, dtype=np.uint64))
         pieces = first + permute_within(np.arange(len(lane)) - first, in_lane[lane], lane_keys[lane])
         edges = np.append(0, np.cumsum(self._piece_count[pieces]))
-        pool_pieces = np.unique(np.searchsorted(edges, self._pool_begins))  # [Q] a pool's first place
+        pool_places = np.unique(np.searchsorted(edges, self._pool_bounds))  # [Q + 1]
         return _EpochTable(
             pieces=pieces,
             piece_edges=edges,
-            pool_edges=edges[np.append(pool_pieces, len(lane))],
-            pool_keys=mix_numpy(mix_numpy(key) + np.arange(len(pool_pieces), dtype=np.uint64)),
-            lane_pools=np.searchsorted(pool_pieces, self._lane_pieces),
+            pool_edges=edges[pool_places],
+            pool_keys=mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64)),
+            lane_pools=np.searchsorted(pool_places, self._lane_pieces),
         )
 
 
