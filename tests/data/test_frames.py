@@ -1,106 +1,118 @@
-import logging
-import threading
+"""The frame store: any frames, from where they are kept or decoded, in one format per camera."""
+
 from concurrent.futures import ThreadPoolExecutor
 
+import av
 import numpy as np
 import pytest
 from samples import picture
 
 from flexor.data.clips import decode_image
 from flexor.data.encode import encode_png
-from flexor.data.frames import FrameStore, default_budget
+from flexor.data.frames import FrameStore, fill_cache
 from flexor.errors import DatasetError
 
-
-class FakeClip:
-    """Frame n of episode e is filled with 10 e + n; counts how it is read."""
-
-    def __init__(self, episode, length=5, size=(4, 6)):
-        self.pixels = np.stack([np.full((*size, 3), 10 * episode + n, np.uint8) for n in range(length)])
-        self.nbytes = self.pixels.nbytes
-        self.whole = self.parts = 0
-        self.lock = threading.Lock()
-
-    def read(self, frames):
-        with self.lock:
-            self.parts += 1
-        return self.pixels[frames]
-
-    def read_all(self):
-        with self.lock:
-            self.whole += 1
-        return self.pixels
+LENGTHS = np.array([5, 3, 4])
 
 
-def clips(episodes=3, camera="cam"):
-    return {(camera, episode): FakeClip(episode) for episode in range(episodes)}
+class Pictures:
+    """Frame n of episode e is filled with 10 e + n; some may be broken."""
+
+    def __init__(self, episode, length, bad=(), size=(4, 6), layout="rgb24"):
+        self.episode, self.length, self.bad, self.size, self.layout = episode, length, bad, size, layout
+        self.where = f"episode {episode}"
+        self.decoded = []
+
+    def starts(self):
+        return np.arange(self.length)
+
+    def request(self, frames):
+        return self, self._decode, frames
+
+    def _decode(self, frames, sink):
+        for i, frame in enumerate(frames.tolist()):
+            if frame not in self.bad:
+                self.decoded.append(frame)
+                pixels = np.full((*self.size, 3), 10 * self.episode + frame, np.uint8)
+                sink(i, av.VideoFrame.from_ndarray(pixels, format=self.layout))
+        return {i: "noise" for i, frame in enumerate(frames.tolist()) if frame in self.bad}
 
 
-def get(store, pairs, camera="cam"):
-    episodes, frames = np.array(pairs).T
-    return store.get(camera, episodes, frames)[:, 0, 0, 0].tolist()
+class Memory:
+    """A keeper of frames in a dictionary."""
+
+    jpeg = False
+
+    def __init__(self):
+        self.frames = {}
+
+    def have(self, ids):
+        return np.array([i in self.frames for i in ids.tolist()], bool)
+
+    def view(self, frame):
+        return self.frames[frame]
+
+    def put(self, ids, frames):
+        self.frames |= {int(i): np.array(f) for i, f in zip(ids, frames)}
 
 
-PAIRS = [(2, 1), (0, 4), (2, 1), (1, 0), (0, 0)]
+def store(**broken):
+    clips = {("cam", e): Pictures(e, n, broken.get(f"e{e}", ())) for e, n in enumerate(LENGTHS.tolist())}
+    return FrameStore(clips, LENGTHS)
+
+
+IDS = np.array([9, 4, 9, 5, 0])
 VALUES = [21, 4, 21, 10, 0]
 
 
-def test_frames_come_in_the_order_asked_for_and_each_episode_is_decoded_once(caplog):
-    some = clips()
-    store = FrameStore(some, budget=10**6)
-    with caplog.at_level(logging.INFO, "flexor"):
-        assert store.admit("cam", np.arange(3))
-        for _ in range(3):
-            assert get(store, PAIRS) == VALUES
-    assert [clip.whole for clip in some.values()] == [1, 1, 1]
-    assert [clip.parts for clip in some.values()] == [0, 0, 0]
-    assert "each video is decoded once" in caplog.text
+def test_frames_come_in_the_order_asked_for_and_are_decoded_once():
+    frames = store()
+    assert frames.get("cam", IDS)[:, 0, 0, 0].tolist() == VALUES
+    decoded = [clip.decoded for clip in frames.clips.values()]
+    assert decoded == [[0, 0, 4], [0], [1]]  # and one more for the format
 
 
-def test_what_does_not_fit_is_decoded_on_request_and_the_log_says_so(caplog):
-    some = clips()
-    store = FrameStore(some, budget=3 * some["cam", 0].nbytes - 1)
-    assert not store.admit("cam", np.arange(3))
-    assert get(store, PAIRS) == VALUES
-    assert [clip.whole for clip in some.values()] == [0, 0, 0]
-    assert [clip.parts for clip in some.values()] == [1, 1, 1]  # one request per episode, not per frame
-    assert "do not fit" in caplog.text
+def test_a_kept_frame_is_not_decoded():
+    frames = store()
+    frames.caches = {"cam": Memory()}
+    assert fill_cache(frames, ["cam"], np.arange(3, 12), workers=2) == {"cam": 0}
+    before = [list(clip.decoded) for clip in frames.clips.values()]
+    assert frames.get("cam", IDS[:-1])[:, 0, 0, 0].tolist() == VALUES[:-1]
+    assert [clip.decoded for clip in frames.clips.values()] == before
+    assert frames.kept("cam", np.arange(12)).tolist() == [False] * 3 + [True] * 9
 
 
-def test_fewer_episodes_of_the_same_store_may_fit():
-    some = clips()
-    store = FrameStore(some, budget=some["cam", 0].nbytes)
-    assert not store.admit("cam", np.arange(3))
-    assert store.admit("cam", np.array([1]))
-    assert get(store, PAIRS) == VALUES
-    assert (some["cam", 1].whole, some["cam", 0].whole) == (1, 0)
+def test_filling_goes_on_where_it_stopped_and_counts_what_is_broken():
+    frames = store(e1=[1])
+    frames.caches = {"cam": Memory()}
+    fill_cache(frames, ["cam"], np.arange(5), workers=1)
+    seen = []
+    assert fill_cache(frames, ["cam"], np.arange(12), 2, lambda *done: seen.append(done)) == {"cam": 1}
+    assert seen[-1] == (7, 7) and frames.kept("cam", np.arange(12)).sum() == 11
 
 
-def test_room_is_counted_over_all_cameras_and_reserved_once():
-    some = clips(2, "a") | clips(2, "b")
-    store = FrameStore(some, budget=3 * some["a", 0].nbytes)
-    assert store.admit("a", np.arange(2)) and store.admit("a", np.arange(2))
-    assert not store.admit("b", np.arange(2))
+def test_a_broken_frame_is_named():
+    with pytest.raises(DatasetError, match="episode 1, frame 2: noise"):
+        store(e1=[2]).get("cam", np.array([0, 7]))
 
 
-def test_many_threads_decode_an_episode_once():
-    some = clips()
-    store = FrameStore(some, budget=10**6)
-    store.admit("cam", np.arange(3))
+def test_the_format_is_that_of_the_first_frame_that_decodes():
+    assert store(e0=range(5), e1=[0, 1]).format("cam").nbytes == 4 * 6 * 3
+    with pytest.raises(DatasetError, match="no frame of it decodes: noise"):
+        store(e0=range(5), e1=range(3), e2=range(4)).format("cam")
+
+
+def test_pictures_of_another_size_are_brought_to_the_first_ones():
+    frames = store()
+    frames.clips["cam", 1] = Pictures(1, 3, size=(8, 12))
+    assert frames.get("cam", np.array([0, 6])).shape == (2, 4, 6, 3)
+
+
+def test_many_threads():
+    frames = store()
     with ThreadPoolExecutor(8) as pool:
-        results = list(pool.map(lambda _: get(store, PAIRS), range(64)))
+        results = list(pool.map(lambda _: frames.get("cam", IDS)[:, 0, 0, 0].tolist(), range(64)))
     assert all(result == VALUES for result in results)
-    assert [clip.whole for clip in some.values()] == [1, 1, 1]
-
-
-def test_pictures_of_different_sizes_in_one_batch():
-    store = FrameStore({("cam", 0): FakeClip(0), ("cam", 1): FakeClip(1, size=(8, 8))}, budget=0)
-    with pytest.raises(DatasetError, match="episode 1 has pictures of"):
-        get(store, [(0, 0), (1, 0)])
-
-
-def test_default_budget_is_a_share_of_what_is_free():
-    assert 2**20 < default_budget() < 2**45
 
 
 def test_png_is_lossless():
@@ -110,8 +122,6 @@ def test_png_is_lossless():
 
 def test_jpeg_colour_is_interpolated():
     """A smooth change of colour stays smooth, though JPEG keeps colour at half the resolution."""
-    import av
-
     ramp = np.linspace(0, 1, 64)
     image = np.stack([40 + 180 * ramp, np.full(64, 120), 220 - 180 * ramp], axis=-1)
     image = np.broadcast_to(image.round().astype(np.uint8), (32, 64, 3))

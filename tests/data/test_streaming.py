@@ -12,7 +12,8 @@ from samples import LENGTHS, write_sample
 from flexor.batch import SAMPLE_ID
 from flexor.data.dataset import open_dataset
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
-from flexor.data.tiers import open_loader
+from flexor.data.tiers import fit_lanes, open_loader
+from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
 
@@ -150,7 +151,20 @@ def test_the_order_fits_the_room(root):
     small = load(root, cache={"pool_gb": 8 * FRAME / 1e9})
     large = load(root)
     assert small.order.lanes * small.order.pool < large.order.lanes * large.order.pool
-    assert large.order.lanes == 6
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "room", "expected"),
+    [
+        (10_000, 2, 4_000, (64, 62)),  # each batch is spread over all lanes
+        (10_000, 250, 2_000, (4, 500)),  # long groups of pictures: some units in each lane
+        (10_000, 250, 10, (1, 10)),
+        (100, 2, 4_000, (4, 50)),  # few units: where lanes meet they are decoded twice
+    ],
+)
+def test_lanes(count, size, room, expected):
+    edges = np.arange(count) * size
+    assert fit_lanes(64, Units(edges, np.full(count, size), np.full(count, size), edges), room) == expected
 
 
 def test_the_order_of_a_run_is_written_down_and_kept(root):
@@ -261,7 +275,7 @@ def test_bad_frames_can_be_replaced_by_the_nearest(broken, root, caplog):
 
 
 def test_bad_frames_can_stop_the_run(broken):
-    with pytest.raises(DatasetError, match=r"episode 0, camera .*top, .*frame \d+: .*on_bad_frame=skip"):
+    with pytest.raises(DatasetError, match=r"episode \d, camera .*top, .*frame \d+: .*on_bad_frame=skip"):
         list(load(broken, bad="raise").steps(0, 7))
 
 

@@ -99,7 +99,8 @@ class Player:
     def decode(self, clip: Clip, frames: np.ndarray) -> int:
         """How many frames came out: in a video also those between the key frame before and the first."""
         if not isinstance(clip, VideoClip):
-            return len(frames) - len(clip.decode(frames, lambda *_: None))
+            _, decode, numbers = clip.request(frames)
+            return len(frames) - len(decode(numbers, lambda *_: None))
         index, numbers = clip.file.index, clip.numbers[frames]
         container = self._container(index.ranges)
         stream = container.streams.video[0]

@@ -165,7 +165,8 @@ class Batcher:
                 if self.decoded_on_gpu:
                     jobs.append(partial(self._gather, camera, window, rows, staged))
                     continue
-                staged.planes = self._host_memory(len(host), format.nbytes)
+                # as large as it may ever be, so that the next batch can have it again
+                staged.planes = self._host_memory(index.size, format.nbytes)[: len(host)]
                 for some in np.array_split(np.arange(len(rows)), self.jobs):
                     jobs.append(partial(self._copy, camera, window, some, rows, staged.planes.numpy()))
         return jobs

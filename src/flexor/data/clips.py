@@ -2,8 +2,9 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import av
@@ -20,6 +21,10 @@ from flexor.log import log
 __all__ = ["Clip", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
 
 
+# decode(distinct numbers ascending, sink) gives number i to sink(i, frame), and {i: reason} for the broken.
+Decode = Callable[[np.ndarray, Sink], dict[int, str]]
+
+
 class Clip(Protocol):
     """One camera's frames of one episode."""
 
@@ -30,8 +35,8 @@ class Clip(Protocol):
     def starts(self) -> np.ndarray:
         """For every frame, the first frame of the episode that is decoded to get it. [length]"""
 
-    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
-        """Give frames[i] (distinct numbers in the episode) to `sink(i, frame)`; {i: reason} for the broken."""
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        """Frames of the episode as (the file they lie in, who decodes it, their numbers there)."""
 
 
 @dataclass(eq=False)
@@ -105,20 +110,9 @@ class VideoClip:
         )
         return first[group]
 
-    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
-        numbers = self.numbers[frames]
-        if (np.diff(numbers) > 0).all():
-            return decode_frames(self.file.index, numbers, sink)
-        # Two rows may have the same nearest frame, where the recording's clock stumbled.
-        distinct, slot = np.unique(numbers, return_inverse=True)
-        users = [np.flatnonzero(slot == i).tolist() for i in range(len(distinct))]
-
-        def to_all(i: int, frame: av.VideoFrame) -> None:
-            for user in users[i]:
-                sink(user, frame)
-
-        bad = decode_frames(self.file.index, distinct, to_all)
-        return {user: reason for i, reason in bad.items() for user in users[i]}
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        numbers = self.numbers[frames]  # two may be the same, where the recording's clock stumbled
+        return self.file, partial(decode_frames, self.file.index), numbers
 
     def _resolve(self) -> np.ndarray:
         try:
@@ -208,11 +202,13 @@ class ImageClip:
     def starts(self) -> np.ndarray:
         return np.arange(self.length)
 
-    def decode(self, frames: np.ndarray, sink: Sink) -> dict[int, str]:
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        return self.file, self._decode, self.first_row + frames
+
+    def _decode(self, rows: np.ndarray, sink: Sink) -> dict[int, str]:
         encoded = self.files.encoded(self.file, self.feature.name)
         bad = {}
-        for i, frame in enumerate(frames.tolist()):
-            row = self.first_row + frame
+        for i, row in enumerate(rows.tolist()):
             data = encoded[row].as_py()
             try:
                 sink(i, _picture(data or b""))

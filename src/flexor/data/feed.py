@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -24,6 +25,8 @@ from flexor.data.pool import Pool, Slot
 from flexor.errors import DatasetError, SourceError
 
 T = TypeVar("T")
+
+GROUP = 32  # frames of all cameras that are decoded with one request, about
 
 
 @dataclass(eq=False)
@@ -41,6 +44,9 @@ class Piece:
     bad: dict[str, dict[int, str]] = field(default_factory=dict)
     """Those that do not decode, and why."""
     pending: int = 0
+    """Cameras that are still to be decoded."""
+    steps: list[Step] = field(default_factory=list)
+    """Those that wait for it."""
     error: BaseException | None = None
 
     def find(self, camera: str, frame: int) -> Slot | None:
@@ -71,10 +77,8 @@ class Step(Generic[T]):
     pictures: dict[str, list[Any]] = field(default_factory=dict)
     """Per camera, one for each micro-batch."""
     result: Future[T] = field(default_factory=Future)
-
-    @property
-    def ready(self) -> bool:
-        return not any(piece is not None and piece.pending for piece in [*self.pieces, *self.waits])
+    pending: int = 0
+    """Pieces that are still to be decoded."""
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Wanted:
 
 class Planner:
     """Says what each step reads. See `Loader`, which is one."""
+
+    cameras: list[str]
 
     def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
         """Rows [b], frames per camera [b, T], and the unit that each sample belongs to, None if to none."""
@@ -117,6 +123,8 @@ class Feed(Generic[T]):
         self.assemble, self.finish = assemble, finish
         self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
         self.pieces: dict[tuple, Piece] = {}
+        self.group: list[Piece] = []  # planned, and soon to be decoded together
+        self.group_step = 0
         self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be kept, by camera and number
         self.planned: deque[Step[T]] = deque()
         self.outstanding: set[int] = set()
@@ -178,6 +186,10 @@ class Feed(Generic[T]):
     def _add(self, step: Step[T] | None, steps: deque[Step[T]]) -> None:
         assert step is not None
         with self.changed:
+            for piece in {*step.pieces, *step.waits} - {None}:
+                if piece.pending:  # type: ignore[union-attr]
+                    piece.steps.append(step)  # type: ignore[union-attr]
+                    step.pending += 1
             self.planned.append(step)
             self.outstanding.add(step.number)
             steps.append(step)
@@ -200,6 +212,7 @@ class Feed(Generic[T]):
             if piece is None:
                 piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
             pieces.append(piece)
+        self._start()
         return Step(number, rows, ids, pieces, waits)
 
     def _open(self, key: tuple, step: int) -> Piece | None:
@@ -211,7 +224,7 @@ class Feed(Generic[T]):
         self.pieces[key] = piece
         for camera in self.store.caches:
             self.coming |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
-        self._start(piece, step)
+        self._submit(piece, step)
         return piece
 
     def _only(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
@@ -227,21 +240,22 @@ class Feed(Generic[T]):
             return None
         self.counters["misses"] += missing
         self._take_slots(piece, force=True)
-        self._start(piece, step)
+        self._submit(piece, step)
         return piece
 
     def _piece(self, wanted: Mapping[str, np.ndarray], last: int) -> Piece:
         ids, uses = {}, {}
         for camera, window in wanted.items():
-            frames, count = np.unique(window, return_counts=True)
-            new = ~self.store.kept(camera, frames)
-            ids[camera] = frames[new]
-            uses[camera] = dict(zip(ids[camera].tolist(), count[new].tolist()))
+            count = Counter(window.ravel().tolist())
+            frames = np.array(sorted(count), np.int64)
+            ids[camera] = frames[~self.store.kept(camera, frames)] if self.store.caches else frames
+            uses[camera] = {frame: count[frame] for frame in ids[camera].tolist()}
         return Piece(ids, uses, last)
 
     def _reserve(self, piece: Piece, step: int) -> bool:
         with self.changed:
             while not self._take_slots(piece) and not self.closing:
+                self._start()  # others may be waiting for what has been planned so far
                 if not self.outstanding:  # nothing before this step will make room any more
                     return False
                 self.changed.wait()
@@ -261,16 +275,28 @@ class Feed(Generic[T]):
 
     # Decoding.
 
-    def _start(self, piece: Piece, step: int) -> None:
-        cameras = [camera for camera, frames in piece.ids.items() if len(frames)]
-        piece.pending = len(cameras)
-        for camera in cameras:
-            self.crew.submit((step, 1), lambda camera=camera: self._decode(piece, camera))  # type: ignore[misc]
+    def _submit(self, piece: Piece, step: int) -> None:
+        """Have a piece decoded, together with some others: one request costs as much as some frames."""
+        piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
+        self.group.append(piece)
+        self.group_step = step
+        if sum(len(frames) for piece in self.group for frames in piece.ids.values()) >= GROUP:
+            self._start()
 
-    def _decode(self, piece: Piece, camera: str) -> None:
+    def _start(self) -> None:
+        group, step, self.group = self.group, self.group_step, []
+        for camera in self.planner.cameras:
+            pieces = [piece for piece in group if len(piece.ids.get(camera, ()))]
+            if pieces:
+                self.crew.submit((step, 1), partial(self._decode, pieces, camera))
+
+    def _decode(self, pieces: list[Piece], camera: str) -> None:
         started = time.thread_time()
-        ids, slots = piece.ids[camera], list[Any](piece.slots[camera].values())
+        ids = np.concatenate([piece.ids[camera] for piece in pieces])
+        slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
         good: list[int] = []
+        bad: dict[int, str] = {}
+        failure: BaseException | None = None
         try:
             if self.pool.device is not None:
                 bad = self.store.decode_on_gpu(camera, ids, slots)
@@ -279,21 +305,27 @@ class Feed(Generic[T]):
                 bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
             self.store.keep(camera, ids[good], [slots[i] for i in good])
         except SourceError as error:  # the data can't be reached: that is no broken frame
-            piece.error = error
+            failure = error
         except DatasetError as error:
             bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
         except BaseException as error:
-            piece.error = error
+            failure = error
+        reasons = {int(ids[i]): reason for i, reason in bad.items()}
         with self.changed:
-            if piece.error is None:
-                piece.bad[camera] = {int(ids[i]): reason for i, reason in bad.items()}
-                self.counters["bad_frames"] += len(bad)
+            self.counters["bad_frames"] += len(bad)
+            self.counters["decoded"] += len(good)
+            self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
             if self.coming:
                 for frame in ids.tolist():
                     self.coming.pop((camera, frame), None)
-            self.counters["decoded"] += len(good)
-            self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
-            piece.pending -= 1
+            for piece in pieces:
+                piece.error = piece.error or failure
+                piece.bad[camera] = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
+                piece.pending -= 1
+                if not piece.pending:
+                    for step in piece.steps:
+                        step.pending -= 1
+                    piece.steps.clear()  # and with them their batches
         self._advance()
 
     # Assembling: in order, at most `prefetch` steps ahead of the loop.
@@ -302,7 +334,7 @@ class Feed(Generic[T]):
         with self.changed:
             due = []
             for step in self.planned:
-                if step.number >= self.taken + self.prefetch or not step.ready:
+                if step.number >= self.taken + self.prefetch or step.pending:
                     break
                 due.append(step)
             for _ in due:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import av
@@ -22,7 +23,8 @@ from flexor.data.clips import Clip, VideoClip
 from flexor.data.gpu import GPUFrames
 from flexor.data.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
 from flexor.data.pool import Slot
-from flexor.errors import DatasetError
+from flexor.data.video import Sink
+from flexor.errors import DatasetError, SourceError
 
 PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
 
@@ -129,33 +131,26 @@ class FrameStore:
         slot: Callable[[int], np.ndarray],
         then: Callable[[int], None] | None = None,
     ) -> dict[int, str]:
-        """Decode distinct frames: the planes of ids[i] go to slot(i), then `then(i)` is called.
+        """Decode frames: the planes of ids[i] go to slot(i), then `then(i)` is called.
 
-        Returns {i: reason} for those that do not decode.
+        Returns {i: reason} for those that do not decode. Frames that lie in one file are decoded in one go.
         """
-        bad: dict[int, str] = {}
         format = self.format(camera)
-        for episode, group in self._by_episode(ids):
-            clip = self.clips[camera, episode]
-
-            def sink(i: int, frame: av.VideoFrame, group: list[int] = group) -> None:
-                pack(frame, format, slot(group[i]))
-                if then:
-                    then(group[i])
-
-            frames = ids[group] - self.first_of(episode)
-            bad |= {group[i]: reason for i, reason in clip.decode(frames, sink).items()}
+        bad: dict[int, str] = {}
+        for decode, frames, places in self._requests(camera, ids, bad):
+            users = _users(frames, places)
+            failed = decode(np.unique(frames), partial(_deliver, format, users, slot, then))
+            bad |= {place: reason for i, reason in failed.items() for place in users(i)}
         return bad
 
     def decode_on_gpu(self, camera: str, ids: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
         """Like `decode`, by the GPU's decoder, into slots on it."""
         bad: dict[int, str] = {}
-        for episode, group in self._by_episode(ids):
-            clip = self.clips[camera, episode]
+        for _, frames, places in self._requests(camera, ids, bad):
+            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
             assert isinstance(clip, VideoClip)
-            frames = ids[group] - self.first_of(episode)
-            failed = nvdec.decode_into(clip.file.index, clip.numbers[frames], [slots[i] for i in group])
-            bad |= {group[i]: reason for i, reason in failed.items()}
+            failed = nvdec.decode_into(clip.file.index, frames, [slots[i] for i in places])
+            bad |= {places[i]: reason for i, reason in failed.items()}
         return bad
 
     def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
@@ -183,15 +178,30 @@ class FrameStore:
         episode = int(self.episode_of(np.array([frame]))[0])
         return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
 
-    def _by_episode(self, ids: np.ndarray) -> list[tuple[int, list[int]]]:
-        """(episode, places in ids) of each episode that ids are of."""
-        episodes = self.episode_of(ids).tolist()
-        if episodes and episodes.count(episodes[0]) == len(episodes):  # as good as always: spare the rest
-            return [(episodes[0], list(range(len(ids))))]
-        groups: dict[int, list[int]] = {}
-        for i, episode in enumerate(episodes):
-            groups.setdefault(episode, []).append(i)
-        return list(groups.items())
+    def _requests(
+        self, camera: str, ids: np.ndarray, bad: dict[int, str]
+    ) -> list[tuple[Callable[[np.ndarray, Sink], dict[int, str]], np.ndarray, list[int]]]:
+        """What to ask whom: (who decodes, numbers of frames there, their places in ids), file by file.
+
+        Places of episodes that can't be read at all go to `bad`.
+        """
+        episodes: dict[int, list[int]] = {}
+        for place, episode in enumerate(self.episode_of(ids).tolist()):
+            episodes.setdefault(episode, []).append(place)
+        files: dict[object, tuple[Any, list[np.ndarray], list[int]]] = {}
+        for episode, places in episodes.items():
+            clip, frames = self.clips[camera, episode], ids[places] - self.first_of(episode)
+            try:
+                file, decode, numbers = clip.request(frames)
+            except SourceError:
+                raise
+            except DatasetError as error:
+                bad |= dict.fromkeys(places, str(error))
+                continue
+            _, found, at = files.setdefault(file, (decode, [], []))
+            found.append(numbers)
+            at += places
+        return [(decode, np.concatenate(found), at) for decode, found, at in files.values()]
 
     def _probe(self, camera: str) -> PlaneFormat:
         """The format of the first frame that decodes; the others are brought into it."""
@@ -201,7 +211,8 @@ class FrameStore:
                 continue
             try:
                 for frame in range(min(len(clip.starts()), PROBED)):
-                    bad = clip.decode(np.array([frame]), lambda _, picture: found.append(format_of(picture)))
+                    _, decode, numbers = clip.request(np.array([frame]))
+                    bad = decode(numbers, lambda _, picture: found.append(format_of(picture)))
                     if found:
                         format = resized(found[0], *self.size) if self.size else found[0]
                         planar = format.layout == "yuv420p"
@@ -214,6 +225,31 @@ class FrameStore:
             except DatasetError as error:
                 reason = str(error)
         raise DatasetError(f"camera {camera}: no frame of it decodes: {reason}")
+
+
+def _deliver(
+    format: PlaneFormat,
+    users: Callable[[int], Sequence[int]],
+    slot: Callable[[int], np.ndarray],
+    then: Callable[[int], None] | None,
+    i: int,
+    frame: av.VideoFrame,
+) -> None:
+    for place in users(i):
+        pack(frame, format, slot(place))
+        if then:
+            then(place)
+
+
+def _users(frames: np.ndarray, places: list[int]) -> Callable[[int], Sequence[int]]:
+    """Which places want the i-th distinct frame."""
+    order = np.argsort(frames, kind="stable")
+    ordered = frames[order]
+    ranked = [places[k] for k in order.tolist()]
+    if (ordered[1:] != ordered[:-1]).all():
+        return lambda i: ranked[i : i + 1]
+    edges = [*np.flatnonzero(np.diff(ordered, prepend=-1)).tolist(), len(ranked)]
+    return lambda i: ranked[edges[i] : edges[i + 1]]
 
 
 def _on_host(planes: Slot) -> np.ndarray:

@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
 PREFETCH_BYTES = 256 << 20  # of assembled batches that wait; one always may
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
+KEPT_POOLS = 4  # for every sample of a batch: there is a lane for each at most, and a pool in use in each
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ class Loader(Planner):
         self.tier = tier
         self._counters: Counter[str] = Counter()
         self._syncing: threading.Thread | None = None
-        self._pool_plan = lru_cache(maxsize=8 * self.global_batch)(self._plan_pool)
+        self._pools: dict[tuple, PoolFrames] = {}
 
     @property
     def global_batch(self) -> int:
@@ -169,24 +169,28 @@ class Loader(Planner):
         rows = self.rows[picks.sample]
         keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
         units = [key if key[-1] >= 0 and self.cameras else None for key in keys]
+        self._plan_pools({key[:3] for key in units if key is not None} - self._pools.keys())
         return rows, self._frames(rows), units
 
     def unit(self, key: tuple, step: int) -> Wanted:
-        *pool, unit = key
-        plan = self._pool_plan(*pool)
-        left = plan.of(unit)
+        plan = self._pools[key[:3]]
+        left = plan.of(key[3])
         left = left[plan.position[left] >= step * self.global_batch]
         last = int(plan.position[left].max()) // self.global_batch
         return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
 
-    def _plan_pool(self, epoch: int, lane: int, pool: int) -> PoolFrames:
+    def _plan_pools(self, new: set[tuple]) -> None:
+        """Look up pools of the order that a step is the first to reach, and forget old ones."""
         order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
-        assert isinstance(order, StreamingOrder)
-        plan = order.pool_of(epoch, lane, pool)
-        by_unit = np.argsort(plan.unit, kind="stable")
-        return PoolFrames(
-            plan.position[by_unit], plan.unit[by_unit], self._frames(self.rows[plan.sample[by_unit]])
-        )
+        for epoch in {key[0] for key in new}:
+            assert isinstance(order, StreamingOrder)
+            keys = sorted(key for key in new if key[0] == epoch)
+            for key, plan in zip(keys, order.pools_of(epoch, [key[1:] for key in keys])):
+                by_unit = np.argsort(plan.unit, kind="stable")
+                frames = self._frames(self.rows[plan.sample[by_unit]])
+                self._pools[key] = PoolFrames(plan.position[by_unit], plan.unit[by_unit], frames)
+        while len(self._pools) > KEPT_POOLS * self.global_batch:
+            self._pools.pop(next(iter(self._pools)))
 
     def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The frames of each camera's windows, [n, T]."""

@@ -225,13 +225,22 @@ class StreamingOrder:
 
     def pool_of(self, epoch: int, lane: int, pool: int) -> PoolPlan:
         """All that one pool delivers; pool counts from 0 in its lane and epoch."""
-        assert 0 <= pool < self.pools(epoch, lane)
+        return self.pools_of(epoch, [(lane, pool)])[0]
+
+    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
+        """All that some pools (lane, number) deliver: asking for many costs little more than for one."""
         table = self._table(epoch)
-        number = int(table.lane_pools[lane]) + pool
-        spots = np.arange(table.pool_edges[number], table.pool_edges[number + 1])
+        assert all(0 <= number < self.pools(epoch, lane) for lane, number in pools)
+        numbers = [int(table.lane_pools[lane]) + number for lane, number in pools]
+        edges = [(int(table.pool_edges[n]), int(table.pool_edges[n + 1])) for n in numbers]
+        spots = np.concatenate([np.arange(*edge) for edge in edges])
         sample, piece, _ = self._look_up(table, spots)
-        position = epoch * self.size + (spots - self._bounds[lane]) * self.lanes + lane
-        return PoolPlan(sample, position, piece)
+        plans, first = [], 0
+        for (lane, _), (start, end) in zip(pools, edges):
+            part = slice(first, first := first + end - start)
+            position = epoch * self.size + (spots[part] - self._bounds[lane]) * self.lanes + lane
+            plans.append(PoolPlan(sample[part], position, piece[part]))
+        return plans
 
     def _block_picks(self, epoch: int, number: int) -> Picks:
         """BLOCK positions of an epoch (fewer at its end), in their order."""

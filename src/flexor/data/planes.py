@@ -80,9 +80,15 @@ class PlaneFormat:
 
 def format_of(frame: av.VideoFrame) -> PlaneFormat:
     """The format in which frames like this one are kept."""
-    height, width, name = frame.height, frame.width, frame.format.name
+    return _format(
+        frame.height, frame.width, frame.format.name, swscale.matrix_of(frame), swscale.full_range_of(frame)
+    )
+
+
+@lru_cache  # asked for every frame
+def _format(height: int, width: int, name: str, matrix: str, full_range: bool) -> PlaneFormat:
     if name in ("yuv420p", "yuvj420p") and not (height % 2 or width % 2):
-        return PlaneFormat(height, width, "yuv420p", swscale.matrix_of(frame), swscale.full_range_of(frame))
+        return PlaneFormat(height, width, "yuv420p", matrix, full_range)
     return PlaneFormat(height, width, name if name in ("gray", "rgba") else "rgb24")
 
 

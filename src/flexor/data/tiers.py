@@ -31,6 +31,7 @@ JPEG_SHARE = 0.2  # of the raw size, about
 LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless told
 UNITS_WANTED = 4  # in the pool for every sample of a batch: shuffles nearly as well as drawing from all
 UNITS_PER_LANE = 2  # in the pool at a time, at least
+LANE_UNITS = 20  # of a lane in all, at least: the units where lanes meet are decoded twice
 POOL_FILL = 1.25  # samples planned for, relative to the room: lanes let go of frames at different times
 REMOTE_UNIT = 1 << 20  # bytes that a request over a network should be worth
 INDEXERS = 8  # threads
@@ -325,6 +326,6 @@ def fit_lanes(batch: int, units: Units, room: int) -> tuple[int, int]:
     largest part of that which leaves each lane some units to shuffle.
     """
     size = units.size / len(units)
-    most = max(1, int(room / size / UNITS_PER_LANE))
+    most = max(1, min(int(room / size / UNITS_PER_LANE), len(units) // LANE_UNITS))
     lanes = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= most)
     return lanes, max(1, min(room, units.size) // lanes)
