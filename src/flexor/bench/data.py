@@ -211,7 +211,8 @@ def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, lis
 def _edges(loader: Loader, options: Options) -> list[int]:
     """Steps between which is measured: 0, the end of warming up, the end of every epoch."""
     epochs = range(1, options.epochs + 1)
-    ends = [-(-epoch * loader.order.size // loader.global_batch) for epoch in epochs]
+    # whole batches of an epoch: one more would have units of the next one decoded
+    ends = [max(epoch, epoch * loader.order.size // loader.global_batch) for epoch in epochs]
     if options.warmup >= ends[0]:
         raise ConfigError(f"warmup={options.warmup} leaves nothing of an epoch of {ends[0]} batches.")
     if options.batches is not None:

@@ -391,5 +391,6 @@ class Feed(Generic[T]):
             for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
                 for slots in self.pieces.pop(key).slots.values():
                     done += slots.values()  # another rank read the rest of it
+                    self.counters["evictions"] += len(slots)
             self.pool.give(done)
             self.changed.notify_all()

@@ -21,6 +21,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.feed import Feed, Planner, Wanted
 from flexor.data.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.pool import Pool
+from flexor.data.video import bytes_read
 from flexor.data.windows import window_rows
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
@@ -140,22 +141,28 @@ class Loader(Planner):
         for cache in caches.values():
             cache.close()
 
+    def troubles(self) -> dict[str, int]:
+        """Frames that did not decode and what became of their samples; empty if all is well."""
+        names = ("bad_frames", "skipped_samples", "substituted_samples")
+        return {name: self._counters[name] for name in names if self._counters[name]}
+
     def counters(self) -> dict[str, Any]:
         """What has been read so far, in frames and bytes, and the threads' CPU seconds."""
-        count = self._counters
-        caches = self.dataset.store.caches.values()
-        read = sum(getattr(cache, "nbytes", 0) for cache in caches)
+        count, store = self._counters, self.dataset.store
+        kept = sum(cache.count * store.format(camera).nbytes for camera, cache in store.caches.items())
         return {
             "decoded": count["decoded"],
             "delivered": count["delivered"],
             "misses": count["misses"],
-            "hits": count["delivered"] - count["misses"],
+            "hits": max(0, count["delivered"] - count["misses"]),
+            "evictions": count["evictions"],
             "bad_frames": count["bad_frames"],
             "skipped_samples": count["skipped_samples"],
             "substituted_samples": count["substituted_samples"],
+            "bytes_read": bytes_read(),
             "pool_bytes": self.pool.used,
             "pool_peak_bytes": self.pool.peak,
-            "cache_bytes": read,
+            "cache_bytes": kept,
             "decode_s": count["decode_us"] / 1e6,
             "convert_s": count["convert_us"] / 1e6,
         }

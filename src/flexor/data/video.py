@@ -24,7 +24,7 @@ from flexor.data.mp4 import Packets, Unsupported, read_packets
 from flexor.data.ranges import LocalRanges, Ranges
 from flexor.errors import DatasetError
 
-__all__ = ["VideoIndex", "decode", "decode_frames", "index_video"]
+__all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video"]
 
 KEPT_DECODERS = 8  # per thread; a dataset has as many kinds of stream as it has encoder settings
 
@@ -223,6 +223,7 @@ def _packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.
     low, high = int(offset.min()), int((offset + size).max())
     together = high - low <= 2 * int(size.sum()) + (64 << 10) and high <= total
     data = memoryview(index.ranges.read(low, high - low)) if together else None
+    _count_read(high - low if together else int(size.sum()))
     columns = zip(offset.tolist(), size.tolist(), packets.pts[first:end].tolist())
     for number, (at, count, pts) in enumerate(columns, first):
         if data is not None:
@@ -234,6 +235,21 @@ def _packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.
         packet.update(payload)  # type: ignore[arg-type]
         packet.pts = pts
         yield number, packet
+
+
+_read = 0
+_read_lock = threading.Lock()
+
+
+def _count_read(count: int) -> None:
+    global _read
+    with _read_lock:
+        _read += count
+
+
+def bytes_read() -> int:
+    """Bytes of videos that this process has read to decode them."""
+    return _read
 
 
 _kept = threading.local()

@@ -74,6 +74,16 @@ class Engine:
         with self.autocast():
             yield
 
+    @contextlib.contextmanager
+    def own_stream(self) -> Iterator[None]:
+        """Compute on a stream of its own: CUDA's default one is the GPU's video decoder's, which would wait."""
+        before = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            yield
+        before.wait_stream(stream)
+
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def train(config: TrainConfig, resume: bool = False) -> Result:
         loader = build_loader(config, training, held_out, engine)
         run.write_config(config)
         _introduce(state, training, held_out, found)
-        with closing(loader):
+        with closing(loader), engine.own_stream() if loader.decoded_on_gpu else nullcontext():
             result = fit(state, run, loader, held_out)
         result.seconds = time.perf_counter() - started
     return result
@@ -111,7 +111,7 @@ def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
-                result.metrics |= _log(state, meters, trackers, bar, epoch)
+                result.metrics |= _log(state, meters, trackers, bar, epoch, loader.troubles())
             if held_out is not None and _due(state.step, config.eval_steps, last):
                 values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
                 result.metrics |= _report(state.step, values, trackers)
@@ -244,13 +244,15 @@ def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
 
-def _log(state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float) -> dict[str, Any]:
-    values = {**meters.report(), "lr": state.scheduler.get_last_lr()[0], "epoch": epoch}
+def _log(
+    state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float, troubles: dict[str, int]
+) -> dict[str, Any]:
+    values = {**meters.report(), "lr": state.scheduler.get_last_lr()[0], "epoch": epoch, **troubles}
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
     log.info(
-        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%",
+        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s",
         state.step,
         values["loss"],
         values["grad_norm"],
@@ -258,6 +260,7 @@ def _log(state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch:
         values["samples_per_s"],
         epoch,
         100 * values["data_wait"],
+        "".join(f"  {name.replace('_', ' ')} {count}" for name, count in troubles.items()),
     )
     return as_json(values)
 
