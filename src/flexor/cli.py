@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor import __version__
-from flexor.console import progress
+from flexor.console import print_result, progress
 from flexor.errors import ConfigError, FlexorError
 from flexor.log import log, setup_logging
 from flexor.tree import closest
@@ -78,10 +77,6 @@ def _take(arguments: list[str], *flags: str) -> bool:
     return bool(found)
 
 
-def _print(result: dict[str, Any], as_json: bool, text: str) -> None:
-    print(json.dumps(result) if as_json else text)
-
-
 def train(arguments: list[str]) -> int:
     from flexor.help import train_help
     from flexor.settings import load_config, parse_flags
@@ -144,7 +139,7 @@ def _finish(result: Any, as_json: bool) -> int:
         "metrics": result.metrics,
     }
     where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
-    _print(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
+    print_result(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
     return 0
 
 
@@ -168,7 +163,7 @@ def evaluate(arguments: list[str]) -> int:
     result, text = evaluate_policy(
         parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating")
     )
-    _print(result, parsed.json, text)
+    print_result(result, parsed.json, text)
     return 0
 
 
@@ -195,133 +190,19 @@ def record(arguments: list[str]) -> int:
     parsed = vars(parser.parse_args(_dashed(arguments)))
     root, as_json = parsed.pop("root"), parsed.pop("json")
     record_dataset(root, progress=progress("recording"), **parsed)
-    _print({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
+    print_result({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
     return 0
 
 
 def data(arguments: list[str]) -> int:
-    from flexor.data import cache_flags
+    from flexor.data_cli import data as run
 
-    parser = argparse.ArgumentParser(
-        prog="flexor data", description="Look at a dataset before training on it."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for name, text in (
-        ("info", "describe a dataset"),
-        ("check", "find what is wrong with a dataset; exits with 1 if something is"),
-        ("stats", "compute a dataset's statistics"),
-    ):
-        verb = verbs.add_parser(name, help=text, description=text)
-        verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
-        verb.add_argument("--json", action="store_true", help="print one JSON object")
-        if name == "check":
-            verb.add_argument("--quick", action="store_true", help="do not decode the videos")
-            verb.add_argument(
-                "--good-episodes", type=Path, help="write the list for --dataset.episodes=@FILE"
-            )
-        if name == "stats":
-            verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
-    cache_flags.add_verb(verbs)
-    parsed = parser.parse_args(_dashed(arguments))
-    run = {"info": _data_info, "check": _data_check, "stats": _data_stats, "cache": _data_cache}
-    return run[parsed.verb](parsed)
-
-
-def _data_info(parsed: argparse.Namespace) -> int:
-    from flexor.data.info import describe, render
-
-    info = describe(_local(parsed.root))
-    _print(info, parsed.json, render(info))
-    return 0
-
-
-def _data_check(parsed: argparse.Namespace) -> int:
-    from flexor.data.check import check_dataset
-
-    report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
-    if parsed.good_episodes:
-        report.write_good_episodes(parsed.good_episodes)
-        log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
-    _print(report.to_json(), parsed.json, str(report))
-    return 0 if report.ok else 1
-
-
-def _data_stats(parsed: argparse.Namespace) -> int:
-    from flexor.data.dataset import open_dataset
-    from flexor.data.stats import compute_stats, to_json, write_stats
-
-    dataset = open_dataset(root=_local(parsed.root))
-    stats = compute_stats(dataset)
-    if parsed.write:
-        log.info("wrote %s", write_stats(dataset.root, stats))
-    print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
-    return 0
-
-
-def _data_cache(parsed: argparse.Namespace) -> int:
-    from flexor.data import cache_flags, caches
-
-    cache_flags.check(parsed)
-    if parsed.list:
-        infos = caches.list_caches()
-        _print({"caches": [info.to_json() for info in infos]}, parsed.json, caches.render(infos))
-        return 0
-    if parsed.prune:
-        removed = caches.prune(
-            older_than=parsed.older_than,
-            limit_bytes=parsed.to,
-            dataset=parsed.dataset,
-            everything=parsed.all,
-        )
-        nbytes = sum(info.nbytes for info in removed)
-        report = {"removed": [info.to_json() for info in removed], "nbytes": nbytes}
-        _print(report, parsed.json, f"removed {len(removed)} caches, {nbytes / 1e9:.3f} GB")
-        return 0
-    return _build_cache(parsed)
-
-
-def _build_cache(parsed: argparse.Namespace) -> int:
-    from flexor.data.dataset import open_dataset
-    from flexor.data.precache import precache, render
-    from flexor.data.settings import picture_size
-
-    dataset = open_dataset(**_address(parsed.root), size=picture_size(parsed.size))
-    result = precache(
-        dataset,
-        cameras=parsed.cameras,
-        format=parsed.format or "raw",
-        workers=parsed.workers,
-        progress=progress("decoding"),
-    )
-    _print(result, parsed.json, render(result))
-    return 0 if result["complete"] else 1
+    return run(_dashed(arguments))
 
 
 def _dashed(arguments: list[str]) -> list[str]:
     """--image_size is --image-size, since `train` writes its settings with underscores."""
     return [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word) for word in arguments]
-
-
-def _address(root: str) -> dict[str, Any]:
-    """How `open_dataset` takes what may be a folder, an address or a name on the Hub."""
-    from flexor.data.source import is_repo_id
-    from flexor.sim.record import BUILTIN, builtin_dataset
-
-    if root == BUILTIN:
-        return {"repo_id": root, "root": builtin_dataset()}
-    if is_repo_id(root) and not Path(root).exists():
-        return {"repo_id": root}
-    return {"root": root}
-
-
-def _local(root: str) -> Path:
-    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
-    from flexor.data.dataset import open_dataset
-
-    address = _address(root)
-    if "repo_id" in address or "://" in root:
-        return open_dataset(**address).root
-    return Path(root)
 
 
 def bench(arguments: list[str]) -> int:
@@ -366,7 +247,7 @@ def bench(arguments: list[str]) -> int:
     report = bench_data.bench_data(config, options)
     for path in write(report, output):
         log.info("wrote %s", path)
-    _print(report, as_json, render(report))
+    print_result(report, as_json, render(report))
     return 0
 
 
@@ -385,7 +266,7 @@ def demo(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)
     summary, text = run_demo(parsed.output_dir, settings)
-    _print(summary, parsed.json, text)
+    print_result(summary, parsed.json, text)
     return 0
 
 
@@ -399,7 +280,7 @@ def doctor(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
     findings = examine()
-    _print(findings, parsed.json, render(findings))
+    print_result(findings, parsed.json, render(findings))
     return 1 if findings["problems"] else 0
 
 

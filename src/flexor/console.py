@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -25,6 +27,11 @@ def progress(label: str) -> Progress:
             bar.close()
 
     return report
+
+
+def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
+    """What a verb has to say, for a program or for a person."""
+    print(json.dumps(result) if as_json else text)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:

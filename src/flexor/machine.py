@@ -35,6 +35,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
 
 
+def gigabytes(count: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()

@@ -1,7 +1,11 @@
 """The engine as a whole: frames are right, decoded once, in every tier, on any number of ranks, within the budget."""
 
+import hashlib
 import logging
+import multiprocessing
+import os
 import shutil
+import signal
 from collections import Counter
 
 import numpy as np
@@ -11,8 +15,9 @@ from samples import LENGTHS, write_sample
 
 from flexor.batch import SAMPLE_ID
 from flexor.data.dataset import open_dataset
+from flexor.data.lanes import fit_lanes
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
-from flexor.data.tiers import fit_lanes, open_loader
+from flexor.data.tiers import open_loader
 from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
@@ -300,3 +305,49 @@ def test_a_batch_of_nothing_but_bad_frames_is_an_error(root, tmp_path):
         video.write_bytes(bytes(data))
     with pytest.raises(DatasetError, match="none of its 1 samples decodes"):
         list(load(copy, bad="skip", batch_size=1).steps(0, 38))
+
+
+# As many processes, killed and resumed: what a rank delivers is a function of the step alone.
+
+
+def deliver(root, ranks, rank, start, stop, queue, kill_at):
+    torch.set_num_threads(1)
+    order = OrderConfig("streaming", lanes=12, pool=3, unit=1)
+    loader = load(
+        root, WINDOWS["neighbours"], batch_size=12 // ranks, rank=rank, world_size=ranks, order=order
+    )
+    for number, (batch,) in enumerate(loader.steps(start, stop), start):
+        digest = [hashlib.sha256(picture.contiguous().numpy()).hexdigest() for picture in batch[TOP]]
+        queue.put((number, rank, batch[SAMPLE_ID].tolist(), digest))
+        if number == kill_at:
+            queue.close()
+            queue.join_thread()  # or the kill would lose what was said
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
+    """{step: samples and digests of the global batch} of so many processes."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [
+        context.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    last = stop - 1 if kill_at < 0 else kill_at
+    parts = [queue.get(timeout=120) for _ in range((last + 1 - start) * ranks)]
+    for process in processes:
+        process.join(60)
+    found: dict[int, list] = {}
+    for number, _, samples, digests in sorted(parts):
+        found.setdefault(number, []).extend(zip(samples, digests))
+    return found
+
+
+@pytest.mark.slow
+def test_killed_ranks_go_on_as_another_number_of_ranks(root):
+    whole = run_ranks(root, 1, 0, 8)
+    before = run_ranks(root, 3, 0, 8, kill_at=4)
+    after = run_ranks(root, 2, 5, 8)
+    assert before | after == whole and len(whole) == 8

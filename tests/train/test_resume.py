@@ -60,12 +60,27 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(name, lowdim, tiny_act, tm
 
 
 @pytest.mark.slow
-def test_resume_with_pictures(dataset, tiny_act, tmp_path):
-    more = ["--steps=4", "--save_freq=2", "--ema.enable", "--num_workers=2"]
-    whole = runs.train(dataset, tmp_path / "whole", tiny_act, *more)
+@pytest.mark.parametrize(("before", "after"), [("ram", "ram"), ("stream", "stream"), ("stream", "disk")])
+def test_resume_with_pictures(before, after, dataset, tiny_act, tmp_path):
+    """Also on a machine with other room for frames: the order of samples is the run's, not the machine's."""
+    more = ["--steps=4", "--save_freq=2", "--ema.enable", "--num_workers=2", "--batch_size=6"]
+    whole = runs.train(
+        dataset,
+        tmp_path / "whole",
+        tiny_act,
+        *more,
+        f"--dataset.cache.tier={before}",
+        "--dataset.order.pool=5",
+    )
     cut = runs.cut_back(whole, tmp_path / "cut", 2)
-    assert main(["resume", str(cut)]) == 0
+    assert main(["resume", str(cut), f"--dataset.cache.tier={after}", "--dataset.cache.pool_gb=0.001"]) == 0
     runs.assert_same(whole, cut, 4)
+
+
+def test_order_of_samples_can_not_change(dataset, tiny_act, tmp_path, capsys):
+    whole = runs.train(dataset, tmp_path / "whole", tiny_act, "--steps=1", "--dataset.cache.tier=stream")
+    assert main(["resume", str(whole), "--steps=2", "--dataset.order.kind=uniform"]) != 0
+    assert "dataset.order.kind can't change" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", [1, 6, 11])

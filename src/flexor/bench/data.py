@@ -22,10 +22,10 @@ from flexor.bench.figures import LEVELS, Stretch, make_report
 from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
 from flexor.config import TrainConfig
-from flexor.data.batches import Staged
 from flexor.data.dataset import Dataset
 from flexor.data.loader import Loader
 from flexor.data.shuffle import shuffle_quality
+from flexor.data.staging import Staged
 from flexor.data.tiers import open_loader
 from flexor.errors import ConfigError, FlexorError
 from flexor.machine import usable_cores
@@ -104,6 +104,7 @@ def threads_per_rank(ranks: int) -> int:
 
 def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
     """One process per rank, as in training; they begin together."""
+    _open(config, options, 0)[0].close()  # settles the order: all ranks must have the same
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(options.ranks)
     results: Any = context.Queue()
@@ -243,7 +244,7 @@ def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]
         stretch.frames += sum(
             p.index.size if isinstance(p, Staged) else p.shape[:-3].numel() for p in pictures
         )
-        tensors = [v.planes if isinstance(v, Staged) else v for v in batch.values()]
+        tensors = [v.host if isinstance(v, Staged) else v for v in batch.values()]
         stretch.bytes += sum(v.numel() * v.element_size() for v in tensors if torch.is_tensor(v))
 
 

@@ -77,8 +77,8 @@ class Dataset:
     episodes: Episodes
     store: FrameStore
     source: Source
-    _published: list[str]
-    """All files, also those of episodes that are not selected."""
+    files: list[str]
+    """All tables and videos, also those of episodes that are not selected."""
     _file_sizes: dict[int, dict[str, int]]
     """Per episode, the files it lies in and their bytes."""
 
@@ -169,7 +169,7 @@ class Dataset:
 
     def content(self) -> str:
         """A hash of the dataset as published, the same for every selection of episodes."""
-        return self.source.content(self._published)
+        return self.source.content(self.files)
 
     @property
     def video_bytes(self) -> int:
@@ -261,9 +261,9 @@ def open_dataset(
             [meta.episodes.tasks[i] for i in table.episode],
             (np.cumsum(meta.episodes.length) - meta.episodes.length)[table.episode],
         ),
-        store=FrameStore(clips, meta.episodes.length, size),
+        store=FrameStore(clips, meta.episodes.length, size, source.streams),
         source=source,
-        _published=_files(meta, list(range(len(meta.episodes.index)))),
+        files=_files(meta, list(range(len(meta.episodes.index)))),
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
 

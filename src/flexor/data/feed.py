@@ -12,95 +12,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
 from flexor.data.crew import Crew
 from flexor.data.frames import FrameStore
 from flexor.data.pool import Pool, Slot
+from flexor.data.steps import Piece, Planner, Step, T
 from flexor.errors import DatasetError, SourceError
 
-T = TypeVar("T")
-
+AHEAD = 64  # steps that are planned before they are due, if the pool has room
 GROUP = 32  # frames of all cameras that are decoded with one request, about
-
-
-@dataclass(eq=False)
-class Piece:
-    """Frames of one unit while they are wanted. Per camera:"""
-
-    ids: dict[str, np.ndarray]
-    """Distinct and ascending: those that are kept nowhere else and must be decoded."""
-    uses: dict[str, dict[int, int]]
-    """How often each is still to be read."""
-    last: int
-    """The last step that reads any of it."""
-    slots: dict[str, dict[int, Slot]] = field(default_factory=dict)
-    """The planes of each, as long as it is to be read."""
-    bad: dict[str, dict[int, str]] = field(default_factory=dict)
-    """Those that do not decode, and why."""
-    pending: int = 0
-    """Cameras that are still to be decoded."""
-    steps: list[Step] = field(default_factory=list)
-    """Those that wait for it."""
-    error: BaseException | None = None
-
-    def find(self, camera: str, frame: int) -> Slot | None:
-        """A frame's planes, if it is here."""
-        return self.slots[camera].get(frame) if camera in self.slots else None
-
-    def read(self, camera: str, frames: list[int]) -> list[Slot]:
-        """Count these as read; returns the slots that nobody reads again."""
-        uses, slots, done = self.uses[camera], self.slots[camera], []
-        for frame in frames:
-            if frame in uses:
-                uses[frame] -= 1
-                if uses[frame] == 0:
-                    done.append(slots.pop(frame))
-        return done
-
-
-@dataclass(eq=False)
-class Step(Generic[T]):
-    """What one rank reads at one optimizer step."""
-
-    number: int
-    rows: np.ndarray  # [b]
-    ids: dict[str, np.ndarray]  # per camera, frames of each sample's window [b, T]
-    pieces: list[Piece | None]  # [b] where a sample's frames are; None: all of them are kept
-    waits: list[Piece] = field(default_factory=list)
-    """Pieces whose frames will be kept by the time this step is assembled, and are read from there."""
-    pictures: dict[str, list[Any]] = field(default_factory=dict)
-    """Per camera, one for each micro-batch."""
-    result: Future[T] = field(default_factory=Future)
-    pending: int = 0
-    """Pieces that are still to be decoded."""
-
-
-@dataclass
-class Wanted:
-    """Samples of one unit from now on: their frames per camera, each with the step that reads it."""
-
-    ids: dict[str, np.ndarray]  # [n, T]
-    last: int
-
-
-class Planner:
-    """Says what each step reads. See `Loader`, which is one."""
-
-    cameras: list[str]
-
-    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
-        """Rows [b], frames per camera [b, T], and the unit that each sample belongs to, None if to none."""
-        raise NotImplementedError
-
-    def unit(self, key: tuple, step: int) -> Wanted:
-        """What is left of a unit from this step on."""
-        raise NotImplementedError
 
 
 class Feed(Generic[T]):
@@ -174,6 +98,8 @@ class Feed(Generic[T]):
     def _walk(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
         try:
             for number in range(start, stop):
+                with self.changed:
+                    self.changed.wait_for(lambda: len(self.outstanding) < AHEAD or self.closing)
                 step = self._plan(number)
                 if step is None:
                     return
@@ -207,10 +133,10 @@ class Feed(Generic[T]):
             piece = self.pieces.get(key) if key is not None else None
             if piece is None and key is not None:
                 piece = self._open(key, number)
-                if self.closing:
-                    return None
             if piece is None:
                 piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
+            if self.closing:
+                return None
             pieces.append(piece)
         self._start()
         return Step(number, rows, ids, pieces, waits)
@@ -219,7 +145,7 @@ class Feed(Generic[T]):
         """Start to decode a unit, as soon as there is room for it; None if there will not be."""
         wanted = self.planner.unit(key, step)
         piece = self._piece(wanted.ids, wanted.last)
-        if not self._reserve(piece, step):
+        if not self._reserve(piece):
             return None
         self.pieces[key] = piece
         for camera in self.store.caches:
@@ -238,8 +164,11 @@ class Feed(Generic[T]):
         missing = sum(len(frames) for frames in piece.ids.values())
         if not missing:
             return None
+        if not self._reserve(piece):
+            if self.closing:
+                return None
+            self._take_slots(piece, force=True)  # this step can't do without
         self.counters["misses"] += missing
-        self._take_slots(piece, force=True)
         self._submit(piece, step)
         return piece
 
@@ -252,11 +181,12 @@ class Feed(Generic[T]):
             uses[camera] = {frame: count[frame] for frame in ids[camera].tolist()}
         return Piece(ids, uses, last)
 
-    def _reserve(self, piece: Piece, step: int) -> bool:
+    def _reserve(self, piece: Piece) -> bool:
+        """Wait for room for a piece; False if there will not be any."""
         with self.changed:
             while not self._take_slots(piece) and not self.closing:
                 self._start()  # others may be waiting for what has been planned so far
-                if not self.outstanding:  # nothing before this step will make room any more
+                if not self.outstanding:  # no step before this one will make room any more
                     return False
                 self.changed.wait()
             return not self.closing
@@ -278,6 +208,8 @@ class Feed(Generic[T]):
     def _submit(self, piece: Piece, step: int) -> None:
         """Have a piece decoded, together with some others: one request costs as much as some frames."""
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
+        for camera, frames in piece.ids.items():
+            self.store.read_ahead(camera, frames)
         self.group.append(piece)
         self.group_step = step
         if sum(len(frames) for piece in self.group for frames in piece.ids.values()) >= GROUP:
@@ -285,7 +217,7 @@ class Feed(Generic[T]):
 
     def _start(self) -> None:
         group, step, self.group = self.group, self.group_step, []
-        for camera in self.planner.cameras:
+        for camera in self.planner.cameras if group else ():
             pieces = [piece for piece in group if len(piece.ids.get(camera, ()))]
             if pieces:
                 self.crew.submit((step, 1), partial(self._decode, pieces, camera))

@@ -23,7 +23,7 @@ from flexor.data.clips import Clip, VideoClip
 from flexor.data.gpu import GPUFrames
 from flexor.data.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
 from flexor.data.pool import Slot
-from flexor.data.video import Sink
+from flexor.data.video import Sink, read_ahead
 from flexor.errors import DatasetError, SourceError
 
 PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
@@ -51,11 +51,14 @@ class FrameStore:
         clips: Mapping[tuple[str, int], Clip],
         lengths: np.ndarray,
         size: tuple[int, int] | None = None,
+        remote: bool = False,
     ):
-        """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to."""
+        """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to;
+        `remote` if videos are read over a network."""
         self.clips = clips
         self.ends = np.cumsum(lengths)
         self.size = size
+        self.remote = remote
         self.rgb = False
         """Frames are RGB as soon as they are decoded, for training on a CPU: a window would convert them again
         and again. Set before the first frame is read."""
@@ -142,6 +145,15 @@ class FrameStore:
             failed = decode(np.unique(frames), partial(_deliver, format, users, slot, then))
             bad |= {place: reason for i, reason in failed.items() for place in users(i)}
         return bad
+
+    def read_ahead(self, camera: str, ids: np.ndarray) -> None:
+        """Have what these frames are decoded from fetched, if it lies elsewhere."""
+        if not self.remote:
+            return
+        for _, frames, places in self._requests(camera, ids, {}):
+            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
+            if isinstance(clip, VideoClip):
+                read_ahead(clip.file.index, np.unique(frames))
 
     def decode_on_gpu(self, camera: str, ids: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
         """Like `decode`, by the GPU's decoder, into slots on it."""

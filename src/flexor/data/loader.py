@@ -18,9 +18,10 @@ import torch
 from flexor.batch import ACTION, Batch
 from flexor.data.batches import Batcher, to_tensors
 from flexor.data.dataset import Dataset
-from flexor.data.feed import Feed, Planner, Wanted
+from flexor.data.feed import Feed
 from flexor.data.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.pool import Pool
+from flexor.data.steps import Planner, Wanted
 from flexor.data.video import bytes_read
 from flexor.data.windows import window_rows
 
@@ -84,7 +85,8 @@ class Loader(Planner):
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
         self.decoded_on_gpu = decoded_on_gpu
-        self.pool = Pool(pool_bytes, self.device if decoded_on_gpu else None)
+        self.pool_bytes = pool_bytes
+        self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
         self.tier = tier
         self._counters: Counter[str] = Counter()
@@ -97,15 +99,14 @@ class Loader(Planner):
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of optimizer steps start ... stop - 1, read ahead by threads."""
+        self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None)
         batcher = Batcher(
             self.dataset,
             self.deltas,
-            self.cameras,
             accumulation=self.accumulation,
             device=self.device,
             on_bad_frame=self.on_bad_frame,
             jobs=self.num_workers,
-            decoded_on_gpu=self.decoded_on_gpu,
             counters=self._counters,
             valid_steps=self._valid_steps,
         )

@@ -12,7 +12,7 @@ up a little of the shuffle for that; shuffle.py measures how much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -309,25 +309,24 @@ class _EpochTable:
 
 
 class StreamOnceOrder:
-    """Epoch 0 in streaming order, all later ones uniform: for a cache that the first epoch fills."""
+    """Epoch 0 in streaming order, all later ones in another: for frames that the first epoch decodes and keeps."""
 
-    def __init__(self, streaming: StreamingOrder, uniform: UniformOrder):
-        assert streaming.size == uniform.size
+    def __init__(self, streaming: StreamingOrder, later: SampleOrder):
+        assert streaming.size == later.size
         self.size = streaming.size
         self.streaming = streaming
-        self.uniform = uniform
+        self.later = later
 
     def samples(self, position: int, count: int) -> np.ndarray:
         return self.picks(position, count).sample
 
     def picks(self, position: int, count: int) -> Picks:
         streamed = max(0, min(count, self.size - position))
-        if streamed == 0:
-            return self.uniform.picks(position, count)
-        first = self.streaming.picks(position, streamed)
-        if streamed == count:
-            return first
-        return Picks.join([first, self.uniform.picks(position + streamed, count - streamed)])
+        parts = [self.streaming.picks(position, streamed)] if streamed else []
+        if streamed < count:
+            later = self.later.picks(position + streamed, count - streamed)
+            parts.append(replace(later, unit=np.full(count - streamed, -1)))  # nothing is decoded any more
+        return Picks.join(parts)
 
     def epoch(self, position: int) -> float:
         return position / self.size

@@ -26,8 +26,9 @@ class CacheConfig:
 
 @dataclass
 class OrderConfig:
-    kind: Literal["auto", "uniform", "streaming", "cached"] = "auto"
-    """How samples are shuffled. cached: streaming in the first epoch, uniform in later ones."""
+    kind: Literal["auto", "uniform", "streaming", "cached", "resident"] = "auto"
+    """How samples are shuffled. cached: streaming in the first epoch, uniform in later ones. resident: in
+    later ones over whole lanes, so that each GPU keeps to its own part of the data."""
     lanes: int | None = None
     """streaming: parts of the data that each batch takes equally many samples from."""
     pool: int | None = None

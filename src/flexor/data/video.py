@@ -24,7 +24,7 @@ from flexor.data.mp4 import Packets, Unsupported, read_packets
 from flexor.data.ranges import LocalRanges, Ranges
 from flexor.errors import DatasetError
 
-__all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video"]
+__all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
 
 KEPT_DECODERS = 8  # per thread; a dataset has as many kinds of stream as it has encoder settings
 
@@ -129,6 +129,16 @@ def decode_frames(
             elif item.pts in waiting and not item.is_corrupt:
                 sink(waiting.pop(item.pts), item)
     return {i: f"{reason} (at {pts * index.packets.time_base:.3f} s)" for pts, i in waiting.items()}
+
+
+def read_ahead(index: VideoIndex, frames: np.ndarray) -> None:
+    """Say that these frames will be decoded soon, so that their packets are here by then."""
+    packets = index.packets
+    for first, end in _packet_ranges(index, frames):
+        low = int(packets.offset[first:end].min())
+        high = min(int((packets.offset[first:end] + packets.size[first:end]).max()), index.ranges.size)
+        if low < high:
+            index.ranges.ahead(low, high - low)
 
 
 def decode(
