@@ -54,7 +54,7 @@ class DatasetConfig:
     streaming: bool = False
     """Read a Hub dataset's videos over the network as they are needed instead of downloading them first."""
     decoder: Literal["auto", "cpu", "nvdec"] = "auto"
-    """Who decodes videos: nvdec is the GPU's decoder; auto is the CPU unless frames go to a GPU that can."""
+    """Who decodes videos: nvdec is the GPU's decoder; auto takes it where it can and the CPU has few cores."""
     on_bad_frame: Literal["skip", "nearest", "raise"] = "skip"
     """A frame that does not decode: leave its samples out, take the nearest good frame, or stop. Counted."""
     cache: CacheConfig = field(default_factory=CacheConfig)

@@ -19,9 +19,10 @@ from flexor.data.planes import JPEG_QUALITY
 from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.errors import ConfigError, DatasetError
 from flexor.log import log
-from flexor.machine import free_memory, gigabytes
+from flexor.machine import free_memory, gigabytes, usable_cores
 
 JPEG_SHARE = 0.2  # of the raw size, about
+ENOUGH_CORES = 12  # for each GPU: they decode as fast as training beside it leaves the GPU's decoder to
 NVDEC_MEMORY = 40 << 30  # bytes of a GPU that can spare what decoding and its pool take
 
 
@@ -47,7 +48,7 @@ def open_loader(
     dataset.store.rgb = device is not None and device.type != "cuda"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
-    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device)
+    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device, local)
     order, pool = choose_order(
         dataset,
         settings,
@@ -81,9 +82,9 @@ def open_loader(
 
 
 def decodes_on_gpu(
-    dataset: Dataset, decoder: str, cameras: Sequence[str], device: torch.device | None
+    dataset: Dataset, decoder: str, cameras: Sequence[str], device: torch.device | None, local_ranks: int
 ) -> bool:
-    """Whether the GPU's decoder is used: if asked for, or if it can and the GPU has memory to spare."""
+    """Whether the GPU's decoder is used: if asked for; or if it can, has memory to spare, and cores are few."""
     if decoder == "cpu":
         return False
     why_not = (
@@ -96,7 +97,9 @@ def decodes_on_gpu(
         if why_not:
             raise ConfigError(f"dataset.decoder=nvdec: {why_not}. Leave it out, and the CPU decodes.")
         return True
-    if why_not or torch.cuda.get_device_properties(device).total_memory < NVDEC_MEMORY:
+    if why_not or usable_cores() // local_ranks >= ENOUGH_CORES:
+        return False
+    if torch.cuda.get_device_properties(device).total_memory < NVDEC_MEMORY:
         return False
     log.info("the GPU decodes the videos (--dataset.decoder=cpu would leave it to the CPU)")
     return True
