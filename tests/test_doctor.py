@@ -45,7 +45,7 @@ def test_a_problem_has_a_fix_and_an_exit_code(healthy, monkeypatch, capsys):
 
 def test_little_memory(healthy, monkeypatch):
     monkeypatch.setattr(doctor, "LITTLE_MEMORY_GB", 10**9)
-    assert "--num_workers" in problems()
+    assert "--batch_size" in problems()
 
 
 def test_driver_without_a_gpu(healthy, monkeypatch):
