@@ -60,8 +60,6 @@ class FrameStore:
         self.size = size
         self.remote = remote
         self.rgb = False
-        """Frames are RGB as soon as they are decoded, for training on a CPU: a window would convert them again
-        and again. Set before the first frame is read."""
         self.caches: Mapping[str, Keeper] = {}
         self._formats: dict[str, PlaneFormat] = {}
         self._lock = threading.Lock()
@@ -77,6 +75,15 @@ class FrameStore:
             if camera not in self._formats:
                 self._formats[camera] = self._probe(camera)
             return self._formats[camera]
+
+    def set_rgb(self, wanted: bool) -> None:
+        """Whether frames become RGB as soon as they are decoded, as training on a CPU wants it: windows would
+        convert them again and again. Not while caches are open: they hold what was decoded before."""
+        assert not self.caches or wanted == self.rgb
+        with self._lock:
+            if wanted != self.rgb:
+                self.rgb = wanted
+                self._formats.clear()
 
     def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
         """Any frames -> RGB uint8 [n, H, W, C]. One that does not decode is an error."""

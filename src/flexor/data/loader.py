@@ -177,7 +177,7 @@ class Loader(Planner):
         rows = self.rows[picks.sample]
         keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
         units = [key if key[-1] >= 0 and self.cameras else None for key in keys]
-        self._plan_pools({key[:3] for key in units if key is not None} - self._pools.keys())
+        self._look_up_pools({key[:3] for key in units if key is not None})
         return rows, self._frames(rows), units
 
     def unit(self, key: tuple, step: int) -> Wanted:
@@ -187,9 +187,12 @@ class Loader(Planner):
         last = int(plan.position[left].max()) // self.global_batch
         return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
 
-    def _plan_pools(self, new: set[tuple]) -> None:
-        """Look up pools of the order that a step is the first to reach, and forget old ones."""
+    def _look_up_pools(self, wanted: set[tuple]) -> None:
+        """Have the pools of the order that a step reads at hand; forget those that were not read for long."""
         order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
+        new = wanted - self._pools.keys()
+        for key in wanted - new:
+            self._pools[key] = self._pools.pop(key)  # the last ones were read last
         for epoch in {key[0] for key in new}:
             assert isinstance(order, StreamingOrder)
             keys = sorted(key for key in new if key[0] == epoch)

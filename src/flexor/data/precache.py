@@ -34,7 +34,7 @@ def precache(
     chosen = _checked_cameras(dataset, cameras)
     settings = CacheConfig(tier="disk", format=format)  # type: ignore[arg-type]
     started = time.monotonic()
-    dataset.store.rgb = not torch.cuda.is_available()  # as training on this machine will want them
+    dataset.store.set_rgb(not torch.cuda.is_available())  # as training on this machine will want them
     if open_tier(dataset, settings, chosen, None, [dataset]) != "disk":
         raise DatasetError(
             f"{dataset.repo_id}: its frames were not kept, for the reason above. Make room with `flexor data "

@@ -45,7 +45,7 @@ def open_loader(
     """The batches of a run. `also` are selections of the same dataset whose frames are kept with these."""
     device = None if device is None else torch.device(device)
     cameras = list(cameras)
-    dataset.store.rgb = device is not None and device.type != "cuda"
+    dataset.store.set_rgb(device is not None and device.type != "cuda")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
     on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device, local)
