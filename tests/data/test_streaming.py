@@ -69,7 +69,7 @@ def test_every_frame_is_the_one_that_random_access_reads(root, windows, tier, wo
     assert loader.tier == tier
 
 
-@pytest.mark.parametrize("kind", ["streaming", "cached", "uniform"])
+@pytest.mark.parametrize("kind", ["streaming", "cached", "resident", "uniform"])
 def test_an_epoch_is_every_sample_once(root, kind):
     loader = load(root, tier="ram", order=OrderConfig(kind), batch_size=1)
     for epoch in range(3):
