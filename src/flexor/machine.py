@@ -35,6 +35,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
 
 
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def gigabytes(count: int) -> str:
     """Bytes as a person reads them."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from flexor.data.caches import CacheKey, read_header
+from flexor.machine import flush_to_disk
 
 PAGE = 4096
 
@@ -95,7 +96,7 @@ def put_in_order(cache: Path, plan: Plan) -> None:
         for path in cache.iterdir():
             if path.name != "lock":
                 path.unlink()
-        _fsync(cache)  # no old mark may come back and stand for a new frame
+        flush_to_disk(cache)  # no old mark may come back and stand for a new frame
         for name, length in plan.files().items():
             with (cache / name).open("wb") as file:
                 if name == "data":
@@ -153,11 +154,3 @@ def replace(path: Path, content: bytes) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

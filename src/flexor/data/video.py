@@ -20,9 +20,8 @@ import av
 import numpy as np
 from av.video.reformatter import VideoReformatter
 
-from flexor.data.mp4 import Packets, Unsupported, read_packets
+from flexor.data.mp4 import Packets, Unsupported, broken, read_packets
 from flexor.data.ranges import LocalRanges, Ranges
-from flexor.errors import DatasetError
 
 __all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
 
@@ -84,14 +83,14 @@ class VideoIndex:
 def index_video(file: str | Path | Ranges) -> VideoIndex:
     """Read where the packets of a video file are, from its tables: no picture is read, none decoded."""
     if isinstance(file, str | Path) and not Path(file).is_file():
-        raise _broken(str(file), "the file is missing")
+        raise broken(str(file), "the file is missing")
     ranges = LocalRanges(Path(file)) if isinstance(file, str | Path) else file
     try:
         packets = read_packets(ranges)
     except Unsupported:
         packets = _demux(ranges)
     if not len(packets.pts):
-        raise _broken(ranges.name, "it holds no video packet")
+        raise broken(ranges.name, "it holds no video packet")
     key = packets.key
     if not key[0]:
         key[0] = True  # some muxers do not flag the first packet; there is nothing before it anyway
@@ -158,7 +157,7 @@ def decode(
 
     def keep(i: int, frame: av.VideoFrame) -> None:
         if (frame.height, frame.width) != pixels.shape[1:3]:
-            raise _broken(index.ranges.name, "the picture size changes inside of the file")
+            raise broken(index.ranges.name, "the picture size changes inside of the file")
         pixels[i] = reformatter.reformat(frame, format="rgb24").to_ndarray()
 
     raise_bad(index, len(distinct), decode_frames(index, distinct, keep))
@@ -169,7 +168,7 @@ def raise_bad(index: VideoIndex, asked: int, bad: dict[int, str]) -> None:
     """An error about frames that did not decode, if there are any."""
     if bad:
         first = bad[min(bad)]
-        raise _broken(index.ranges.name, f"{len(bad)} of {asked} frames do not decode; the first is {first}")
+        raise broken(index.ranges.name, f"{len(bad)} of {asked} frames do not decode; the first is {first}")
 
 
 def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
@@ -303,14 +302,14 @@ def _demux(ranges: Ranges) -> Packets:
     try:
         with av.open(RangesFile(ranges), "r") as container:
             if not container.streams.video:
-                raise _broken(ranges.name, "it has no video stream")
+                raise broken(ranges.name, "it has no video stream")
             stream = container.streams.video[0]
             for packet in container.demux(stream):
                 if not packet.size or packet.pts is None:
                     continue
                 at = -1 if packet.pos is None else packet.pos
                 if not found and ranges.read(max(at, 0), packet.size) != bytes(packet):
-                    raise _broken(
+                    raise broken(
                         ranges.name, f"its packets can't be read from a {container.format.name} file"
                     )
                 found.append((at, packet.size, packet.is_keyframe, packet.pts, packet.is_discard))
@@ -318,7 +317,7 @@ def _demux(ranges: Ranges) -> Packets:
             facts = (context.width, context.height, context.codec.canonical_name, context.extradata or b"")
             time_base = float(stream.time_base or 0)
     except (av.FFmpegError, OSError) as error:
-        raise _broken(ranges.name, f"{error}; {len(found)} packets could be read") from error
+        raise broken(ranges.name, f"{error}; {len(found)} packets could be read") from error
     columns = [np.array(column) for column in zip(*found)] or [np.empty(0, np.int64)] * 5
     offset, size, key, pts, hidden = columns
     return Packets(*facts, time_base, offset, size, key.astype(bool), pts, hidden.astype(bool))
@@ -349,10 +348,3 @@ class RangesFile(io.RawIOBase):
         data = self.ranges.read(self.at, count) if count else b""
         self.at += len(data)
         return data
-
-
-def _broken(name: str, what: str) -> DatasetError:
-    return DatasetError(
-        f"{name}: {what}. The video is damaged or cut short: fetch it again, or run "
-        f"`flexor data check` on the dataset's folder to see which episodes are affected"
-    )

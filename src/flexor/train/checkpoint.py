@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from flexor.errors import CheckpointError
 from flexor.log import log
+from flexor.machine import flush_to_disk
 
 MANIFEST = "training_state/manifest.json"
 LAST = "last"
@@ -65,25 +66,17 @@ def _write_manifest(folder: Path, step: int) -> None:
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
-        _flush(path)
+        flush_to_disk(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
-    _flush(manifest)
+    flush_to_disk(manifest)
     for subfolder in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _flush(subfolder)
+        flush_to_disk(subfolder)
 
 
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _replace_folder(source: Path, target: Path) -> None:
@@ -93,7 +86,7 @@ def _replace_folder(source: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
     source.rename(target)
-    _flush(target.parent)
+    flush_to_disk(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
