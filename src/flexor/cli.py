@@ -25,6 +25,7 @@ Train robot policies on LeRobot datasets.
   resume      go on with a run, exactly where its newest checkpoint left off
   eval        play episodes with a trained policy
   record      record demonstrations of the built-in task as a dataset
+  launch      local, slurm, hf-jobs: start a run on several GPUs, on a cluster, in the cloud
   data        info, check, stats, cache: look at a dataset, and decode it, before training on it
   bench       data: how fast batches come, and how fast they could
   demo        record, train and evaluate on the built-in task, in a few minutes on a CPU
@@ -79,12 +80,16 @@ def _take(arguments: list[str], *flags: str) -> bool:
 
 def train(arguments: list[str]) -> int:
     from flexor.help import train_help
+    from flexor.launch.cli import start_processes, take_processes
     from flexor.settings import load_config, parse_flags
     from flexor.train.loop import train as run_training
 
     if _take(arguments, "-h", "--help"):
         print(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
         return 0
+    processes = take_processes("train", arguments)
+    if processes > 1:
+        return start_processes(["train", *arguments], processes)
     as_json = _take(arguments, "--json")
     flags = parse_flags(arguments)
     if str(flags.get("resume", "false")).lower() == "true":
@@ -114,18 +119,23 @@ def _without(arguments: list[str]) -> list[str]:
 
 
 def resume(arguments: list[str]) -> int:
+    from flexor.launch.cli import start_processes, take_processes
     from flexor.train.loop import train as run_training
     from flexor.train.resume import resumed_config
 
-    as_json = _take(arguments, "--json")
     if _take(arguments, "-h", "--help"):
         print(
-            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--json]\n\nGo on with the run in folder "
-            "RUN from its newest checkpoint. Settings that would make it\nanother run can't change."
+            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n\n"
+            "Go on with the run in folder RUN from its newest checkpoint. Settings that would make it\n"
+            "another run can't change. --gpus=N starts a process for each of N GPUs (or of all),\n"
+            "--processes=N starts N on the CPU."
         )
         return 0
+    processes, as_json = take_processes("resume", arguments), _take(arguments, "--json")
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError("Which run? Name its folder first: flexor resume RUN [--steps=N ...].")
+    if processes > 1:
+        return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
     config = resumed_config(Path(arguments[0]), arguments[1:])
     return _finish(run_training(config, resume=True), as_json)
 
@@ -192,6 +202,12 @@ def record(arguments: list[str]) -> int:
     record_dataset(root, progress=progress("recording"), **parsed)
     print_result({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
     return 0
+
+
+def launch(arguments: list[str]) -> int:
+    from flexor.launch.cli import launch as run
+
+    return run(arguments)
 
 
 def data(arguments: list[str]) -> int:
@@ -287,6 +303,7 @@ def doctor(arguments: list[str]) -> int:
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "resume": resume,
+    "launch": launch,
     "eval": evaluate,
     "record": record,
     "data": data,
