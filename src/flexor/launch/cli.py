@@ -144,8 +144,8 @@ def _gpus(wanted: str) -> int:
         count = _number("--gpus", wanted, 1)
     if visible == 0:
         raise ConfigError(
-            f"--gpus={wanted}: no GPU is visible{_masked()}. `flexor doctor` says why; --processes=N trains on the "
-            "CPU instead."
+            f"--gpus={wanted}: PyTorch {torch.__version__} sees no GPU{_masked()}. Look with nvidia-smi, or train on "
+            "the CPU with --processes=N."
         )
     if count > visible:
         raise ConfigError(
