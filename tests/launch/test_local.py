@@ -254,14 +254,14 @@ got = on("SIGTERM")
 ready()
 wait(lambda: got)
 time.sleep(1.2 if RANK == 0 else 0)
-note(f"saved-{RANK}", "")
+note(f"saved-{RANK}", json.dumps(got))
 sys.exit(75)"""
     launcher = Launcher(tmp_path, program, grace_s=0.3)
     launcher.ranks()
     launcher.process.terminate()
     returned, said = launcher.end()
     assert returned == 75 and "killed" not in said
-    assert (tmp_path / "saved-0").exists()
+    assert json.loads((tmp_path / "saved-0").read_text()) == [signal.SIGTERM]  # not asked again
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
