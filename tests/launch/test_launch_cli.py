@@ -25,7 +25,8 @@ def no_gpu(monkeypatch):
 @pytest.fixture
 def four_gpus(monkeypatch):
     """All that the launcher asks of GPUs is how many there are."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is as before after the test
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
