@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"There is no verb {verb!r}. {closest(verb, VERBS)}")
         return VERBS[verb](rest)
     except FlexorError as error:
-        print(f"flexor {verb}: {error}", file=sys.stderr)
+        if not error.said:
+            print(f"flexor {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -92,9 +93,13 @@ def train(arguments: list[str]) -> int:
         return start_processes(["train", *arguments], processes)
     as_json = _take(arguments, "--json")
     flags = parse_flags(arguments)
-    if str(flags.get("resume", "false")).lower() == "true":
-        return resume([str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments)])
-    return _finish(run_training(load_config(arguments)), as_json)
+    again = str(flags.get("resume", "false")).lower()
+    if again == "true":
+        return resume(
+            [str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments, "resume", "config")]
+        )
+    config = load_config(_without(arguments, "resume"))
+    return _finish(run_training(config, "auto" if again == "auto" else "no"), as_json)
 
 
 def _run_of(flags: dict[str, Any]) -> Path:
@@ -110,11 +115,11 @@ def _run_of(flags: dict[str, Any]) -> Path:
     raise ConfigError(f"--config_path={path} does not lie in a run of Flexor: use `flexor resume RUN`.")
 
 
-def _without(arguments: list[str]) -> list[str]:
-    """The flags less those that say which run to resume."""
+def _without(arguments: list[str], *dropped: str) -> list[str]:
+    """The flags less some."""
     from flexor.settings import parse_flags
 
-    kept = {k: v for k, v in parse_flags(arguments).items() if k not in ("resume", "config")}
+    kept = {k: v for k, v in parse_flags(arguments).items() if k not in dropped}
     return [f"--{key}={value}" for key, value in kept.items()]
 
 
@@ -137,7 +142,7 @@ def resume(arguments: list[str]) -> int:
     if processes > 1:
         return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
     config = resumed_config(Path(arguments[0]), arguments[1:])
-    return _finish(run_training(config, resume=True), as_json)
+    return _finish(run_training(config, "yes"), as_json)
 
 
 def _finish(result: Any, as_json: bool) -> int:
@@ -148,6 +153,8 @@ def _finish(result: Any, as_json: bool) -> int:
         "wall_clock_s": round(result.seconds, 3),
         "metrics": result.metrics,
     }
+    if not result.main:
+        return 0
     where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
     print_result(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
     return 0

@@ -24,6 +24,7 @@ GROUPS = (
     "scheduler",
     "ema",
     "checkpoint",
+    "parallel",
     "env",
     "eval",
     "wandb",
@@ -102,6 +103,32 @@ class CheckpointConfig:
     """Keep only this many of the newest checkpoints; all unless given."""
     keep_every: int | None = None
     """Always keep checkpoints whose step is a multiple of this."""
+    asynchronous: bool = False
+    """Go on training while a checkpoint is written; it takes that much more of the host's memory."""
+    export: bool = True
+    """fsdp, hsdp: gather the weights for pretrained_model/ at every checkpoint; else only at the last one
+    (`flexor export` makes them of any)."""
+
+
+@dataclass
+class ParallelConfig:
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """What many processes share: nothing (ddp, each has the whole model), everything (fsdp), or everything within
+    groups (hsdp); auto takes ddp if the model and its optimizer fit into half of the GPU's memory, else fsdp."""
+    dp_replicate: int | None = None
+    """hsdp: how many groups there are; each holds the model once."""
+    dp_shard: int | None = None
+    """hsdp: how many processes share one copy of the model; those of one host unless given."""
+    cpu_offload: bool = False
+    """fsdp, hsdp: keep weights and optimizer in the host's memory; slow, for models that do not fit otherwise."""
+    reshard_after_forward: bool = True
+    """fsdp, hsdp: let go of a block's weights between forward and backward; false is faster and takes more memory."""
+    find_unused_parameters: bool = False
+    """ddp: look at each step for parameters that had no part in the loss."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """How GPUs talk: nccl, or gloo, which is slow but works everywhere."""
+    timeout_s: float = 600
+    """Seconds without progress after which a run of many processes is brought down."""
 
 
 @dataclass
@@ -130,16 +157,26 @@ class TrainConfig:
     """Everything random follows from it."""
     steps: int = 100_000
     """Optimizer steps."""
+    epochs: float | None = None
+    """Times to go through the data, instead of steps."""
     batch_size: int = 8
-    """Samples per process and forward pass."""
-    gradient_accumulation_steps: int = 1
-    """Forward passes per optimizer step."""
+    """Samples per process and forward pass; with global_batch_size, the most of them."""
+    gradient_accumulation_steps: int | None = None
+    """Forward passes per optimizer step; 1 unless given, or what global_batch_size asks for."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all processes, so that a step is the same on any number of them."""
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    """Multiply the learning rates by the number of times that batch_size goes into the global batch, or its root."""
+    lr_factor: float | None = None
+    """What learning rates are multiplied by; 1 unless given, or what scale_lr comes to."""
     num_workers: int = 4
     """Threads that read and decode ahead of training; 0 reads in the loop itself."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler."""
     deterministic: bool = False
     """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
+    activation_checkpointing: bool = False
+    """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
     log_freq: int = 200
     """Steps between two lines of metrics."""
     save_checkpoint: bool = True
@@ -158,6 +195,7 @@ class TrainConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandBConfig = field(default_factory=WandBConfig)
@@ -215,6 +253,7 @@ AT_LEAST = {
     "steps": 1,
     "batch_size": 1,
     "gradient_accumulation_steps": 1,
+    "global_batch_size": 1,
     "log_freq": 1,
     "num_workers": 0,
     "eval_steps": 0,
@@ -237,6 +276,9 @@ AT_LEAST = {
     "scheduler.decay_lr": 0,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 1,
+    "parallel.dp_replicate": 1,
+    "parallel.dp_shard": 1,
+    "parallel.timeout_s": 1,
     "env.max_steps": 1,
     "eval.n_episodes": 1,
     "eval.batch_size": 0,
@@ -250,6 +292,10 @@ def _validate_ranges(config: TrainConfig) -> None:
         value = operator.attrgetter(key)(config)
         if value is not None and value < least:
             raise ConfigError(f"{key}={value} must be at least {least}.")
+    for key in ("epochs", "lr_factor"):
+        value = getattr(config, key)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{key}={value} must be more than 0.")
     if config.scheduler.peak_lr is not None and config.scheduler.peak_lr <= 0:
         raise ConfigError(f"scheduler.peak_lr={config.scheduler.peak_lr} must be more than 0.")
     if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):

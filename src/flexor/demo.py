@@ -18,7 +18,7 @@ from flexor.policies.pretrained import Pretrained, load_pretrained
 from flexor.settings import build_config, flatten, parse_flags, read_file
 from flexor.sim.rollout import Actor, ExpertActor, Summary, summarize
 from flexor.train.build import build_policy
-from flexor.train.engine import pick_device
+from flexor.train.engine import Engine, pick_device
 from flexor.train.evaluate import play
 from flexor.train.loop import train
 from flexor.train.run import CONFIG, open_run, read_config
@@ -74,7 +74,7 @@ def _clear(folder: Path) -> None:
 
 def _untrained(config: TrainConfig, trained: Pretrained, device: str) -> Pretrained:
     """The same policy with the weights it started from."""
-    policy = build_policy(config, pick_device(device))
+    policy = build_policy(config, Engine(pick_device(device)))
     return replace(trained, policy=policy.eval())
 
 

@@ -9,6 +9,7 @@ class FlexorError(Exception):
     """
 
     exit_code = 1
+    said = False  # by another process of the run
 
 
 class ConfigError(FlexorError):

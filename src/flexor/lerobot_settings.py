@@ -73,6 +73,7 @@ ALIASES = {
     "cudnn_deterministic": "deterministic",
     "policy.path": "policy_path",
     "config_path": "config",
+    "checkpoint.async": "checkpoint.asynchronous",  # a keyword of Python's
 }
 
 

@@ -15,12 +15,24 @@ class _AboveBars(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+def set_rank(rank: int, world_size: int) -> None:
+    """Of many processes the first one talks; the others only warn, and say who they are."""
+    for handler in log.handlers if world_size > 1 else []:
+        who = f"[rank {rank}] " if rank else ""
+        handler.setFormatter(_formatter(who))
+        handler.setLevel(logging.WARNING if rank else logging.NOTSET)
+
+
+def _formatter(who: str = "") -> logging.Formatter:
+    return logging.Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
+
+
 def setup_logging(verbose: bool = False) -> None:
     """Send the program's log to standard error, once."""
     if log.handlers:
         return
     handler = _AboveBars()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_formatter())
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False

@@ -20,7 +20,8 @@ from flexor.errors import ConfigError
 from flexor.rng import Noise
 from flexor.settings import load_config
 from flexor.train import checkpoint
-from flexor.train.build import build_state, split_episodes
+from flexor.train.build import build_state, fit_to_dataset, split_episodes
+from flexor.train.settle import split_batch
 from flexor.train.engine import Engine
 from flexor.train.evaluate import held_out_loss
 
@@ -157,7 +158,8 @@ def test_split_is_lerobots(tasks, share):
 def state_of(lowdim, tiny_act, tmp_path, *more):
     config = load_config(runs.flags(lowdim, tmp_path / "run", tiny_act, *more))
     dataset = open_dataset(root=lowdim)
-    return build_state(config, dataset, Engine(torch.device("cpu"))), dataset
+    config.policy = fit_to_dataset(config.policy, dataset)
+    return build_state(config, dataset, Engine(torch.device("cpu")), split_batch(config, 1)), dataset
 
 
 def test_held_out_loss_is_one_number_whatever_the_batch(lowdim, tiny_act, tmp_path):

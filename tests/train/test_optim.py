@@ -119,17 +119,20 @@ def test_schedule_that_lacks_something():
 )
 def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny_act, tmp_path):
     from flexor.data.dataset import open_dataset
-    from flexor.train.build import build_state
+    from flexor.train.build import build_state, fit_to_dataset
     from flexor.train.engine import Engine
+    from flexor.train.settle import split_batch
 
     flags = [f for f in runs.flags(lowdim, tmp_path, tiny_act) if "optimizer" not in f]
-    state = build_state(load_config([*flags, *more]), open_dataset(root=lowdim), Engine(torch.device("cpu")))
+    config, dataset = load_config([*flags, *more]), open_dataset(root=lowdim)
+    config.policy = fit_to_dataset(config.policy, dataset)
+    state = build_state(config, dataset, Engine(torch.device("cpu")), split_batch(config, 1))
     assert type(state.optimizer) is kind
     group = state.optimizer.param_groups[0]
     assert {name: group[name] for name in expected} == expected
 
 
-def test_moving_average_follows_and_comes_back():
+def test_moving_average_follows():
     torch.manual_seed(0)
     model = nn.BatchNorm1d(2)
     ema = EMA(model, 0.9)
@@ -140,9 +143,6 @@ def test_moving_average_follows_and_comes_back():
     decay = 2 / 11  # the first update forgets the start
     assert ema.average["weight"].tolist() == pytest.approx([decay + 2 * (1 - decay)] * 2)
     assert int(ema.average["num_batches_tracked"]) == 7
-    again = EMA(nn.BatchNorm1d(2), 0.9)
-    again.load_state(ema.state())
-    assert again.updates == 1 and all(torch.equal(again.average[k], ema.average[k]) for k in ema.average)
     for _ in range(1000):
         ema.update(model)
     assert ema.average["weight"].tolist() == pytest.approx([2.0, 2.0])

@@ -158,10 +158,11 @@ def test_what_may_change_may(finished, tmp_path):
 
 def test_batch_may_be_split_otherwise_but_not_grow(finished, tmp_path, capsys):
     cut = runs.cut_back(finished, tmp_path / "cut", 10)
-    assert main(["resume", str(cut), "--batch_size=8"]) == 1
-    error = capsys.readouterr().err
-    assert "batch_size was 4, is 8" in error
-    assert main(["resume", str(cut), "--batch_size=2", "--gradient_accumulation_steps=2"]) == 0
+    assert main(["resume", str(cut), "--global_batch_size=8"]) == 2
+    assert "global_batch_size can't change" in capsys.readouterr().err
+    assert main(["resume", str(cut), "--batch_size=3", "--gradient_accumulation_steps=2"]) == 0
+    state = runs.state(cut, STEPS)["training_step.json"]
+    assert state["batch_size"] == 2 and state["samples_seen"] == 4 * STEPS
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from flexor.data.windows import window_rows
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
 
+TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # of assembled batches that wait; one always may
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
@@ -144,8 +145,7 @@ class Loader(Planner):
 
     def troubles(self) -> dict[str, int]:
         """Frames that did not decode and what became of their samples; empty if all is well."""
-        names = ("bad_frames", "skipped_samples", "substituted_samples")
-        return {name: self._counters[name] for name in names if self._counters[name]}
+        return {name: self._counters[name] for name in TROUBLES if self._counters[name]}
 
     def counters(self) -> dict[str, Any]:
         """What has been read so far, in frames and bytes, and the threads' CPU seconds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,13 @@ def as_json(values: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
+class Ranks(Protocol):
+    """What meters need of an engine."""
+
+    def sum(self, values: Tensor) -> Tensor: ...
+    def max(self, value: float) -> float: ...
+
+
 class Meters:
     """Collects values on their device, so that measuring never makes the loop wait for the GPU."""
 
@@ -23,23 +30,30 @@ class Meters:
         self.reset()
 
     def reset(self) -> None:
-        self.sums: dict[str, Tensor | float] = {}
+        self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = defaultdict(int)
+        self.parts: set[str] = set()
         self.samples = 0
         self.started = time.perf_counter()
         self.waited = 0.0
 
-    def add(self, name: str, value: Tensor | float) -> None:
-        value = value.detach() if isinstance(value, Tensor) else value
+    def add(self, name: str, value: Tensor, summed: bool = False) -> None:
+        """`summed`: the value is this rank's part of a sum over ranks."""
+        value = value.detach()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.counts[name] += 1
+        if summed:
+            self.parts.add(name)
 
-    def report(self) -> dict[str, float]:
+    def report(self, ranks: Ranks) -> dict[str, float]:
         """Means since the last reset, samples per second, and the share of time spent waiting for data."""
-        elapsed = time.perf_counter() - self.started
-        means = {name: float(torch.as_tensor(total)) / self.counts[name] for name, total in self.sums.items()}
+        elapsed = ranks.max(time.perf_counter() - self.started)
+        parts = sorted(self.parts)
+        if parts:
+            over_all = ranks.sum(torch.stack([self.sums[name].float() for name in parts]))
+            self.sums |= dict(zip(parts, over_all))
         return {
-            **means,
+            **{name: float(total) / self.counts[name] for name, total in self.sums.items()},
             "samples_per_s": self.samples / max(elapsed, 1e-9),
-            "data_wait": self.waited / max(elapsed, 1e-9),
+            "data_wait": ranks.max(self.waited) / max(elapsed, 1e-9),
         }

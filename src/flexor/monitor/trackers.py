@@ -58,11 +58,11 @@ class WandBTracker:
 
 
 class Trackers:
-    """All of them as one."""
+    """All of them as one; none if silent, as all ranks but the first are."""
 
-    def __init__(self, config: TrainConfig, folder: Path):
-        self.all: list[Tracker] = [JsonlTracker(folder)]
-        if config.wandb.enable:
+    def __init__(self, config: TrainConfig, folder: Path, silent: bool = False):
+        self.all: list[Tracker] = [] if silent else [JsonlTracker(folder)]
+        if config.wandb.enable and not silent:
             self.all.append(WandBTracker(config, folder))
 
     def log(self, step: int, values: dict[str, Any]) -> None:

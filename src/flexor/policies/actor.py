@@ -85,13 +85,16 @@ class PolicyActor:
     @torch.inference_mode()
     def predict(self, batch: dict[str, np.ndarray], task: list[str]) -> Tensor:
         """A normalised chunk [B, H, A]."""
+        return self.policy.predict(*self.prepare(batch, task))
+
+    def prepare(self, batch: dict[str, np.ndarray], task: list[str]) -> tuple[Batch, Noise]:
+        """What the policy gets for these observations."""
         tensors: Batch = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in batch.items()}
         self._check(tensors)
         prepared = self.preprocessor({**tensors, "task": task})
         device = next(self.policy.parameters()).device
-        noise = Noise(self.seed, self.steps, self.episodes.to(device))
         self.policy.eval()
-        return self.policy.predict(prepared, noise)
+        return prepared, Noise(self.seed, self.steps, self.episodes.to(device))
 
     def _check(self, batch: Batch) -> None:
         """The environment must show what the policy was trained on."""

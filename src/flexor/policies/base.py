@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from flexor.batch import ACTION, STATE, VALID_STEPS, Batch
 from flexor.errors import ConfigError
@@ -117,6 +118,9 @@ class Loss:
 
     per_sample: Tensor  # [B]
     parts: dict[str, Tensor]  # name -> [B]
+
+
+register_dataclass(Loss)  # so that sharded models find the tensors in what their forward pass returns
 
 
 @dataclass

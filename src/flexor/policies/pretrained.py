@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flexor.data.source import is_repo_id
@@ -16,6 +17,7 @@ from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
+from flexor.tensors import fill, shapes_in
 from flexor.tree import Partial, from_plain, to_plain
 
 FOLDER = "pretrained_model"
@@ -100,13 +102,18 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
 
 
 def save_pretrained(
-    folder: Path, config: PolicyConfig, weights: dict[str, Tensor], before: Pipeline, after: Pipeline
+    folder: Path,
+    config: PolicyConfig,
+    weights: Mapping[str, Tensor] | None,
+    before: Pipeline,
+    after: Pipeline,
 ) -> None:
-    """Write the folder; the caller makes it appear atomically."""
+    """Write the folder, if need be without weights; the caller makes it appear atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"type": config.type, **to_plain(config), **FOREIGN}
     (folder / CONFIG).write_text(json.dumps(described, indent=4))
-    save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, folder / WEIGHTS)
+    if weights is not None:
+        save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, folder / WEIGHTS)
     before.save(folder)
     after.save(folder)
 
@@ -122,25 +129,29 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Weights into a policy of the same shape; every difference is named."""
-    try:
-        weights = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"Can't read the weights in {folder / WEIGHTS}: {error}") from error
-    own = policy.state_dict()
-    missing, unexpected = own.keys() - weights.keys(), weights.keys() - own.keys()
-    shapes = [
-        f"{name}: {tuple(weights[name].shape)} there, {tuple(own[name].shape)} here"
-        for name in own.keys() & weights.keys()
-        if weights[name].shape != own[name].shape
-    ]
-    if missing or unexpected or shapes:
+    """Weights into a policy of the same shape (each rank its part); every difference is named."""
+    file, own = folder / WEIGHTS, policy.state_dict()
+    if not file.is_file() and (folder.parent / "training_state" / "sharded").is_dir():
         raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit this {policy.config.type} policy. "
-            f"Missing: {_some(missing)}. Not known: {_some(unexpected)}. Other shape: {_some(shapes)}. "
-            "Was a setting that changes the network overridden?"
+            f"{folder.parent} was saved in shards, without {WEIGHTS}: make it with `flexor export {folder.parent}`."
         )
-    policy.load_state_dict(weights)
+    try:
+        there = shapes_in(file)
+        missing, unexpected = own.keys() - there.keys(), there.keys() - own.keys()
+        shapes = [
+            f"{name}: {there[name]} there, {tuple(own[name].shape)} here"
+            for name in own.keys() & there.keys()
+            if there[name] != tuple(own[name].shape)
+        ]
+        if missing or unexpected or shapes:
+            raise CheckpointError(
+                f"{file} does not fit this {policy.config.type} policy. "
+                f"Missing: {_some(missing)}. Not known: {_some(unexpected)}. Other shape: {_some(shapes)}. "
+                "Was a setting that changes the network overridden?"
+            )
+        fill(own, file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
 
 
 def _some(names: Any, limit: int = 3) -> str:

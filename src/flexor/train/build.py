@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from flexor.batch import ACTION
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.loader import Loader
-from flexor.data.settings import DatasetConfig, picture_size
+from flexor.data.settings import DatasetConfig, OrderConfig, picture_size
 from flexor.data.stats import compute_stats
 from flexor.data.tiers import open_loader
 from flexor.errors import ConfigError
 from flexor.log import log
+from flexor.machine import gigabytes, total_memory
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
-from flexor.policies.pretrained import find_folder, load_weights
+from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA, build_optimizer, build_scheduler
+from flexor.train.processes import Processes
+from flexor.train.settle import Split
 from flexor.train.state import TrainState
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -51,15 +56,79 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     return dataset.select(training), dataset.select(held_out)
 
 
-def build_loader(config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine) -> Loader:
-    """The batches of the run. What is left open about their order is settled here, for all of the run."""
+def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
+    """What computes: one process, or many with the whole model each, or with a part of it."""
+    settings = (device, config.precision, config.deterministic, processes, config.parallel)
+    if processes.launcher == "accelerate":
+        from flexor.train.accelerate import AccelerateEngine
+
+        return AccelerateEngine(*settings)
+    strategy: str = config.parallel.strategy
+    if strategy == "auto" and processes.world_size > 1:
+        strategy = pick_strategy(config, processes, device)
+    if strategy in ("fsdp", "hsdp"):
+        from flexor.train.sharding import ShardedEngine
+
+        return ShardedEngine(*settings, strategy=strategy)
+    if config.parallel.cpu_offload:
+        raise ConfigError("parallel.cpu_offload=true needs --parallel.strategy=fsdp or hsdp.")
+    return Engine(*settings)
+
+
+def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:
+    """ddp if weights, gradients and Adam's state fit into half of the smallest device; the rest is for activations."""
+    from flexor.train.sharding import parameters_without_memory
+
+    with parameters_without_memory():
+        parameters = list(policy_class(config.policy.type)(config.policy).parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    need = 4 * sum(p.numel() for p in parameters) + 12 * trained + (4 * trained if config.ema.enable else 0)
+    if device.type == "cuda":
+        own = torch.cuda.get_device_properties(device).total_memory
+    else:
+        own = total_memory() // processes.local_world_size
+    room = min(processes.gather(own)) // 2
+    local = min(processes.gather(processes.local_world_size))
+    several_hosts = processes.world_size > local
+    strategy = "ddp" if need <= room else "hsdp" if several_hosts and need / local <= room else "fsdp"
+    log.info(
+        "parallel.strategy=%s: the model and its optimizer take %s, a device has %s for them",
+        strategy,
+        gigabytes(need),
+        gigabytes(room),
+    )
+    return strategy
+
+
+def build_loader(
+    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
+) -> Loader:
+    """The batches of the run. What is left open about their order is settled by rank 0, for all of the run."""
+    settings, opened = config.dataset, []
+
+    def settle() -> tuple[OrderConfig, str]:
+        opened.append(_open_loader(config, training, held_out, engine, split))
+        return settings.order, opened[0].tier
+
+    order, tier = engine.processes.share(settle)
+    if opened:
+        return opened[0]
+    settings.order = order
+    if settings.cache.tier == "auto" and tier != "none":
+        settings.cache.tier = tier  # type: ignore[assignment]
+    return _open_loader(config, training, held_out, engine, split)
+
+
+def _open_loader(
+    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
+) -> Loader:
     return open_loader(
         training,
         config.dataset,
         deltas_of(config.policy),
         cameras=list(config.policy.images),
-        batch_size=config.batch_size,
-        accumulation=config.gradient_accumulation_steps,
+        batch_size=split.batch_size,
+        accumulation=split.accumulation,
         seed=config.seed,
         num_workers=config.num_workers,
         rank=engine.rank,
@@ -152,25 +221,44 @@ def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> St
     return stats
 
 
-def build_policy(config: TrainConfig, device: torch.device, resuming: bool = False) -> Policy:
-    """A policy with its starting weights, the same for the same seed."""
-    seed_everything("weights", config.seed)
-    policy = policy_class(config.policy.type)(config.policy)
+def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) -> Policy:
+    """A policy with its starting weights, the same for the same seed; a checkpoint will bring them if resuming."""
+
+    def make() -> Policy:
+        seed_everything("weights", config.seed)
+        policy = policy_class(config.policy.type)(config.policy)
+        if config.activation_checkpointing:
+            recompute(policy)
+        return policy
+
+    weights: Path | str | None = None
     if resuming:
-        pass  # a checkpoint brings all weights: nothing needs to be fetched
+        weights = "later"
     elif config.policy_path is not None:
-        load_weights(policy, find_folder(config.policy_path))
-    else:
-        policy.load_backbone()
-    return policy.to(device)
+        with engine.processes.main_first():  # one of a host downloads
+            weights = find_folder(config.policy_path)
+    return engine.build(make, weights)
 
 
-def build_state(config: TrainConfig, dataset: Dataset, engine: Engine, resuming: bool = False) -> TrainState:
-    """Everything at step 0. Fills in the policy's features: from here on the config alone says what the run is."""
-    config.policy = fit_to_dataset(config.policy, dataset)
+def recompute(policy: Policy) -> None:
+    """Each block keeps its input only, and is computed again in the backward pass."""
+    units = policy.shard_units()
+    if not units:
+        raise ConfigError(
+            f"activation_checkpointing=true: {policy.config.type} names no blocks to recompute."
+        )
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+def build_state(
+    config: TrainConfig, dataset: Dataset, engine: Engine, split: Split, resuming: bool = False
+) -> TrainState:
+    """Everything at step 0."""
     before, after = _pipelines(config, dataset, engine)
-    policy = build_policy(config, engine.device, resuming)
-    optimizer = build_optimizer(config.optimizer, policy)
+    policy = build_policy(config, engine, resuming)
+    optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
+    engine.prepare(policy, optimizer)
     return TrainState(
         config=config,
         fingerprint=dataset.fingerprint(),
@@ -181,6 +269,7 @@ def build_state(config: TrainConfig, dataset: Dataset, engine: Engine, resuming:
         optimizer=optimizer,
         scheduler=build_scheduler(config.scheduler, optimizer, config.steps),
         ema=EMA(policy, config.ema.decay) if config.ema.enable else None,
+        split=split,
     )
 
 

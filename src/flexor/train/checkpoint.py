@@ -12,10 +12,11 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 
 from flexor.errors import CheckpointError
 from flexor.log import log
@@ -30,26 +31,40 @@ def folder_name(step: int, total_steps: int) -> str:
     return f"{step:0{max(6, len(str(total_steps)))}d}"
 
 
-def save(checkpoints: Path, step: int, total_steps: int, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a folder, then make it the newest checkpoint in one instant."""
-    final = checkpoints / folder_name(step, total_steps)
-    aside = checkpoints / f".{final.name}.writing"
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        (aside / "training_state").mkdir(parents=True)
-        write(aside)
-        _write_manifest(aside, step)
-        _replace_folder(aside, final)
-        _point_last_at(final)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise _failed(checkpoints, step, error) from error
-    return final
+class Folder:
+    """A checkpoint in the making: filled aside, then the newest one in an instant."""
+
+    def __init__(self, checkpoints: Path, step: int, total_steps: int):
+        self.step = step
+        self.final = checkpoints / folder_name(step, total_steps)
+        self.aside = checkpoints / f".{self.final.name}.writing"
+
+    def open(self) -> None:
+        with self.failures_named():
+            shutil.rmtree(self.aside, ignore_errors=True)
+            (self.aside / "training_state").mkdir(parents=True)
+
+    def finish(self) -> Path:
+        _write_manifest(self.aside, self.step)
+        _replace_folder(self.aside, self.final)
+        _point_last_at(self.final)
+        return self.final
+
+    @contextlib.contextmanager
+    def failures_named(self) -> Iterator[None]:
+        """What goes wrong inside is said in a person's words, and leaves nothing half-written."""
+        try:
+            yield
+        except (OSError, SafetensorError, CheckpointException) as error:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            raise _failed(self.final.parent, self.step, error) from error
 
 
-def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
+def _failed(checkpoints: Path, step: int, error: BaseException) -> CheckpointError:
     kept = newest(checkpoints)
-    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+    full = getattr(error, "errno", None) == errno.ENOSPC or any(
+        sign in str(error) for sign in ("os error 28", "No space left")
+    )
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"

@@ -6,12 +6,13 @@ holds the settings, the metrics so far and whole checkpoints.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,22 +21,29 @@ from tqdm import tqdm
 from flexor.batch import SAMPLE_ID
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset
-from flexor.data.loader import Loader
+from flexor.data.loader import TROUBLES, Loader, sample_rows
 from flexor.errors import ConfigError, FlexorError
-from flexor.log import log
+from flexor.log import log, set_rank
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.rng import Noise
-from flexor.sim.rollout import summarize
 from flexor.train import checkpoint
-from flexor.train.build import build_datasets, build_loader, build_state
-from flexor.train.engine import Engine, pick_device
-from flexor.train.evaluate import actor_of, exported_weights, held_out_loss, play
-from flexor.train.resume import check_same_run, newest_checkpoint
-from flexor.train.run import Run, default_folder, open_run
+from flexor.train.build import build_datasets, build_engine, build_loader, build_state, fit_to_dataset
+from flexor.train.engine import Engine, check_devices, pick_device
+from flexor.train.evaluate import evaluate, held_out_loss
+from flexor.train.introduce import introduce
+from flexor.train.processes import Processes, find_processes
+from flexor.train.resume import check_same_run, continued_config, newest_checkpoint
+from flexor.train.run import CONFIG, Run, default_folder, join_run, restarted_folder
+from flexor.train.saver import Saver
+from flexor.train.settle import count_steps, scale_learning_rate, split_batch
 from flexor.train.state import TrainState
+from flexor.train.watchdog import Watchdog
 
 STOPPED = 75  # exit code of a run that saved itself when told to stop: "start me again" (EX_TEMPFAIL)
+
+
+Resume = Literal["no", "yes", "auto"]  # auto: if the run has begun
 
 
 class TrainingStopped(FlexorError):
@@ -57,142 +65,242 @@ class Result:
     checkpoint: Path | None
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    main: bool = True  # not one of the other ranks
 
 
-def train(config: TrainConfig, resume: bool = False) -> Result:
-    """Do a run, or go on with one."""
+def train(config: TrainConfig, resume: Resume = "no") -> Result:
+    """Do a run, or go on with one, as one of its processes."""
     started = time.perf_counter()
+    processes = find_processes()
+    set_rank(processes.rank, processes.world_size)
+    device = pick_device(config.policy.device, processes)
+    if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
+        processes.join(device, config.parallel.timeout_s, config.parallel.backend)
+        check_devices(processes, device, config.parallel.backend)
+    config, begun = _settle_folder(config, resume, processes)
+    assert config.output_dir is not None
+    with join_run(processes, Path(config.output_dir), begun) as run:
+        result = _train(config, begun, run, processes, device)
+    result.seconds, result.main = time.perf_counter() - started, processes.is_main
+    processes.leave()
+    return result
+
+
+def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) -> tuple[TrainConfig, bool]:
+    """The run's folder, and whether the run has begun there; rank 0 decides."""
     config.job_name = config.job_name or config.policy.type
-    folder = Path(config.output_dir) if config.output_dir else default_folder(config.job_name)
-    config.output_dir = str(folder)
     if config.dataset.root and "://" not in config.dataset.root:
         config.dataset.root = str(Path(config.dataset.root).absolute())  # a resume may start elsewhere
-    with open_run(folder, resume) as run:
-        found = newest_checkpoint(folder) if resume else None
-        engine = Engine(pick_device(config.policy.device), config.precision, config.deterministic)
+    restarted = processes.restarts > 0
+
+    def decide() -> tuple[Path, bool]:
+        found = restarted_folder(processes.launch) if restarted and not config.output_dir else None
+        folder = (
+            Path(config.output_dir) if config.output_dir else found or default_folder(str(config.job_name))
+        )
+        again = resume == "auto" or (resume == "no" and restarted)
+        return folder, resume == "yes" or (again and (folder / CONFIG).is_file())
+
+    folder, begun = processes.share(decide)
+    if begun and resume != "yes":
+        config = continued_config(folder, config)
+    config.output_dir = str(folder)
+    return config, begun
+
+
+def _train(config: TrainConfig, begun: bool, run: Run, processes: Processes, device: torch.device) -> Result:
+    found = processes.share(lambda: _find_checkpoint(run, processes.restarts > 0)) if begun else None
+    with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
-        state = build_state(config, training, engine, resuming=resume)
-        if found is not None:
-            check_same_run(found, config, state.fingerprint, state.preprocessor)
-            state.load(found)
-            if state.step > config.steps:
-                raise ConfigError(f"steps={config.steps}: the run is at step {state.step} already.")
-            run.forget_metrics_after(state.step)
-        loader = build_loader(config, training, held_out, engine)
+    config.policy = fit_to_dataset(
+        config.policy, training
+    )  # from here on the config alone says what the run is
+    split = split_batch(config, processes.world_size)
+    scale_learning_rate(config)
+    count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
+    engine = build_engine(config, processes, device)
+    state = build_state(config, training, engine, split, resuming=found is not None)
+    if found is not None:
+        check_same_run(found, config, state.fingerprint, state.preprocessor)
+        state.load(found)
+        if state.step > config.steps:
+            raise ConfigError(f"steps={config.steps}: the run is at step {state.step} already.")
+    loader = build_loader(config, training, held_out, engine, split)
+    if processes.is_main:
+        run.forget_metrics_after(state.step)
         run.write_config(config)
-        _introduce(state, training, held_out, found)
-        with closing(loader), engine.own_stream() if loader.decoded_on_gpu else nullcontext():
-            result = fit(state, run, loader, held_out)
-        result.seconds = time.perf_counter() - started
-    return result
+        run.note_launch(processes.launch)
+    introduce(state, training, held_out, found)
+    with closing(loader), engine.own_stream() if loader.decoded_on_gpu else nullcontext():
+        return fit(state, run, loader, held_out)
+
+
+def _find_checkpoint(run: Run, restarted: bool) -> Path | None:
+    """Where to go on; a run that was started again before it saved anything begins anew."""
+    if restarted and checkpoint.newest(run.checkpoints) is None:
+        return None
+    return newest_checkpoint(run.folder)
 
 
 def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -> Result:
     """Optimizer steps until the last one."""
-    config, engine, policy = state.config, state.engine, state.policy
-    meters, watch = Meters(), Watch(run, engine.precision)
-    result = Result(run.folder, state.step, checkpoint.newest(run.checkpoints))
-    policy.train()
+    config, engine = state.config, state.engine
+    meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
+    result = Result(run.folder, state.step, saver.newest)
+    state.policy.train()
 
-    with Trackers(config, run.folder) as trackers, StopSignal() as stop, _progress_bar(state) as bar:
+    with (
+        _watchdog(state) as dog,
+        Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
+        StopSignal() as stop,
+        _progress_bar(state) as bar,
+    ):
         batches = loader.steps(state.step, config.steps)
         while state.step < config.steps:
+            dog.beat(state.step, "reading data")
             waiting = time.perf_counter()
             micro_batches = next(batches)
             meters.waited += time.perf_counter() - waiting
 
+            dog.beat(state.step, "computing")
             loss, norm = optimizer_step(state, micro_batches, meters)
             state.step += 1
-            watch.see(state.step, micro_batches, loss, norm)
+            watch.see(state.step, micro_batches, loss, norm, stop.signal)
             meters.samples += loader.global_batch
+            saver.check()
             bar.update()
 
-            last = state.step == config.steps
+            last, stopping = state.step == config.steps, watch.stopping
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
                 result.metrics |= _log(state, meters, trackers, bar, epoch, loader.troubles())
             if held_out is not None and _due(state.step, config.eval_steps, last):
-                values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
+                with dog.patiently("the held-out loss"):
+                    values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
                 result.metrics |= _report(state.step, values, trackers)
             if config.env.type and _due(state.step, config.env_eval_freq, False):
-                result.metrics |= _report(state.step, _evaluate(state, run), trackers)
-            if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stop.signal):
+                with dog.patiently("an evaluation"):
+                    result.metrics |= _report(state.step, evaluate(state, run), trackers)
+            if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
-                result.checkpoint = save_checkpoint(state, run)
+                with dog.patiently("saving a checkpoint"):
+                    saver.save()
                 loader.sync()
-            if stop.signal and not last:
-                raise _stopped(stop.signal, state.step, result.checkpoint, run)
+            if stopping and not last:
+                with dog.patiently("saving a checkpoint"):
+                    saver.wait()
+                raise _stopped(stopping, state.step, saver.newest, run)
         watch.check()
-    result.step = state.step
+        with dog.patiently("saving a checkpoint"):
+            saver.wait()
+    result.step, result.checkpoint = state.step, saver.newest
     return result
 
 
 def optimizer_step(
     state: TrainState, micro_batches: list[dict[str, Any]], meters: Meters
 ) -> tuple[Tensor, Tensor]:
-    """One step: forward and backward for each micro-batch, clip, update. Returns loss and gradient norm."""
-    config, engine, policy = state.config, state.engine, state.policy
-    samples = sum(len(batch[SAMPLE_ID]) for batch in micro_batches)
+    """One step: forward and backward for each micro-batch, clip, update.
+
+    Returns this rank's part of the loss, and the norm of the whole gradient.
+    """
+    config, engine, split = state.config, state.engine, state.split
     total = torch.zeros((), device=engine.device)
     for micro, batch in enumerate(micro_batches):
         batch = state.preprocessor(batch)
         noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
-        with engine.forward(config.seed, state.step, micro):
-            losses = policy(batch, noise)
-            loss = losses.per_sample.float().sum() / samples
-        engine.backward(loss)
+        first = engine.rank * split.share + micro * split.batch_size  # of the global batch
+        with engine.accumulate(last=micro + 1 == len(micro_batches)):
+            with engine.forward(config.seed, state.step, first):
+                losses = engine.model(batch, noise)
+                loss = losses.per_sample.float().sum() / split.global_batch
+            engine.backward(loss)
         total += loss.detach()
         for name, part in losses.parts.items():
-            meters.add(name, part.detach().float().sum() / samples * len(micro_batches))
+            meters.add(
+                name, part.detach().float().sum() / split.global_batch * len(micro_batches), summed=True
+            )
 
     assert config.optimizer.grad_clip_norm is not None
-    norm = engine.clip_grad_norm(policy, state.optimizer, config.optimizer.grad_clip_norm)
+    norm = engine.clip_grad_norm(state.optimizer, config.optimizer.grad_clip_norm)
     engine.step(state.optimizer)
     state.scheduler.step()
     if state.ema:
-        state.ema.update(policy)
-    meters.add("loss", total)
+        state.ema.update(state.policy)
+    meters.add("loss", total, summed=True)
     meters.add("grad_norm", norm)
     return total, norm
 
 
 class Watch:
-    """Stops a run whose loss is no longer a number, without making every step wait for the GPU.
+    """Stops a run whose loss is no longer a number, and has all ranks stop at the same step.
 
-    A step's figures are looked at when the next step has been queued, and before anything is saved.
+    A step's figures are looked at when the next step has been queued, so that no step waits for the GPU, and before
+    anything is saved. They are sums over all ranks: what one rank sees, all see.
     """
 
-    def __init__(self, run: Run, precision: str):
-        self.run = run
+    def __init__(self, run: Run, engine: Engine):
+        self.run, self.engine = run, engine
         # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
-        self.overflows_left = self.overflows_allowed = 30 if precision == "fp16" else 0
-        self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor] | None = None
+        self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
+        self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor, Tensor] | None = None
+        self.stopping: signal.Signals | None = None
 
-    def see(self, step: int, batches: list[dict[str, Any]], loss: Tensor, norm: Tensor) -> None:
+    def see(
+        self,
+        step: int,
+        batches: list[dict[str, Any]],
+        loss: Tensor,
+        norm: Tensor,
+        told: signal.Signals | None,
+    ) -> None:
         self.check()
-        self.seen = (step, batches, loss, norm)
+        if self.engine.world_size == 1:
+            self.stopping = told
+            self.seen = (step, batches, loss, norm, loss[None])
+        else:
+            signals = [float(told is number) for number in StopSignal.SIGNALS]
+            over_all = torch.cat((loss[None], loss.new_tensor(signals)))
+            self.seen = (step, batches, loss, norm, self.engine.sum(over_all))
 
     def check(self) -> None:
         if self.seen is None:
             return
-        step, batches, loss, norm = self.seen
+        step, batches, own, norm, over_all = self.seen
         self.seen = None
-        what = "gradient" if torch.isfinite(loss) else "loss"
-        if torch.isfinite(norm):
+        loss, *signals = over_all.tolist()
+        for number, count in zip(StopSignal.SIGNALS, signals):
+            if count:
+                self.stopping = number
+        finite = bool(torch.isfinite(norm))
+        if finite:
             self.overflows_left = self.overflows_allowed
-        elif what == "gradient":
+        elif math.isfinite(loss):
             self.overflows_left -= 1
-        if what == "gradient" and (torch.isfinite(norm) or self.overflows_left >= 0):
+        if math.isfinite(loss) and (finite or self.overflows_left >= 0):
             return
+        what, value = ("gradient", norm.item()) if math.isfinite(loss) else ("loss", loss)
+        self._stop(step, what, value, batches, float(own))
+
+    def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
+        """All ranks come here at the same step, so they can tell each other whose batch it was."""
+        processes = self.engine.processes
         ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
-        good = checkpoint.newest(self.run.checkpoints)
-        raise Diverged(
-            f"The {what} of step {step} is {loss.item() if what == 'loss' else norm.item()}, so the run "
-            f"stopped. Sample ids of that batch: {ids}. Last good checkpoint: {good or 'none yet'}. "
+        ranks = processes.gather((processes.host, own, ids))
+        bad = [(rank, *told) for rank, told in enumerate(ranks) if not math.isfinite(told[1])]
+        bad = bad or [(rank, *told) for rank, told in enumerate(ranks)]
+        named = "; ".join(
+            f"rank {rank} on {host}: {ids}" if len(ranks) > 1 else f"{ids}" for rank, host, _, ids in bad
+        )
+        error = Diverged(
+            f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
+            f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "
             "Look for NaN in the data (`flexor data check`), or lower --optimizer.lr; then start from that "
             "checkpoint with --policy.path."
         )
+        error.said = not processes.is_main
+        raise error
 
 
 class StopSignal:
@@ -230,16 +338,6 @@ def _stopped(number: signal.Signals, step: int, saved: Path | None, run: Run) ->
     return error
 
 
-def save_checkpoint(state: TrainState, run: Run) -> Path:
-    config = state.config
-    saved = checkpoint.save(run.checkpoints, state.step, config.steps, state.save)
-    log.info("saved %s", saved)
-    removed = checkpoint.prune(run.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_every)
-    if removed:
-        log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
-    return saved
-
-
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
@@ -247,7 +345,16 @@ def _due(step: int, every: int, last: bool) -> bool:
 def _log(
     state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float, troubles: dict[str, int]
 ) -> dict[str, Any]:
-    values = {**meters.report(), "lr": state.scheduler.get_last_lr()[0], "epoch": epoch, **troubles}
+    counts = {
+        name: sum(told.get(name, 0) for told in state.engine.processes.gather(troubles)) for name in TROUBLES
+    }
+    troubles = {name: count for name, count in counts.items() if count}
+    values = {
+        **meters.report(state.engine),
+        "lr": state.scheduler.get_last_lr()[0],
+        "epoch": epoch,
+        **troubles,
+    }
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
@@ -271,12 +378,15 @@ def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, 
     return values
 
 
-def _evaluate(state: TrainState, run: Run) -> dict[str, Any]:
-    config = state.config
-    with exported_weights(state):
-        videos = run.videos / f"{state.step:06d}"
-        episodes = play(actor_of(state), config.env, config.eval, videos)
-    return {f"eval_{name}": value for name, value in asdict(summarize(episodes)).items()}
+def _watchdog(state: TrainState) -> Watchdog:
+    processes = state.engine.processes
+    return Watchdog(
+        processes.rank,
+        processes.world_size,
+        processes.host,
+        processes.store,
+        state.config.parallel.timeout_s,
+    )
 
 
 def _progress_bar(state: TrainState) -> Any:
@@ -286,36 +396,5 @@ def _progress_bar(state: TrainState) -> Any:
         unit="step",
         dynamic_ncols=True,
         smoothing=0.05,
-        disable=None,
+        disable=None if state.engine.rank == 0 else True,
     )
-
-
-def _introduce(state: TrainState, training: Dataset, held_out: Dataset | None, found: Path | None) -> None:
-    """What is about to happen, in a few lines."""
-    config = state.config
-    parameters = list(state.policy.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    total = sum(p.numel() for p in parameters)
-    log.info(
-        "%s: %.1f M parameters, %.1f M trained, on %s, precision %s",
-        config.policy.type,
-        total / 1e6,
-        trained / 1e6,
-        state.engine.device,
-        config.precision,
-    )
-    held = f" and {len(held_out.episodes)} held out" if held_out is not None else ""
-    log.info("%s: %d episodes, %d frames%s", training.repo_id, len(training.episodes), len(training), held)
-    batch = config.batch_size * config.gradient_accumulation_steps
-    rates = ", ".join(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups)
-    log.info(
-        "steps %d to %d, %d samples each (batch %d x accumulation %d), %s lr %s",
-        state.step,
-        config.steps,
-        batch,
-        config.batch_size,
-        config.gradient_accumulation_steps,
-        config.optimizer.type,
-        rates,
-    )
-    log.info("run folder %s%s", config.output_dir, f", going on from {found.name}" if found else "")

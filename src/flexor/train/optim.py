@@ -8,12 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexor.config import OptimizerConfig, SchedulerConfig
 from flexor.errors import ConfigError
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.tensors import local
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8},
@@ -42,11 +43,13 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     return OptimizerConfig(**{**filled, **named})
 
 
-def build_optimizer(config: OptimizerConfig, policy: Policy) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, policy: Policy, lr_factor: float = 1.0) -> torch.optim.Optimizer:
     """One parameter group per group of the policy, each with its own settings where it has some."""
     assert config.type is not None
     settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}
     groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
+    for group in groups:
+        group["lr"] = lr_factor * group.get("lr", settings["lr"])
     # one kernel for all parameters; bitwise reproducible
     return CLASSES[config.type](groups, **settings, fused=True)
 
@@ -127,16 +130,8 @@ class EMA:
         averages, values = [], []
         for name, value in model.state_dict().items():
             if value.is_floating_point():
-                averages.append(self.average[name])
-                values.append(value.detach())
+                averages.append(local(self.average[name]))
+                values.append(local(value.detach()))
             else:
                 self.average[name].copy_(value)
         torch._foreach_lerp_(averages, values, 1 - decay)
-
-    def state(self) -> dict[str, Tensor]:
-        return {**self.average, "_updates": torch.tensor(self.updates)}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.updates = int(state.pop("_updates"))
-        for name, value in state.items():
-            self.average[name].copy_(value)

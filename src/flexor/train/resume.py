@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,10 @@ from flexor.train import checkpoint, run
 # Settings that change neither what is computed nor in which order.
 MAY_CHANGE = {
     "steps",
+    "epochs",
+    "batch_size",  # the global batch stays what it was
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
     "output_dir",  # the folder may have been moved
     "job_name",
     "num_workers",
@@ -40,7 +43,7 @@ MAY_CHANGE = {
     "dataset.cache.remote_gb",
     "policy.device",
 }
-MAY_CHANGE_GROUPS = {"checkpoint", "env", "eval", "wandb"}
+MAY_CHANGE_GROUPS = {"checkpoint", "parallel", "env", "eval", "wandb"}
 
 
 def may_change(key: str) -> bool:
@@ -54,7 +57,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
         raise ConfigError(f"A run goes on in its own folder, {folder}: leave output_dir out.")
     allowed = sorted(MAY_CHANGE - {"output_dir"} | {f"{group}.*" for group in MAY_CHANGE_GROUPS})
     for key in changes:
-        if not may_change(key) and key not in ("batch_size", "gradient_accumulation_steps"):
+        if not may_change(key):
             raise ConfigError(
                 f"{key} can't change when a run goes on: it would be another run. Start one with "
                 f"`flexor train --policy.path={folder} ...`. May change: {', '.join(allowed)}."
@@ -64,6 +67,25 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
     config.policy_path = policy_path
+    return config
+
+
+def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
+    """The settings of a run that begun, when the command that started it is given again."""
+    saved, now = flatten(run.read_config(folder)), flatten(wanted.to_dict())
+    default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
+    settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
+    # what a run settles for itself (order, features, global batch) is open in its command
+    given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
+    differing = [key for key in given if key in saved and saved[key] != now[key]]
+    if differing:
+        named = "; ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
+        raise CheckpointError(
+            f"{folder} holds a run with other settings: {named}. Choose another --output_dir."
+        )
+    settled.pop("policy_path", None)
+    config = build_config({**settled, "output_dir": str(folder)})
+    config.policy_path = wanted.policy_path
     return config
 
 
@@ -88,8 +110,6 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
         )
     before, now = flatten(saved["config"]), flatten(config.to_dict())
     differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
-    if _global_batch(before) == _global_batch(now):
-        differing = [k for k in differing if k not in ("batch_size", "gradient_accumulation_steps")]
     if differing:
         named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
@@ -115,7 +135,3 @@ def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
                 f"({', '.join(differing[:3])} differ): bring meta/stats.json back, or start a new run with "
                 "--policy.path."
             )
-
-
-def _global_batch(flat: dict[str, Any]) -> int:
-    return flat["batch_size"] * flat["gradient_accumulation_steps"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ import yaml
 from flexor.config import TrainConfig
 from flexor.errors import CheckpointError, ConfigError
 from flexor.train import checkpoint
+from flexor.train.processes import Processes
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 LOCK = ".lock"
+LAUNCH = ".launch"
+SHARED_WITHIN = 30  # seconds until another host must see what rank 0 wrote
 
 
 class Run:
@@ -55,9 +59,52 @@ class Run:
         aside.write_text("".join(f"{line}\n" for line in lines))
         aside.rename(path)
 
+    def note_launch(self, launch: str) -> None:
+        """Who started the run, so that a restart of the same finds it."""
+        (self.folder / LAUNCH).write_text(launch)
+
+
+def restarted_folder(launch: str) -> Path | None:
+    """The folder of the run that the same launcher started before, if it chose none."""
+    for path in sorted(Path("runs").glob(f"*/{LAUNCH}"), reverse=True):
+        if path.read_text() == launch:
+            return path.parent
+    return None
+
 
 def default_folder(job_name: str) -> Path:
     return Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+
+
+@contextmanager
+def join_run(processes: Processes, folder: Path, resume: bool) -> Iterator[Run]:
+    """The run of all ranks: rank 0 owns its folder, the others see it."""
+    with ExitStack() as stack:
+        if processes.is_main:
+            run = None
+
+            def own() -> None:
+                nonlocal run
+                run = stack.enter_context(open_run(folder, resume))
+
+            processes.share(own)
+            assert run is not None
+        else:
+            processes.share(lambda: None)
+            run = Run(folder)
+            _wait_for_shared(folder, processes)
+        yield run
+
+
+def _wait_for_shared(folder: Path, processes: Processes) -> None:
+    until = time.monotonic() + SHARED_WITHIN
+    while not (folder / LOCK).exists():
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"output_dir={folder} of rank 0 is not to be seen on {processes.host}: choose a folder that all "
+                "hosts share."
+            )
+        time.sleep(0.1)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Everything a run is at one step, to a checkpoint folder and back.
 
-Files and names in `training_state/` are LeRobot's as far as they go; `flexor.json`, the raw weights
-and the moving average are what LeRobot has no place for.
+Files and names in `training_state/` are LeRobot's as far as they go; `flexor.json`, the raw weights, the moving
+average and the generators of other ranks are what LeRobot has no place for. A sharded run keeps its tensors in
+`training_state/sharded/` instead, each rank its own part.
 """
 
 from __future__ import annotations
@@ -14,17 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexor.config import TrainConfig
 from flexor.errors import CheckpointError
 from flexor.policies.base import Policy
-from flexor.policies.pretrained import FOLDER, load_weights, save_pretrained
+from flexor.policies.pretrained import FOLDER, save_pretrained
 from flexor.policies.processing import Pipeline
+from flexor.tensors import full
 from flexor.train import lerobot
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA
+from flexor.train.saved import EMA_STATE, OPTIMIZER, RAW_MODEL, STATE, open_tensors
+from flexor.train.settle import Split
 
 
 @dataclass
@@ -40,56 +47,61 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
     ema: EMA | None
+    split: Split
     step: int = 0
 
-    def save(self, folder: Path) -> None:
-        """Write the checkpoint's two folders."""
-        weights = self.policy.state_dict()
-        exported = self.ema.average if self.ema else weights
-        model = folder / FOLDER
-        save_pretrained(model, self.policy.config, exported, self.preprocessor, self.postprocessor)
-        (model / "train_config.json").write_text(json.dumps(lerobot.train_config(self.config), indent=4))
-
-        state = folder / "training_state"
+    def tensors(self) -> dict[str, Tensor]:
+        """All that training changes, by name; this rank's parts if it is sharded."""
+        named = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
         if self.ema:
-            save_file(
-                {k: v.detach().cpu().contiguous() for k, v in weights.items()},
-                state / "raw_model.safetensors",
-            )
-            save_file({k: v.cpu() for k, v in self.ema.state().items()}, state / "ema_state.safetensors")
-        self._save_optimizer(state)
-        save_file(rng_state(), state / "rng_state.safetensors")
-        _write_json(state / "scheduler_state.json", _plain_scheduler(self.scheduler))
-        _write_json(state / "training_step.json", self._position())
-        _write_json(
-            state / "flexor.json",
-            {
+            named |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
+        names, state = self.parameter_names(), self.optimizer.state_dict()["state"]
+        for index, values in state.items():
+            for key, value in values.items():
+                if value is not None:  # SGD without momentum keeps a None
+                    named[f"optimizer.{names[index]}.{key}"] = torch.as_tensor(value)
+        return named
+
+    def parameter_names(self) -> list[str]:
+        """The optimizer's parameters in its order, by which its state is numbered."""
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def snapshot(self, copy: bool, export: bool) -> Snapshot:
+        """What a checkpoint will hold, from all ranks, together. `copy`: training goes on before it is written."""
+        engine, tensors = self.engine, self.tensors()
+        random_states = engine.processes.gather(rng_state())
+        exported = {k: v for k, v in tensors.items() if k.startswith("ema." if self.ema else "model.")}
+        whole: dict[str, Tensor] | None = None
+        if engine.sharded and export:
+            # one tensor at a time: all ranks hold the whole of it for a moment, rank 0 keeps it in the host's memory
+            gathered = ((name, full(tensor)) for name, tensor in exported.items())
+            whole = {name: value.cpu() for name, value in gathered if engine.processes.is_main}
+        elif not engine.sharded and engine.processes.is_main:
+            if copy:
+                tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+            whole = {name: tensors[name] for name in exported}
+        return Snapshot(self, tensors, whole, random_states, self._json(engine.world_size))
+
+    def _json(self, world_size: int) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return {
+            "optimizer_param_groups.json": self._plain_groups(state["param_groups"]),
+            "scheduler_state.json": _plain_scheduler(self.scheduler),
+            "training_step.json": {
+                "step": self.step,
+                "num_processes": world_size,
+                "batch_size": self.split.batch_size,
+                "samples_seen": self.step * self.split.global_batch,
+            },
+            "flexor.json": {
                 "config": self.config.to_dict(),
                 "dataset_fingerprint": self.fingerprint,
                 "scaler": self.engine.scaler.state_dict(),
+                "strategy": self.engine.strategy,
+                "ema_updates": self.ema.updates if self.ema else None,
             },
-        )
-
-    def _position(self) -> dict[str, int]:
-        config = self.config
-        samples = config.batch_size * config.gradient_accumulation_steps * self.engine.world_size
-        return {
-            "step": self.step,
-            "num_processes": self.engine.world_size,
-            "batch_size": config.batch_size,
-            "samples_seen": self.step * samples,
         }
-
-    def _save_optimizer(self, folder: Path) -> None:
-        state = self.optimizer.state_dict()
-        flat = {
-            f"state/{index}/{name}": torch.as_tensor(value).cpu().contiguous()
-            for index, values in state["state"].items()
-            for name, value in values.items()
-            if value is not None  # SGD without momentum keeps a None
-        }
-        save_file(flat, folder / "optimizer_state.safetensors")
-        _write_json(folder / "optimizer_param_groups.json", self._plain_groups(state["param_groups"]))
 
     def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as LeRobot's optimizer has them: it refuses any other key, or value of another type."""
@@ -100,41 +112,104 @@ class TrainState:
         return plain
 
     def load(self, folder: Path) -> None:
-        """Become what the checkpoint holds."""
-        state = folder / "training_state"
+        """Become what the checkpoint holds, whichever way and by however many ranks it was saved."""
         try:
-            self._load(folder, state)
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            self._load(folder, folder / STATE)
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, CheckpointException) as error:
             raise CheckpointError(f"Can't go on from {folder}: {error}") from error
 
     def _load(self, folder: Path, state: Path) -> None:
+        saved = json.loads((state / "flexor.json").read_text())
+        self._load_tensors(folder, state)
         if self.ema:
-            self.policy.load_state_dict(load_file(state / "raw_model.safetensors"))
-            self.ema.load_state(load_file(state / "ema_state.safetensors"))
-        else:
-            load_weights(self.policy, folder / FOLDER)
-        self.optimizer.load_state_dict(_optimizer_state(state, self.optimizer.param_groups))
+            self.ema.updates = saved["ema_updates"]
         self.scheduler.load_state_dict(json.loads((state / "scheduler_state.json").read_text()))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
             group.setdefault("initial_lr", rate)
-        saved = json.loads((state / "flexor.json").read_text())
         if self.engine.scaler.is_enabled():
             self.engine.scaler.load_state_dict(saved["scaler"])
         self.step = json.loads((state / "training_step.json").read_text())["step"]
-        restore_rng(load_file(state / "rng_state.safetensors"))
+        self._restore_rng(state)
+
+    def _load_tensors(self, folder: Path, state: Path) -> None:
+        names = self.parameter_names()
+        there = open_tensors(folder, names)
+        tensors = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        if self.ema:
+            tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
+        parameters = dict(self.policy.named_parameters())
+        numbered: dict[int, dict[str, Tensor]] = {}
+        for name, shape in there.shapes().items():
+            if name.startswith("optimizer."):
+                parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+                like = parameters[parameter]
+                room = torch.zeros(shape) if not shape else torch.zeros_like(like, requires_grad=False)
+                tensors[name] = numbered.setdefault(names.index(parameter), {})[key] = room
+        there.fill(tensors)
+        groups = json.loads((state / "optimizer_param_groups.json").read_text())
+        for group, current in zip(groups, self.optimizer.param_groups):
+            group["fused"] = current["fused"]
+            if "betas" in group:
+                group["betas"] = tuple(group["betas"])
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _restore_rng(self, state: Path) -> None:
+        """Each rank's own generators; a rank that was not there before has those of its seed."""
+        if self.engine.rank == 0:
+            restore_rng(load_file(state / "rng_state.safetensors"))
+        elif (others := state / "rng_state_ranks.safetensors").is_file():
+            prefix = f"{self.engine.rank}/"
+            own = {k.removeprefix(prefix): v for k, v in load_file(others).items() if k.startswith(prefix)}
+            if own:
+                restore_rng(own)
 
 
-def _optimizer_state(folder: Path, own: list[dict[str, Any]]) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in load_file(folder / "optimizer_state.safetensors").items():
-        _, index, name = key.split("/")
-        state.setdefault(int(index), {})[name] = value
-    groups = json.loads((folder / "optimizer_param_groups.json").read_text())
-    for group, current in zip(groups, own):
-        group["fused"] = current["fused"]
-        if "betas" in group:
-            group["betas"] = tuple(group["betas"])
-    return {"state": state, "param_groups": groups}
+@dataclass
+class Snapshot:
+    """A moment of a run, on its way to the disk."""
+
+    state: TrainState
+    tensors: dict[str, Tensor]
+    exported: dict[str, Tensor] | None  # what pretrained_model/ gets, on rank 0
+    random_states: list[dict[str, Tensor]]
+    json: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """All but what is sharded; done by rank 0."""
+        state, config = self.state, self.state.config
+        model = folder / FOLDER
+        weights = None if self.exported is None else _without_prefix(self.exported)
+        save_pretrained(model, state.policy.config, weights, state.preprocessor, state.postprocessor)
+        (model / "train_config.json").write_text(json.dumps(lerobot.train_config(config), indent=4))
+        training = folder / STATE
+        if not state.engine.sharded:
+            self._write_tensors(training)
+        save_file(self.random_states[0], training / "rng_state.safetensors")
+        others = enumerate(self.random_states[1:], 1)
+        ranks = {f"{rank}/{name}": value for rank, states in others for name, value in states.items()}
+        if ranks:
+            save_file(ranks, training / "rng_state_ranks.safetensors")
+        for name, content in self.json.items():
+            (training / name).write_text(json.dumps(content, indent=2))
+
+    def _write_tensors(self, folder: Path) -> None:
+        """LeRobot's files; with a moving average, which is what it gets to see, the raw weights too."""
+        numbers = {name: i for i, name in enumerate(self.state.parameter_names())}
+        kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
+        for name, tensor in self.tensors.items():
+            kind, _, name = name.partition(".")
+            if kind == "optimizer":
+                parameter, _, key = name.rpartition(".")
+                name = f"state/{numbers[parameter]}/{key}"
+            kinds[kind][name] = tensor.detach().cpu().contiguous()
+        if self.state.ema:
+            save_file(kinds["model"], folder / RAW_MODEL)
+            save_file(kinds["ema"], folder / EMA_STATE)
+        save_file(kinds["optimizer"], folder / OPTIMIZER)
+
+
+def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
 
 
 def _plain_scheduler(scheduler: LambdaLR) -> dict[str, Any]:
@@ -177,7 +252,3 @@ def restore_rng(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["torch_rng_state"])
     if torch.cuda.is_available() and "torch_cuda_rng_state" in state:
         torch.cuda.set_rng_state(state["torch_cuda_rng_state"])
-
-
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=2))

@@ -1,0 +1,62 @@
+"""Tensors that may be spread over ranks, treated alike: this rank's part of each, and copies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor; the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> slice:
+    """Which rows of the whole this rank holds; FSDP cuts along the first dimension, as `torch.chunk` does."""
+    rows = len(tensor) if tensor.ndim else 0
+    if not isinstance(tensor, DTensor):
+        return slice(0, rows)
+    start, stop = 0, rows
+    for dimension, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            assert placement.dim == 0 and (start, stop) == (0, rows)
+            size = -(-rows // tensor.device_mesh.size(dimension))
+            index = tensor.device_mesh.get_local_rank(dimension)
+            start, stop = min(index * size, rows), min((index + 1) * size, rows)
+    return slice(start, stop)
+
+
+@torch.no_grad()
+def copy_part(target: Tensor, whole: Tensor) -> None:
+    """This rank's part of `whole` into `target`."""
+    local(target).copy_(whole[part(target)] if isinstance(target, DTensor) else whole)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of it, on every rank: all of them must ask."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None) -> None:
+    """This rank's part of each tensor from a safetensors file, reading nothing else of it.
+
+    `names` says what a tensor is called in the file if not by its own name.
+    """
+    with safe_open(file, "pt") as source, torch.no_grad():
+        for name, target in tensors.items():
+            there = names[name] if names else name
+            if isinstance(target, DTensor):
+                local(target).copy_(source.get_slice(there)[part(target)])
+            else:
+                target.copy_(source.get_tensor(there))
+
+
+def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
+    """What a safetensors file holds."""
+    with safe_open(file, "pt") as source:
+        return {name: tuple(source.get_slice(name).get_shape()) for name in source.keys()}  # noqa: SIM118

@@ -1,0 +1,91 @@
+"""The tensors of a checkpoint, wherever they lie: one file of whole ones, or shards that many ranks wrote.
+
+Both are read the same way: ask what there is, then have each rank fill its part. So a run may go on on another
+number of processes, sharded or not, whichever way it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from flexor.policies.pretrained import FOLDER, WEIGHTS
+from flexor.tensors import fill, shapes_in
+
+STATE = "training_state"
+SHARDS = "sharded"
+OPTIMIZER = "optimizer_state.safetensors"
+RAW_MODEL = "raw_model.safetensors"
+EMA_STATE = "ema_state.safetensors"
+
+
+class SavedTensors(Protocol):
+    """Tensors named model.NAME, ema.NAME and optimizer.PARAMETER.KEY."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+
+def open_tensors(checkpoint: Path, parameters: Sequence[str] = ()) -> SavedTensors:
+    """`parameters` are the names of the optimizer's, by which LeRobot's format numbers them."""
+    if (checkpoint / STATE / SHARDS).is_dir():
+        return ShardedTensors(checkpoint / STATE / SHARDS)
+    return WholeTensors(checkpoint, parameters)
+
+
+class WholeTensors:
+    """LeRobot's files, and two more if there is a moving average: then that is what is exported."""
+
+    def __init__(self, checkpoint: Path, parameters: Sequence[str]):
+        state, exported = checkpoint / STATE, checkpoint / FOLDER / WEIGHTS
+        averaged = (state / RAW_MODEL).is_file()
+        self.files = {"model": state / RAW_MODEL if averaged else exported}
+        if averaged:
+            self.files["ema"] = state / EMA_STATE
+        self.files["optimizer"] = state / OPTIMIZER
+        self.parameters = parameters
+        self.numbers = {name: str(i) for i, name in enumerate(parameters)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{kind}.{self._own_name(kind, name)}": shape
+            for kind, file in self.files.items()
+            for name, shape in shapes_in(file).items()
+        }
+
+    def _own_name(self, kind: str, name: str) -> str:
+        if kind != "optimizer":
+            return name
+        _, number, key = name.split("/")
+        return f"{self.parameters[int(number)]}.{key}"
+
+    def _name_there(self, kind: str, name: str) -> str:
+        if kind != "optimizer":
+            return name
+        parameter, _, key = name.rpartition(".")
+        return f"state/{self.numbers[parameter]}/{key}"
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        for kind, file in self.files.items():
+            wanted = {k: t for k, t in tensors.items() if k.startswith(f"{kind}.")}
+            names = {key: self._name_there(kind, key.removeprefix(f"{kind}.")) for key in wanted}
+            fill(wanted, file, names)
+
+
+class ShardedTensors:
+    """torch's distributed checkpoint."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        described = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        return {name: tuple(getattr(tensor, "size", ())) for name, tensor in described.items()}
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        # every rank reads what it needs: there is nothing to agree on
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)

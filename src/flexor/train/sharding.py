@@ -1,0 +1,164 @@
+"""FSDP and HSDP: each process has a part of every weight, its gradient and its optimizer state.
+
+A process never holds the whole model: parameters are made without memory, each block is sharded, and every process
+fills its own part, from a file or from what rank 0 made. Weights are kept and summed in float32; under mixed
+precision they are gathered in the lower one, which autocast would have cast them to anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from flexor.errors import ConfigError
+from flexor.policies.base import Policy
+from flexor.policies.pretrained import load_weights
+from flexor.tensors import copy_part
+from flexor.train.engine import DTYPES, Engine
+
+
+class ShardedEngine(Engine):
+    """A part of the model in each process (FSDP2), or of a group of them (HSDP)."""
+
+    sharded = True
+
+    def __init__(self, *settings: Any, strategy: str = "fsdp"):
+        super().__init__(*settings)
+        self.strategy = strategy
+        self.mesh = self._mesh()
+
+    def _mesh(self) -> DeviceMesh:
+        if self.strategy == "fsdp":
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        replicate, shard = hsdp_sizes(
+            self.world_size,
+            self.processes.local_world_size,
+            self.parallel.dp_replicate,
+            self.parallel.dp_shard,
+        )
+        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+    def build(self, make: Any, weights: Path | str | None) -> Policy:
+        with parameters_without_memory():
+            policy: Policy = make()
+        self._shard(policy)
+        parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
+        # parameters have no memory yet; buffers were computed when the policy was made, and move
+        policy._apply(lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device))
+        if isinstance(weights, Path):
+            load_weights(policy, weights)
+        elif weights is None:
+            self._spread(policy, make)
+        return policy
+
+    def _shard(self, policy: Policy) -> None:
+        """Each block of the policy, then what is left of it."""
+        dtype = None if self.precision == "no" else DTYPES[self.precision]
+        settings: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.parallel.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # autocast casts what a product needs; targets stay float32
+            ),
+            "offload_policy": CPUOffloadPolicy() if self.parallel.cpu_offload else OffloadPolicy(),
+        }
+        scalars = [name for name, p in policy.named_parameters() if p.ndim == 0]
+        if scalars:
+            raise ConfigError(
+                f"{', '.join(scalars)} is a single number, which can't be sharded: use --parallel.strategy=ddp."
+            )
+        for unit in policy.shard_units():
+            fully_shard(unit, **settings)
+        fully_shard(policy, **settings)
+        for method in ("loss", "predict"):
+            register_fsdp_forward_method(policy, method)
+
+    def _spread(self, policy: Policy, make: Any) -> None:
+        """Starting weights, made once by rank 0 in the host's memory; each process takes its part of each tensor."""
+        source: dict[str, Tensor] = {}
+        if self.processes.is_main:
+            whole: Policy = make()
+            whole.load_backbone()
+            source = whole.state_dict()
+        for name, own in policy.state_dict().items():
+            if self.processes.is_main:
+                tensor = source.pop(name).to(self.device)
+            else:
+                tensor = torch.empty(own.shape, dtype=own.dtype, device=self.device)
+            dist.broadcast(tensor, 0)
+            copy_part(own, tensor)
+
+    def describe(self) -> str:
+        parts = self.mesh.size(self.mesh.ndim - 1)
+        copies = f", {self.mesh.size(0)} copies" if self.strategy == "hsdp" else ""
+        where = "; kept in the host's memory" if self.parallel.cpu_offload else ""
+        return f"weights, gradients and optimizer state in {parts} parts{copies}, block by block{where}"
+
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+        self.policy = self.model = policy
+
+    @contextlib.contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        yield
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+        norm = super().clip_grad_norm(optimizer, limit)
+        if self.scaler.is_enabled():
+            self._agree_on_overflow(optimizer)
+        return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
+
+    def _agree_on_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """A rank sees only its part of the gradient; if any part overflowed, all skip the step."""
+        for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
+    """Groups, and processes in each."""
+    if shard is None:
+        shard = world // replicate if replicate else local
+    if replicate is None:
+        replicate = max(1, world // shard)
+    if replicate * shard != world:
+        raise ConfigError(
+            f"parallel.dp_replicate={replicate} x parallel.dp_shard={shard} is not the number of processes, {world}."
+        )
+    return replicate, shard
+
+
+@contextlib.contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules made inside have parameters on the meta device; buffers, which are computed, are real."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = torch.empty_like(parameter, device="meta")
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
