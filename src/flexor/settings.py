@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from flexor.accelerate_settings import accelerate_settings
 from flexor.config import GROUPS, TrainConfig, validate
 from flexor.errors import ConfigError
 from flexor.lerobot_settings import ALIASES, drop_ignored
@@ -97,7 +98,8 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
         file = "demo"
     layers = [flatten(read_file(file))] if file is not None else []
-    return build_config(*layers, flags)
+    given = {key: value for layer in (*layers, flags) for key, value in layer.items()}
+    return build_config(*layers, flags, accelerate_settings(given))
 
 
 def build_config(*layers: dict[str, Any]) -> TrainConfig:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flexor.accelerate_settings import started_by_accelerate
 from flexor.batch import ACTION
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset, open_dataset
@@ -59,10 +60,10 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
     """What computes: one process, or many with the whole model each, or with a part of it."""
     settings = (device, config.precision, config.deterministic, processes, config.parallel)
-    if processes.launcher == "accelerate":
-        from flexor.train.accelerate import AccelerateEngine
+    if started_by_accelerate():
+        from flexor.train.accelerate import accelerate_engine
 
-        return AccelerateEngine(*settings)
+        return accelerate_engine(*settings)
     strategy: str = config.parallel.strategy
     if strategy == "auto" and processes.world_size > 1:
         strategy = pick_strategy(config, processes, device)

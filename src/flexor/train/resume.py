@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from flexor.accelerate_settings import accelerate_settings
 from flexor.config import TrainConfig
 from flexor.errors import CheckpointError, ConfigError
 from flexor.log import log
@@ -55,6 +56,9 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     changes = parse_flags(argv)
     if "output_dir" in changes:
         raise ConfigError(f"A run goes on in its own folder, {folder}: leave output_dir out.")
+    saved = flatten(run.read_config(folder))
+    said = accelerate_settings(changes)
+    changes |= {key: value for key, value in said.items() if saved.get(key) != value}
     allowed = sorted(MAY_CHANGE - {"output_dir"} | {f"{group}.*" for group in MAY_CHANGE_GROUPS})
     for key in changes:
         if not may_change(key):
@@ -62,7 +66,6 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"{key} can't change when a run goes on: it would be another run. Start one with "
                 f"`flexor train --policy.path={folder} ...`. May change: {', '.join(allowed)}."
             )
-    saved = flatten(run.read_config(folder))
     # the checkpoint has the weights: what the run once started from need not be there any more
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})

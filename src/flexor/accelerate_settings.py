@@ -1,0 +1,146 @@
+"""What the settings of an Accelerate config mean here.
+
+`accelerate launch` hands its flags and its config file to the processes it starts, in their environment. They become
+settings of the run; one that contradicts the run's own is refused. Accelerate hands on its defaults too, so a value
+that is the default there (mixed_precision: no, no offloading) counts as not given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flexor.config import TrainConfig, group_type
+from flexor.errors import ConfigError
+from flexor.log import log
+from flexor.tree import coerce, field_types
+
+# FSDP 1 -> (strategy, reshard_after_forward). FSDP 2 shards the same way, and keeps parameters that have names.
+SHARDING = {
+    "FULL_SHARD": ("fsdp", True),
+    "SHARD_GRAD_OP": ("fsdp", False),
+    "HYBRID_SHARD": ("hsdp", True),
+    "HYBRID_SHARD_ZERO2": ("hsdp", False),
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """One setting of the Accelerate config, as it is called there, and its value here."""
+
+    there: str
+    value: Any
+
+
+def started_by_accelerate(env: Mapping[str, str] | None = None) -> bool:
+    """Whether `accelerate launch` started this process: it always says a precision."""
+    return "ACCELERATE_MIXED_PRECISION" in (os.environ if env is None else env)
+
+
+def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the Accelerate config says beyond the settings that the run was given; refused if they disagree."""
+    env = os.environ if env is None else env
+    if not started_by_accelerate(env):
+        return {}
+    _refuse_unsupported(env)
+    settings: dict[str, Any] = {}
+    for key, said in _said(env).items():
+        own = _typed(key, given[key]) if key in given else None
+        if own in (None, "auto"):
+            settings[key] = said.value
+        elif not _agree(said.value, own):
+            raise ConfigError(
+                f"The Accelerate config says {said.there}, the run says {key}={own}: "
+                "leave one of them out, or make them say the same."
+            )
+    return settings
+
+
+def _typed(key: str, value: Any) -> Any:
+    group, _, name = key.rpartition(".")
+    return coerce(value, field_types(group_type(group) if group else TrainConfig)[name], key)
+
+
+def _agree(there: Any, here: Any) -> bool:
+    return here == there or (there, here) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
+
+
+def _said(env: Mapping[str, str]) -> dict[str, Said]:
+    said: dict[str, Said] = {}
+    if (precision := env["ACCELERATE_MIXED_PRECISION"]) != "no":
+        said["precision"] = Said(f"mixed_precision: {precision}", precision)
+    if (steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")).isdigit():
+        said["gradient_accumulation_steps"] = Said(f"gradient_accumulation_steps: {steps}", int(steps))
+    if _true(env, "ACCELERATE_USE_CPU"):
+        said["policy.device"] = Said("use_cpu: true", "cpu")
+    if _true(env, "ACCELERATE_USE_FSDP"):
+        said |= _said_of_fsdp(env)
+    elif int(env.get("WORLD_SIZE", 1)) > 1:
+        said["parallel.strategy"] = Said("no FSDP, so each process has the whole model (ddp)", "ddp")
+    elif "MASTER_ADDR" in env and "RANK" not in env:
+        log.warning(
+            "`accelerate launch --cpu --num_processes=N` starts one process (it leaves more to mpirun): this run has "
+            "one. For N of them use `accelerate launch --multi_gpu --num_processes=N`, which needs no GPU, "
+            "or `flexor train --processes=N`."
+        )
+    return said
+
+
+def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
+    reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+    strategy, there = "fsdp", "fsdp_version: 2"
+    if env.get("FSDP_VERSION", "1") == "1":
+        # what is set there is the newer name, with the older one's values, only if it was given
+        sharding = (
+            reshard.upper() if reshard not in ("true", "false") else env.get("FSDP_SHARDING_STRATEGY", "")
+        )
+        sharding = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP"}.get(sharding, sharding or "FULL_SHARD").upper()
+        there = f"fsdp_sharding_strategy: {sharding}"
+        if sharding not in SHARDING:
+            raise ConfigError(
+                f"The Accelerate config says {there}, which is not among {', '.join(SHARDING)}. "
+                "To shard nothing, say distributed_type: MULTI_GPU."
+            )
+        strategy, keep = SHARDING[sharding]
+        reshard = str(keep).lower()
+        log.info("fsdp_version: 1 in the Accelerate config: it is run by FSDP 2, which shards the same way")
+    said = {"parallel.strategy": Said(there, strategy)}
+    if reshard == "false":
+        said["parallel.reshard_after_forward"] = Said(f"fsdp_reshard_after_forward: {reshard}", False)
+    if _true(env, "FSDP_OFFLOAD_PARAMS"):
+        said["parallel.cpu_offload"] = Said("fsdp_offload_params: true", True)
+    if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
+        said["activation_checkpointing"] = Said("fsdp_activation_checkpointing: true", True)
+    copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    if copies > 1:
+        parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+        said["parallel.strategy"] = Said(f"parallelism_config_dp_replicate_size: {copies}", "hsdp")
+        said["parallel.dp_replicate"] = Said(f"parallelism_config_dp_replicate_size: {copies}", copies)
+        said["parallel.dp_shard"] = Said(f"parallelism_config_dp_shard_size: {parts}", parts)
+    return said
+
+
+def _refuse_unsupported(env: Mapping[str, str]) -> None:
+    """What would change the run and can't be done here."""
+    unsupported = {
+        "mixed_precision: fp8": env["ACCELERATE_MIXED_PRECISION"] == "fp8",
+        "distributed_type: DEEPSPEED": _true(env, "ACCELERATE_USE_DEEPSPEED"),
+        "distributed_type: MEGATRON_LM": _true(env, "ACCELERATE_USE_MEGATRON_LM"),
+        "fsdp_ignored_modules": "FSDP_IGNORED_MODULES" in env,
+        "fsdp_activation_checkpointing_offload": _true(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+    }
+    for size in ("TP", "CP", "SP"):
+        number = env.get(f"PARALLELISM_CONFIG_{size}_SIZE", "1")
+        unsupported[f"parallelism_config_{size.lower()}_size: {number}"] = number != "1"
+    for there, asked in unsupported.items():
+        if asked:
+            raise ConfigError(
+                f"The Accelerate config says {there}, which Flexor does not do: it trains with DDP, FSDP "
+                "and HSDP, in float32, bf16 and fp16."
+            )
+
+
+def _true(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1", "yes")
