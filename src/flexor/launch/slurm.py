@@ -1,0 +1,320 @@
+"""A run as a job on a SLURM cluster: a batch script that a person can read, checked, written and submitted.
+
+SLURM starts the processes, one task each, and Flexor finds out from SLURM which one it is. The same command starts
+a run and goes on with it (`--resume=auto`), so a job that was preempted, requeued or submitted again just runs its
+script once more. Everything about the cluster itself (partitions, modules, quotas) stays sbatch's business: what it
+refuses, it explains better than we could.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexor.config import TrainConfig
+from flexor.console import print_result
+from flexor.errors import ConfigError, FlexorError
+from flexor.launch.local import flexor_command
+from flexor.log import log
+from flexor.tree import closest
+
+STOPPED = 75  # exit code of a run that saved itself and wants to be started again
+
+
+@dataclass
+class Job:
+    """What the processes of a job run, and where."""
+
+    name: str
+    run: Path
+    program: list[str]
+    cores: int  # of each process
+    files: dict[Path, str] = field(default_factory=dict)  # what the program reads, for the job's folder
+
+    @property
+    def folder(self) -> Path:
+        return job_folder(self.run)
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "job.sbatch"
+
+
+def job_folder(run: Path) -> Path:
+    """For script and logs. Beside the run, since the folder of a new run must be empty."""
+    return run.with_name(f"{run.name}.slurm")
+
+
+def launch_slurm(arguments: list[str]) -> int:
+    """`flexor launch slurm ...`"""
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options, words = parser().parse_known_args([_dashed(word) for word in arguments[:cut]])
+    if options.signal_before >= seconds(options.time):
+        raise ConfigError(
+            f"--signal-before={options.signal_before} seconds is all of --time={options.time}: give more time."
+        )
+    job = _job([*words, *arguments[cut + 1 :]])
+    text = batch_script(job, options)
+    result: dict[str, Any] = {"run": str(job.run), "script": str(job.script), "job_id": None, "log": None}
+    if options.dry_run:
+        print_result({**result, "text": text}, options.json, text.rstrip())
+        return 0
+    write(job, text)
+    if shutil.which("sbatch") is None:
+        log.warning("there is no sbatch here, so nothing is submitted")
+        print_result(result, options.json, f"submit it on the cluster: sbatch {shlex.quote(str(job.script))}")
+        return 1
+    number = submit(job)
+    result |= {"job_id": number, "log": str(job.folder / f"{number}.log")}
+    print_result(result, options.json, _next_steps(result))
+    return 0
+
+
+def write(job: Job, text: str) -> None:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    for path, content in {**job.files, job.script: text}.items():
+        path.write_text(content)
+
+
+def submit(job: Job) -> str:
+    """Hand the script to SLURM; the job's number."""
+    answer = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True)
+    if answer.returncode != 0:
+        raise FlexorError(
+            f"sbatch refused the job: {answer.stderr.strip()}\nIts script is {job.script}. Flags of `flexor launch "
+            "slurm` change what is asked for; --sbatch='--FLAG=VALUE' adds what this cluster needs."
+        )
+    return answer.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER if there are several clusters
+
+
+def _next_steps(result: dict[str, Any]) -> str:
+    job, path = result["job_id"], shlex.quote(result["script"])
+    return (
+        f"submitted job {job}, run folder {result['run']}\n"
+        f"  follow:  tail -F {shlex.quote(result['log'])}\n"
+        f"  look:    squeue --jobs={job}\n"
+        f"  cancel:  scancel {job}   (it saves first, if SLURM leaves it the time)\n"
+        f"  go on:   sbatch {path}   (after it was cancelled or failed)"
+    )
+
+
+# --- what is asked for
+
+EACH = "GPUs of each node, a process for each; a100:4 names the type"
+SAVES = "so long before its time is up the run saves itself"
+OTHER = "any other, as often as need be: --sbatch='--exclusive'"
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="flexor launch slurm",
+        usage="flexor launch slurm [options] [--] [train | resume RUN] [settings ...]",
+        description="Write a batch script for SLURM and submit it. The job saves itself before its time is up, puts "
+        "itself back into the queue, and goes on where it was; it is named after the run's job_name. Script and "
+        "logs lie in RUN.slurm, beside the run's folder. What stands before -- may also be a setting of the run.",
+        allow_abbrev=False,
+    )
+
+    def add(group: Any, flag: str, **kwargs: Any) -> None:
+        if kwargs.get("type") is int:
+            kwargs["type"] = _number(flag)
+        group.add_argument(flag, **kwargs)
+
+    tasks = flags.add_mutually_exclusive_group()
+    add(flags, "--nodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    add(tasks, "--gpus-per-node", type=_gpus, default="1", metavar="[TYPE:]G", help=f"{EACH} (default 1)")
+    add(tasks, "--processes-per-node", type=int, metavar="P", help="processes on the CPU instead")
+    add(flags, "--time", default="24:00:00", help="limit, as SLURM writes it (default 24:00:00)")
+    add(flags, "--signal-before", type=int, default=120, metavar="SECONDS", help=f"{SAVES} (default 120)")
+    add(
+        flags,
+        "--cpus-per-task",
+        type=int,
+        metavar="C",
+        help="cores of each process (default num_workers + 1)",
+    )
+    add(flags, "--mem", help="memory of each node, such as 64G (default: the cluster's)")
+    for name in ("partition", "account", "qos", "constraint"):
+        add(flags, f"--{name}", help="as for sbatch")
+    add(flags, "--sbatch", type=_sbatch_flag, action="append", default=[], metavar="FLAG", help=OTHER)
+    add(flags, "--setup", metavar="LINES", help="shell lines to run first: 'module load cuda; export A=B'")
+    add(flags, "--dry-run", action="store_true", help="print the script; write and submit nothing")
+    add(flags, "--json", action="store_true", help="print one JSON object")
+    return flags
+
+
+def _dashed(word: str) -> str:
+    """--gpus_per_node is --gpus-per-node, since settings are written with underscores; they may have either."""
+    return re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word)
+
+
+def _number(flag: str) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError(f"{flag}={text}: expected a number, 1 or more.")
+        return int(text)
+
+    return read
+
+
+def _gpus(text: str) -> str:
+    if not re.fullmatch(r"([\w.-]+:)?[1-9]\d*", text):
+        raise ConfigError(f"--gpus-per-node={text}: expected a number such as 4, or a100:4 to name the type.")
+    return text
+
+
+def _sbatch_flag(text: str) -> str:
+    if not text.startswith("-") or "\n" in text:
+        raise ConfigError(f"--sbatch={text}: expected a flag of sbatch, such as --sbatch='--exclusive'.")
+    return text
+
+
+def seconds(time: str) -> int:
+    """A limit as SLURM writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        raise ConfigError(
+            f"--time={time}: expected HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 24:00:00 or 2-12."
+        )
+    days, *clock = match.groups()
+    numbers = [int(part) for part in clock if part is not None]
+    if days is None and len(numbers) < 3:
+        numbers.insert(0, 0)  # without days, a single number is minutes
+    hours, minutes, rest = [*numbers, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+# --- what the job runs
+
+
+def _job(words: list[str]) -> Job:
+    """The training's words, checked here: a mistake should not wait in a queue first."""
+    verb = words[0] if words and not words[0].startswith("-") and "=" not in words[0] else None
+    for word in words:
+        if word.partition("=")[0] in ("--gpus", "--processes"):
+            raise ConfigError(
+                f"{word}: SLURM starts the processes. Use --gpus-per-node or --processes-per-node."
+            )
+    if verb == "resume":
+        return _resume(words[1:])
+    if verb not in ("train", None):
+        raise ConfigError(f"Can't launch {verb!r}. {closest(verb, ('train', 'resume'))}")
+    return _train(words[1:] if verb else words)
+
+
+def _resume(words: list[str]) -> Job:
+    from flexor.train.resume import resumed_config
+
+    if not words or words[0].startswith("-"):
+        raise ConfigError("Which run? Name its folder: flexor launch slurm ... -- resume RUN.")
+    run = Path(words[0]).absolute()
+    return _make(resumed_config(run, words[1:]), run, ["resume", str(run), *words[1:]], {})
+
+
+def _train(words: list[str]) -> Job:
+    from flexor.settings import load_config, parse_flags
+    from flexor.train.run import default_folder
+
+    flags = parse_flags(words)
+    resume = str(flags.pop("resume", "")).lower()
+    if resume not in ("", "auto"):
+        raise ConfigError(f"--resume={resume}: go on with a run by `flexor launch slurm ... -- resume RUN`.")
+    config = load_config(_words(flags))
+    run = Path(config.output_dir or default_folder(config.job_name or config.policy.type)).absolute()
+    if not resume and run.exists() and any(run.iterdir()):
+        raise ConfigError(
+            f"output_dir={run} is not empty. Go on with that run by `flexor launch slurm ... -- resume {run}`, "
+            "or choose another folder."
+        )
+    files = {}
+    if Path(flags.get("config", "")).is_file():
+        # a copy, since a job may wait for days: what is edited meanwhile must not change it
+        copy = job_folder(run) / f"settings{Path(flags['config']).suffix}"
+        files[copy] = Path(flags["config"]).read_text()
+        flags["config"] = copy
+    return _make(config, run, ["train", *_words({**flags, "output_dir": run, "resume": "auto"})], files)
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+def _make(config: TrainConfig, run: Path, words: list[str], files: dict[Path, str]) -> Job:
+    cores = config.num_workers + 1  # for each thread that reads ahead, and for the loop
+    return Job(config.job_name or config.policy.type, run, flexor_command(words), cores, files)
+
+
+# --- the script
+
+
+def batch_script(job: Job, options: argparse.Namespace) -> str:
+    """What sbatch is given, with the reasons for what it says."""
+    on_cpu = options.processes_per_node is not None
+    setup = f"\n# --setup\n{options.setup}\n" if options.setup else ""
+    hide_gpus = 'export CUDA_VISIBLE_DEVICES=""  # on the CPU, whatever the nodes have\n' if on_cpu else ""
+    words = [shlex.quote(word) for word in job.program]
+    program = " \\\n    ".join([" ".join(words[:4]), *words[4:]])
+    return f"""#!/bin/bash
+# A training by Flexor. Submit it with sbatch, again if need be: it begins the run, or goes on with it.
+# Run folder: {job.run}
+{_flags(job, options)}
+{setup}
+# The processes meet on the first node, at a port that no other job there is likely to use.
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+# srun does not take --cpus-per-task over from sbatch.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
+{hide_gpus}
+# Processes that were told to stop end one by one: the first must not take the others along while they save. One that
+# dies or hangs brings the others down without srun's help (--parallel.timeout_s).
+code=0
+srun --kill-on-bad-exit=0 --wait=0 \\
+  {program} || code=$?
+
+# {STOPPED}: told to stop, and saved. A job that was cancelled does not get this far, and one that was preempted SLURM
+# itself queues again.
+if [ "$code" -eq {STOPPED} ]; then
+  echo "saved: back into the queue"
+  scontrol requeue "$SLURM_JOB_ID" || echo "SLURM refuses to. Go on with: sbatch" {shlex.quote(str(job.script))}
+fi
+exit "$code"
+"""
+
+
+def _flags(job: Job, options: argparse.Namespace) -> str:
+    """What is asked of SLURM, a line each."""
+    on_cpu = options.processes_per_node is not None
+    gpus = int(options.gpus_per_node.rpartition(":")[2])
+    lines = [
+        _line("job-name", job.name),
+        *(_line(name, getattr(options, name)) for name in ("partition", "account", "qos", "constraint")),
+        _line("nodes", options.nodes),
+        "# processes of each node" if on_cpu else "# processes of each node: one for each GPU",
+        _line("ntasks-per-node", options.processes_per_node if on_cpu else gpus),
+        _line("gpus-per-node", None if on_cpu else options.gpus_per_node),
+        _line("cpus-per-task", options.cpus_per_task or job.cores),
+        _line("mem", options.mem),
+        _line("time", options.time),
+        "# so many seconds before its time is up, the run is told to save itself and stop",
+        _line("signal", f"USR1@{options.signal_before}"),
+        "# start again after a preemption or when a node fails; all starts write to one log",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        _line("output", f"{str(job.folder).replace('%', '%%')}/%j.log"),
+        _line("chdir", Path.cwd()),
+        *(f"#SBATCH {flag}" for flag in options.sbatch),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _line(name: str, value: object) -> str:
+    """sbatch reads quotes as a shell does."""
+    return "" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"

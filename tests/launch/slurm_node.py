@@ -1,0 +1,136 @@
+"""A real SLURM on this machine, with two nodes of one core each, for as long as a test needs it.
+
+Jobs of its partition `urgent` preempt those of its default one, which then go back into the queue.
+Both nodes are this machine: SLURM lets one machine play several, told apart by port. They are called 127.0.0.1 and
+127.0.0.2, names that are addresses, so nothing has to be added to /etc/hosts for processes to find the first node.
+Everything (keys, sockets, state, logs) lies in a folder of the test's, and all daemons are children of this process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+NODES = 2
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
+
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+SlurmdParameters=config_overrides
+NodeName=127.0.0.[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=1
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+MpiDefault=none
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=patient Nodes=ALL Default=YES PriorityTier=1
+PartitionName=urgent Nodes=ALL PriorityTier=2
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no SLURM here, or None."""
+    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    if absent:
+        return f"no {absent[0]}: install Debian's slurm-wlm and munge for a real SLURM"
+    return None if os.geteuid() == 0 else "a real SLURM needs root"
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[None]:
+    """SLURM, for this process and those it starts."""
+    folder.mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "state").mkdir()
+    host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + NODES)
+    config = folder / "slurm.conf"
+    config.write_text(
+        CONFIG.format(folder=folder, host=host, ports=[ports, ports + 1, ports + NODES], nodes=NODES)
+    )
+    before = dict(os.environ)
+    os.environ |= {"SLURM_CONF": str(config), "PATH": PATH}
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        daemons.append(_munged(folder))
+        wait_for(lambda: (folder / "munge.socket").exists(), f"munged does not start: see {folder}")
+        daemons.append(_start(folder, "slurmctld", "-D"))
+        for node in range(1, NODES + 1):
+            daemons.append(_start(folder, "slurmd", "-D", "-N", f"127.0.0.{node}"))
+        wait_for(_idle, f"the nodes do not come up: see {folder}")
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+            daemon.kill()
+            daemon.wait()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def wait_for(condition: Callable[[], object], otherwise: object, limit: float = 60) -> None:
+    until = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < until, f"{otherwise}"  # as it is by then
+        time.sleep(0.1)
+
+
+def _munged(folder: Path) -> subprocess.Popen[bytes]:
+    """What SLURM trusts messages by; with a key and a socket of its own, so that one that runs here is left alone."""
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    files = {"key-file": key} | {f"{name}-file": folder / f"munge.{name}" for name in ("log", "pid", "seed")}
+    return _start(
+        folder,
+        "munged",
+        "--foreground",
+        "--force",  # also where a folder above is writable by others, as /tmp is
+        f"--socket={folder / 'munge.socket'}",
+        *(f"--{name}={path}" for name, path in files.items()),
+    )
+
+
+def _start(folder: Path, *command: str) -> subprocess.Popen[bytes]:
+    with (folder / "daemons.log").open("ab") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _idle() -> bool:
+    answer = subprocess.run(["sinfo", "-h", "-o", "%t %D"], capture_output=True, text=True)
+    return answer.stdout.split() == ["idle", str(NODES)]
+
+
+def _free_ports(count: int) -> int:
+    """The first of so many ports in a row that nobody listens on, below those that the system hands out."""
+    while True:
+        first = 20000 + secrets.randbelow(10000)
+        with suppress(OSError):
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.bind(("", port))
+            return first

@@ -1,0 +1,335 @@
+"""SLURM: what the script asks for, and what a real SLURM makes of it."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurm_node
+
+from flexor.cli import main
+from flexor.launch.slurm import Job, batch_script, parser, seconds, submit, write
+
+# The script
+
+
+def dry_run(capsys, *arguments: str) -> str:
+    assert main(["launch", "slurm", "--dry-run", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def sbatch_flags(script: str) -> list[str]:
+    return re.findall("^#SBATCH (.*)$", script, re.MULTILINE)
+
+
+def command(script: str) -> list[str]:
+    """What srun is given, as a shell reads it."""
+    line = re.search(r"^srun .*? \|\| code", script, re.MULTILINE | re.DOTALL)
+    assert line
+    return shlex.split(line[0].replace("\\\n", ""))[3:-2]
+
+
+def test_asks_for_one_process_per_gpu(capsys):
+    script = dry_run(capsys, "--nodes=2", "--gpus-per-node=a100:4", "--time=2-12", "--cpus-per-task=6")
+    assert {
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=a100:4",
+        "--time=2-12",
+        "--cpus-per-task=6",
+    } <= set(sbatch_flags(script))
+    assert "CUDA_VISIBLE_DEVICES" not in script
+
+
+def test_asks_for_processes_on_the_cpu(capsys):
+    script = dry_run(capsys, "--processes_per_node", "3", "--num_workers=7")
+    flags = sbatch_flags(script)
+    assert "--ntasks-per-node=3" in flags and not any("gpus" in flag for flag in flags)
+    assert "--cpus-per-task=8" in flags  # a core for each thread, and one for the loop
+    assert 'export CUDA_VISIBLE_DEVICES=""' in script
+
+
+def test_defaults_are_one_gpu_for_a_day_that_may_be_preempted(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = dry_run(capsys)
+    flags = sbatch_flags(script)
+    assert {
+        "--nodes=1",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=1",
+        "--time=24:00:00",
+        "--job-name=demo",
+    } <= set(flags)
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@120", f"--chdir={tmp_path}"} <= set(flags)
+    assert not any(flag.startswith(("--mem", "--partition", "--account", "--qos")) for flag in flags)
+    assert list(tmp_path.iterdir()) == []  # a dry run leaves nothing
+
+
+def test_what_the_cluster_wants_to_know(capsys):
+    given = [
+        "--partition=gpu",
+        "--account=lab",
+        "--qos=long",
+        "--constraint=h100&ib",
+        "--mem=64G",
+        "--signal-before=300",
+    ]
+    script = dry_run(
+        capsys, *given, "--sbatch=--exclusive", "--sbatch=--mail-type=END", "--setup=module load cuda"
+    )
+    expected = {
+        "--partition=gpu",
+        "--account=lab",
+        "--qos=long",
+        "--constraint='h100&ib'",
+        "--mem=64G",
+        "--signal=USR1@300",
+    }
+    assert {*expected, "--exclusive", "--mail-type=END"} <= set(sbatch_flags(script))
+    assert script.index("\nmodule load cuda\n") < script.index("\nsrun ")
+
+
+@pytest.mark.parametrize("before", [[], ["--"], ["train"], ["--", "train"]])
+def test_runs_the_training_in_a_folder_that_stays_the_same(before, capsys, tmp_path):
+    run = tmp_path / "a run"
+    words = ["--steps", "7", f"--output_dir={run}", "optimizer.lr=1e-3", "--job_name=two words"]
+    script = dry_run(capsys, *before, *words)
+    assert command(script) == [
+        *(sys.executable, "-m", "flexor", "train"),
+        *("--steps=7", f"--output_dir={run}", "--optimizer.lr=1e-3", "--job_name=two words", "--resume=auto"),
+    ]
+    assert "--job-name='two words'" in sbatch_flags(script)
+    assert f"--output='{run}.slurm/%j.log'" in sbatch_flags(script)
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_run_without_a_folder_gets_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folders = [
+        word for word in command(dry_run(capsys, "--job_name=test")) if word.startswith("--output_dir=")
+    ]
+    assert re.fullmatch(f"--output_dir={tmp_path}/runs/[-_0-9]+_test", folders[0])
+
+
+def test_goes_on_with_a_run(lowdim, tiny_act, tmp_path, capsys):
+    run = tmp_path / "run"
+    more = ["--steps=1", "--batch_size=2", "--num_workers=0", "--job_name=pushing"]
+    assert main(["train", f"--dataset.root={lowdim}", f"--output_dir={run}", *tiny_act, *more]) == 0
+    capsys.readouterr()
+    script = dry_run(capsys, "--", "resume", str(run), "--steps=9")
+    assert command(script)[3:] == ["resume", str(run), "--steps=9"]
+    assert {"--job-name=pushing", "--cpus-per-task=1"} <= set(sbatch_flags(script))
+
+
+def test_json(capsys, tmp_path):
+    result = json.loads(dry_run(capsys, "--json", f"--output_dir={tmp_path / 'run'}"))
+    assert result.pop("text").startswith("#!/bin/bash\n")
+    script = str(tmp_path / "run.slurm" / "job.sbatch")
+    assert result == {"run": str(tmp_path / "run"), "script": script, "job_id": None, "log": None}
+
+
+def test_without_sbatch_the_script_is_left_with_a_copy_of_the_settings(tmp_path, monkeypatch, capsys):
+    """A job may wait for days, and its settings file be edited meanwhile."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    settings = tmp_path / "mine.yaml"
+    settings.write_text("steps: 5\ndataset: {repo_id: somebody/something}\n")
+    run, folder = tmp_path / "run", tmp_path / "run.slurm"
+    assert main(["launch", "slurm", f"--config={settings}", f"--output_dir={run}"]) == 1
+    out, error = capsys.readouterr()
+    assert "no sbatch" in error and f"sbatch {folder / 'job.sbatch'}" in out
+    assert f"--config={folder / 'settings.yaml'}" in command((folder / "job.sbatch").read_text())
+    assert (folder / "settings.yaml").read_text() == settings.read_text()
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--nodes=0"], "--nodes=0: expected a number, 1 or more"),
+        (["--nodes=two"], "--nodes=two"),
+        (["--gpus-per-node=0"], "--gpus-per-node=0"),
+        (["--gpus-per-node=all"], "--gpus-per-node=all"),
+        (["--processes-per-node=0"], "--processes-per-node=0"),
+        (["--time=tomorrow"], "--time=tomorrow: expected HOURS:MINUTES:SECONDS"),
+        (["--time=2"], "--signal-before=120 seconds is all of --time=2"),
+        (["--sbatch=exclusive"], "--sbatch=exclusive"),
+        (["--gpus=4"], "--gpus-per-node"),
+        (["--", "train", "--processes=4"], "--processes-per-node"),
+        (["--", "--stepz=4"], "stepz"),
+        (["--", "--steps=0"], "steps=0 must be at least 1"),
+        (["--", "eval", "run"], "Can't launch 'eval'"),
+        (["--", "resume"], "Which run?"),
+        (["--", "resume", "/nowhere"], "/nowhere is not a run"),
+        (["--", "--resume=true"], "resume RUN"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_submitted(arguments, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "slurm", *arguments]) in (1, 2)
+    assert named in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_refused_unless_it_is_to_be_gone_on_with(tmp_path, capsys):
+    (tmp_path / "something").touch()
+    assert main(["launch", "slurm", f"--output_dir={tmp_path}"]) == 2
+    assert f"resume {tmp_path}" in capsys.readouterr().err
+    assert "--resume=auto" in command(dry_run(capsys, f"--output_dir={tmp_path}", "--resume=auto"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("24:00:00", 86400),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-2:03:04", 93784),
+    ],
+)
+def test_time_as_slurm_writes_it(text, expected):
+    assert seconds(text) == expected
+
+
+# A real SLURM
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory) -> Iterator[None]:
+    """Two nodes of one core. Jobs of the partition `urgent` preempt the others."""
+    reason = slurm_node.missing()
+    if reason:
+        pytest.skip(reason)
+    with slurm_node.running(tmp_path_factory.mktemp("slurm") / "cluster"):
+        yield
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, restarts = int(os.environ["SLURM_PROCID"]), os.environ.get("SLURM_RESTART_COUNT", "0")
+told, note = [], Path(sys.argv[1]) / f"{restarts}.{rank}"
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: told.append(signal.Signals(number).name))
+note.write_text(" ".join(os.environ[name] for name in ("SLURMD_NODENAME", "MASTER_ADDR", "MASTER_PORT")))
+while not told and not (Path(sys.argv[1]) / "end").exists():
+    time.sleep(0.02)
+time.sleep(0.7 * rank)  # the last one saves when the others have ended already
+note.write_text(f"saved {told[:1]}")  # SLURM may say it twice
+sys.exit(75 if told else int(sys.argv[2]))
+"""
+
+
+class Submitted:
+    """A job of two processes on two nodes that runs PROGRAM, and what SLURM knows about it."""
+
+    def __init__(self, folder: Path, code: int = 0):
+        self.notes = folder / "some notes"
+        self.notes.mkdir()
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        job = Job("a test", folder / "a run", [sys.executable, str(program), str(self.notes), str(code)], 1)
+        write(job, batch_script(job, parser().parse_args(["--nodes=2", "--processes-per-node=1"])))
+        self.number = submit(job)
+        self.log = job.folder / f"{self.number}.log"
+
+    def wait_for_notes(self, restart: int, text: str) -> None:
+        """Until both processes of that start have left word."""
+        notes = [self.notes / f"{restart}.{rank}" for rank in range(2)]
+        slurm_node.wait_for(lambda: all(note.exists() and text in note.read_text() for note in notes), self)
+
+    def end(self) -> None:
+        (self.notes / "end").touch()
+
+    def __str__(self) -> str:
+        log = self.log.read_text() if self.log.exists() else "no log"
+        return f"{control('show', 'job', self.number)}\n{log}"
+
+
+def control(*words: str) -> str:
+    return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
+
+
+def state(number: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\S*)", control("show", "job", number)))
+
+
+def wait_for_state(number: str, name: str, restarts: int = 0) -> dict[str, str]:
+    def reached() -> bool:
+        now = state(number)
+        return now["JobState"] == name and now["Restarts"] == str(restarts)
+
+    slurm_node.wait_for(reached, f"job {number} does not become {name}: {state(number)}")
+    return state(number)
+
+
+def preempt() -> None:
+    """A job that is more important takes both nodes, for a moment."""
+    subprocess.run(
+        ["sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"], check=True
+    )
+
+
+def start_now(number: str, restarts: int) -> None:
+    """Not after the two minutes that SLURM lets a requeued job wait."""
+    wait_for_state(number, "PENDING", restarts)
+
+    def started() -> bool:
+        if state(number)["JobState"] == "RUNNING":
+            return True
+        # again and again, because the end of the start before may set it anew
+        subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now"], capture_output=True)
+        return False
+
+    slurm_node.wait_for(started, f"job {number} does not start again")
+
+
+def test_preempted_and_out_of_time_it_starts_again(slurm, tmp_path):
+    job = Submitted(tmp_path)
+    job.wait_for_notes(0, " ")
+    port = str(10000 + int(job.number))
+    assert [(job.notes / f"0.{rank}").read_text() for rank in range(2)] == [
+        f"127.0.0.1 127.0.0.1 {port}",
+        f"127.0.0.2 127.0.0.1 {port}",
+    ]
+    preempt()
+    job.wait_for_notes(0, "saved ['SIGTERM']")
+    start_now(job.number, 1)
+    job.wait_for_notes(1, port)
+    subprocess.run(
+        ["scancel", "--signal=USR1", job.number], check=True
+    )  # what SLURM does when time is nearly up
+    job.wait_for_notes(1, "saved ['SIGUSR1']")
+    start_now(job.number, 2)
+    job.wait_for_notes(2, port)
+    job.end()
+    assert wait_for_state(job.number, "COMPLETED", 2)["ExitCode"] == "0:0"
+    assert job.log.read_text().count("saved: back into the queue") == 1  # preempted, SLURM does it without us
+
+
+def test_a_failure_ends_the_job_with_its_code(slurm, tmp_path):
+    job = Submitted(tmp_path, code=3)
+    job.end()
+    assert wait_for_state(job.number, "FAILED")["ExitCode"] == "3:0"
+
+
+def test_cancelled_it_saves_and_does_not_start_again(slurm, tmp_path):
+    job = Submitted(tmp_path)
+    job.wait_for_notes(0, " ")
+    subprocess.run(["scancel", job.number], check=True)
+    job.wait_for_notes(0, "saved ['SIGTERM']")
+    wait_for_state(job.number, "CANCELLED")
+    assert "back into the queue" not in job.log.read_text()
+
+
+def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
+    words = ["--processes-per-node=1", "--partition=nowhere", f"--output_dir={tmp_path / 'run'}"]
+    assert main(["launch", "slurm", *words]) == 1
+    error = capsys.readouterr().err
+    assert "sbatch refused" in error and "invalid partition" in error and str(tmp_path / "run.slurm") in error
