@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from flexor.log import log
 from flexor.machine import usable_cores
 
-SETTLE_S = 3.0  # after the first rank has ended, for the others to end by themselves and say why
+SETTLE_S = 10.0  # after the first rank has ended, for the others to end by themselves and say why
 GRACE_S = 30.0  # after a crash, from asking the others to stop until they are killed
 TOLD_TO_STOP = (75, 130)  # exit codes of a rank that saved: SIGTERM or SIGUSR1, Ctrl-C
 USERS_MISTAKE = (1, 2)  # exit codes after which starting again would fail again
