@@ -140,8 +140,17 @@ class Handler(BaseHTTPRequestHandler):
 def _hardware(name: str, gpu: tuple[str, str, str] | None) -> dict[str, Any]:
     accelerator = None
     if gpu:
-        accelerator = dict(zip(("quantity", "model", "vram"), gpu)) | {"type": "gpu", "manufacturer": "Nvidia"}
-    described = {"name": name, "prettyName": name, "cpu": "8 vCPU", "ram": "30 GB", "accelerator": accelerator}
+        accelerator = dict(zip(("quantity", "model", "vram"), gpu)) | {
+            "type": "gpu",
+            "manufacturer": "Nvidia",
+        }
+    described = {
+        "name": name,
+        "prettyName": name,
+        "cpu": "8 vCPU",
+        "ram": "30 GB",
+        "accelerator": accelerator,
+    }
     return described | {"unitCostMicroUSD": 10_000, "unitCostUSD": 0.01, "unitLabel": "minute"}
 
 

@@ -3,10 +3,12 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -221,13 +223,15 @@ def test_a_local_policy_is_refused(hub, lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
     flags = [f"--dataset.root={lowdim}", f"--output_dir={run}", *tiny_act, "--steps=1", "--num_workers=0"]
     assert main(["train", *flags]) == 0
-    with pytest.raises(ConfigError, match="policy.path=.* on this machine"):
+    with pytest.raises(ConfigError, match=r"policy.path=.* on this machine"):
         launch_hf_jobs(["--", PENS, f"--policy.path={run}"])
     assert not hub.requests
 
 
 def test_a_remote_root_is_not_refused(hub):
-    assert "--dataset.root=s3://bucket/pens" in last_command(submitted(hub, "--", "--dataset.root=s3://bucket/pens"))
+    assert "--dataset.root=s3://bucket/pens" in last_command(
+        submitted(hub, "--", "--dataset.root=s3://bucket/pens")
+    )
 
 
 def test_a_dataset_that_is_not_on_the_hub(hub):
@@ -241,7 +245,7 @@ def test_files_of_settings_and_episodes_go_along(hub, tmp_path):
     episodes, settings, work = tmp_path / "episodes.json", tmp_path / "mine.yaml", tmp_path / "work"
     episodes.write_text("[1, 2]")
     file = {
-        "job_name": "it's \"mine\" $HOME",
+        "job_name": 'it\'s "mine" $HOME',
         "steps": 7,
         "dataset": {"repo_id": "ann/pens", "episodes": f"@{episodes}"},
         "optimizer": {"lr": 3.0e-4},
@@ -312,7 +316,10 @@ def test_detached(hub, capsys):
     hub.may_end.clear()
     assert launch_hf_jobs(["--detach", "--", PENS]) == 0
     out = capsys.readouterr().out
-    assert f"hf jobs logs --follow --namespace ann {JOB_ID}" in out and f"hf jobs cancel --namespace ann {JOB_ID}" in out
+    assert (
+        f"hf jobs logs --follow --namespace ann {JOB_ID}" in out
+        and f"hf jobs cancel --namespace ann {JOB_ID}" in out
+    )
     assert not any("logs" in path for _, path, _ in hub.requests)
 
 
@@ -335,6 +342,68 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     assert "Traceback" not in error and TOKEN not in out + error
     assert hub.job is not None and hub.job["status"]["stage"] == "RUNNING"
     assert not any("cancel" in path for _, path, _ in hub.requests)
+
+
+# The job itself
+
+
+class Job:
+    """What the Hub is asked to run, run: on a machine of its own, as far as folders go."""
+
+    def __init__(self, body: dict[str, Any], machine: Path, bucket: Path, datasets: Path):
+        self.work = machine / "work"
+        self.work.mkdir(parents=True)
+        script = body["command"][2].replace("/tmp/", f"{self.work}/").replace("/flexor-runs/", f"{bucket}/")
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PIP_NO_INDEX": "1",  # what it would install is what is tested
+            "HF_LEROBOT_HOME": str(datasets),  # instead of the Hub
+            "OMP_NUM_THREADS": "1",
+        }
+        self.errors = machine / "stderr"
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(["bash", "-c", script], env=environment, stderr=errors)
+
+    def wait_for_step(self, step: int) -> None:
+        until = time.monotonic() + 120
+        metrics = self.work / "arm" / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < step:
+            assert self.process.poll() is None and time.monotonic() < until, self.errors.read_text()
+            time.sleep(0.002)
+
+    def end(self) -> int:
+        return self.process.wait(120)
+
+
+def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, tmp_path):
+    """Weights and figures are those of a run that was never ended, though the machine is gone."""
+    from flexor.cli import main
+
+    shutil.copytree(lowdim, tmp_path / "datasets" / "ann" / "pens")
+    flags = [*tiny_act, "--steps=80", "--batch_size=4", "--num_workers=0", "--log_freq=1"]
+    arguments = ["--flavor=cpu-basic", "--", "train", PENS, "--output_dir=arm", *flags]
+    bucket = tmp_path / "bucket"
+    bucket.mkdir()
+    body = submitted(hub, *arguments)
+    first = Job(body, tmp_path / "first", bucket, tmp_path / "datasets")
+    first.wait_for_step(3)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.end() == 75, first.errors.read_text()
+    assert "goes on from here" in first.errors.read_text()
+    shutil.rmtree(first.work)
+    second = Job(body, tmp_path / "second", bucket, tmp_path / "datasets")
+    assert second.end() == 0, second.errors.read_text()
+    whole = tmp_path / "whole"
+    assert main(["train", f"--dataset.root={lowdim}", f"--output_dir={whole}", *flags]) == 0
+    assert losses(bucket / "arm") == losses(whole) and len(losses(whole)) == 80
+    name = "checkpoints/000080/pretrained_model/model.safetensors"
+    assert (bucket / "arm" / name).read_bytes() == (whole / name).read_bytes()
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 # What goes wrong with the Hub

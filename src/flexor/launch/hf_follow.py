@@ -43,7 +43,7 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
                     f"Lost sight of job {job.id}, which goes on ({_explain(error, api.endpoint, namespace)}). "
                     f"Its page: {job.url}"
                 ) from error
-            log.warning("the job's log broke off, trying again: %s", str(error).splitlines()[0])
+            log.warning("the job's log broke off, trying again: %s", _first_line(error))
         time.sleep(min(2.0**failures, 30))
 
 
@@ -58,7 +58,7 @@ def explained(endpoint: str, namespace: str) -> Iterator[None]:
 
 def _explain(error: Exception, endpoint: str, namespace: str) -> str:
     if not isinstance(error, HfHubHTTPError):
-        return f"Can't reach {endpoint}: {error}. Is the network up, and HF_HUB_OFFLINE unset?"
+        return f"Can't reach {endpoint}: {_first_line(error)}. Is the network up, and HF_HUB_OFFLINE unset?"
     status = error.response.status_code
     advice = {
         401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
@@ -68,5 +68,9 @@ def _explain(error: Exception, endpoint: str, namespace: str) -> str:
         404: f"The Hub does not know {namespace}, or does not let you see it. Check --namespace and --bucket.",
         429: "The Hub has had too many requests from you. Try again in a few minutes.",
     }
-    said = error.server_message or str(error).splitlines()[0]
+    said = error.server_message or _first_line(error)
     return f"{advice.get(status, 'The Hub refused.')} It said: {status} {said}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -216,6 +216,7 @@ def _watch(api: HfApi, job: JobInfo, summary: dict[str, Any], options: argparse.
     text = f"The job goes on. Watch it: `hf jobs logs --follow {which}`. End it: `hf jobs cancel {which}`."
     code = 0
     if not options.detach:
+        log.info("its log follows as soon as it has a machine; Ctrl-C stops watching, not the job")
         try:
             job = follow(api, job, sys.stderr if options.json else sys.stdout)
             code = 0 if job.status.stage == "COMPLETED" else 1

@@ -39,7 +39,7 @@ def restore(kept: Path, run: Path) -> None:
         _copy(kept / name, run / name)
     for folder in (kept / CHECKPOINTS).glob("*"):
         if not (folder / checkpoint.MANIFEST).is_file():
-            shutil.rmtree(folder)  # that machine died while copying it
+            shutil.rmtree(folder, ignore_errors=True)  # that machine died while copying it
     for folder in reversed(checkpoint.complete(kept / CHECKPOINTS).values()):
         copy = run / CHECKPOINTS / folder.name
         try:
@@ -132,7 +132,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def train_and_keep(
-    kept: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 10.0
+    kept: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 30.0
 ) -> int:
     """Run `flexor WORDS`, copying what it finishes every `pause` seconds; its exit code."""
     restore(kept, run)
