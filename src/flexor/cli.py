@@ -24,6 +24,7 @@ Train robot policies on LeRobot datasets.
   train       train a policy (without arguments: on the built-in task)
   resume      go on with a run, exactly where its newest checkpoint left off
   eval        play episodes with a trained policy
+  export      the policy of a checkpoint as one file, also if many processes saved it in parts
   record      record demonstrations of the built-in task as a dataset
   launch      local, slurm, hf-jobs: start a run on several GPUs, on a cluster, in the cloud
   data        info, check, stats, cache: look at a dataset, and decode it, before training on it
@@ -189,6 +190,23 @@ def _lerobot_eval(arguments: list[str]) -> list[str]:
     return [word.removeprefix("--policy.path=") for word in arguments if word != "--policy.path"]
 
 
+def export(arguments: list[str]) -> int:
+    from flexor.train.export import export as run_export
+
+    parser = argparse.ArgumentParser(
+        prog="flexor export",
+        description="Write the policy of a checkpoint as one model.safetensors in LeRobot's format, also if many "
+        "processes saved it in parts.",
+    )
+    parser.add_argument("path", type=Path, help="run (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("--output", type=Path, help="new folder; unless given, into the checkpoint itself")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = parser.parse_args(arguments)
+    folder = run_export(parsed.path, parsed.output)
+    print_result({"policy": str(folder)}, parsed.json, f"exported {folder}")
+    return 0
+
+
 def record(arguments: list[str]) -> int:
     from flexor.sim.record import record_dataset
 
@@ -312,6 +330,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "resume": resume,
     "launch": launch,
     "eval": evaluate,
+    "export": export,
     "record": record,
     "data": data,
     "bench": bench,

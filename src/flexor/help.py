@@ -25,6 +25,11 @@ def train_help(policy: str = "act") -> str:
         "",
         _line("--config", "YAML or JSON file of settings, or a built-in one: demo", "path", None),
         _line("--policy.path", "checkpoint folder or Hub repository to start from", "path", None),
+        _line("--gpus", "GPUs of this machine, a process for each; or all", "number", None),
+        _line("--processes", "processes on the CPU instead", "number", None),
+        _line(
+            "--resume", "auto: go on with the run in output_dir if it has begun, else begin it", "auto", None
+        ),
         _line("--json", "print one JSON object about the finished run", "flag", None),
         "",
         "run",

@@ -94,6 +94,8 @@ def read_file(name: str | Path) -> dict[str, Any]:
 def load_config(argv: Sequence[str]) -> TrainConfig:
     """The command line's settings on top of the file they name; the built-in demo if none names data."""
     flags = parse_flags(argv)
+    if {"steps", "epochs"} <= flags.keys():
+        raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give one of them.")
     file = flags.pop("config", None)
     if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
         file = "demo"
@@ -112,6 +114,8 @@ def build_config(*layers: dict[str, Any]) -> TrainConfig:
             if another or (group == "policy" and layer.get("policy_path") is not None):
                 # the settings of the one before mean nothing to it
                 flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
+        if "steps" in layer and "epochs" not in layer:
+            flat.pop("epochs", None)
         flat.update(layer)
     return _build(drop_ignored(flat))
 

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Without importing what only sharded runs need: it takes seconds, and no DTensor exists before."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def part(tensor: Tensor) -> slice:
     """Which rows of the whole this rank holds; FSDP cuts along the first dimension, as `torch.chunk` does."""
     rows = len(tensor) if tensor.ndim else 0
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return slice(0, rows)
     start, stop = 0, rows
     for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0 and (start, stop) == (0, rows)
+        if placement.is_shard():
+            assert placement.is_shard(0) and (start, stop) == (0, rows)
             size = -(-rows // tensor.device_mesh.size(dimension))
             index = tensor.device_mesh.get_local_rank(dimension)
             start, stop = min(index * size, rows), min((index + 1) * size, rows)
@@ -34,12 +44,12 @@ def part(tensor: Tensor) -> slice:
 @torch.no_grad()
 def copy_part(target: Tensor, whole: Tensor) -> None:
     """This rank's part of `whole` into `target`."""
-    local(target).copy_(whole[part(target)] if isinstance(target, DTensor) else whole)
+    local(target).copy_(whole[part(target)] if is_sharded(target) else whole)
 
 
 def full(tensor: Tensor) -> Tensor:
     """The whole of it, on every rank: all of them must ask."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
 
 
 def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None) -> None:
@@ -50,7 +60,7 @@ def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | N
     with safe_open(file, "pt") as source, torch.no_grad():
         for name, target in tensors.items():
             there = names[name] if names else name
-            if isinstance(target, DTensor):
+            if is_sharded(target):
                 local(target).copy_(source.get_slice(there)[part(target)])
             else:
                 target.copy_(source.get_tensor(there))

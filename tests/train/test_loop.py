@@ -21,9 +21,9 @@ from flexor.rng import Noise
 from flexor.settings import load_config
 from flexor.train import checkpoint
 from flexor.train.build import build_state, fit_to_dataset, split_episodes
-from flexor.train.settle import split_batch
 from flexor.train.engine import Engine
 from flexor.train.evaluate import held_out_loss
+from flexor.train.settle import split_batch
 
 # Gradient accumulation
 

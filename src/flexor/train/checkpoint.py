@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 
 from flexor.errors import CheckpointError
 from flexor.log import log
@@ -55,12 +54,12 @@ class Folder:
         """What goes wrong inside is said in a person's words, and leaves nothing half-written."""
         try:
             yield
-        except (OSError, SafetensorError, CheckpointException) as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(self.aside, ignore_errors=True)
             raise _failed(self.final.parent, self.step, error) from error
 
 
-def _failed(checkpoints: Path, step: int, error: BaseException) -> CheckpointError:
+def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
     kept = newest(checkpoints)
     full = getattr(error, "errno", None) == errno.ENOSPC or any(
         sign in str(error) for sign in ("os error 28", "No space left")

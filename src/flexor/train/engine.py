@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -137,6 +138,12 @@ class Engine:
         self.policy = policy
         self.model: nn.Module = policy
         if self.world_size > 1:
+            warnings.filterwarnings(
+                "ignore", "Grad strides do not match bucket"
+            )  # of 1x1 convolutions: harmless
+            warnings.filterwarnings(
+                "ignore", "`broadcast_buffers` is deprecated"
+            )  # what replaces it is too new
             self.model = DistributedDataParallel(
                 policy,
                 device_ids=[self.device] if self.device.type == "cuda" else None,

@@ -6,8 +6,6 @@ holds the settings, the metrics so far and whole checkpoints.
 
 from __future__ import annotations
 
-import math
-import signal
 import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +27,7 @@ from flexor.monitor.trackers import Trackers
 from flexor.rng import Noise
 from flexor.train import checkpoint
 from flexor.train.build import build_datasets, build_engine, build_loader, build_state, fit_to_dataset
-from flexor.train.engine import Engine, check_devices, pick_device
+from flexor.train.engine import check_devices, pick_device
 from flexor.train.evaluate import evaluate, held_out_loss
 from flexor.train.introduce import introduce
 from flexor.train.processes import Processes, find_processes
@@ -38,22 +36,10 @@ from flexor.train.run import CONFIG, Run, default_folder, join_run, restarted_fo
 from flexor.train.saver import Saver
 from flexor.train.settle import count_steps, scale_learning_rate, split_batch
 from flexor.train.state import TrainState
+from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.watchdog import Watchdog
 
-STOPPED = 75  # exit code of a run that saved itself when told to stop: "start me again" (EX_TEMPFAIL)
-
-
 Resume = Literal["no", "yes", "auto"]  # auto: if the run has begun
-
-
-class TrainingStopped(FlexorError):
-    """A signal asked the run to stop; it has saved a checkpoint."""
-
-    exit_code = STOPPED
-
-
-class Diverged(FlexorError):
-    """The loss or the gradient is no longer a number."""
 
 
 @dataclass
@@ -70,9 +56,22 @@ class Result:
 
 def train(config: TrainConfig, resume: Resume = "no") -> Result:
     """Do a run, or go on with one, as one of its processes."""
-    started = time.perf_counter()
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
+    try:
+        with StopSignal() as stop:
+            return _take_part(config, resume, processes, stop)
+    except FlexorError:
+        raise
+    except Exception as error:
+        if processes.world_size == 1:
+            raise
+        log.exception("rank %d on %s failed", processes.rank, processes.host)
+        raise Crashed(repr(error)) from error
+
+
+def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: StopSignal) -> Result:
+    started = time.perf_counter()
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
@@ -80,7 +79,8 @@ def train(config: TrainConfig, resume: Resume = "no") -> Result:
     config, begun = _settle_folder(config, resume, processes)
     assert config.output_dir is not None
     with join_run(processes, Path(config.output_dir), begun) as run:
-        result = _train(config, begun, run, processes, device)
+        found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
+        result = _train(config, found, run, processes, device, stop)
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
     return result
@@ -108,13 +108,18 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
     return config, begun
 
 
-def _train(config: TrainConfig, begun: bool, run: Run, processes: Processes, device: torch.device) -> Result:
-    found = processes.share(lambda: _find_checkpoint(run, processes.restarts > 0)) if begun else None
+def _train(
+    config: TrainConfig,
+    found: Path | None,
+    run: Run,
+    processes: Processes,
+    device: torch.device,
+    stop: StopSignal,
+) -> Result:
+    """Build the parts of the run, from a checkpoint if one was found, and hand them to `fit`."""
     with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
-    config.policy = fit_to_dataset(
-        config.policy, training
-    )  # from here on the config alone says what the run is
+    config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
     split = split_batch(config, processes.world_size)
     scale_learning_rate(config)
     count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
@@ -132,18 +137,18 @@ def _train(config: TrainConfig, begun: bool, run: Run, processes: Processes, dev
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
     with closing(loader), engine.own_stream() if loader.decoded_on_gpu else nullcontext():
-        return fit(state, run, loader, held_out)
+        return fit(state, run, loader, held_out, stop)
 
 
-def _find_checkpoint(run: Run, restarted: bool) -> Path | None:
-    """Where to go on; a run that was started again before it saved anything begins anew."""
-    if restarted and checkpoint.newest(run.checkpoints) is None:
+def _find_checkpoint(run: Run, must: bool) -> Path | None:
+    """Where to go on; a run that is started again by its launcher before it saved anything begins anew."""
+    if not must and checkpoint.newest(run.checkpoints) is None:
         return None
     return newest_checkpoint(run.folder)
 
 
-def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -> Result:
-    """Optimizer steps until the last one."""
+def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal) -> Result:
+    """Optimizer steps until the last one, or until told to stop."""
     config, engine = state.config, state.engine
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
     result = Result(run.folder, state.step, saver.newest)
@@ -152,10 +157,10 @@ def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -
     with (
         _watchdog(state) as dog,
         Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
-        StopSignal() as stop,
         _progress_bar(state) as bar,
     ):
         batches = loader.steps(state.step, config.steps)
+        stop.stepping = True
         while state.step < config.steps:
             dog.beat(state.step, "reading data")
             waiting = time.perf_counter()
@@ -190,7 +195,7 @@ def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None) -
             if stopping and not last:
                 with dog.patiently("saving a checkpoint"):
                     saver.wait()
-                raise _stopped(stopping, state.step, saver.newest, run)
+                raise stopped(stopping, state.step, saver.newest, run, said=engine.rank > 0)
         watch.check()
         with dog.patiently("saving a checkpoint"):
             saver.wait()
@@ -231,111 +236,6 @@ def optimizer_step(
     meters.add("loss", total, summed=True)
     meters.add("grad_norm", norm)
     return total, norm
-
-
-class Watch:
-    """Stops a run whose loss is no longer a number, and has all ranks stop at the same step.
-
-    A step's figures are looked at when the next step has been queued, so that no step waits for the GPU, and before
-    anything is saved. They are sums over all ranks: what one rank sees, all see.
-    """
-
-    def __init__(self, run: Run, engine: Engine):
-        self.run, self.engine = run, engine
-        # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
-        self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
-        self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor, Tensor] | None = None
-        self.stopping: signal.Signals | None = None
-
-    def see(
-        self,
-        step: int,
-        batches: list[dict[str, Any]],
-        loss: Tensor,
-        norm: Tensor,
-        told: signal.Signals | None,
-    ) -> None:
-        self.check()
-        if self.engine.world_size == 1:
-            self.stopping = told
-            self.seen = (step, batches, loss, norm, loss[None])
-        else:
-            signals = [float(told is number) for number in StopSignal.SIGNALS]
-            over_all = torch.cat((loss[None], loss.new_tensor(signals)))
-            self.seen = (step, batches, loss, norm, self.engine.sum(over_all))
-
-    def check(self) -> None:
-        if self.seen is None:
-            return
-        step, batches, own, norm, over_all = self.seen
-        self.seen = None
-        loss, *signals = over_all.tolist()
-        for number, count in zip(StopSignal.SIGNALS, signals):
-            if count:
-                self.stopping = number
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            self.overflows_left = self.overflows_allowed
-        elif math.isfinite(loss):
-            self.overflows_left -= 1
-        if math.isfinite(loss) and (finite or self.overflows_left >= 0):
-            return
-        what, value = ("gradient", norm.item()) if math.isfinite(loss) else ("loss", loss)
-        self._stop(step, what, value, batches, float(own))
-
-    def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
-        """All ranks come here at the same step, so they can tell each other whose batch it was."""
-        processes = self.engine.processes
-        ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
-        ranks = processes.gather((processes.host, own, ids))
-        bad = [(rank, *told) for rank, told in enumerate(ranks) if not math.isfinite(told[1])]
-        bad = bad or [(rank, *told) for rank, told in enumerate(ranks)]
-        named = "; ".join(
-            f"rank {rank} on {host}: {ids}" if len(ranks) > 1 else f"{ids}" for rank, host, _, ids in bad
-        )
-        error = Diverged(
-            f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
-            f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "
-            "Look for NaN in the data (`flexor data check`), or lower --optimizer.lr; then start from that "
-            "checkpoint with --policy.path."
-        )
-        error.said = not processes.is_main
-        raise error
-
-
-class StopSignal:
-    """Remembers that SIGTERM, SIGUSR1 or Ctrl-C came, so that the loop can save at the next step."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-
-    def __enter__(self) -> StopSignal:
-        try:
-            self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        except ValueError:  # not in the main thread: whoever runs us handles signals
-            self.before = {}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, _: object) -> None:
-        if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait
-        self.signal = signal.Signals(number)  # and nothing more: a handler may interrupt a write to the log
-
-
-def _stopped(number: signal.Signals, step: int, saved: Path | None, run: Run) -> TrainingStopped:
-    where = f"saved as {saved}" if saved else "nothing saved (save_checkpoint=false)"
-    error = TrainingStopped(
-        f"{number.name}: stopped after step {step}, {where}. Go on: flexor resume {run.folder}"
-    )
-    if number is signal.SIGINT:
-        error.exit_code = 130
-    return error
 
 
 def _due(step: int, every: int, last: bool) -> bool:

@@ -81,7 +81,9 @@ class Processes:
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def leave(self) -> None:
+        """Together: a launcher may end those who are late."""
         if self.joined:
+            self.barrier()
             self.control = None
             dist.destroy_process_group()
 
@@ -161,7 +163,9 @@ def _from_srun(env: Mapping[str, str]) -> Processes:
     tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
     local = tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)]
     os.environ.setdefault("MASTER_ADDR", _first_host(env))
-    os.environ.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000))
+    os.environ.setdefault(
+        "MASTER_PORT", str(10_000 + int(env.get("SLURM_JOB_ID", 0)) % 20_000)
+    )  # as in our scripts
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(local))  # the loader divides the host's memory by it
     return Processes(
         rank=int(env["SLURM_PROCID"]),

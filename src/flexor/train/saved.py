@@ -6,11 +6,11 @@ number of processes, sharded or not, whichever way it was saved.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from flexor.policies.pretrained import FOLDER, WEIGHTS
@@ -83,9 +83,26 @@ class ShardedTensors:
         self.folder = folder
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        import torch.distributed.checkpoint as dcp
+
         described = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
         return {name: tuple(getattr(tensor, "size", ())) for name, tensor in described.items()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        # every rank reads what it needs: there is nothing to agree on
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+        import torch.distributed.checkpoint as dcp
+
+        with failures_as_oserror():
+            # every rank reads what it needs: there is nothing to agree on
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
+
+
+@contextmanager
+def failures_as_oserror() -> Iterator[None]:
+    """torch reports what went wrong on any rank by an exception that is not even an `Exception`."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}
+        raise OSError("; ".join(sorted(causes))) from error

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from flexor.log import log
 from flexor.train import checkpoint
 from flexor.train.processes import FOREVER
 from flexor.train.run import Run
-from flexor.train.saved import SHARDS, STATE
+from flexor.train.saved import SHARDS, STATE, failures_as_oserror
 from flexor.train.state import Snapshot, TrainState
 
 
@@ -76,6 +74,8 @@ class Saver:
 
     def _start_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> Callable[[], Any]:
         """Each rank's part on its way to the disk; call what is returned to wait for it."""
+        import torch.distributed.checkpoint as dcp
+
         writer = dcp.FileSystemWriter(folder.aside / STATE / SHARDS)
         if self.asynchronous:
             future = dcp.async_save(snapshot.tensors, storage_writer=writer, process_group=self.group)
@@ -87,7 +87,8 @@ class Saver:
     ) -> None:
         with folder.failures_named():
             if shards is not None:
-                shards()  # returns when all ranks are done
+                with failures_as_oserror():
+                    shards()  # returns when all ranks are done
             if self.processes.is_main:
                 snapshot.write(folder.aside)
                 self.newest = folder.finish()
@@ -108,6 +109,3 @@ class Saver:
         removed = checkpoint.prune(self.run.checkpoints, settings.keep_last, settings.keep_every)
         if removed:
             log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
-
-    def last(self) -> Path | None:
-        return self.newest

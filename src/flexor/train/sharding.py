@@ -78,7 +78,7 @@ class ShardedEngine(Engine):
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,  # autocast casts what a product needs; targets stay float32
             ),
-            "offload_policy": CPUOffloadPolicy() if self.parallel.cpu_offload else OffloadPolicy(),
+            "offload_policy": self._offload(),
         }
         scalars = [name for name, p in policy.named_parameters() if p.ndim == 0]
         if scalars:
@@ -90,6 +90,11 @@ class ShardedEngine(Engine):
         fully_shard(policy, **settings)
         for method in ("loss", "predict"):
             register_fsdp_forward_method(policy, method)
+
+    def _offload(self) -> OffloadPolicy:
+        if not self.parallel.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
     def _spread(self, policy: Policy, make: Any) -> None:
         """Starting weights, made once by rank 0 in the host's memory; each process takes its part of each tensor."""

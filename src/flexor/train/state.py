@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
 from flexor.config import TrainConfig
@@ -115,7 +114,7 @@ class TrainState:
         """Become what the checkpoint holds, whichever way and by however many ranks it was saved."""
         try:
             self._load(folder, folder / STATE)
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError, CheckpointException) as error:
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"Can't go on from {folder}: {error}") from error
 
     def _load(self, folder: Path, state: Path) -> None:

@@ -1,0 +1,148 @@
+"""Why a run ends before its last step: it was told to, its loss is no longer a number, or a process failed."""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.batch import SAMPLE_ID
+from flexor.errors import FlexorError
+from flexor.train import checkpoint
+from flexor.train.engine import Engine
+from flexor.train.run import Run
+
+STOPPED = 75  # exit code of a run that saved itself when told to stop: "start me again" (EX_TEMPFAIL)
+
+
+class TrainingStopped(FlexorError):
+    """A signal asked the run to stop; it has saved a checkpoint."""
+
+    exit_code = STOPPED
+
+
+class Crashed(FlexorError):
+    """A mistake of ours in one of many processes, whose stack is in the log: the others have to end too."""
+
+    exit_code = 70
+    said = True
+
+
+class Diverged(FlexorError):
+    """The loss or the gradient is no longer a number."""
+
+
+class StopSignal:
+    """Remembers that SIGTERM, SIGUSR1 or Ctrl-C came, so that the loop can save at the next step.
+
+    Before the loop (`stepping`) there is nothing to save, and the run ends at once.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.stepping = False
+
+    def __enter__(self) -> StopSignal:
+        try:
+            self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        except ValueError:  # not in the main thread: whoever runs us handles signals
+            self.before = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        if number == signal.SIGINT and (self.signal is not None or not self.stepping):
+            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+        if not self.stepping:
+            raise TrainingStopped(f"{signal.Signals(number).name}: stopped before the first step.")
+        self.signal = signal.Signals(number)  # and nothing more: a handler may interrupt a write to the log
+
+
+def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, said: bool) -> TrainingStopped:
+    where = f"saved as {saved}" if saved else "nothing saved (save_checkpoint=false)"
+    error = TrainingStopped(
+        f"{number.name}: stopped after step {step}, {where}. Go on: flexor resume {run.folder}"
+    )
+    error.said = said
+    if number is signal.SIGINT:
+        error.exit_code = 130
+    return error
+
+
+class Watch:
+    """Stops a run whose loss is no longer a number, and has all ranks stop at the same step.
+
+    A step's figures are looked at when the next step has been queued, so that no step waits for the GPU, and before
+    anything is saved. They are sums over all ranks: what one rank sees, all see.
+    """
+
+    def __init__(self, run: Run, engine: Engine):
+        self.run, self.engine = run, engine
+        # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
+        self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
+        self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor, Tensor] | None = None
+        self.stopping: signal.Signals | None = None
+
+    def see(
+        self,
+        step: int,
+        batches: list[dict[str, Any]],
+        loss: Tensor,
+        norm: Tensor,
+        told: signal.Signals | None,
+    ) -> None:
+        self.check()
+        if self.engine.world_size == 1:
+            self.stopping = told
+            self.seen = (step, batches, loss, norm, loss[None])
+        else:
+            signals = [float(told is number) for number in StopSignal.SIGNALS]
+            over_all = torch.cat((loss[None], loss.new_tensor(signals)))
+            self.seen = (step, batches, loss, norm, self.engine.sum(over_all))
+
+    def check(self) -> None:
+        if self.seen is None:
+            return
+        step, batches, own, norm, over_all = self.seen
+        self.seen = None
+        loss, *signals = over_all.tolist()
+        for number, count in zip(StopSignal.SIGNALS, signals):
+            if count:
+                self.stopping = number
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            self.overflows_left = self.overflows_allowed
+        elif math.isfinite(loss):
+            self.overflows_left -= 1
+        if math.isfinite(loss) and (finite or self.overflows_left >= 0):
+            return
+        what, value = ("gradient", norm.item()) if math.isfinite(loss) else ("loss", loss)
+        self._stop(step, what, value, batches, float(own))
+
+    def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
+        """All ranks come here at the same step, so they can tell each other whose batch it was."""
+        processes = self.engine.processes
+        ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
+        ranks = processes.gather((processes.host, own, ids))
+        bad = [(rank, *told) for rank, told in enumerate(ranks) if not math.isfinite(told[1])]
+        bad = bad or [(rank, *told) for rank, told in enumerate(ranks)]
+        named = "; ".join(
+            f"rank {rank} on {host}: {ids}" if len(ranks) > 1 else f"{ids}" for rank, host, _, ids in bad
+        )
+        error = Diverged(
+            f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
+            f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "
+            "Look for NaN in the data (`flexor data check`), or lower --optimizer.lr; then start from that "
+            "checkpoint with --policy.path."
+        )
+        error.said = not processes.is_main
+        raise error
