@@ -305,6 +305,24 @@ def test_patience_ends_with_the_life_of_a_rank(plays):
     assert "rank 1 on host-1 has not been heard of" in said
 
 
+def give_up_early(dog: Watchdog) -> None:
+    """The collective has a time limit of its own, shorter than the watchdog's."""
+    step(dog, 0)
+    group = dist.new_group(timeout=timedelta(seconds=0.1))
+    dog.beat(1, "reading data")
+    if dog.rank == 1:
+        time.sleep(FOREVER_S)
+    dog.beat(1, "backward")
+    dist.barrier(group)
+
+
+def test_who_is_behind_is_named_also_when_a_collective_gives_up(plays):
+    (said, _) = plays[give_up_early].end(HUNG, HUNG)
+    assert re.search(
+        r"rank 1 on host-1 has made no progress for \d+ s: step 1, reading data. Rank 0 waits", said
+    )
+
+
 CAST = {
     hang_in_data: 3,
     hang_in_backward: 2,
@@ -318,6 +336,7 @@ CAST = {
     fail_unnoticed: 2,
     take_long: 3,
     freeze_while_saving: 2,
+    give_up_early: 2,
 }
 
 ALONE = """

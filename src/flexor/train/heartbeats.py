@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from flexor.log import log
@@ -49,7 +49,7 @@ class Heartbeat:
     idle: float = 0.0  # seconds without progress
     ended: str | None = None  # None: at work; DONE; or why it ended before
     heard: float = 0.0  # when it last said something new, on the clock of who heard it: hosts' clocks differ
-    count: int = field(default=-1, repr=False)  # grows with each heartbeat
+    count: int = -1  # grows with each heartbeat
 
     def silence(self, now: float) -> float:
         return now - self.heard

@@ -42,7 +42,7 @@ STILL_S = 300.0  # between two words of a rank that takes its time
 
 
 class RankLost(FlexorError):
-    """A collective failed because another rank is gone."""
+    """A collective failed because of another rank."""
 
     exit_code = HUNG
 
@@ -50,8 +50,9 @@ class RankLost(FlexorError):
 class Watchdog:
     """Watches this rank, and knows from their heartbeats what the others are at.
 
-    Every rank must make the same beats in a step: who has made fewer is behind. Leave it together (after a
-    barrier), since the store may end with rank 0.
+    Every rank must make the same beats in a step: who has made fewer is behind. Give collectives a longer time
+    limit than `timeout_s`, or they fail before it is known who they wait for. Leave the watchdog together
+    (after a barrier), since the store may end with rank 0.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, store: Store | None, timeout_s: float):
@@ -100,15 +101,15 @@ class Watchdog:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        gone = self._who_is_gone() if self._heartbeats and _is_of_a_collective(error) else None
-        self._ended = DONE if error is None else gone or f"{type(error).__name__}: {error}".splitlines()[0]
+        culprit = self._who_failed() if self._heartbeats and _is_of_a_collective(error) else None
+        self._ended = DONE if error is None else culprit or f"{type(error).__name__}: {error}".splitlines()[0]
         self._stop.set()
         self._thread.join(10)
         faulthandler.cancel_dump_traceback_later()
         if self._heartbeats:
             self._heartbeats.stop()
-        if gone:
-            raise RankLost(f"{gone} {self._here()}. Its error: {error}") from error
+        if culprit:
+            raise RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}") from error
 
     @contextmanager
     def _in_mode(self, doing: str, mode: str) -> Iterator[None]:
@@ -158,7 +159,7 @@ class Watchdog:
         if self.rank not in culprits and self._now - self._since <= limit + GRACE_S:
             return
         hint = "" if gone else f" If that may take so long, raise --parallel.timeout_s ({self.timeout_s:g})."
-        _say(f"\n{verdict}{hint} {self._here()}. Its threads:\n{_stacks()}\n")
+        _say(f"\n{verdict}{hint}\n{self._here()}. Its threads:\n{_stacks()}\n")
         if self._heartbeats is None:
             self._since = self._now
             return
@@ -211,7 +212,7 @@ class Watchdog:
             + (f" {_numbers(waiting)} for {'it' if len(behind) == 1 else 'them'}." if waiting else "")
         )
 
-    def _who_is_gone(self) -> str | None:
+    def _who_failed(self) -> str | None:
         """After a failed collective: wait until it shows in the heartbeats whose fault it was."""
         assert self._heartbeats is not None
         self._moment = self._moment._replace()  # counts as progress: the time for this comes on top
@@ -220,7 +221,8 @@ class Watchdog:
             if gone:
                 return gone[1]
             time.sleep(self._heartbeats.every_s / 2)
-        return None
+        behind, verdict = self._behind()  # the collective's own time limit came before ours
+        return None if self.rank in behind else verdict
 
     def _here(self) -> str:
         return f"This is rank {self.rank} on {self.host}, at {_place(self._own())}"
