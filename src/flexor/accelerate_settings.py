@@ -17,10 +17,11 @@ from flexor.errors import ConfigError
 from flexor.log import log
 from flexor.tree import coerce, field_types
 
-# FSDP 1 -> (strategy, reshard_after_forward). FSDP 2 shards the same way, and keeps parameters that have names.
+# How FSDP 1 shards, in Accelerate's order, which numbers them from 1 -> strategy, reshard_after_forward.
 SHARDING = {
     "FULL_SHARD": ("fsdp", True),
     "SHARD_GRAD_OP": ("fsdp", False),
+    "NO_SHARD": ("ddp", False),
     "HYBRID_SHARD": ("hsdp", True),
     "HYBRID_SHARD_ZERO2": ("hsdp", False),
 }
@@ -89,26 +90,18 @@ def _said(env: Mapping[str, str]) -> dict[str, Said]:
 
 
 def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
-    reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
-    strategy, there = "fsdp", "fsdp_version: 2"
+    there = "fsdp_version: 2"
+    strategy, reshard = "fsdp", env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     if env.get("FSDP_VERSION", "1") == "1":
-        # what is set there is the newer name, with the older one's values, only if it was given
-        sharding = (
-            reshard.upper() if reshard not in ("true", "false") else env.get("FSDP_SHARDING_STRATEGY", "")
-        )
-        sharding = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP"}.get(sharding, sharding or "FULL_SHARD").upper()
-        there = f"fsdp_sharding_strategy: {sharding}"
-        if sharding not in SHARDING:
-            raise ConfigError(
-                f"The Accelerate config says {there}, which is not among {', '.join(SHARDING)}. "
-                "To shard nothing, say distributed_type: MULTI_GPU."
-            )
-        strategy, keep = SHARDING[sharding]
-        reshard = str(keep).lower()
-        log.info("fsdp_version: 1 in the Accelerate config: it is run by FSDP 2, which shards the same way")
+        there = f"fsdp_sharding_strategy: {_sharding(env)}"
+        strategy, reshard = SHARDING[_sharding(env)]
+        if env.get("RANK", "0") == "0" and strategy != "ddp":
+            log.info("%s with fsdp_version: 1: it is run by FSDP 2, which shards the same way", there)
     said = {"parallel.strategy": Said(there, strategy)}
-    if reshard == "false":
-        said["parallel.reshard_after_forward"] = Said(f"fsdp_reshard_after_forward: {reshard}", False)
+    if strategy == "ddp":
+        return said
+    if not reshard:
+        said["parallel.reshard_after_forward"] = Said("to keep weights gathered after forward", False)
     if _true(env, "FSDP_OFFLOAD_PARAMS"):
         said["parallel.cpu_offload"] = Said("fsdp_offload_params: true", True)
     if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
@@ -116,10 +109,24 @@ def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
     copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     if copies > 1:
         parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
-        said["parallel.strategy"] = Said(f"parallelism_config_dp_replicate_size: {copies}", "hsdp")
-        said["parallel.dp_replicate"] = Said(f"parallelism_config_dp_replicate_size: {copies}", copies)
+        there = f"parallelism_config_dp_replicate_size: {copies}"
+        said |= {"parallel.strategy": Said(there, "hsdp"), "parallel.dp_replicate": Said(there, copies)}
         said["parallel.dp_shard"] = Said(f"parallelism_config_dp_shard_size: {parts}", parts)
     return said
+
+
+def _sharding(env: Mapping[str, str]) -> str:
+    """FSDP 1's strategy, which newer configs give under FSDP 2's name."""
+    newer = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    value = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") if newer in ("true", "false") else newer
+    names = list(SHARDING)
+    if value.isdigit() and 0 < int(value) <= len(names):
+        return names[int(value) - 1]
+    if value.upper() not in SHARDING:
+        raise ConfigError(
+            f"The Accelerate config says fsdp_sharding_strategy: {value}: use one of {', '.join(names)}."
+        )
+    return value.upper()
 
 
 def _refuse_unsupported(env: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,6 +44,8 @@ except ImportError as error:
         f"`accelerate launch` started this run, but its Python can't import Accelerate ({error}): "
         "pip install 'flexor[accelerate]'."
     ) from error
+
+BY_ACCELERATE = f"; by Accelerate {accelerate.__version__}"
 
 
 def accelerate_engine(
@@ -83,7 +86,11 @@ class AccelerateEngine(Engine):
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         self.policy = policy
-        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*deprecated.*"
+            )  # of torch's functions, which Accelerate calls
+            self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
 
     def autocast(self) -> AbstractContextManager[object]:
         return self.accelerator.autocast()
@@ -106,7 +113,7 @@ class AccelerateEngine(Engine):
         self.optimizer.zero_grad()
 
     def describe(self) -> str:
-        return f"{super().describe()}; by Accelerate {accelerate.__version__}"
+        return f"{super().describe()}{BY_ACCELERATE}"
 
 
 class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
@@ -122,12 +129,13 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         if self.device.type == "cpu":
             # Accelerate shards on GPUs only, but torch does anywhere; this is how it is tested without them
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        self.wrap = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper()
         dtype = None if self.precision == "no" else DTYPES[self.precision]
         self.plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             reshard_after_forward=self.parallel.reshard_after_forward,
-            cpu_offload=self.parallel.cpu_offload,
-            auto_wrap_policy=os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"),
+            cpu_offload=self._offload(),
+            auto_wrap_policy="NO_WRAP" if self.wrap == "NO_WRAP" else "TRANSFORMER_BASED_WRAP",
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
@@ -154,6 +162,9 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
     def _mesh(self) -> DeviceMesh:
         return self.accelerator.torch_device_mesh or super()._mesh()
 
+    def describe(self) -> str:
+        return f"{super().describe()}{BY_ACCELERATE}"
+
     def build(self, make: Any, weights: Path | str | None) -> Policy:
         """Accelerate shards a model together with its optimizer, so what is made here is still without weights.
 
@@ -176,14 +187,18 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             self._spread(policy, self._make)
 
     def _name_units(self, policy: Policy) -> None:
-        """The classes of the policy's blocks, which Accelerate wraps unless its config names others."""
-        units = sorted({type(unit).__name__ for unit in policy.shard_units()})
-        policy._no_split_modules = units  # type: ignore[assignment]
+        """What Accelerate shards one by one: classes, those of the policy's blocks unless its config names others."""
+        blocks = policy.shard_units()
+        if self.wrap == "SIZE_BASED_WRAP":
+            least = int(os.environ["FSDP_MIN_NUM_PARAMS"])
+            blocks = [block for block in blocks if sum(p.numel() for p in block.parameters()) >= least]
+        classes = sorted({type(block).__name__ for block in blocks})
+        policy._no_split_modules = classes  # type: ignore[assignment]
         named = self.plugin.transformer_cls_names_to_wrap or []
         missing = set(named) - {type(module).__name__ for module in policy.modules()}
         if missing:
             raise ConfigError(
                 f"The Accelerate config says fsdp_transformer_layer_cls_to_wrap: {','.join(named)}, but the policy "
                 f"has no {', '.join(sorted(missing))}. Leave it out to shard the policy's own blocks "
-                f"({', '.join(units)})."
+                f"({', '.join(classes)})."
             )
