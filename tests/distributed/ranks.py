@@ -16,6 +16,8 @@ import torch
 
 from flexor.batch import SAMPLE_ID
 from flexor.rng import Noise
+from flexor.train import checkpoint
+from flexor.train.saved import open_tensors
 
 
 def free_port() -> int:
@@ -122,3 +124,19 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     """The largest difference between two sets of tensors."""
     assert one.keys() == other.keys()
     return max(float((one[k].float() - other[k].float()).abs().max()) for k in one)
+
+
+def everything(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """All that training made, by name, whichever way it was saved: weights, optimizer, moving average."""
+    folder = checkpoint.complete(run / "checkpoints")[step]
+    saved = open_tensors(folder, [f"parameter {i}" for i in range(1000)])
+    found = {name: torch.zeros(shape) for name, shape in saved.shapes().items()}
+    saved.fill(found)
+    return found
+
+
+def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, step: int) -> None:
+    """Killed at no particular moment after a checkpoint was saved."""
+    ranks = Ranks(folder, count, arguments)
+    ranks.all[0].wait_for(lambda: step in checkpoint.complete(run / "checkpoints"), 120)
+    ranks.kill()

@@ -1,0 +1,191 @@
+"""Going on: bitwise on the same processes, and the same run on any other number of them, sharded or not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import ranks
+import runs
+import torch
+from safetensors.torch import load_file
+from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+
+from flexor.cli import main
+from flexor.policies.pretrained import load_pretrained
+from flexor.train import checkpoint
+
+FSDP, HSDP, DDP = (f"--parallel.strategy={name}" for name in ("fsdp", "hsdp", "ddp"))
+SHARE2 = "--parallel.dp_shard=2"
+
+
+def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]:
+    """eps: as in test_sameness."""
+    return ["train", *runs.flags(dataset, folder / "run", tiny, "--optimizer.eps=1e-5", *more)]
+
+
+# R0: the same processes
+
+SAME = {
+    "ddp 2, ema, async": (2, [DDP, "--ema.enable", "--checkpoint.async=true"]),
+    "ddp 4, deterministic": (4, [DDP, "--deterministic"]),
+    "fsdp 2, bf16, ema, accumulation": (
+        2,
+        [FSDP, "--precision=bf16", "--ema.enable", "--global_batch_size=16"],
+    ),
+    "fsdp 2, fp16, async": (2, [FSDP, "--precision=fp16", "--checkpoint.async=true"]),
+    "fsdp 2, in the host's memory": (2, [FSDP, "--parallel.cpu_offload=true", "--activation_checkpointing"]),
+    "hsdp 2x2, cosine": (4, [HSDP, SHARE2, "--scheduler.type=cosine", "--deterministic"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SAME)
+def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
+    count, more = SAME[way]
+    whole, cut = tmp_path / "run", tmp_path / "cut"
+    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=12", "--save_freq=5", *more))
+    runs.cut_back(whole, cut, 5)
+    ranks.run(tmp_path / "2", count, ["resume", str(cut)])
+    assert runs.figures(whole) == runs.figures(cut)
+    assert len(runs.figures(cut)) == 12
+    one, other = ranks.everything(whole, 12), ranks.everything(cut, 12)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert runs.state(whole, 12) == runs.state(cut, 12)
+    folders = [run / "checkpoints" / "000012" / "training_state" for run in (whole, cut)]
+    states = [load_file(folder / "rng_state_ranks.safetensors") for folder in folders]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# R1: other processes
+
+CHAINS = {
+    "4 fsdp, 2 ddp, 1, 4 hsdp": [(4, [FSDP]), (2, [DDP]), (1, [DDP]), (4, [HSDP, SHARE2])],
+    "1, 2 fsdp, 4 ddp, 2 hsdp": [(1, []), (2, [FSDP]), (4, [DDP]), (2, [HSDP, SHARE2])],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chain", CHAINS)
+def test_any_other_processes_go_on_with_the_same_run(chain, lowdim, tiny_act, tmp_path):
+    steps, (first, *others) = 200, CHAINS[chain]
+    more = [f"--steps={steps}", "--save_freq=50", "--policy.dropout=0", "--ema.enable", "--optimizer.lr=3e-4"]
+    alone = tmp_path / "alone"
+    ranks.run(alone, 1, train(lowdim, alone, tiny_act, *more, "--batch_size=8"))
+
+    count, way = first
+    run = tmp_path / "run"
+    begin = train(lowdim, tmp_path, tiny_act, *more, *way, f"--batch_size={8 // count}")
+    ranks.interrupted(tmp_path / "0", count, begin, run, 50)
+    for i, (count, way) in enumerate(others[:-1], 1):
+        resume = ["resume", str(run), *way, "--batch_size=8"]
+        ranks.interrupted(tmp_path / str(i), count, resume, run, 50 + 50 * i)
+    count, way = others[-1]
+    ranks.run(tmp_path / "last", count, ["resume", str(run), *way, "--batch_size=8"])
+
+    parts = [tmp_path / str(i) for i in range(len(others))]
+    assert ranks.computed(*parts, tmp_path / "last") == ranks.computed(alone)
+    assert ranks.losses(run) == pytest.approx(ranks.losses(alone / "run"), rel=20 * LOSS_TOLERANCE)
+    one, other = (ranks.weights(r, steps) for r in (run, alone / "run"))
+    assert ranks.apart(one, other) < 20 * WEIGHT_TOLERANCE  # four times the steps of test_sameness, and chaos
+    strategies = [
+        json.loads(f.read_text())["strategy"] for f in sorted(run.glob("checkpoints/*/*/flexor.json"))
+    ]
+    assert len(set(strategies)) >= 3, strategies
+
+
+@pytest.mark.slow
+def test_streamed_pictures_go_on_elsewhere(dataset, tiny_act, tmp_path):
+    """Two sharded ranks, one process, two ranks: videos are read by other ranks, and every sample is the same."""
+    more = [
+        "--steps=6",
+        "--save_freq=2",
+        "--policy.dropout=0",
+        "--dataset.cache.tier=stream",
+        "--dataset.order.pool=5",
+    ]
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    ranks.run(alone, 1, train(dataset, alone, tiny_act, *more, "--batch_size=4"))
+    begin = train(dataset, tmp_path, tiny_act, *more, FSDP, "--batch_size=2")
+    ranks.interrupted(tmp_path / "0", 2, begin, run, 2)
+    ranks.interrupted(tmp_path / "1", 1, ["resume", str(run), DDP, "--batch_size=4"], run, 4)
+    ranks.run(tmp_path / "last", 2, ["resume", str(run), DDP])
+    parts = (tmp_path / "0", tmp_path / "1", tmp_path / "last")
+    assert ranks.computed(*parts) == ranks.computed(alone)
+    assert ranks.losses(run) == pytest.approx(ranks.losses(alone / "run"), rel=1e-3)
+
+
+# Sharded checkpoints
+
+
+@pytest.fixture(scope="module")
+def sharded(lowdim, tiny_act, tmp_path_factory) -> Path:
+    """A sharded run with a moving average whose first checkpoint has no weights gathered."""
+    folder = tmp_path_factory.mktemp("sharded")
+    more = [
+        "--steps=4",
+        "--save_freq=2",
+        FSDP,
+        "--ema.enable",
+        "--checkpoint.export=false",
+        "--num_workers=0",
+    ]
+    ranks.run(folder, 2, train(lowdim, folder, tiny_act, *more))
+    return folder / "run"
+
+
+def test_each_rank_writes_its_part(sharded):
+    shards = sorted((sharded / "checkpoints/000004/training_state/sharded").glob("*.distcp"))
+    assert [path.name for path in shards] == ["__0_0.distcp", "__1_0.distcp"]
+    small, large = sorted(path.stat().st_size for path in shards)
+    assert small > 0.7 * large  # halves but for what does not divide
+
+
+def test_weights_are_exported_when_asked(sharded, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(sharded, run, symlinks=True)
+    early, late = (run / "checkpoints" / step for step in ("000002", "000004"))
+    assert not (early / "pretrained_model/model.safetensors").exists()
+    assert main(["eval", str(early), "--env.type=place"]) == 1
+    assert f"flexor export {early}" in capsys.readouterr().err
+
+    gathered = load_file(late / "pretrained_model/model.safetensors")
+    assert main(["export", str(run), "--output", str(tmp_path / "policy")]) == 0
+    exported = load_file(tmp_path / "policy/model.safetensors")
+    assert gathered.keys() == exported.keys()
+    assert all(torch.equal(gathered[name], exported[name]) for name in gathered)
+    load_pretrained(str(tmp_path / "policy"))
+
+    assert main(["export", str(early), "--json"]) == 0
+    load_pretrained(str(early))
+    checkpoint.verify(early)
+    assert main(["export", str(run), "--output", str(tmp_path / "policy")]) == 2
+    assert main(["export", str(tmp_path)]) == 1
+
+
+def test_a_damaged_shard_is_named(sharded, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(sharded, run, symlinks=True)
+    shard = run / "checkpoints/000004/training_state/sharded/__1_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert main(["resume", str(run), "--steps=5"]) == 1
+    assert "training_state/sharded/__1_0.distcp is not what was saved" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [DDP, FSDP])
+def test_evaluation_and_held_out_loss_on_many_processes(way, dataset, tiny_act, tmp_path):
+    """What the weights are worth does not depend on who measures it."""
+    measure = ["--env.type=place", "--env_eval_freq=2", "--eval.n_episodes=3", "--env.max_steps=12"]
+    measure += ["--env.kwargs={image_size: 32}", "--dataset.eval_split=0.25", "--eval_steps=2"]
+    more = ["--steps=2", "--save_freq=0", "--policy.dropout=0", "--ema.enable", *measure]
+    alone = tmp_path / "alone"
+    ranks.run(alone, 1, train(dataset, alone, tiny_act, *more, "--batch_size=4"))
+    ranks.run(tmp_path, 2, train(dataset, tmp_path, tiny_act, *more, way, "--batch_size=2"))
+    found = [
+        {k: v for line in runs.metrics(r) for k, v in line.items()} for r in (alone / "run", tmp_path / "run")
+    ]
+    assert found[0]["held_out_loss"] == pytest.approx(found[1]["held_out_loss"], rel=1e-4)
+    evaluated = [{k: v for k, v in figures.items() if k.startswith("eval_")} for figures in found]
+    assert len(evaluated[0]) > 3 and evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
