@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FlexorError as error:
         if not error.said:
             print(f"flexor {verb}: {error}", file=sys.stderr)
+        _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -71,6 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"flexor {verb}: {error}. Make room or choose another folder.", file=sys.stderr)
         return 1
+
+
+def _leave_ranks(code: int) -> None:
+    """End a process of many at once: tidying up might wait for ranks that are gone."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _take(arguments: list[str], *flags: str) -> bool:

@@ -221,20 +221,6 @@ def test_a_dead_rank_0_that_kept_the_store(plays):
     assert "The store of this run, which rank 0 or its launcher keeps, has not answered for" in said
 
 
-def main_dies(dog: Watchdog) -> None:
-    if dog.rank == 0:
-        with dog.patiently("evaluating"):
-            time.sleep(1)
-            os.kill(os.getpid(), signal.SIGKILL)
-    dog.wait_for_main("evaluated", "waiting for rank 0 to evaluate")
-
-
-def test_who_waits_for_a_dead_rank_0_ends(plays):
-    (_, said) = plays[main_dies].end(KILLED, HUNG)
-    assert "The store of this run" in said
-    assert "at step 0, waiting for rank 0 to evaluate" in said
-
-
 def fail(dog: Watchdog) -> None:
     step(dog, 0)
     if dog.rank == 1:
@@ -271,14 +257,17 @@ def test_who_waits_for_a_rank_that_failed_does_not_wait_for_long(plays):
 
 
 def take_long(dog: Watchdog) -> None:
-    """Rank 0 takes its time; rank 1 waits in a collective and rank 2 for a word."""
+    """Rank 0 takes its time; the others wait in a collective, one of them patiently."""
     step(dog, 0)
     if dog.rank == 0:
         with dog.patiently("evaluating"):
             time.sleep(3 * TIMEOUT_S)
-        dog.main_done("evaluated")
+            dist.barrier()
     elif dog.rank == 2:
-        dog.wait_for_main("evaluated", "waiting for the evaluation")
+        with dog.patiently("waiting for the evaluation"):
+            dist.barrier()
+    else:
+        dist.barrier()
     for number in range(1, 4):
         step(dog, number)
         time.sleep(0.2)
@@ -331,7 +320,6 @@ CAST = {
     hold_the_interpreter: 2,
     die_1: 2,
     die_0: 2,
-    main_dies: 2,
     fail: 2,
     fail_unnoticed: 2,
     take_long: 3,

@@ -31,11 +31,10 @@ class Moment(NamedTuple):
     step: int
     nth: int
     doing: str
-    mode: str = ""  # or PATIENT or WAITING
+    mode: str = ""  # or PATIENT
 
 
 PATIENT = "patient"  # may take as long as it likes
-WAITING = "waiting"  # for rank 0, for as long as that one lives
 START = Moment(0, 0, "starting")
 
 
@@ -102,17 +101,6 @@ class Heartbeats:
         """Say a last word. Ended before the interpreter is, a thread can't get in the way of its shutdown."""
         self._stop.set()
         self._thread.join(1 + LAST_WORDS * self.every_s)
-
-    def put(self, key: str) -> None:
-        (self._link or self.store).set(PREFIX + key, "")
-
-    def has(self, key: str) -> bool:
-        link = self._link
-        try:
-            return link is not None and link.check([PREFIX + key])
-        except RuntimeError:  # torch's errors of stores are among these
-            self._link = None
-            return False
 
     def _run(self) -> None:
         try:

@@ -61,7 +61,8 @@ def train(config: TrainConfig, resume: Resume = "no") -> Result:
     try:
         with StopSignal() as stop:
             return _take_part(config, resume, processes, stop)
-    except FlexorError:
+    except FlexorError as error:
+        processes.say_once(error)
         raise
     except Exception as error:
         if processes.world_size == 1:
@@ -78,9 +79,12 @@ def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: 
         check_devices(processes, device, config.parallel.backend)
     config, begun = _settle_folder(config, resume, processes)
     assert config.output_dir is not None
-    with join_run(processes, Path(config.output_dir), begun) as run:
-        found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
-        result = _train(config, found, run, processes, device, stop)
+    with _watchdog(config, processes) as dog, join_run(processes, Path(config.output_dir), begun) as run:
+        with dog.patiently("getting ready"):
+            found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
+            state, loader, held_out = _build(config, found, run, processes, device)
+        with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
+            result = fit(state, run, loader, held_out, stop, dog)
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
     return result
@@ -108,15 +112,10 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
     return config, begun
 
 
-def _train(
-    config: TrainConfig,
-    found: Path | None,
-    run: Run,
-    processes: Processes,
-    device: torch.device,
-    stop: StopSignal,
-) -> Result:
-    """Build the parts of the run, from a checkpoint if one was found, and hand them to `fit`."""
+def _build(
+    config: TrainConfig, found: Path | None, run: Run, processes: Processes, device: torch.device
+) -> tuple[TrainState, Loader, Dataset | None]:
+    """The parts of the run, from a checkpoint if one was found."""
     with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
     config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
@@ -136,8 +135,7 @@ def _train(
         run.write_config(config)
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
-    with closing(loader), engine.own_stream() if loader.decoded_on_gpu else nullcontext():
-        return fit(state, run, loader, held_out, stop)
+    return state, loader, held_out
 
 
 def _find_checkpoint(run: Run, must: bool) -> Path | None:
@@ -147,7 +145,9 @@ def _find_checkpoint(run: Run, must: bool) -> Path | None:
     return newest_checkpoint(run.folder)
 
 
-def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal) -> Result:
+def fit(
+    state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal, dog: Watchdog
+) -> Result:
     """Optimizer steps until the last one, or until told to stop."""
     config, engine = state.config, state.engine
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
@@ -155,7 +155,6 @@ def fit(state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, s
     state.policy.train()
 
     with (
-        _watchdog(state) as dog,
         Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
         _progress_bar(state) as bar,
     ):
@@ -278,15 +277,9 @@ def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, 
     return values
 
 
-def _watchdog(state: TrainState) -> Watchdog:
-    processes = state.engine.processes
-    return Watchdog(
-        processes.rank,
-        processes.world_size,
-        processes.host,
-        processes.store,
-        state.config.parallel.timeout_s,
-    )
+def _watchdog(config: TrainConfig, processes: Processes) -> Watchdog:
+    where = (processes.rank, processes.world_size, processes.host)
+    return Watchdog(*where, processes.store, config.parallel.timeout_s)
 
 
 def _progress_bar(state: TrainState) -> Any:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,7 +24,8 @@ from flexor.errors import ConfigError, FlexorError
 
 T = TypeVar("T")
 FOREVER = timedelta(days=30)
-JOIN_TIMEOUT = timedelta(minutes=10)
+ALIKE_S = 2.0  # within which ranks make the same mistake
+ERROR = "flexor/error"
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Processes:
         """Meet the other processes; from here on all of them take part in everything collective."""
         gpu = "gloo" if backend == "gloo" else "nccl"
         backend = f"cpu:gloo,cuda:{gpu}" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=timeout_s)
+        timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog says more, so it comes first
         try:
             if self.world_size == 1:
                 dist.init_process_group(
@@ -116,6 +118,26 @@ class Processes:
             answer[1].said = True  # by rank 0
             raise answer[1]
         return answer[0]
+
+    def say_once(self, error: FlexorError) -> None:
+        """If all ranks fail alike, rank 0 says so and the others keep quiet; else each says who it is."""
+        if self.world_size == 1 or error.said:
+            return
+        if not self.joined:
+            error.said = self.local_rank != 0
+            return
+        with suppress(RuntimeError):  # the store may be gone, with whoever kept it
+            store = dist.distributed_c10d._get_default_store()
+            if self.is_main:
+                store.set(ERROR, str(error))
+                time.sleep(ALIKE_S / 2)  # the store may be this process's
+                return
+            until = time.monotonic() + ALIKE_S
+            while time.monotonic() < until and not store.check([ERROR]):
+                time.sleep(0.05)
+            error.said = store.check([ERROR]) and store.get(ERROR).decode() == str(error)
+        if not error.said:
+            error.args = (f"rank {self.rank} on {self.host}: {error}",)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from flexor.errors import FlexorError
 from flexor.log import log
-from flexor.train.heartbeats import DONE, PATIENT, START, WAITING, Heartbeat, Heartbeats, Moment
+from flexor.train.heartbeats import DONE, PATIENT, START, Heartbeat, Heartbeats, Moment
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -79,20 +79,6 @@ class Watchdog:
         """Something that may take as long as it likes; no other rank gets impatient meanwhile."""
         with self._in_mode(doing, PATIENT):
             yield
-
-    def wait_for_main(self, key: str, doing: str) -> None:
-        """Wait until rank 0 says `main_done` with the same key, for as long as it lives. A key serves once."""
-        assert self.rank > 0 and self._heartbeats is not None
-        pause = 0.002
-        with self._in_mode(doing, WAITING):
-            while not self._heartbeats.has(f"done/{key}"):
-                time.sleep(pause)
-                pause = min(1.5 * pause, 0.5)
-
-    def main_done(self, key: str) -> None:
-        assert self.rank == 0
-        if self._heartbeats:
-            self._heartbeats.put(f"done/{key}")
 
     def __enter__(self) -> Watchdog:
         if self._heartbeats:
