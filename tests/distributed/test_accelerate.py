@@ -1,0 +1,231 @@
+"""`accelerate launch -m flexor train`: the same run as without it, and settings that can't both hold.
+
+Some runs are launched for real, with config files as `accelerate config` writes them. Others are forked with the
+environment that Accelerate's own functions make of a config: that saves importing torch over and over.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import runs
+import torch
+from test_sameness import LOSS_TOLERANCE, STEPS, WEIGHT_TOLERANCE, flags
+
+from flexor.errors import ConfigError
+from flexor.settings import load_config
+
+pytest.importorskip("accelerate")
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+CONFIGS = Path(__file__).parent / "configs"
+DDP, FSDP1, FSDP2 = ([f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2"))
+BY_SIZE = ["--fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "--fsdp_min_num_params=2000"]
+SIZES = [f"--parallelism_config_dp_{name}_size=2" for name in ("replicate", "shard")]
+HYBRID = ["--use_fsdp", "--fsdp_version=2", "--num_processes=4", "--use_parallelism_config", *SIZES]
+ACCUMULATION = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
+QUIET = ["--num_machines=1", "--dynamo_backend=no"]
+
+
+def told(*options: str) -> dict[str, str]:
+    """What `accelerate launch` with these options tells the processes it starts."""
+    args = launch_command_parser().parse_args([*QUIET, "--main_process_port=0", *options, "-m", "flexor"])
+    args, *_ = _validate_launch_command(args)
+    several = args.use_fsdp or args.multi_gpu
+    env = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
+    return {name: value for name, value in env.items() if os.environ.get(name) != value}
+
+
+def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch OPTIONS -m flexor ARGUMENTS`, to its end."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--main_process_port=0"]
+    return subprocess.run(
+        [*command, "-m", "flexor", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=runs.ENVIRONMENT,
+    )
+
+
+def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]:
+    return flags(dataset, folder / "run", tiny, "--policy.dropout=0", *more)
+
+
+@pytest.fixture(scope="module")
+def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
+    """One process, eight samples a step, without Accelerate."""
+    folder = tmp_path_factory.mktemp("alone")
+    ranks.run(folder, 1, train(lowdim, folder, tiny_act, "--batch_size=8", "--save_freq=10"))
+    return folder
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The figures of every step and the weights at the end, as near as another order of sums allows."""
+    assert ranks.losses(one) == pytest.approx(ranks.losses(other), rel=LOSS_TOLERANCE)
+    assert len(ranks.losses(one)) == STEPS
+    assert ranks.apart(ranks.weights(one, STEPS), ranks.weights(other, STEPS)) < WEIGHT_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_launched_run_is_the_run_without_accelerate(options, alone, lowdim, tiny_act, tmp_path):
+    done = launch(options, *train(lowdim, tmp_path, tiny_act, "--batch_size=4"))
+    assert done.returncode == 0, done.stderr
+    assert "by Accelerate" in done.stderr and "Warning" not in done.stderr, done.stderr
+    assert_same_run(tmp_path / "run", alone / "run")
+
+
+WAYS = {
+    "one process": (1, [], {}, ["--batch_size=8"]),
+    "ddp, accumulation": (2, DDP, ACCUMULATION, ["--batch_size=2"]),
+    "fsdp 1": (2, FSDP1, {}, ["--batch_size=4"]),
+    "fsdp 2, blocks of a size": (2, [*FSDP2, *BY_SIZE], {}, ["--batch_size=4"]),
+    "fsdp 2, 2x2": (4, HYBRID, {}, ["--batch_size=2"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_any_config_computes_the_same_run(way, alone, lowdim, tiny_act, tmp_path):
+    count, options, more, settings = WAYS[way]
+    env = {**told(*options), **more}
+    started = ranks.Ranks(tmp_path, count, train(lowdim, tmp_path, tiny_act, *settings), env=env)
+    assert started.end() == [0] * count, started.errors()
+    assert "Accelerate" in started.errors() or count == 1
+    assert ranks.computed(tmp_path) == ranks.computed(alone)
+    assert_same_run(tmp_path / "run", alone / "run")
+
+
+BITWISE = {"ddp": DDP, "fsdp": FSDP2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", BITWISE)
+def test_what_accelerate_computes_is_bitwise_what_we_compute(strategy, lowdim, tiny_act, tmp_path):
+    """In half precision, with dropout, a moving average and accumulation."""
+    more = ("--steps=8", "--ema.enable", "--scheduler.type=cosine", "--gradient_accumulation_steps=2")
+    own = [*more, "--precision=bf16", f"--parallel.strategy={strategy}"]
+    ranks.run(tmp_path / "1", 2, flags(lowdim, tmp_path / "ours", tiny_act, *own))
+    env = told(*BITWISE[strategy], "--mixed_precision=bf16")
+    started = ranks.Ranks(tmp_path / "2", 2, flags(lowdim, tmp_path / "theirs", tiny_act, *more), env=env)
+    assert started.end() == [0, 0], started.errors()
+    assert runs.figures(tmp_path / "ours") == runs.figures(tmp_path / "theirs")
+    one, other = (ranks.everything(tmp_path / name, 8) for name in ("ours", "theirs"))
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_accelerate_and_without(alone, tmp_path):
+    run = runs.cut_back(alone / "run", tmp_path / "run", 10)
+    legs = [
+        (2, told(*FSDP2)),
+        (2, {}),
+        (2, told(*DDP)),
+        (1, {}),
+        (2, told(*FSDP1)),
+    ]
+    stops = [18, 26, 34, 42, STEPS]
+    for number, ((count, env), stop) in enumerate(zip(legs, stops)):
+        settings = ["--batch_size=4", f"--steps={stop}"]
+        started = ranks.Ranks(tmp_path / str(number), count, ["resume", str(run), *settings], env=env)
+        assert started.end() == [0] * count, started.errors()
+        assert ("by Accelerate" in started.errors()) == bool(env)
+    records = [tmp_path / str(number) for number in range(len(legs))]
+    assert ranks.computed(alone, *records) == ranks.computed(alone)
+    assert sorted(ranks.computed(*records)) == list(range(10, STEPS))
+    assert_same_run(run, alone / "run")
+
+
+CONTRADICTIONS = {
+    "precision": ([*DDP, "--mixed_precision=bf16"], {}, "--precision=fp16", "mixed_precision: bf16"),
+    "default precision": ([*DDP, "--mixed_precision=bf16"], {}, "--precision=no", "mixed_precision: bf16"),
+    "accumulation": (
+        DDP,
+        ACCUMULATION,
+        "--gradient_accumulation_steps=3",
+        "gradient_accumulation_steps: 2",
+    ),
+    "strategy": (FSDP2, {}, "--parallel.strategy=ddp", "fsdp_version: 2"),
+    "sharding": (FSDP1, {}, "--parallel.strategy=ddp", "fsdp_sharding_strategy: SHARD_GRAD_OP"),
+    "no fsdp": (DDP, {"WORLD_SIZE": "2"}, "--parallel.strategy=fsdp", "no FSDP"),
+    "offloading": (FSDP1, {}, "--parallel.cpu_offload=false", "fsdp_offload_params: true"),
+    "recomputing": (FSDP1, {}, "--activation_checkpointing=no", "fsdp_activation_checkpointing: true"),
+    "groups": (HYBRID, {}, "--parallel.dp_replicate=4", "parallelism_config_dp_replicate_size: 2"),
+    "cpu": (["--cpu", "--num_processes=1"], {}, "--policy.device=cuda", "use_cpu: true"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_settings_that_contradict_the_accelerate_config_are_refused_by_name(name, lowdim, monkeypatch):
+    options, more, own, there = CONTRADICTIONS[name]
+    for key, value in {**told(*options), **more}.items():
+        monkeypatch.setenv(key, value)
+    load_config([f"--dataset.root={lowdim}"])
+    with pytest.raises(ConfigError) as refused:
+        load_config([f"--dataset.root={lowdim}", own])
+    assert there in str(refused.value)
+    assert own.removeprefix("--").split("=")[0] in str(refused.value)
+
+
+UNSUPPORTED = {
+    "mixed_precision: fp8": {"ACCELERATE_MIXED_PRECISION": "fp8"},
+    "distributed_type: DEEPSPEED": {"ACCELERATE_USE_DEEPSPEED": "true"},
+    "distributed_type: MEGATRON_LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
+    "parallelism_config_tp_size: 2": {"PARALLELISM_CONFIG_TP_SIZE": "2"},
+    "fsdp_ignored_modules": {"FSDP_IGNORED_MODULES": ".*norm"},
+}
+
+
+@pytest.mark.parametrize("there", UNSUPPORTED)
+def test_what_is_not_done_here_is_refused(there, lowdim, monkeypatch):
+    for key, value in {**told(*FSDP2), **UNSUPPORTED[there]}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=there):
+        load_config([f"--dataset.root={lowdim}"])
+
+
+def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):
+    for key, value in {**told(*FSDP1, "--mixed_precision=bf16"), **ACCUMULATION}.items():
+        monkeypatch.setenv(key, value)
+    config = load_config([f"--dataset.root={lowdim}", "--parallel.strategy=auto", "--precision=bf16"])
+    assert config.precision == "bf16"
+    assert config.gradient_accumulation_steps == 2
+    assert config.activation_checkpointing
+    assert config.parallel.strategy == "fsdp"
+    assert config.parallel.cpu_offload
+    assert not config.parallel.reshard_after_forward
+
+
+def test_precision_of_a_run_can_not_change(alone, tmp_path):
+    run = runs.cut_back(alone / "run", tmp_path / "run", 10)
+    env = told(*DDP, "--mixed_precision=bf16")
+    started = ranks.Ranks(tmp_path, 1, ["resume", str(run)], env=env)
+    assert started.end() != [0]
+    assert "precision can't change" in started.errors()
+
+
+def test_cpu_launcher_that_starts_one_process_is_said(lowdim, monkeypatch, log_lines):
+    for key, value in told("--cpu", "--num_processes=2", "--mixed_precision=no").items():
+        monkeypatch.setenv(key, value)
+    config = load_config([f"--dataset.root={lowdim}"])
+    assert config.policy.device == "cpu"
+    assert any("starts one process" in line for line in log_lines)
+
+
+@pytest.mark.slow
+def test_refusal_reaches_the_user(lowdim, tiny_act, tmp_path):
+    done = launch(
+        ["--num_processes=1", *QUIET, "--mixed_precision=bf16"],
+        *train(lowdim, tmp_path, tiny_act, "--precision=fp16"),
+    )
+    assert done.returncode != 0
+    assert "flexor train: The Accelerate config says mixed_precision: bf16" in done.stderr
+    assert not (tmp_path / "run").exists()
