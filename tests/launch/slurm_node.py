@@ -92,7 +92,7 @@ def running(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
-def wait_for(condition: Callable[[], object], otherwise: object, limit: float = 60) -> None:
+def wait_for(condition: Callable[[], object], otherwise: object, limit: float = 120) -> None:
     until = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < until, f"{otherwise}"  # as it is by then

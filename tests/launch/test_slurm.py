@@ -5,14 +5,20 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm_node
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+import runs
 
 from flexor.cli import main
 from flexor.launch.slurm import Job, batch_script, parser, seconds, submit, write
+from flexor.train import checkpoint
 
 # The script
 
@@ -226,18 +232,61 @@ sys.exit(75 if told else int(sys.argv[2]))
 """
 
 
-class Submitted:
-    """A job of two processes on two nodes that runs PROGRAM, and what SLURM knows about it."""
+class SlurmJob:
+    """A job that was submitted, and what SLURM knows about it."""
+
+    def __init__(self, number: str, log: Path):
+        self.number, self.log = number, log
+
+    def state(self) -> dict[str, str]:
+        answer = subprocess.run(
+            ["scontrol", "show", "job", self.number], capture_output=True, text=True, check=True
+        )
+        return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+
+    def wait_for_state(self, name: str, restarts: int = 0) -> dict[str, str]:
+        def reached() -> bool:
+            now = self.state()
+            ended = now["JobState"] not in (name, "PENDING", "RUNNING", "COMPLETING", "PREEMPTED")
+            assert not ended, f"it ended: {self}"
+            return now["JobState"] == name and now["Restarts"] == str(restarts)
+
+        slurm_node.wait_for(reached, self)
+        return self.state()
+
+    def preempt(self) -> None:
+        """A job that is more important takes both nodes, for a moment."""
+        words = ["--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
+        subprocess.run(["sbatch", "--parsable", *words], check=True, capture_output=True)
+
+    def time_is_nearly_up(self) -> None:
+        """SLURM does the same then."""
+        subprocess.run(["scancel", "--signal=USR1", self.number], check=True)
+
+    def start_again(self, restarts: int) -> None:
+        """Soon, and not after the two minutes that SLURM lets a requeued job wait."""
+        self.wait_for_state("PENDING", restarts)
+        time.sleep(2)  # the nodes count in seconds: at once, they would take it for the start that was ended
+        subprocess.run(["scontrol", "update", f"jobid={self.number}", "StartTime=now"], check=True)
+        self.wait_for_state("RUNNING", restarts)
+
+    def __str__(self) -> str:
+        return f"{self.state()}\n{self.log.read_text() if self.log.exists() else 'no log'}"
+
+
+class Waiting(SlurmJob):
+    """Two processes on two nodes that run PROGRAM."""
 
     def __init__(self, folder: Path, code: int = 0):
         self.notes = folder / "some notes"
         self.notes.mkdir()
         program = folder / "program.py"
         program.write_text(PROGRAM)
-        job = Job("a test", folder / "a run", [sys.executable, str(program), str(self.notes), str(code)], 1)
+        words = [sys.executable, str(program), str(self.notes), str(code)]
+        job = Job("a test", folder / "it's a 50% run", words, 1)
         write(job, batch_script(job, parser().parse_args(["--nodes=2", "--processes-per-node=1"])))
-        self.number = submit(job)
-        self.log = job.folder / f"{self.number}.log"
+        number = submit(job)
+        super().__init__(number, job.folder / f"{number}.log")
 
     def wait_for_notes(self, restart: int, text: str) -> None:
         """Until both processes of that start have left word."""
@@ -247,84 +296,56 @@ class Submitted:
     def end(self) -> None:
         (self.notes / "end").touch()
 
-    def __str__(self) -> str:
-        log = self.log.read_text() if self.log.exists() else "no log"
-        return f"{control('show', 'job', self.number)}\n{log}"
-
-
-def control(*words: str) -> str:
-    return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True).stdout
-
-
-def state(number: str) -> dict[str, str]:
-    return dict(re.findall(r"(\w+)=(\S*)", control("show", "job", number)))
-
-
-def wait_for_state(number: str, name: str, restarts: int = 0) -> dict[str, str]:
-    def reached() -> bool:
-        now = state(number)
-        return now["JobState"] == name and now["Restarts"] == str(restarts)
-
-    slurm_node.wait_for(reached, f"job {number} does not become {name}: {state(number)}")
-    return state(number)
-
-
-def preempt() -> None:
-    """A job that is more important takes both nodes, for a moment."""
-    subprocess.run(
-        ["sbatch", "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"], check=True
-    )
-
-
-def start_now(number: str, restarts: int) -> None:
-    """Not after the two minutes that SLURM lets a requeued job wait."""
-    wait_for_state(number, "PENDING", restarts)
-
-    def started() -> bool:
-        if state(number)["JobState"] == "RUNNING":
-            return True
-        # again and again, because the end of the start before may set it anew
-        subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now"], capture_output=True)
-        return False
-
-    slurm_node.wait_for(started, f"job {number} does not start again")
-
 
 def test_preempted_and_out_of_time_it_starts_again(slurm, tmp_path):
-    job = Submitted(tmp_path)
+    job = Waiting(tmp_path)
     job.wait_for_notes(0, " ")
     port = str(10000 + int(job.number))
     assert [(job.notes / f"0.{rank}").read_text() for rank in range(2)] == [
         f"127.0.0.1 127.0.0.1 {port}",
         f"127.0.0.2 127.0.0.1 {port}",
     ]
-    preempt()
+    job.preempt()
     job.wait_for_notes(0, "saved ['SIGTERM']")
-    start_now(job.number, 1)
+    job.start_again(1)
     job.wait_for_notes(1, port)
     subprocess.run(
         ["scancel", "--signal=USR1", job.number], check=True
     )  # what SLURM does when time is nearly up
     job.wait_for_notes(1, "saved ['SIGUSR1']")
-    start_now(job.number, 2)
+    job.start_again(2)
     job.wait_for_notes(2, port)
     job.end()
-    assert wait_for_state(job.number, "COMPLETED", 2)["ExitCode"] == "0:0"
+    assert job.wait_for_state("COMPLETED", 2)["ExitCode"] == "0:0"
     assert job.log.read_text().count("saved: back into the queue") == 1  # preempted, SLURM does it without us
 
 
 def test_a_failure_ends_the_job_with_its_code(slurm, tmp_path):
-    job = Submitted(tmp_path, code=3)
+    job = Waiting(tmp_path, code=3)
     job.end()
-    assert wait_for_state(job.number, "FAILED")["ExitCode"] == "3:0"
+    assert job.wait_for_state("FAILED")["ExitCode"] == "3:0"
+
+
+def test_submitted_from_within_another_job(slurm, tmp_path, monkeypatch):
+    """An interactive one, say. What SLURM told that one must not reach the new one: srun stumbles over it."""
+    for name, value in {
+        "JOB_ID": 1,
+        "MEM_PER_CPU": 100,
+        "MEM_PER_NODE": 100,
+        "CPU_BIND": "mask_cpu:0x0",
+    }.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    job = Waiting(tmp_path)
+    job.end()
+    job.wait_for_state("COMPLETED")
 
 
 def test_cancelled_it_saves_and_does_not_start_again(slurm, tmp_path):
-    job = Submitted(tmp_path)
+    job = Waiting(tmp_path)
     job.wait_for_notes(0, " ")
     subprocess.run(["scancel", job.number], check=True)
     job.wait_for_notes(0, "saved ['SIGTERM']")
-    wait_for_state(job.number, "CANCELLED")
+    job.wait_for_state("CANCELLED")
     assert "back into the queue" not in job.log.read_text()
 
 
@@ -333,3 +354,39 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
     assert main(["launch", "slurm", *words]) == 1
     error = capsys.readouterr().err
     assert "sbatch refused" in error and "invalid partition" in error and str(tmp_path / "run.slurm") in error
+
+
+def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
+    slurm, lowdim, tiny_act, tmp_path, capsys
+):
+    steps = 200
+    whole, run = tmp_path / "whole", tmp_path / "preempted"
+    reference = runs.start("train", *runs.flags(lowdim, whole, tiny_act, f"--steps={steps}"), "--processes=2")
+    _, said = reference.communicate(timeout=120)
+    assert reference.returncode == 0, said
+
+    words = ["--nodes=2", "--processes-per-node=1", "--json", "--"]
+    assert main(["launch", "slurm", *words, *runs.flags(lowdim, run, tiny_act, f"--steps={steps}")]) == 0
+    submitted = json.loads(capsys.readouterr().out)
+    job = SlurmJob(submitted["job_id"], Path(submitted["log"]))
+    wait_for_steps(run, 5, job)
+    job.preempt()
+    job.start_again(1)
+    wait_for_steps(run, len(runs.metrics(run)) + 5, job)
+    job.time_is_nearly_up()
+    job.start_again(2)
+    job.wait_for_state("COMPLETED", 2)
+
+    saved = sorted(checkpoint.complete(run / "checkpoints"))
+    assert len(saved) == 3 and saved[-1] == steps, job  # both times it was at work
+    assert [line["step"] for line in runs.figures(run)] == list(range(1, steps + 1))
+    assert runs.figures(run) == runs.figures(whole)
+    first, second = runs.tensors(whole, steps), runs.tensors(run, steps)
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert [name for name in different if "rng_state" not in name] == []  # Python's own, which nothing uses
+
+
+def wait_for_steps(run: Path, count: int, job: SlurmJob) -> None:
+    metrics = run / "metrics.jsonl"
+    slurm_node.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, job)

@@ -9,6 +9,7 @@ refuses, it explains better than we could.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -85,7 +86,14 @@ def write(job: Job, text: str) -> None:
 
 def submit(job: Job) -> str:
     """Hand the script to SLURM; the job's number."""
-    answer = subprocess.run(["sbatch", "--parsable", job.script], capture_output=True, text=True)
+    environment = dict(os.environ)
+    if (
+        "SLURM_JOB_ID" in environment
+    ):  # an interactive job, say: what SLURM told it would mislead srun in this one
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    answer = subprocess.run(
+        ["sbatch", "--parsable", job.script], env=environment, capture_output=True, text=True
+    )
     if answer.returncode != 0:
         raise FlexorError(
             f"sbatch refused the job: {answer.stderr.strip()}\nIts script is {job.script}. Flags of `flexor launch "
