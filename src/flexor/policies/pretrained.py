@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -47,28 +47,37 @@ class Pretrained:
     postprocessor: Pipeline
 
 
-def find_folder(path: str) -> Path:
-    """A run, a checkpoint, a `pretrained_model` folder or a Hub repository (REPO or REPO@REVISION)."""
+def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+    """A run, a checkpoint, a `pretrained_model` folder or a Hub repository (REPO or REPO@REVISION).
+
+    `files` are those fetched of a repository.
+    """
     local = Path(path)
-    for candidate in (local, local / FOLDER, local / "checkpoints" / "last" / FOLDER):
-        if (candidate / CONFIG).is_file():
-            return candidate
+    # some storage forgets links: without `last`, the newest
+    numbered = sorted(local.glob("checkpoints/[0-9]*"), key=lambda folder: folder.name)[-1:]
+    for folder in (
+        local,
+        local / FOLDER,
+        local / "checkpoints" / "last" / FOLDER,
+        *(n / FOLDER for n in numbered),
+    ):
+        if (folder / CONFIG).is_file():
+            return folder
     if local.exists():
         raise CheckpointError(f"{path} holds no policy: expected {CONFIG} in it or in its {FOLDER} folder.")
     if not is_repo_id(path.partition("@")[0]):
         raise CheckpointError(
             f"There is no folder {path}, and it is not the name of a Hub repository (user/name)."
         )
-    return _download(path)
+    return _download(path, files)
 
 
-def _download(name: str) -> Path:
+def _download(name: str, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     repo, _, revision = name.partition("@")
     try:
-        patterns = ["*.json", "*.safetensors"]
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
     except Exception as error:  # the client raises many kinds; each means the same to the user
         raise CheckpointError(
             f"{name} is neither a folder here nor a policy that can be fetched from the Hub: {error}"
@@ -77,7 +86,7 @@ def _download(name: str) -> Path:
 
 def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyConfig:
     """The policy's settings in a checkpoint, with some of them changed."""
-    folder = find_folder(path)
+    folder = find_folder(path, ("*.json",))
     try:
         settings = json.loads((folder / CONFIG).read_text())
         kind = settings.pop("type")
