@@ -23,6 +23,7 @@ PREFIX = "flexor/watchdog/"
 RANKS_PER_SECOND = 64  # all ranks read all ranks: with more of them, less often, to spare the store
 LAST_WORDS = 3  # heartbeats for which rank 0 waits for the others to hear of its end
 DONE = ""
+PATIENT = "patient"  # may take as long as it likes
 
 
 class Moment(NamedTuple):
@@ -34,8 +35,7 @@ class Moment(NamedTuple):
     mode: str = ""  # or PATIENT
 
 
-PATIENT = "patient"  # may take as long as it likes
-START = Moment(0, 0, "starting")
+START = Moment(0, 0, "getting ready", PATIENT)
 
 
 @dataclass

@@ -76,15 +76,16 @@ def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: 
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)
+    with _watchdog(config, processes) as dog:
         check_devices(processes, device, config.parallel.backend)
-    config, begun = _settle_folder(config, resume, processes)
-    assert config.output_dir is not None
-    with _watchdog(config, processes) as dog, join_run(processes, Path(config.output_dir), begun) as run:
-        with dog.patiently("getting ready"):
+        config, begun = _settle_folder(config, resume, processes)
+        assert config.output_dir is not None
+        with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
             state, loader, held_out = _build(config, found, run, processes, device)
-        with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
-            result = fit(state, run, loader, held_out, stop, dog)
+            with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
+                result = fit(state, run, loader, held_out, stop, dog)
+        processes.barrier()
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
     return result
@@ -196,8 +197,8 @@ def fit(
                     saver.wait()
                 raise stopped(stopping, state.step, saver.newest, run, said=engine.rank > 0)
         watch.check()
-        with dog.patiently("saving a checkpoint"):
-            saver.wait()
+        dog.rest("finishing")
+        saver.wait()
     result.step, result.checkpoint = state.step, saver.newest
     return result
 

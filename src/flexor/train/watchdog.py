@@ -72,13 +72,20 @@ class Watchdog:
     def beat(self, step: int, doing: str) -> None:
         """This rank goes on with something else. For the hot loop: only notes it."""
         last = self._moment
-        self._moment = Moment(step, last.nth + 1 if step == last.step else 0, doing, last.mode)
+        self._moment = Moment(step, last.nth + 1 if step == last.step else 0, doing)
+
+    def rest(self, doing: str) -> None:
+        """Something that may take as long as it likes, until the next beat; no other rank gets impatient meanwhile."""
+        self._moment = self._moment._replace(doing=doing, mode=PATIENT)
 
     @contextmanager
     def patiently(self, doing: str) -> Iterator[None]:
-        """Something that may take as long as it likes; no other rank gets impatient meanwhile."""
-        with self._in_mode(doing, PATIENT):
-            yield
+        """The same, until the end of the block. If that is an error, it is known what this rank was doing."""
+        before = self._moment
+        self.rest(doing)
+        yield
+        # another object than before, even if it says the same: that is progress
+        self._moment = self._moment._replace(doing=before.doing, mode=before.mode)
 
     def __enter__(self) -> Watchdog:
         if self._heartbeats:
@@ -96,16 +103,8 @@ class Watchdog:
             self._heartbeats.stop()
         if culprit:
             raise RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}") from error
-
-    @contextmanager
-    def _in_mode(self, doing: str, mode: str) -> Iterator[None]:
-        before = self._moment
-        self._moment = before._replace(doing=doing, mode=mode)
-        try:
-            yield
-        finally:
-            now = self._moment  # another object than before, even if it says the same: that is progress
-            self._moment = now._replace(doing=before.doing, mode=before.mode)
+        if error is not None and not isinstance(error, FlexorError):
+            error.add_note(f"{self._here()}.")  # stands below its stack
 
     # The thread
 
