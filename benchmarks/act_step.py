@@ -41,6 +41,7 @@ def main() -> None:
     )
     policy = ACT(config).to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
+    engine.prepare(policy, optimizer)
     batch = {
         **{name: torch.rand(args.batch, 3, *args.size, device=device) for name in cameras},
         STATE: torch.rand(args.batch, 14, device=device),
@@ -53,7 +54,7 @@ def main() -> None:
         with engine.forward(0, step, 0):
             loss = policy(batch, Noise(0, step, torch.arange(args.batch, device=device))).per_sample.mean()
         engine.backward(loss)
-        engine.clip_grad_norm(policy, optimizer, 10.0)
+        engine.clip_grad_norm(optimizer, 10.0)
         engine.step(optimizer)
         if device.type == "cuda":
             torch.cuda.synchronize()

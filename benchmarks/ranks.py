@@ -1,0 +1,206 @@
+"""What each process of a run takes, and how long a checkpoint holds the run up, for each way to share a model.
+
+    python benchmarks/ranks.py --processes 4 --layers 12 --strategies ddp fsdp hsdp
+    python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16    # on a GPU
+
+Trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small dataset made on the spot: real
+runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per strategy with --json.
+
+- state: weights, gradients and Adam's moments of one rank, counted (16 bytes per parameter, whole or a part).
+- peak: on a GPU what the allocator held at most; on a CPU resident memory above what imports take.
+- build: the peak before the first step.
+- held up: how long the loop stood still for a checkpoint; `step` is the median time of a step beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.console import table
+from flexor.launch.local import free_port, rank_environment
+
+STEPS = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--precision", default="no")
+    parser.add_argument("--backend", default="auto", help="gloo lets processes share a GPU")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_dataset(Path(folder) / "data")
+        results = [
+            measure(Path(folder), dataset, strategy, asynchronous, options)
+            for strategy in options.strategies
+            for asynchronous in (False, True)
+        ]
+    for result in results if options.json else []:
+        print(json.dumps(result))
+    if not options.json:
+        print(
+            table(
+                [
+                    [
+                        "strategy",
+                        "async",
+                        "parameters",
+                        "state",
+                        "build",
+                        "peak",
+                        "step",
+                        "held up",
+                        "on disk",
+                    ],
+                    *map(row, results),
+                ]
+            )
+        )
+
+
+def row(result: dict[str, Any]) -> list[str]:
+    worst = {key: max(rank[key] for rank in result["ranks"]) for key in result["ranks"][0]}
+    gb = {key: f"{worst[key] / 1e9:.2f} GB" for key in ("state", "build", "peak")}
+    return [
+        result["strategy"],
+        "yes" if result["async"] else "no",
+        f"{worst['parameters'] / 1e6:.0f} M",
+        gb["state"],
+        gb["build"],
+        gb["peak"],
+        f"{worst['step'] * 1e3:.0f} ms",
+        f"{worst['held_up'] * 1e3:.0f} ms",
+        f"{result['checkpoint'] / 1e9:.2f} GB",
+    ]
+
+
+def write_dataset(root: Path) -> Path:
+    from flexor.data.writer import DatasetWriter
+
+    vector = {"dtype": "float32", "names": None, "shape": (8,)}
+    names = ("observation.environment_state", "observation.state", "action")
+    with DatasetWriter(root, 10, dict.fromkeys(names, vector)) as writer:
+        for _ in range(4):
+            for _ in range(32):
+                writer.add_frame(
+                    {name: np.random.default_rng(0).normal(size=8).astype(np.float32) for name in names}
+                )
+            writer.save_episode("move")
+    return root
+
+
+def measure(folder: Path, dataset: Path, strategy: str, asynchronous: bool, options: Any) -> dict[str, Any]:
+    """One run by as many processes as asked for."""
+    name = f"{strategy}_{asynchronous}"
+    flags = [
+        f"--dataset.root={dataset}",
+        f"--output_dir={folder / name}",
+        f"--parallel.strategy={strategy}",
+        f"--parallel.backend={options.backend}",
+        f"--checkpoint.async={str(asynchronous).lower()}",
+        "--checkpoint.export=false",
+        f"--precision={options.precision}",
+        f"--steps={STEPS}",
+        f"--save_freq={STEPS // 2}",
+        f"--log_freq={STEPS}",
+        "--batch_size=4",
+        "--num_workers=0",
+        "--policy.chunk_size=8",
+        "--policy.n_action_steps=8",
+        "--policy.dim_model=1024",
+        "--policy.dim_feedforward=4096",
+        f"--policy.n_encoder_layers={options.layers}",
+        "--policy.use_vae=false",
+        *([f"--policy.device={options.device}"] if options.device else []),
+    ]
+    port, processes = free_port(), []
+    for rank in range(options.processes):
+        env = {**os.environ, **rank_environment(rank, options.processes, port, name, 0)}
+        command = [sys.executable, __file__, "rank", str(folder / f"{name}.{rank}.json"), *flags]
+        processes.append(subprocess.Popen(command, env=env))
+    if sum(process.wait() != 0 for process in processes):
+        raise SystemExit(f"{name} failed")
+    ranks = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(options.processes)]
+    last = (folder / name / "checkpoints" / "last").resolve()
+    size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    return {"strategy": strategy, "async": asynchronous, "ranks": ranks, "checkpoint": size}
+
+
+# One rank
+
+
+def rank_main(output: Path, flags: list[str]) -> int:
+    import torch
+
+    from flexor.cli import main as flexor
+    from flexor.tensors import local
+    from flexor.train import loop
+
+    figures: dict[str, Any] = {"held_up": 0.0}
+    times: list[float] = []
+    imports = resident()
+
+    def peak() -> int:
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - imports
+
+    fit, step, save = loop.fit, loop.optimizer_step, loop.Saver.save
+
+    def watched_fit(state: Any, *rest: Any) -> Any:
+        parameters = list(state.policy.parameters())
+        figures["build"] = peak()
+        figures["parameters"] = sum(p.numel() for p in parameters)
+        figures["state"] = 16 * sum(local(p).numel() for p in parameters)
+        return fit(state, *rest)
+
+    def watched_step(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = step(*arguments)
+        synchronize()
+        times.append(time.perf_counter() - started)
+        return result
+
+    def watched_save(saver: Any) -> None:
+        started = time.perf_counter()
+        save(saver)
+        synchronize()
+        if saver.state.step < STEPS:  # at the end of a run nothing goes on beside saving
+            figures["held_up"] = time.perf_counter() - started
+
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    loop.fit, loop.optimizer_step, loop.Saver.save = watched_fit, watched_step, watched_save  # type: ignore[method-assign]
+    code = flexor(["train", *flags])
+    figures |= {"peak": peak(), "step": statistics.median(times[1:])}
+    output.write_text(json.dumps(figures))
+    return code
+
+
+def resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rank"]:
+        sys.exit(rank_main(Path(sys.argv[2]), sys.argv[3:]))
+    main()
