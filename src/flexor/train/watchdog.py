@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 HUNG = 70  # exit code of a process that its watchdog ended (EX_SOFTWARE)
+STOPPED = 75  # of one that was told to stop
 TICK_S = 1.0
 GONE_S = 60.0  # how long to wait for a rank that is known to be gone
 GRACE_S = 5.0  # the rank that hangs says its own stack before those who wait for it end too
@@ -102,7 +103,10 @@ class Watchdog:
         if self._heartbeats:
             self._heartbeats.stop()
         if culprit:
-            raise RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}") from error
+            lost = RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}")
+            if "TrainingStopped: " in culprit:  # before the first step; later all stop together
+                lost.exit_code = STOPPED
+            raise lost from error
         if error is not None and not isinstance(error, FlexorError):
             error.add_note(f"{self._here()}.")  # stands below its stack
 

@@ -1,0 +1,113 @@
+"""What befalls a rank: `Ranks(then={rank: partial(at_call, ...)})` makes it happen in that rank's process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ranks
+import runs
+import torch
+
+from flexor.train import checkpoint
+
+STEP = "flexor.train.loop:optimizer_step"
+READ = "flexor.data.loader:Loader.plan"
+FOREVER_S = 600.0
+
+
+def at_call(target: str, call: int, what: Callable[[], Any]) -> None:
+    """Have this process do something just before it calls a function (module:name) for the nth time."""
+    module, _, name = target.partition(":")
+    *owners, name = name.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            what()
+        return function(*arguments, **options)
+
+    setattr(owner, name, wrapper)
+
+
+def all_at_call(targets: Sequence[str], what: Callable[[], Any]) -> None:
+    """The same before the first call of each of several functions."""
+    for target in targets:
+        at_call(target, 1, what)
+
+
+def before_step(step: int, what: Callable[[], Any]) -> Callable[[], None]:
+    """In a run from its start: `step` are done when it happens."""
+    return functools.partial(at_call, STEP, step + 1, what)
+
+
+def send(number: int) -> Callable[[], None]:
+    return functools.partial(signal.raise_signal, number)
+
+
+def touch_and_sleep(file: Path) -> None:
+    file.touch()
+    time.sleep(FOREVER_S)
+
+
+def fail() -> None:
+    raise ValueError("a mistake of ours")
+
+
+def spoil_batch(step: int) -> None:
+    """NaN in one sample that this rank computes."""
+    from flexor.train import loop
+
+    function = loop.optimizer_step
+
+    def wrapper(state: Any, micro_batches: list[dict[str, Any]], meters: Any) -> Any:
+        if state.step == step:
+            micro_batches[0]["observation.state"][0, 0] = torch.nan
+        return function(state, micro_batches, meters)
+
+    loop.optimizer_step = wrapper
+
+
+def fill_disk_at_shard(step: int) -> None:
+    """The disk is full when this rank writes its part of a checkpoint."""
+    real = Path.open
+
+    def opened(path: Path, *arguments: Any, **options: Any) -> Any:
+        full = path.suffix == ".distcp" and f".{step:06d}.writing" in path.parts
+        return real(Path("/dev/full") if full else path, *arguments, **options)
+
+    Path.open = opened  # type: ignore[method-assign]
+
+
+def assert_same(one: Path, other: Path, step: int) -> None:
+    """Bitwise: every figure of every step, and all that training made, sharded or not."""
+    assert runs.figures(one) == runs.figures(other)
+    assert [line["step"] for line in runs.figures(one)] == list(range(1, step + 1))
+    assert runs.state(one, step) == runs.state(other, step)
+    for made in (ranks.weights, ranks.everything):
+        first, second = made(one, step), made(other, step)
+        assert first.keys() == second.keys()
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def saved_steps(run: Path) -> list[int]:
+    return list(checkpoint.complete(run / "checkpoints"))
+
+
+def steps_done(run: Path) -> int:
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def words(errors: Sequence[str], text: str) -> int:
+    """How often all ranks together said something."""
+    return sum(error.count(text) for error in errors)
