@@ -9,6 +9,7 @@ Everything (keys, sockets, state, logs) lies in a folder of the test's, and all 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -97,6 +98,48 @@ def wait_for(condition: Callable[[], object], otherwise: object, limit: float = 
     while not condition():
         assert time.monotonic() < until, f"{otherwise}"  # as it is by then
         time.sleep(0.1)
+
+
+class SlurmJob:
+    """A job that was submitted, and what SLURM knows about it."""
+
+    def __init__(self, number: str, log: Path):
+        self.number, self.log = number, log
+
+    def state(self) -> dict[str, str]:
+        answer = subprocess.run(
+            ["scontrol", "show", "job", self.number], capture_output=True, text=True, check=True
+        )
+        return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+
+    def wait_for_state(self, name: str, restarts: int = 0) -> dict[str, str]:
+        def reached() -> bool:
+            now = self.state()
+            ended = now["JobState"] not in (name, "PENDING", "RUNNING", "COMPLETING", "PREEMPTED")
+            assert not ended, f"it ended: {self}"
+            return now["JobState"] == name and now["Restarts"] == str(restarts)
+
+        wait_for(reached, self)
+        return self.state()
+
+    def preempt(self) -> None:
+        """A job that is more important takes both nodes, for a moment."""
+        words = ["--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
+        subprocess.run(["sbatch", "--parsable", *words], check=True, capture_output=True)
+
+    def time_is_nearly_up(self) -> None:
+        """SLURM does the same then."""
+        subprocess.run(["scancel", "--signal=USR1", self.number], check=True)
+
+    def start_again(self, restarts: int) -> None:
+        """Soon, and not after the two minutes that SLURM lets a requeued job wait."""
+        self.wait_for_state("PENDING", restarts)
+        time.sleep(2)  # the nodes count in seconds: at once, they would take it for the start that was ended
+        subprocess.run(["scontrol", "update", f"jobid={self.number}", "StartTime=now"], check=True)
+        self.wait_for_state("RUNNING", restarts)
+
+    def __str__(self) -> str:
+        return f"{self.state()}\n{self.log.read_text() if self.log.exists() else 'no log'}"
 
 
 def _munged(folder: Path) -> subprocess.Popen[bytes]:

@@ -5,15 +5,16 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm_node
-import torch
+from slurm_node import SlurmJob
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import ranks
 import runs
 
 from flexor.cli import main
@@ -232,48 +233,6 @@ sys.exit(75 if told else int(sys.argv[2]))
 """
 
 
-class SlurmJob:
-    """A job that was submitted, and what SLURM knows about it."""
-
-    def __init__(self, number: str, log: Path):
-        self.number, self.log = number, log
-
-    def state(self) -> dict[str, str]:
-        answer = subprocess.run(
-            ["scontrol", "show", "job", self.number], capture_output=True, text=True, check=True
-        )
-        return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
-
-    def wait_for_state(self, name: str, restarts: int = 0) -> dict[str, str]:
-        def reached() -> bool:
-            now = self.state()
-            ended = now["JobState"] not in (name, "PENDING", "RUNNING", "COMPLETING", "PREEMPTED")
-            assert not ended, f"it ended: {self}"
-            return now["JobState"] == name and now["Restarts"] == str(restarts)
-
-        slurm_node.wait_for(reached, self)
-        return self.state()
-
-    def preempt(self) -> None:
-        """A job that is more important takes both nodes, for a moment."""
-        words = ["--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap=true"]
-        subprocess.run(["sbatch", "--parsable", *words], check=True, capture_output=True)
-
-    def time_is_nearly_up(self) -> None:
-        """SLURM does the same then."""
-        subprocess.run(["scancel", "--signal=USR1", self.number], check=True)
-
-    def start_again(self, restarts: int) -> None:
-        """Soon, and not after the two minutes that SLURM lets a requeued job wait."""
-        self.wait_for_state("PENDING", restarts)
-        time.sleep(2)  # the nodes count in seconds: at once, they would take it for the start that was ended
-        subprocess.run(["scontrol", "update", f"jobid={self.number}", "StartTime=now"], check=True)
-        self.wait_for_state("RUNNING", restarts)
-
-    def __str__(self) -> str:
-        return f"{self.state()}\n{self.log.read_text() if self.log.exists() else 'no log'}"
-
-
 class Waiting(SlurmJob):
     """Two processes on two nodes that run PROGRAM."""
 
@@ -349,6 +308,27 @@ def test_cancelled_it_saves_and_does_not_start_again(slurm, tmp_path):
     assert "back into the queue" not in job.log.read_text()
 
 
+WHO = """
+import os
+from flexor.train.processes import find_processes
+who = find_processes()
+print(who.rank, who.world_size, who.local_rank, who.local_world_size, os.environ.get("MASTER_ADDR"))
+"""
+
+
+def test_a_process_finds_out_which_one_it_is(slurm, tmp_path):
+    """Also without our script. What the batch script itself starts is alone, whatever SLURM tells it."""
+    program, out = tmp_path / "who.py", tmp_path / "out"
+    program.write_text(WHO)
+    python = shlex.join([sys.executable, str(program)])
+    words = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}", f"--wrap={python}; srun {python}"]
+    answer = subprocess.run(["sbatch", "--parsable", *words], check=True, capture_output=True, text=True)
+    SlurmJob(answer.stdout.strip(), out).wait_for_state("COMPLETED")
+    alone, *two = out.read_text().splitlines()
+    assert alone == "0 1 0 1 None"
+    assert sorted(two) == ["0 2 0 1 127.0.0.1", "1 2 0 1 127.0.0.1"]
+
+
 def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
     words = ["--processes-per-node=1", "--partition=nowhere", f"--output_dir={tmp_path / 'run'}"]
     assert main(["launch", "slurm", *words]) == 1
@@ -359,14 +339,12 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
 def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     slurm, lowdim, tiny_act, tmp_path, capsys
 ):
-    steps = 200
-    whole, run = tmp_path / "whole", tmp_path / "preempted"
-    reference = runs.start("train", *runs.flags(lowdim, whole, tiny_act, f"--steps={steps}"), "--processes=2")
-    _, said = reference.communicate(timeout=120)
-    assert reference.returncode == 0, said
+    steps, sharded = 100, ["--steps=100", "--parallel.strategy=fsdp"]
+    whole, run = tmp_path / "whole", tmp_path / "stopped"
+    ranks.run(tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, whole, tiny_act, *sharded)])
 
     words = ["--nodes=2", "--processes-per-node=1", "--json", "--"]
-    assert main(["launch", "slurm", *words, *runs.flags(lowdim, run, tiny_act, f"--steps={steps}")]) == 0
+    assert main(["launch", "slurm", *words, *runs.flags(lowdim, run, tiny_act, *sharded)]) == 0
     submitted = json.loads(capsys.readouterr().out)
     job = SlurmJob(submitted["job_id"], Path(submitted["log"]))
     wait_for_steps(run, 5, job)
@@ -381,10 +359,7 @@ def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     assert len(saved) == 3 and saved[-1] == steps, job  # both times it was at work
     assert [line["step"] for line in runs.figures(run)] == list(range(1, steps + 1))
     assert runs.figures(run) == runs.figures(whole)
-    first, second = runs.tensors(whole, steps), runs.tensors(run, steps)
-    assert first.keys() == second.keys()
-    different = [name for name in first if not torch.equal(first[name], second[name])]
-    assert [name for name in different if "rng_state" not in name] == []  # Python's own, which nothing uses
+    assert ranks.apart(ranks.everything(run, steps), ranks.everything(whole, steps)) == 0
 
 
 def wait_for_steps(run: Path, count: int, job: SlurmJob) -> None:
