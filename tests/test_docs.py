@@ -3,7 +3,8 @@
 A `bash` block is run: a page's blocks one after the other in one shell, in a folder that has the dataset
 and the run which the README makes. `flexor` is a stand-in that calls the program with the same arguments,
 except that numbers of steps and episodes are smaller and the network is tiny (see quick_flexor.py). A `console`
-block can't run here (downloads, accounts, make); its `flexor` commands must at least parse.
+block can't run here (downloads, accounts, GPUs, make); its `flexor` commands must at least parse, and so must the
+flags of those who launch them.
 
     python tests/test_docs.py        prints the table of LeRobot's settings for docs/train.md
 """
@@ -20,19 +21,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexor import cli
-from flexor.config import GROUPS
+from flexor.accelerate_settings import SHARDING
+from flexor.config import GROUPS, ParallelConfig
 from flexor.lerobot_settings import ALIASES, HARMLESS, IGNORED
 from flexor.settings import flatten, load_config, parse_flags, read_file
 from flexor.sim import record
 from flexor.sim.envs import make_env
 from flexor.train import report
 from flexor.train.resume import may_change
+from flexor.train.settle import split_batch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,13 +51,18 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def commands(page: Path, language: str) -> Iterator[list[str]]:
-    """The words of each `flexor` line."""
+def commands(page: Path, language: str) -> Iterator[tuple[list[str], list[str]]]:
+    """The words of each line that starts `flexor`: those of a launcher before it, if there is one, and its own."""
     for block in blocks(page, language):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                del words[0]
             if words[:1] == ["flexor"]:
-                yield words[1:]
+                yield [], words[1:]
+            elif "flexor" in words and words[words.index("flexor") - 1] == "-m":
+                cut = words.index("flexor")
+                yield words[: cut - 1], words[cut + 1 :]
 
 
 # --- commands that run
@@ -145,11 +154,17 @@ def test_checkpoint_holds_the_files_named(followed_readme):
 def test_other_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "evaluate_policy", lambda path, settings, *_: (parses_eval(settings), ""))
     monkeypatch.chdir(tmp_path)
-    for verb, *words in commands(page, "console"):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for launcher, (verb, *words) in commands(page, "console"):
+        parses_launcher(launcher)
+        words = [word for word in words if not word.startswith(("--gpus=", "--resume=auto"))]
         if verb == "train":
             load_config([word for word in words if not word.startswith("--policy.path")])
         elif verb == "resume":
             assert all(may_change(key) for key in parse_flags(words[1:])), words
+        elif verb == "launch":
+            assert cli.main([verb, words[0], "--dry-run", *words[1:]]) == 0
         elif verb == "eval":
             assert cli.main([verb, *words]) == 0
         elif verb == "demo":
@@ -162,6 +177,19 @@ def parses_eval(settings: list[str]) -> dict[str, str]:
     """`flexor eval`'s settings are a part of those of training."""
     load_config(["--config=demo", *[word for word in settings if not word.startswith("--policy.")]])
     return {}
+
+
+def parses_launcher(words: list[str]) -> None:
+    if words[:1] == ["torchrun"]:
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args([*words[1:], "-m", "flexor"])
+    elif words[:2] == ["accelerate", "launch"]:
+        from accelerate.commands.launch import launch_command_parser
+
+        launch_command_parser().parse_args([*words[2:], "-m", "flexor"])
+    else:
+        assert words in ([], ["srun", "--ntasks-per-node=4", "--gpus-per-node=4", "python"]), words
 
 
 # --- what pages say about the code
@@ -227,6 +255,41 @@ def test_resume_page_names_what_may_change():
     assert {key for key in MAY_CHANGE | MAY_CHANGE_GROUPS if f"`{key}`" not in text} == {"output_dir"}
 
 
+@pytest.mark.parametrize("where", ["local", "slurm", "hf-jobs"])
+def test_launch_page_names_every_flag(where, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["launch", where, "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    section = (ROOT / "docs/launch.md").read_text().partition(f"\n## {where}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
+    assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags - {"--dry-run", "--json"}
+
+
+def test_multi_gpu_page_says_what_the_code_does():
+    text = (ROOT / "docs/multi_gpu.md").read_text()
+    for field in fields(ParallelConfig):
+        assert f"--parallel.{field.name}" in text
+    assert f"`--parallel.timeout_s`, {ParallelConfig().timeout_s:g} seconds" in text
+    assert [name for name in SHARDING if f"`{name}`" not in text] == []
+    told = re.search(r"losses within (\S+) of each other, weights within (\S+),", text)
+    sameness = (ROOT / "tests/distributed/test_sameness.py").read_text()
+    assert told and list(told.groups()) == re.findall(r"^\w+_TOLERANCE = (\S+)", sameness, re.MULTILINE)
+
+
+def test_multi_gpu_page_splits_batches_as_the_code_does():
+    text = (ROOT / "docs/multi_gpu.md").read_text()
+    _, words = next(
+        command
+        for command in commands(ROOT / "docs/multi_gpu.md", "console")
+        if "--global_batch_size=64" in command[1]
+    )
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert len(rows) == 4
+    for processes, batch, accumulation in rows:
+        split = split_batch(load_config([w for w in words[1:] if not w.startswith("--gpus")]), int(processes))
+        assert (split.batch_size, split.accumulation) == (int(batch), int(accumulation))
+
+
 def test_record_page_has_the_defaults(monkeypatch):
     defaults: dict = {}
     monkeypatch.setattr(record, "record_dataset", lambda root, **settings: defaults.update(settings))
@@ -275,7 +338,7 @@ def lerobot_table() -> str:
 
 def _aliases() -> Iterator[tuple[str, str]]:
     for theirs, ours in ALIASES.items():
-        if theirs != "policy.path":  # the same name as a flag; only inside it has another
+        if theirs not in ("policy.path", "checkpoint.async"):  # ours, under another name than inside
             yield theirs, ours
 
 
