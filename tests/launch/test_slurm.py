@@ -339,7 +339,7 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
 def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     slurm, lowdim, tiny_act, tmp_path, capsys
 ):
-    steps, sharded = 100, ["--steps=100", "--parallel.strategy=fsdp"]
+    steps, sharded = 80, ["--steps=80", "--parallel.strategy=fsdp"]
     whole, run = tmp_path / "whole", tmp_path / "stopped"
     ranks.run(tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, whole, tiny_act, *sharded)])
 
