@@ -7,9 +7,11 @@ that is the default there (mixed_precision: no, no offloading) counts as not giv
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flexor.config import TrainConfig, group_type
@@ -76,7 +78,9 @@ def _said(env: Mapping[str, str]) -> dict[str, Said]:
         said["gradient_accumulation_steps"] = Said(f"gradient_accumulation_steps: {steps}", int(steps))
     if _true(env, "ACCELERATE_USE_CPU"):
         said["policy.device"] = Said("use_cpu: true", "cpu")
-    if _true(env, "ACCELERATE_USE_FSDP"):
+    if _true(env, "ACCELERATE_USE_DEEPSPEED"):
+        said |= _said_of_deepspeed(env)
+    elif _true(env, "ACCELERATE_USE_FSDP"):
         said |= _said_of_fsdp(env)
     elif int(env.get("WORLD_SIZE", 1)) > 1:
         said["parallel.strategy"] = Said("no FSDP, so each process has the whole model (ddp)", "ddp")
@@ -129,11 +133,65 @@ def _sharding(env: Mapping[str, str]) -> str:
     return value.upper()
 
 
+def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """DeepSpeed's own settings: its config file, or the few that an Accelerate config has for it."""
+    env = os.environ if env is None else env
+    if (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")) != "none":
+        try:
+            return {"zero_optimization": {"stage": 0}, **json.loads(Path(file).read_text())}
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"deepspeed_config_file: {file} can't be read: {error}") from error
+    offload = {
+        f"offload_{what}": {"device": device}
+        for what in ("optimizer", "param")
+        if (device := env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")) != "none"
+    }
+    stage = int(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+    settings: dict[str, Any] = {"zero_optimization": {"stage": stage, **offload}}
+    if (limit := env.get("ACCELERATE_GRADIENT_CLIPPING", "auto")) != "auto":
+        settings["gradient_clipping"] = float(limit)
+    return settings
+
+
+def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
+    settings = deepspeed_settings(env)
+    zero = settings["zero_optimization"]
+    if zero["stage"] not in (1, 2):
+        instead = {0: "MULTI_GPU, which does the same", 3: "FSDP, which shards weights too"}[zero["stage"]]
+        raise ConfigError(
+            f"The Accelerate config says zero_stage: {zero['stage']}: say distributed_type: {instead}."
+        )
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none") != "none":
+            raise ConfigError(
+                f"The Accelerate config says {name}: to keep them in the host's memory, use FSDP with "
+                "fsdp_offload_params: true."
+            )
+    for name in ("optimizer", "scheduler"):
+        if name in settings:
+            raise ConfigError(
+                f"The DeepSpeed config file has a section {name}: say --{name}.* of the run instead."
+            )
+    said = {"parallel.strategy": Said(f"zero_stage: {zero['stage']}", "ddp")}
+    keys = {
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu": "batch_size",
+        "train_batch_size": "global_batch_size",
+        "gradient_clipping": "optimizer.grad_clip_norm",
+    }
+    for there, here in keys.items():
+        if isinstance(value := settings.get(there), int | float):
+            said[here] = Said(f"{there}: {value}", value)
+    for precision in ("bf16", "fp16"):
+        if settings.get(precision, {}).get("enabled") is True:
+            said["precision"] = Said(f"{precision}: enabled", precision)
+    return said
+
+
 def _refuse_unsupported(env: Mapping[str, str]) -> None:
     """What would change the run and can't be done here."""
     unsupported = {
         "mixed_precision: fp8": env["ACCELERATE_MIXED_PRECISION"] == "fp8",
-        "distributed_type: DEEPSPEED": _true(env, "ACCELERATE_USE_DEEPSPEED"),
         "distributed_type: MEGATRON_LM": _true(env, "ACCELERATE_USE_MEGATRON_LM"),
         "fsdp_ignored_modules": "FSDP_IGNORED_MODULES" in env,
         "fsdp_activation_checkpointing_offload": _true(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),

@@ -22,10 +22,17 @@ from flexor.settings import load_config
 
 pytest.importorskip("accelerate")
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from accelerate.utils import is_deepspeed_available
+from accelerate.utils.launch import (
+    prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env,
+    prepare_simple_launcher_cmd_env,
+)
 
 CONFIGS = Path(__file__).parent / "configs"
-DDP, FSDP1, FSDP2 = ([f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2"))
+DDP, FSDP1, FSDP2, ZERO2 = (
+    [f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2", "deepspeed")
+)
 BY_SIZE = ["--fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "--fsdp_min_num_params=2000"]
 SIZES = [f"--parallelism_config_dp_{name}_size=2" for name in ("replicate", "shard")]
 HYBRID = ["--use_fsdp", "--fsdp_version=2", "--num_processes=4", "--use_parallelism_config", *SIZES]
@@ -36,10 +43,20 @@ QUIET = ["--num_machines=1", "--dynamo_backend=no"]
 def told(*options: str) -> dict[str, str]:
     """What `accelerate launch` with these options tells the processes it starts."""
     args = launch_command_parser().parse_args([*QUIET, "--main_process_port=0", *options, "-m", "flexor"])
-    args, *_ = _validate_launch_command(args)
-    several = args.use_fsdp or args.multi_gpu
-    env = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
+    args, defaults, _ = _validate_launch_command(args)
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config if defaults else ())
+        env = prepare_deepspeed_cmd_env(args)[1]
+    elif args.use_fsdp or args.multi_gpu:
+        env = prepare_multi_gpu_env(args)
+    else:
+        env = prepare_simple_launcher_cmd_env(args)[1]
     return {name: value for name, value in env.items() if os.environ.get(name) != value}
+
+
+def need(options: list[str]) -> None:
+    if ZERO2[0] in options and not is_deepspeed_available():
+        pytest.skip("DeepSpeed is not installed")
 
 
 def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,10 +90,19 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert ranks.apart(ranks.weights(one, STEPS), ranks.weights(other, STEPS)) < WEIGHT_TOLERANCE
 
 
+LAUNCHED = {
+    "ddp": (DDP, "--batch_size=4"),
+    "fsdp2": (FSDP2, "--batch_size=4"),
+    "zero2": (ZERO2, "--batch_size=2"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [DDP, FSDP2], ids=["ddp", "fsdp2"])
-def test_launched_run_is_the_run_without_accelerate(options, alone, lowdim, tiny_act, tmp_path):
-    done = launch(options, *train(lowdim, tmp_path, tiny_act, "--batch_size=4"))
+@pytest.mark.parametrize("way", LAUNCHED)
+def test_launched_run_is_the_run_without_accelerate(way, alone, lowdim, tiny_act, tmp_path):
+    options, batch = LAUNCHED[way]
+    need(options)
+    done = launch(options, *train(lowdim, tmp_path, tiny_act, batch))
     assert done.returncode == 0, done.stderr
     assert "by Accelerate" in done.stderr and "Warning" not in done.stderr, done.stderr
     assert_same_run(tmp_path / "run", alone / "run")
@@ -87,6 +113,8 @@ WAYS = {
     "ddp, accumulation": (2, DDP, ACCUMULATION, ["--batch_size=2"]),
     "fsdp 1": (2, FSDP1, {}, ["--batch_size=4"]),
     "fsdp 2, blocks of a size": (2, [*FSDP2, *BY_SIZE], {}, ["--batch_size=4"]),
+    "zero 1": (2, [*ZERO2, "--zero_stage=1"], {}, ["--batch_size=2"]),
+    "zero 2": (2, ZERO2, {}, ["--batch_size=2"]),
     "fsdp 2, 2x2": (4, HYBRID, {}, ["--batch_size=2"]),
 }
 
@@ -95,6 +123,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_any_config_computes_the_same_run(way, alone, lowdim, tiny_act, tmp_path):
     count, options, more, settings = WAYS[way]
+    need(options)
     env = {**told(*options), **more}
     started = ranks.Ranks(tmp_path, count, train(lowdim, tmp_path, tiny_act, *settings), env=env)
     assert started.end() == [0] * count, started.errors()
@@ -122,26 +151,42 @@ def test_what_accelerate_computes_is_bitwise_what_we_compute(strategy, lowdim, t
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+CHAINS = {
+    "sharded": [(2, FSDP2), (2, None), (2, DDP), (1, None), (2, FSDP1)],
+    "zero": [(2, ZERO2), (2, None), (2, ZERO2)],
+}
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_with_accelerate_and_without(alone, tmp_path):
-    run = runs.cut_back(alone / "run", tmp_path / "run", 10)
-    legs = [
-        (2, told(*FSDP2)),
-        (2, {}),
-        (2, told(*DDP)),
-        (1, {}),
-        (2, told(*FSDP1)),
-    ]
-    stops = [18, 26, 34, 42, STEPS]
-    for number, ((count, env), stop) in enumerate(zip(legs, stops)):
-        settings = ["--batch_size=4", f"--steps={stop}"]
-        started = ranks.Ranks(tmp_path / str(number), count, ["resume", str(run), *settings], env=env)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
+    run, legs = runs.cut_back(alone / "run", tmp_path / "run", 10), CHAINS[chain]
+    for number, (count, options) in enumerate(legs):
+        need(options or [])
+        stop = STEPS if number == len(legs) - 1 else 18 + 8 * number
+        resume = ["resume", str(run), f"--batch_size={2 if options is ZERO2 else 4}", f"--steps={stop}"]
+        env = told(*options) if options else {}
+        started = ranks.Ranks(tmp_path / str(number), count, resume, env=env)
         assert started.end() == [0] * count, started.errors()
         assert ("by Accelerate" in started.errors()) == bool(env)
     records = [tmp_path / str(number) for number in range(len(legs))]
     assert ranks.computed(alone, *records) == ranks.computed(alone)
     assert sorted(ranks.computed(*records)) == list(range(10, STEPS))
     assert_same_run(run, alone / "run")
+
+
+@pytest.mark.slow
+def test_deepspeed_goes_on_bitwise(lowdim, tiny_act, tmp_path):
+    need(ZERO2)
+    env = told(*ZERO2, "--mixed_precision=bf16")
+    whole, cut = tmp_path / "run", tmp_path / "cut"
+    more = ["--steps=12", "--save_freq=5", "--ema.enable", "--scheduler.type=cosine"]
+    for folder, arguments in ((1, train(lowdim, tmp_path, tiny_act, *more)), (2, ["resume", str(cut)])):
+        started = ranks.Ranks(tmp_path / str(folder), 2, arguments, env=env)
+        assert started.end() == [0, 0], started.errors()
+        if folder == 1:
+            runs.cut_back(whole, cut, 5)
+    runs.assert_same(whole, cut, 12)
 
 
 CONTRADICTIONS = {
@@ -159,6 +204,8 @@ CONTRADICTIONS = {
     "offloading": (FSDP1, {}, "--parallel.cpu_offload=false", "fsdp_offload_params: true"),
     "recomputing": (FSDP1, {}, "--activation_checkpointing=no", "fsdp_activation_checkpointing: true"),
     "groups": (HYBRID, {}, "--parallel.dp_replicate=4", "parallelism_config_dp_replicate_size: 2"),
+    "zero": (ZERO2, {}, "--parallel.strategy=fsdp", "zero_stage: 2"),
+    "clipping": (ZERO2, {}, "--optimizer.grad_clip_norm=3", "gradient_clipping: 10.0"),
     "cpu": (["--cpu", "--num_processes=1"], {}, "--policy.device=cuda", "use_cpu: true"),
 }
 
@@ -175,9 +222,14 @@ def test_settings_that_contradict_the_accelerate_config_are_refused_by_name(name
     assert own.removeprefix("--").split("=")[0] in str(refused.value)
 
 
+def told_by_deepspeed(name: str, value: str) -> dict[str, str]:
+    return {"ACCELERATE_USE_DEEPSPEED": "true", f"ACCELERATE_DEEPSPEED_{name}": value}
+
+
 UNSUPPORTED = {
     "mixed_precision: fp8": {"ACCELERATE_MIXED_PRECISION": "fp8"},
-    "distributed_type: DEEPSPEED": {"ACCELERATE_USE_DEEPSPEED": "true"},
+    "zero_stage: 3": told_by_deepspeed("ZERO_STAGE", "3"),
+    "offload_optimizer": told_by_deepspeed("OFFLOAD_OPTIMIZER_DEVICE", "cpu"),
     "distributed_type: MEGATRON_LM": {"ACCELERATE_USE_MEGATRON_LM": "true"},
     "parallelism_config_tp_size: 2": {"PARALLELISM_CONFIG_TP_SIZE": "2"},
     "fsdp_ignored_modules": {"FSDP_IGNORED_MODULES": ".*norm"},

@@ -52,8 +52,13 @@ def accelerate_engine(
     device: torch.device, precision: str, deterministic: bool, processes: Processes, parallel: ParallelConfig
 ) -> Engine:
     """The engine for what the run's settings say, those of the Accelerate config among them."""
-    sharded = parallel.strategy in ("fsdp", "hsdp")
-    engine = AccelerateShardedEngine if sharded else AccelerateEngine
+    engine: type[Engine] = AccelerateEngine
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        from flexor.train.deepspeed import DeepSpeedEngine
+
+        engine = DeepSpeedEngine
+    elif parallel.strategy in ("fsdp", "hsdp"):
+        engine = AccelerateShardedEngine
     return engine(device, precision, deterministic, processes, parallel)
 
 
@@ -65,14 +70,14 @@ class AccelerateEngine(Engine):
         if self.precision == "fp16" and self.device.type == "cpu":
             raise ConfigError("precision=fp16: Accelerate has it on GPUs only; use bf16.")
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # where we are, not where it would go
-        self.accelerator = accelerate.Accelerator(
-            device_placement=False,
-            mixed_precision=self.precision,
-            cpu=self.device.type == "cpu",
+        options: dict[str, Any] = {
+            "device_placement": False,
+            "mixed_precision": self.precision,
+            "cpu": self.device.type == "cpu",
             # the loop accumulates, and its losses are parts of the step's already
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-            **self._options(),
-        )
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+        }
+        self.accelerator = accelerate.Accelerator(**options | self._options())
         self.scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
 
     def _options(self) -> dict[str, Any]:
@@ -84,13 +89,14 @@ class AccelerateEngine(Engine):
         )
         return {"kwargs_handlers": [wrapper]}
 
-    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = policy
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", ".*deprecated.*"
             )  # of torch's functions, which Accelerate calls
             self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        return optimizer
 
     def autocast(self) -> AbstractContextManager[object]:
         return self.accelerator.autocast()
@@ -176,7 +182,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         self._make, self._weights = make, weights
         return policy
 
-    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self._name_units(policy)
         AccelerateEngine.prepare(self, policy, optimizer)
         for method in ("loss", "predict"):
@@ -185,6 +191,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             load_weights(policy, self._weights)
         elif self._weights is None:
             self._spread(policy, self._make)
+        return optimizer
 
     def _name_units(self, policy: Policy) -> None:
         """What Accelerate shards one by one: classes, those of the policy's blocks unless its config names others."""

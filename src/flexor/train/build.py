@@ -259,7 +259,7 @@ def build_state(
     before, after = _pipelines(config, dataset, engine)
     policy = build_policy(config, engine, resuming)
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
-    engine.prepare(policy, optimizer)
+    optimizer = engine.prepare(policy, optimizer)
     return TrainState(
         config=config,
         fingerprint=dataset.fingerprint(),

@@ -133,8 +133,8 @@ class Engine:
                 policy.load_backbone()
         return policy.to(self.device)
 
-    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Ready to train: from here on `model` is what computes losses."""
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Ready to train: from here on `model` is what computes losses. Returns the optimizer to save."""
         self.policy = policy
         self.model: nn.Module = policy
         if self.world_size > 1:
@@ -152,6 +152,7 @@ class Engine:
                 # else DDP lays its buckets out anew after the first step, which sums in another order
                 find_unused_parameters=self.parallel.find_unused_parameters or self.deterministic,
             )
+        return optimizer
 
     # One step.
 

@@ -41,6 +41,11 @@ class ShardedEngine(Engine):
     def __init__(self, *settings: Any, strategy: str = "fsdp"):
         super().__init__(*settings)
         self.strategy = strategy
+        if self.parallel.backend == "gloo" and self.device.type == "cuda":
+            raise ConfigError(
+                f"parallel.backend=gloo can't share out a model on GPUs: use nccl for parallel.strategy={strategy}, "
+                "or ddp."
+            )
         self.mesh = self._mesh()
 
     def _mesh(self) -> DeviceMesh:
@@ -117,8 +122,9 @@ class ShardedEngine(Engine):
         where = "; kept in the host's memory" if self.parallel.cpu_offload else ""
         return f"weights, gradients and optimizer state in {parts} parts{copies}, block by block{where}"
 
-    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = self.model = policy
+        return optimizer
 
     @contextlib.contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
