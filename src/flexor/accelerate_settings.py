@@ -138,7 +138,7 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     env = os.environ if env is None else env
     if (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")) != "none":
         try:
-            return {"zero_optimization": {"stage": 0}, **json.loads(Path(file).read_text())}
+            return {"zero_optimization": {}, **json.loads(Path(file).read_text())}
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"deepspeed_config_file: {file} can't be read: {error}") from error
     offload = {
@@ -156,11 +156,9 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
 def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
     settings = deepspeed_settings(env)
     zero = settings["zero_optimization"]
-    if zero["stage"] not in (1, 2):
-        instead = {0: "MULTI_GPU, which does the same", 3: "FSDP, which shards weights too"}[zero["stage"]]
-        raise ConfigError(
-            f"The Accelerate config says zero_stage: {zero['stage']}: say distributed_type: {instead}."
-        )
+    if (stage := zero.get("stage", 0)) not in (1, 2):
+        instead = "FSDP, which shards weights too" if stage else "MULTI_GPU, which does the same"
+        raise ConfigError(f"The Accelerate config says zero_stage: {stage}: say distributed_type: {instead}.")
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name, {}).get("device", "none") != "none":
             raise ConfigError(
@@ -172,7 +170,7 @@ def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
             raise ConfigError(
                 f"The DeepSpeed config file has a section {name}: say --{name}.* of the run instead."
             )
-    said = {"parallel.strategy": Said(f"zero_stage: {zero['stage']}", "ddp")}
+    said = {"parallel.strategy": Said(f"zero_stage: {stage}", "ddp")}
     keys = {
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "train_micro_batch_size_per_gpu": "batch_size",
@@ -202,8 +200,8 @@ def _refuse_unsupported(env: Mapping[str, str]) -> None:
     for there, asked in unsupported.items():
         if asked:
             raise ConfigError(
-                f"The Accelerate config says {there}, which Flexor does not do: it trains with DDP, FSDP "
-                "and HSDP, in float32, bf16 and fp16."
+                f"The Accelerate config says {there}, which Flexor does not do: it trains with DDP, FSDP, "
+                "HSDP and ZeRO 1 and 2, in float32, bf16 and fp16."
             )
 
 

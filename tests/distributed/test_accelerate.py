@@ -6,6 +6,7 @@ environment that Accelerate's own functions make of a config: that saves importi
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -36,6 +37,11 @@ DDP, FSDP1, FSDP2, ZERO2 = (
 BY_SIZE = ["--fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "--fsdp_min_num_params=2000"]
 SIZES = [f"--parallelism_config_dp_{name}_size=2" for name in ("replicate", "shard")]
 HYBRID = ["--use_fsdp", "--fsdp_version=2", "--num_processes=4", "--use_parallelism_config", *SIZES]
+DEEPSPEED_BATCH = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+}
 ACCUMULATION = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
 QUIET = ["--num_machines=1", "--dynamo_backend=no"]
 
@@ -176,17 +182,22 @@ def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
 
 
 @pytest.mark.slow
-def test_deepspeed_goes_on_bitwise(lowdim, tiny_act, tmp_path):
+def test_deepspeed_with_a_file_of_its_own_goes_on_bitwise(lowdim, tiny_act, tmp_path):
     need(ZERO2)
-    env = told(*ZERO2, "--mixed_precision=bf16")
+    zero = {"stage": 1, "reduce_bucket_size": "auto", "overlap_comm": False}
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}, **DEEPSPEED_BATCH}))
+    env = told("--use_deepspeed", f"--deepspeed_config_file={file}", "--num_processes=2")
     whole, cut = tmp_path / "run", tmp_path / "cut"
-    more = ["--steps=12", "--save_freq=5", "--ema.enable", "--scheduler.type=cosine"]
+    more = ["--steps=12", "--save_freq=5", "--batch_size=2", "--ema.enable", "--scheduler.type=cosine"]
     for folder, arguments in ((1, train(lowdim, tmp_path, tiny_act, *more)), (2, ["resume", str(cut)])):
         started = ranks.Ranks(tmp_path / str(folder), 2, arguments, env=env)
         assert started.end() == [0, 0], started.errors()
         if folder == 1:
             runs.cut_back(whole, cut, 5)
     runs.assert_same(whole, cut, 12)
+    assert started.errors().count("precision bf16") == 1
+    assert "zero 1" in started.errors() and "accumulation 4" in started.errors()
 
 
 CONTRADICTIONS = {

@@ -59,6 +59,8 @@ def accelerate_engine(
         engine = DeepSpeedEngine
     elif parallel.strategy in ("fsdp", "hsdp"):
         engine = AccelerateShardedEngine
+    if parallel.cpu_offload and engine is not AccelerateShardedEngine:
+        raise ConfigError("parallel.cpu_offload=true needs FSDP: say so in the Accelerate config.")
     return engine(device, precision, deterministic, processes, parallel)
 
 

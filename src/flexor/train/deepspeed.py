@@ -43,6 +43,8 @@ class DeepSpeedEngine(AccelerateEngine):
     def __init__(self, *settings: Any):
         with contextlib.redirect_stdout(sys.stderr):
             super().__init__(*settings)
+        if self.precision == "fp16":
+            raise ConfigError("precision=fp16 can't be had with DeepSpeed here: use bf16.")
 
     def _options(self) -> dict[str, Any]:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -51,7 +53,9 @@ class DeepSpeedEngine(AccelerateEngine):
         )  # it calls them
         # What was said is settled by now. The loop accumulates, whatever DeepSpeed believes a batch to be.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-        zero = deepspeed_settings()["zero_optimization"]
+        zero = {
+            key: value for key, value in deepspeed_settings()["zero_optimization"].items() if value != "auto"
+        }
         self.strategy = f"zero {zero['stage']}"
         settings = {
             "zero_optimization": zero,
