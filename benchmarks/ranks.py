@@ -3,12 +3,16 @@
     python benchmarks/ranks.py --processes 4 --layers 12 --strategies ddp fsdp hsdp
     python benchmarks/ranks.py --processes 1 --layers 60 --strategies ddp fsdp --precision bf16    # on a GPU
 
+    python benchmarks/ranks.py --pretend 8 --layers 240 --strategies fsdp --precision bf16           # on one GPU
+
 Trains an ACT without cameras, `--layers` blocks of 12.6 million parameters, on a small dataset made on the spot: real
 runs by `flexor train` with real checkpoints. Prints a table, and one JSON object per strategy with --json.
 
 - state: weights, gradients and Adam's moments of one rank, counted (16 bytes per parameter, whole or a part).
 - peak: on a GPU what the allocator held at most; on a CPU resident memory above what imports take.
 - build: the peak before the first step.
+- --pretend N: rank 0 of N alone, with collectives that do nothing: what it computes is nonsense, but the memory it
+  takes is that of a rank among N. For fsdp and hsdp, without checkpoints.
 - held up: how long the loop stood still for a checkpoint; `step` is the median time of a step beside it.
 """
 
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--precision", default="no")
     parser.add_argument("--backend", default="auto", help="gloo lets processes share a GPU")
     parser.add_argument("--device", default=None)
+    parser.add_argument("--pretend", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +54,7 @@ def main() -> None:
         results = [
             measure(Path(folder), dataset, strategy, asynchronous, options)
             for strategy in options.strategies
-            for asynchronous in (False, True)
+            for asynchronous in ((False,) if options.pretend else (False, True))
         ]
     for result in results if options.json else []:
         print(json.dumps(result))
@@ -128,15 +133,18 @@ def measure(folder: Path, dataset: Path, strategy: str, asynchronous: bool, opti
         f"--policy.n_encoder_layers={options.layers}",
         "--policy.use_vae=false",
         *([f"--policy.device={options.device}"] if options.device else []),
+        *(["--save_checkpoint=false"] if options.pretend else []),
     ]
     port, processes = free_port(), []
-    for rank in range(options.processes):
-        env = {**os.environ, **rank_environment(rank, options.processes, port, name, 0)}
+    count = 1 if options.pretend else options.processes
+    for rank in range(count):
+        env = {**os.environ, **rank_environment(rank, options.pretend or count, port, name, 0)}
+        env["RANKS_PRETEND"] = str(options.pretend)
         command = [sys.executable, __file__, "rank", str(folder / f"{name}.{rank}.json"), *flags]
         processes.append(subprocess.Popen(command, env=env))
     if sum(process.wait() != 0 for process in processes):
         raise SystemExit(f"{name} failed")
-    ranks = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(options.processes)]
+    ranks = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(count)]
     last = (folder / name / "checkpoints" / "last").resolve()
     size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
     return {"strategy": strategy, "async": asynchronous, "ranks": ranks, "checkpoint": size}
@@ -152,6 +160,8 @@ def rank_main(output: Path, flags: list[str]) -> int:
     from flexor.tensors import local
     from flexor.train import loop
 
+    if os.environ["RANKS_PRETEND"] != "0":
+        pretend()
     figures: dict[str, Any] = {"held_up": 0.0}
     times: list[float] = []
     imports = resident()
@@ -193,6 +203,29 @@ def rank_main(output: Path, flags: list[str]) -> int:
     figures |= {"peak": peak(), "step": statistics.median(times[1:])}
     output.write_text(json.dumps(figures))
     return code
+
+
+def pretend() -> None:
+    """Be alone among many: torch's group that only pretends to communicate, and messages that nobody answers."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from flexor.train.processes import Processes
+
+    def join(self: Any, *_: Any) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world_size)
+        self.control = dist.group.WORLD
+
+    Processes.join = join  # type: ignore[method-assign]
+    Processes.gather = lambda self, value: [value] * self.world_size  # type: ignore[method-assign]
+    Processes.share = lambda self, make: make()  # type: ignore[method-assign]
+    Processes.barrier = Processes.leave = lambda self: None  # type: ignore[method-assign]
+    Processes.store = property(lambda self: None)  # type: ignore[assignment]
+    import flexor.train.loop as loop
+
+    loop.check_devices = lambda *_: None
+    loop.Watch.check = lambda self: None  # type: ignore[method-assign]
+    loop._watchdog = lambda config, processes: loop.Watchdog(0, 1, "here", None, 600)
 
 
 def resident() -> int:

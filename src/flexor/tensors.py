@@ -47,11 +47,6 @@ def copy_part(target: Tensor, whole: Tensor) -> None:
     local(target).copy_(whole[part(target)] if is_sharded(target) else whole)
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The whole of it, on every rank: all of them must ask."""
-    return tensor.full_tensor().detach() if is_sharded(tensor) else tensor.detach()
-
-
 def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None) -> None:
     """This rank's part of each tensor from a safetensors file, reading nothing else of it.
 

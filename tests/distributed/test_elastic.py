@@ -151,6 +151,11 @@ def test_weights_are_exported_when_asked(sharded, tmp_path, capsys):
     assert f"flexor export {early}" in capsys.readouterr().err
 
     gathered = load_file(late / "pretrained_model/model.safetensors")
+    (late / "pretrained_model/model.safetensors").unlink()
+    manifest = late / "training_state/manifest.json"
+    listed = json.loads(manifest.read_text())
+    del listed["files"]["pretrained_model/model.safetensors"]
+    manifest.write_text(json.dumps(listed))
     assert main(["export", str(run), "--output", str(tmp_path / "policy")]) == 0
     exported = load_file(tmp_path / "policy/model.safetensors")
     assert gathered.keys() == exported.keys()
@@ -162,6 +167,12 @@ def test_weights_are_exported_when_asked(sharded, tmp_path, capsys):
     checkpoint.verify(early)
     assert main(["export", str(run), "--output", str(tmp_path / "policy")]) == 2
     assert main(["export", str(tmp_path)]) == 1
+
+
+def test_export_of_a_run_that_is_not_sharded(lowdim, tiny_act, tmp_path):
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=1")
+    assert main(["export", str(run), "--output", str(tmp_path / "policy")]) == 0
+    load_pretrained(str(tmp_path / "policy"))
 
 
 def test_a_damaged_shard_is_named(sharded, tmp_path, capsys):

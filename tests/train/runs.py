@@ -136,7 +136,7 @@ def figures(run: Path) -> list[dict[str, Any]]:
 def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Everything a checkpoint holds that training made: weights, optimizer, moving average."""
     folder = checkpoint.complete(run / "checkpoints")[step]
-    names = [p for p in folder.rglob("*.safetensors") if p.name != "rng_state.safetensors"]
+    names = [p for p in folder.rglob("*.safetensors") if not p.name.startswith("rng_state")]
     return {
         f"{path.relative_to(folder)}:{name}": value
         for path in sorted(names)

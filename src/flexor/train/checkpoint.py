@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -43,11 +43,11 @@ class Folder:
             shutil.rmtree(self.aside, ignore_errors=True)
             (self.aside / "training_state").mkdir(parents=True)
 
-    def finish(self) -> Path:
-        _write_manifest(self.aside, self.step)
+    def finish(self, hashes: Mapping[str, str] | None = None) -> None:
+        """`hashes` of files that somebody has computed already, by their names in the folder."""
+        _write_manifest(self.aside, self.step, hashes or {})
         _replace_folder(self.aside, self.final)
         _point_last_at(self.final)
-        return self.final
 
     @contextlib.contextmanager
     def failures_named(self) -> Iterator[None]:
@@ -75,11 +75,12 @@ def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
     )
 
 
-def _write_manifest(folder: Path, step: int) -> None:
+def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
     """What belongs to the checkpoint, with sizes and hashes; everything reaches the disk before it does."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": _hash(path)}
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name) or hash_file(path)}
         flush_to_disk(path)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
@@ -88,7 +89,7 @@ def _write_manifest(folder: Path, step: int) -> None:
         flush_to_disk(subfolder)
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -137,7 +138,7 @@ def verify(folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing. {_instead(folder)}")
-        if path.stat().st_size != size or _hash(path) != sha256:
+        if path.stat().st_size != size or hash_file(path) != sha256:
             raise CheckpointError(f"{folder} is damaged: {name} is not what was saved. {_instead(folder)}")
 
 

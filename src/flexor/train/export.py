@@ -9,10 +9,9 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from flexor.errors import CheckpointError, ConfigError
-from flexor.policies import policy_class
-from flexor.policies.pretrained import FOLDER, WEIGHTS, read_config
+from flexor.policies.pretrained import FOLDER, WEIGHTS
 from flexor.train import checkpoint
-from flexor.train.saved import STATE, open_tensors
+from flexor.train.saved import SHARDS, STATE, ShardedTensors
 
 
 def export(path: Path, output: Path | None = None) -> Path:
@@ -26,7 +25,7 @@ def export(path: Path, output: Path | None = None) -> Path:
     if output is not None:
         if output.exists():
             raise ConfigError(f"{output} exists: choose a new folder, so that nothing is lost.")
-        shutil.copytree(target, output, ignore=shutil.ignore_patterns(WEIGHTS))
+        shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():
         _write_weights(found, target)
@@ -44,11 +43,7 @@ def _find(path: Path) -> Path:
 
 def _write_weights(found: Path, target: Path) -> None:
     """The moving average if there is one, in the policy's own precision; read without any other rank."""
-    config = read_config(str(found / FOLDER))
-    weights = policy_class(config.type)(config).state_dict()
     averaged = json.loads((found / STATE / "flexor.json").read_text())["ema_updates"] is not None
-    kind = "ema" if averaged else "model"
-    open_tensors(found).fill({f"{kind}.{name}": tensor for name, tensor in weights.items()})
     aside = target / f".{WEIGHTS}"
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, aside)
+    save_file(ShardedTensors(found / STATE / SHARDS).read("ema." if averaged else "model."), aside)
     aside.rename(target / WEIGHTS)

@@ -35,7 +35,7 @@ from flexor.train.resume import check_same_run, continued_config, newest_checkpo
 from flexor.train.run import CONFIG, Run, default_folder, join_run, restarted_folder
 from flexor.train.saver import Saver
 from flexor.train.settle import count_steps, scale_learning_rate, split_batch
-from flexor.train.state import TrainState
+from flexor.train.state import TrainState, seed_rng
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.watchdog import Watchdog
 
@@ -125,6 +125,7 @@ def _build(
     count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
     engine = build_engine(config, processes, device)
     state = build_state(config, training, engine, split, resuming=found is not None)
+    seed_rng(config.seed, processes.rank)
     if found is not None:
         check_same_run(found, config, state.fingerprint, state.preprocessor)
         state.load(found)

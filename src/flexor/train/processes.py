@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -129,6 +130,8 @@ class Processes:
         with suppress(RuntimeError):  # the store may be gone, with whoever kept it
             store = dist.distributed_c10d._get_default_store()
             if self.is_main:
+                print(f"flexor: {error}", file=sys.stderr, flush=True)  # before anybody can end this process
+                error.said = True
                 store.set(ERROR, str(error))
                 time.sleep(ALIKE_S / 2)  # the store may be this process's
                 return

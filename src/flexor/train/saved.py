@@ -6,11 +6,13 @@ number of processes, sharded or not, whichever way it was saved.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from flexor.policies.pretrained import FOLDER, WEIGHTS
@@ -83,15 +85,25 @@ class ShardedTensors:
         self.folder = folder
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.size) for name, tensor in self._described().items()}
+
+    def read(self, prefix: str) -> dict[str, Tensor]:
+        """Whole tensors, by what follows `prefix` in their names."""
+        described = {k: t for k, t in self._described().items() if k.startswith(prefix)}
+        tensors = {k: torch.empty(t.size, dtype=t.properties.dtype) for k, t in described.items()}
+        self.fill(tensors)
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+    def _described(self) -> dict[str, Any]:
         import torch.distributed.checkpoint as dcp
 
-        described = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
-        return {name: tuple(getattr(tensor, "size", ())) for name, tensor in described.items()}
+        return dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         import torch.distributed.checkpoint as dcp
 
-        with failures_as_oserror():
+        with failures_as_oserror(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # we know
             # every rank reads what it needs: there is nothing to agree on
             dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
 

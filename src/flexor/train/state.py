@@ -25,11 +25,11 @@ from flexor.errors import CheckpointError
 from flexor.policies.base import Policy
 from flexor.policies.pretrained import FOLDER, save_pretrained
 from flexor.policies.processing import Pipeline
-from flexor.tensors import full
+from flexor.rng import key_of, seed_everything
 from flexor.train import lerobot
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA
-from flexor.train.saved import EMA_STATE, OPTIMIZER, RAW_MODEL, STATE, open_tensors
+from flexor.train.saved import EMA_STATE, OPTIMIZER, RAW_MODEL, SHARDS, STATE, ShardedTensors, open_tensors
 from flexor.train.settle import Split
 
 
@@ -66,21 +66,10 @@ class TrainState:
         names = {id(p): name for name, p in self.policy.named_parameters()}
         return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
-    def snapshot(self, copy: bool, export: bool) -> Snapshot:
-        """What a checkpoint will hold, from all ranks, together. `copy`: training goes on before it is written."""
-        engine, tensors = self.engine, self.tensors()
-        random_states = engine.processes.gather(rng_state())
-        exported = {k: v for k, v in tensors.items() if k.startswith("ema." if self.ema else "model.")}
-        whole: dict[str, Tensor] | None = None
-        if engine.sharded and export:
-            # one tensor at a time: all ranks hold the whole of it for a moment, rank 0 keeps it in the host's memory
-            gathered = ((name, full(tensor)) for name, tensor in exported.items())
-            whole = {name: value.cpu() for name, value in gathered if engine.processes.is_main}
-        elif not engine.sharded and engine.processes.is_main:
-            if copy:
-                tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
-            whole = {name: tensors[name] for name in exported}
-        return Snapshot(self, tensors, whole, random_states, self._json(engine.world_size))
+    def snapshot(self, export: bool) -> Snapshot:
+        """What a checkpoint will hold, from all ranks, together. `export`: complete with weights to act with."""
+        random_states = self.engine.processes.gather(rng_state())
+        return Snapshot(self, self.tensors(), random_states, self._json(self.engine.world_size), export)
 
     def _json(self, world_size: int) -> dict[str, Any]:
         state = self.optimizer.state_dict()
@@ -169,18 +158,17 @@ class Snapshot:
 
     state: TrainState
     tensors: dict[str, Tensor]
-    exported: dict[str, Tensor] | None  # what pretrained_model/ gets, on rank 0
     random_states: list[dict[str, Tensor]]
     json: dict[str, Any]
+    export: bool
 
     def write(self, folder: Path) -> None:
-        """All but what is sharded; done by rank 0."""
+        """All but the shards, which are there already; done by rank 0."""
         state, config = self.state, self.state.config
-        model = folder / FOLDER
-        weights = None if self.exported is None else _without_prefix(self.exported)
+        training, model = folder / STATE, folder / FOLDER
+        weights = self._weights(training)
         save_pretrained(model, state.policy.config, weights, state.preprocessor, state.postprocessor)
         (model / "train_config.json").write_text(json.dumps(lerobot.train_config(config), indent=4))
-        training = folder / STATE
         if not state.engine.sharded:
             self._write_tensors(training)
         save_file(self.random_states[0], training / "rng_state.safetensors")
@@ -190,6 +178,14 @@ class Snapshot:
             save_file(ranks, training / "rng_state_ranks.safetensors")
         for name, content in self.json.items():
             (training / name).write_text(json.dumps(content, indent=2))
+
+    def _weights(self, training: Path) -> dict[str, Tensor] | None:
+        """What a policy acts with: the moving average if there is one."""
+        kind = "ema." if self.state.ema else "model."
+        if not self.state.engine.sharded:
+            return {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
+        # from the disk, where all ranks have just brought them: no GPU has to gather anything
+        return ShardedTensors(training / SHARDS).read(kind) if self.export else None
 
     def _write_tensors(self, folder: Path) -> None:
         """LeRobot's files; with a moving average, which is what it gets to see, the raw weights too."""
@@ -205,10 +201,6 @@ class Snapshot:
             save_file(kinds["model"], folder / RAW_MODEL)
             save_file(kinds["ema"], folder / EMA_STATE)
         save_file(kinds["optimizer"], folder / OPTIMIZER)
-
-
-def _without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
 
 
 def _plain_scheduler(scheduler: LambdaLR) -> dict[str, Any]:
@@ -235,6 +227,13 @@ def rng_state() -> dict[str, torch.Tensor]:
     if torch.cuda.is_available():
         state["torch_cuda_rng_state"] = torch.cuda.get_rng_state()
     return state
+
+
+def seed_rng(seed: int, rank: int) -> None:
+    """The generators that user code may draw from, for a run that begins."""
+    seed_everything("run", seed, rank)
+    random.seed(key_of("run", seed, rank))
+    np.random.seed(key_of("run", seed, rank) % (1 << 32))  # noqa: NPY002
 
 
 def restore_rng(state: dict[str, torch.Tensor]) -> None:
