@@ -1,0 +1,53 @@
+"""Batch normalisation whose statistics are those of the batch of all ranks together.
+
+Plain batch normalisation makes a sample's loss depend on which samples share its *rank*. Here ranks add
+up their sums first, so loss, gradients and running statistics are the same on one GPU and on eight, at
+the price of one small reduction per layer. Under gradient accumulation the statistics are still those of
+a micro-batch; where that matters, normalise groups of channels instead.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` over all ranks, which counts a batch once even if it is computed again."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
+        # sharded parameters may come in bfloat16, which the kernels do not mix with float32 statistics
+        weight, bias = self.weight.float(), self.bias.float()
+        mean, var = self.running_mean, self.running_var
+        if not self.training:
+            return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
+        # activation checkpointing computes forward again, within the backward pass
+        if torch._C._current_graph_task_id() != -1:
+            mean, var = mean.clone(), var.clone()
+        else:
+            self.num_batches_tracked.add_(1)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return self._over_ranks(x, mean, var, weight, bias)
+        return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+
+    def _over_ranks(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        wide, channels = x.float(), x.shape[1]
+        own = wide.new_full((1,), x.numel() / channels)
+        sums = all_reduce(torch.cat((wide.sum((0, 2, 3)), wide.square().sum((0, 2, 3)), own)))
+        total, squares, count = sums.split([channels, channels, 1])
+        now_mean = total / count
+        now_var = (squares / count - now_mean.square()).clamp(min=0)
+        with torch.no_grad():
+            mean.lerp_(now_mean, self.momentum)
+            var.lerp_(now_var * count / (count - 1).clamp(min=1), self.momentum)
+        scale = weight * (now_var + self.eps).rsqrt()
+        shift = bias - now_mean * scale
+        return torch.addcmul(shift.view(1, -1, 1, 1), wide, scale.view(1, -1, 1, 1)).to(x.dtype)
