@@ -15,7 +15,7 @@ from flexor.config import GROUPS, TrainConfig, group_type
 from flexor.errors import ConfigError
 from flexor.help import train_help
 from flexor.lerobot_settings import IGNORED
-from flexor.policies import POLICIES
+from flexor.policies import policy_class
 from flexor.settings import build_config, flatten, load_config, nest, parse_flags
 from flexor.tree import help_texts
 
@@ -23,15 +23,13 @@ DATA = "--dataset.root=somewhere"
 
 
 def groups() -> dict[str, type]:
-    return {g: group_type(g) for g in GROUPS if g != "policy"} | {
-        f"policy:{n}": p.Config for n, p in POLICIES.items()
-    }
+    return {g: policy_class("act").Config if g == "policy" else group_type(g) for g in GROUPS}
 
 
 def all_keys() -> list[str]:
     keys = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in (*GROUPS, "policy_path")]
     for group, cls in groups().items():
-        keys += [f"{group.split(':')[0]}.{f.name}" for f in dataclasses.fields(cls)]
+        keys += [f"{group}.{f.name}" for f in dataclasses.fields(cls)]
     return sorted(set(keys) - set(GROUPS))
 
 

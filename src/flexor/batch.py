@@ -8,6 +8,7 @@ ACTION = "action"
 STATE = "observation.state"
 ENV_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.image"
+REWARD = "next.reward"
 SAMPLE_ID = "index"
 
 # Mean number of actions per sample that are not padding, over the whole *global* batch. The loader

@@ -76,6 +76,11 @@ class PolicyConfig:
         raise NotImplementedError
 
     @property
+    def reward_deltas(self) -> list[int] | None:
+        """Steps of rewards (`next.reward`) relative to now; None for a policy that learns without them."""
+        return None
+
+    @property
     def action_steps(self) -> int:
         """How many actions of a predicted chunk are executed before the policy is asked again."""
         raise NotImplementedError
@@ -159,6 +164,9 @@ class Policy(nn.Module):
     def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
         """What wrappers such as DDP call: the loss."""
         return self.loss(batch, noise)
+
+    def begin_step(self, step: int) -> None:
+        """Called before every optimizer step, for a policy that is trained in phases or has targets to move."""
 
     def load_backbone(self) -> None:
         """Load pretrained parts for a training from scratch; not called when a checkpoint is loaded."""

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from flexor.accelerate_settings import started_by_accelerate
-from flexor.batch import ACTION
+from flexor.batch import ACTION, REWARD
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.loader import Loader
@@ -179,6 +179,11 @@ def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, P
 def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
     """The policy's settings with its features filled in, or checked if it has some already."""
     inputs, outputs = features_of(dataset)
+    if policy.reward_deltas is not None and REWARD not in dataset.features:
+        raise ConfigError(
+            f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
+            "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
+        )
     policy = dataclasses.replace(
         policy,
         input_features=policy.input_features or inputs,
@@ -203,6 +208,8 @@ def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
     deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
     if policy.observation_deltas is not None:
         deltas |= dict.fromkeys(policy.input_features, policy.observation_deltas)
+    if policy.reward_deltas is not None:
+        deltas[REWARD] = policy.reward_deltas
     return deltas
 
 

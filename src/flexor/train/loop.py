@@ -213,6 +213,7 @@ def optimizer_step(
     """
     config, engine, split = state.config, state.engine, state.split
     total = torch.zeros((), device=engine.device)
+    state.policy.begin_step(state.step)
     for micro, batch in enumerate(micro_batches):
         batch = state.preprocessor(batch)
         noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
