@@ -1,0 +1,311 @@
+"""Diffusion Policy (Chi et al. 2023, https://arxiv.org/abs/2303.04137), the convolutional kind.
+
+A U-Net over time learns to take noise off a chunk of actions, given the last few observations. Acting
+starts from pure noise, so where several ways are good it takes one of them instead of their average;
+the price is that the network runs once per denoising step, which `noise_scheduler_type=DDIM` with few
+`num_inference_steps` brings down.
+
+Parameter names and settings are LeRobot's, so checkpoints go both ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flexor.batch import ACTION, ENV_STATE, STATE, Batch
+from flexor.errors import ConfigError
+from flexor.policies.base import (
+    Kind,
+    Loss,
+    NoiseSource,
+    Normalization,
+    Policy,
+    PolicyConfig,
+    mean_over_valid,
+)
+from flexor.policies.blocks.recompute import recompute
+from flexor.policies.blocks.schedules import DiffusionSchedule, DiffusionSettings
+from flexor.policies.blocks.unet1d import ConditionalUnet1d
+from flexor.policies.blocks.vision import RgbEncoder, check_vision
+
+SCHEDULES = ("cosine", "constant", "constant_with_warmup")
+
+
+@dataclass
+class DiffusionConfig(DiffusionSettings, PolicyConfig):
+    """Defaults are LeRobot's."""
+
+    type: ClassVar[str] = "diffusion"
+
+    n_obs_steps: int = 2
+    """How many observations, up to the current one, the policy sees."""
+    horizon: int = 64
+    """How many actions are predicted at once, from the oldest observation on."""
+    n_action_steps: int = 32
+    """How many of them, from the current one on, are executed before the policy looks again."""
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    drop_n_last_frames: int = 7
+    """Frames at the end of an episode that no sample starts from: most of its actions would be padding."""
+    vision_backbone: str = "resnet18"
+    """The ResNet that encodes each camera: resnet18, 34, 50, 101 or 152."""
+    resize_shape: tuple[int, int] | None = None
+    """Height and width pictures are brought to first."""
+    crop_ratio: float = 1.0
+    """With policy.resize_shape: the part of height and width that a crop leaves; 1 for no crop."""
+    crop_shape: tuple[int, int] | None = None
+    """Without policy.resize_shape: height and width that a crop leaves."""
+    crop_is_random: bool = True
+    """In training, crop somewhere; otherwise, and always when acting, in the middle."""
+    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
+    """ImageNet weights the backbone starts from; null for random ones."""
+    use_group_norm: bool = False
+    """Normalise groups of channels in the backbone instead of the batch; needs random weights."""
+    spatial_softmax_num_keypoints: int = 32
+    """Points that the encoder looks for in a picture."""
+    use_separate_rgb_encoder_per_camera: bool = True
+    """An encoder for each camera instead of one for all."""
+    down_dims: tuple[int, ...] = (512, 1024, 2048)
+    """Channels of the U-Net at each resolution in time, the finest first."""
+    kernel_size: int = 5
+    """Steps that a convolution of the U-Net sees."""
+    n_groups: int = 8
+    """Groups of the U-Net's group normalisation."""
+    diffusion_step_embed_dim: int = 128
+    """Size of the code for the level of noise."""
+    use_film_scale_modulation: bool = True
+    """Observations scale the U-Net's channels as well as shifting them."""
+    gradient_checkpointing: bool = False
+    """Compute blocks again in the backward pass to save memory, as --activation_checkpointing does."""
+    compile_model: bool = False
+    """Compile the U-Net with torch.compile."""
+    compile_mode: str = "reduce-overhead"
+    """torch.compile's mode, with policy.compile_model."""
+    do_mask_loss_for_padding: bool = False
+    """Leave actions beyond the end of an episode out of the loss."""
+    optimizer_lr: float = 1e-4
+    """Learning rate (--optimizer.lr takes precedence)."""
+    optimizer_betas: tuple[float, float] = (0.95, 0.999)
+    """Adam's betas (--optimizer.betas takes precedence)."""
+    optimizer_eps: float = 1e-8
+    """Adam's epsilon (--optimizer.eps takes precedence)."""
+    optimizer_weight_decay: float = 1e-6
+    """Weight decay (--optimizer.weight_decay takes precedence)."""
+    scheduler_name: str = "cosine"
+    """Learning rate over time: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
+    scheduler_warmup_steps: int = 500
+    """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
+
+    def validate(self) -> None:
+        for name in ("n_obs_steps", "horizon", "n_action_steps", "n_groups", "spatial_softmax_num_keypoints"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
+        self.check_diffusion()
+        self._check_unet()
+        self._check_pictures()
+        if self.n_action_steps > self.horizon - self.n_obs_steps + 1:
+            raise ConfigError(
+                f"policy.n_action_steps={self.n_action_steps} is more than policy.horizon - policy.n_obs_steps "
+                f"+ 1 = {self.horizon - self.n_obs_steps + 1}: only predicted actions can be executed."
+            )
+        if self.scheduler_name not in SCHEDULES:
+            raise ConfigError(
+                f"policy.scheduler_name={self.scheduler_name!r}; one of {', '.join(SCHEDULES)}."
+            )
+        if self.input_features and not self.state:
+            raise ConfigError(f"Diffusion needs {STATE}; the dataset has {', '.join(self.input_features)}.")
+        if self.input_features and not self.images and not self.environment_state:
+            raise ConfigError(
+                f"Diffusion needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
+                f"{', '.join(self.input_features)}."
+            )
+
+    def _check_unet(self) -> None:
+        if not self.down_dims or any(width % self.n_groups for width in self.down_dims):
+            raise ConfigError(
+                f"policy.down_dims={list(self.down_dims)}: at least one, all multiples of policy.n_groups="
+                f"{self.n_groups}."
+            )
+        if self.down_dims[0] % 8:
+            raise ConfigError(f"policy.down_dims={list(self.down_dims)}: the first must be a multiple of 8.")
+        halvings = 2 ** len(self.down_dims)
+        if self.horizon % halvings:
+            raise ConfigError(
+                f"policy.horizon={self.horizon} must be a multiple of {halvings}, which is 2 to the number of "
+                f"policy.down_dims={list(self.down_dims)}."
+            )
+        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+            raise ConfigError(f"policy.kernel_size={self.kernel_size} must be odd.")
+        if self.diffusion_step_embed_dim < 4 or self.diffusion_step_embed_dim % 2:
+            raise ConfigError(
+                f"policy.diffusion_step_embed_dim={self.diffusion_step_embed_dim} must be even, and at least 4."
+            )
+
+    def _check_pictures(self) -> None:
+        if not 0 < self.crop_ratio <= 1:
+            raise ConfigError(f"policy.crop_ratio={self.crop_ratio} must be more than 0 and at most 1.")
+        if self.resize_shape and min(self.resize_shape) < 1:
+            raise ConfigError(f"policy.resize_shape={list(self.resize_shape)} must be at least 1 by 1.")
+        if self.resize_shape and self.crop_shape not in (None, self.crop):
+            raise ConfigError(
+                f"policy.crop_shape={list(self.crop_shape or ())}: with policy.resize_shape, crop by "
+                "policy.crop_ratio instead."
+            )
+        shapes = {key: camera.shape for key, camera in self.images.items()}
+        if len(set(shapes.values())) > 1:
+            raise ConfigError(
+                "Diffusion needs cameras of one size, but there are "
+                + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+                + "."
+            )
+        if self.resize_shape:
+            shapes = dict.fromkeys(shapes, (3, *self.resize_shape))
+        check_vision(self.pretrained_backbone_weights, self.use_group_norm, self.crop, shapes)
+
+    @property
+    def crop(self) -> tuple[int, int] | None:
+        """Height and width that are left of a picture, whichever way they are given."""
+        if self.resize_shape is None:
+            return self.crop_shape
+        if self.crop_ratio == 1:
+            return None
+        height, width = self.resize_shape
+        return int(height * self.crop_ratio), int(width * self.crop_ratio)
+
+    def optimizer_preset(self) -> dict[str, Any]:
+        return {
+            "type": "adam",
+            "lr": self.optimizer_lr,
+            "betas": self.optimizer_betas,
+            "eps": self.optimizer_eps,
+            "weight_decay": self.optimizer_weight_decay,
+            "grad_clip_norm": 10.0,
+        }
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        if self.scheduler_name == "constant":
+            return {"type": "constant"}
+        return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}
+
+    @property
+    def observation_deltas(self) -> list[int]:
+        return list(range(1 - self.n_obs_steps, 1))
+
+    @property
+    def action_deltas(self) -> list[int]:
+        first = 1 - self.n_obs_steps
+        return list(range(first, first + self.horizon))
+
+    @property
+    def action_steps(self) -> int:
+        return self.n_action_steps
+
+    @property
+    def drop_last_frames(self) -> int:
+        return self.drop_n_last_frames
+
+
+class Diffusion(Policy):
+    Config = DiffusionConfig
+    config: DiffusionConfig
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__(config)
+        self.schedule = DiffusionSchedule(config)
+        self.diffusion = DiffusionModel(config)
+        if config.gradient_checkpointing:
+            for unit in self.shard_units():
+                recompute(unit)
+
+    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        seen = self.diffusion.observe(batch, noise)
+        error = self.schedule.error(
+            lambda x, level: self.diffusion.unet(x, level, seen), batch[ACTION], noise
+        )
+        if self.config.do_mask_loss_for_padding:
+            per_sample = mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch)
+        else:
+            per_sample = error.mean((1, 2))
+        return Loss(per_sample, {})
+
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        seen = self.diffusion.observe(batch, noise)
+        shape = (len(seen), self.config.horizon, self.config.action.shape[0])
+        chunk = self.schedule.sample(
+            lambda x, level: self.diffusion.unet(x, level, seen), shape, noise, batch[STATE]
+        )
+        return chunk[:, self.config.n_obs_steps - 1 :]  # the first action belongs to the oldest observation
+
+    def load_backbone(self) -> None:
+        if self.config.pretrained_backbone_weights is not None:
+            for encoder in self.diffusion.encoders():
+                encoder.load_imagenet(self.config.pretrained_backbone_weights)
+
+    def shard_units(self) -> list[nn.Module]:
+        return [*self.diffusion.encoders(), *self.diffusion.unet_blocks]
+
+
+class DiffusionModel(nn.Module):
+    """The encoders of what is observed, and the U-Net. Registered in LeRobot's order."""
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__()
+        self.config = config
+        assert config.state is not None
+        observed = config.state.shape[0]
+        if config.environment_state:
+            observed += config.environment_state.shape[0]
+        if config.images:
+            count = len(config.images) if config.use_separate_rgb_encoder_per_camera else 1
+            encoders = [self._encoder(config) for _ in range(count)]
+            separate = config.use_separate_rgb_encoder_per_camera
+            self.rgb_encoder = nn.ModuleList(encoders) if separate else encoders[0]
+            observed += len(config.images) * encoders[0].feature_dim
+        unet = ConditionalUnet1d(
+            config.action.shape[0],
+            observed * config.n_obs_steps,
+            config.down_dims,
+            config.kernel_size,
+            config.n_groups,
+            config.diffusion_step_embed_dim,
+            config.use_film_scale_modulation,
+        )
+        self.unet_blocks = unet.blocks()  # a plain list: their names are the U-Net's
+        self.unet: Any = torch.compile(unet, mode=config.compile_mode) if config.compile_model else unet
+
+    @staticmethod
+    def _encoder(config: DiffusionConfig) -> RgbEncoder:
+        return RgbEncoder(
+            next(iter(config.images.values())).shape,
+            config.vision_backbone,
+            keypoints=config.spatial_softmax_num_keypoints,
+            group_norm=config.use_group_norm,
+            resize=config.resize_shape,
+            crop=config.crop,
+            random_crop=config.crop_is_random,
+        )
+
+    def encoders(self) -> list[RgbEncoder]:
+        return [module for module in self.modules() if isinstance(module, RgbEncoder)]
+
+    def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """What conditions the U-Net, [B, T * features]: at each moment the state, pictures, environment."""
+        seen = [batch[STATE]]  # [B, T, D]
+        if self.config.images:
+            seen.append(self._look([batch[key] for key in self.config.images], noise))
+        if self.config.environment_state:
+            seen.append(batch[ENV_STATE])
+        return torch.cat(seen, -1).flatten(1)
+
+    def _look(self, cameras: list[Tensor], noise: NoiseSource) -> Tensor:
+        """Cameras [B, T, 3, H, W] -> [B, T, cameras * features]."""
+        if isinstance(self.rgb_encoder, nn.ModuleList):
+            pairs = zip(self.rgb_encoder, cameras)
+            return torch.cat([encode(x, noise, f"crop{i}") for i, (encode, x) in enumerate(pairs)], -1)
+        return self.rgb_encoder(torch.stack(cameras, 2), noise).flatten(2)
