@@ -41,7 +41,7 @@ def fill(module: torch.nn.Module) -> str:
     lines = []
     for name, value in sorted(module.state_dict().items()):
         lines.append(f"{name} {tuple(value.shape)}")
-        if not name.endswith("pos_enc"):
-            value.copy_(torch.from_numpy(weight(name, tuple(value.shape))))
+        if not name.endswith(("pos_enc", "pos_grid")):
+            value.copy_(torch.as_tensor(weight(name, tuple(value.shape))))
     lines += [name for name, _ in module.named_parameters()]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
