@@ -6,7 +6,7 @@ import torch
 
 from flexor.errors import FlexorError
 from flexor.policies.act import ACT, ACTConfig
-from flexor.policies.actor import PolicyActor, TemporalEnsembler
+from flexor.policies.actor import History, PolicyActor, TemporalEnsembler
 from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing import default_pipelines
@@ -96,6 +96,45 @@ def test_noise_goes_by_episode_not_by_what_runs_beside_it():
     playing.attach([object()] * BATCH, [7, 8, 9])
     playing.reset(BATCH)
     assert playing.episodes.tolist() == [7, 8, 9]
+
+
+def shown_at_each_step(deltas: list[int] | None, steps: int, n_action_steps: int = 1) -> list[np.ndarray]:
+    """The environment's state that the policy is shown when it is asked; row b at step t is 100 b + t."""
+    playing = actor(n_action_steps)
+    playing.history = History(deltas)
+    shown: list[np.ndarray] = []
+
+    def predict(batch, noise):
+        shown.append(batch["observation.environment_state"].numpy()[..., 0])
+        return torch.zeros(BATCH, CHUNK, 2)
+
+    playing.policy.predict = predict
+    for episode in range(2):
+        playing.reset(BATCH)
+        for step in range(steps):
+            now = np.arange(BATCH)[:, None] * 100 + step + 10_000 * episode + np.zeros(4)
+            seen = observation(**{"observation.environment_state": now.astype(np.float32)})
+            playing.act(seen, ["task"] * BATCH)
+    return shown
+
+
+@pytest.mark.parametrize("deltas", [[-1, 0], [-4, -2, 0], [0]])
+def test_the_policy_is_shown_the_last_observations_the_first_repeated(deltas):
+    steps = 6
+    for asked, state in enumerate(shown_at_each_step(deltas, steps)):
+        episode, step = divmod(asked, steps)  # nothing is left of the episode before
+        times = np.maximum(0, step + np.array(deltas))
+        np.testing.assert_array_equal(state, np.arange(BATCH)[:, None] * 100 + times + 10_000 * episode)
+
+
+def test_observations_between_two_questions_count():
+    asked = shown_at_each_step([-1, 0], 6, n_action_steps=3)
+    assert [state[0].tolist() for state in asked[:2]] == [[0, 0], [2, 3]]
+
+
+def test_the_future_is_not_shown_and_no_deltas_mean_no_time_dimension():
+    assert shown_at_each_step([0, 1, 2], 2)[1].tolist() == [[1], [101], [201]]
+    assert shown_at_each_step(None, 2)[1].tolist() == [1, 101, 201]
 
 
 def test_a_missing_observation_is_named():

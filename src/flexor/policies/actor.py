@@ -1,10 +1,12 @@
 """A policy that acts: observations in, one action per environment out.
 
-Used by evaluation and serving alike. It keeps what a policy itself does not: the rest of the last
-predicted chunk, or the running average of overlapping chunks.
+Used by evaluation and serving alike. It keeps what a policy itself does not: the last observations, the rest
+of the last predicted chunk, or the running average of overlapping chunks.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 import torch
@@ -44,6 +46,29 @@ class TemporalEnsembler:
         return action
 
 
+class History:
+    """The last observations, stacked along time as in training: [B, ...] -> [B, T, ...].
+
+    Before an episode's first observation there is none: the first stands for it, as it does in a sample that
+    begins before its episode. A policy may be trained on observations to come; when acting, nobody has seen those.
+    """
+
+    def __init__(self, deltas: list[int] | None):
+        self.deltas = None if deltas is None else [step for step in deltas if step <= 0]
+        self.seen: deque[dict[str, np.ndarray]] = deque(maxlen=1 - min(self.deltas or [0]))
+
+    def reset(self) -> None:
+        self.seen.clear()
+
+    def add(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What the policy is shown at this step; asked or not, it has to be told of every one."""
+        self.seen.append(batch)
+        if self.deltas is None:
+            return batch
+        shown = [self.seen[max(0, len(self.seen) - 1 + step)] for step in self.deltas]
+        return {name: np.stack([moment[name] for moment in shown], 1) for name in batch}
+
+
 class PolicyActor:
     """Plays several environments in lock-step, asking the policy when its chunk is used up."""
 
@@ -56,6 +81,7 @@ class PolicyActor:
         coefficient = getattr(config, "temporal_ensemble_coeff", None)
         chunk = len(config.action_deltas)
         self.ensembler = None if coefficient is None else TemporalEnsembler(coefficient, chunk)
+        self.history = History(config.observation_deltas)
         self.reset(0)
 
     def attach(self, envs: list[object], seeds: list[int]) -> None:
@@ -67,16 +93,19 @@ class PolicyActor:
         self.steps = 0
         if len(getattr(self, "episodes", ())) != num_envs:
             self.episodes = torch.arange(num_envs)
+        self.history.reset()
         if self.ensembler:
             self.ensembler.reset()
 
     def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
         """Actions [B, A] for observations [B, ...], in the robot's units."""
+        self._check(batch)
+        shown = self.history.add(batch)
         if self.ensembler:
-            action = self.ensembler(self.predict(batch, task))
+            action = self.ensembler(self.predict(shown, task))
         else:
             if not self.queue:
-                chunk = self.predict(batch, task)[:, : self.policy.config.action_steps]
+                chunk = self.predict(shown, task)[:, : self.policy.config.action_steps]
                 self.queue = list(chunk.unbind(1))
             action = self.queue.pop(0)
         self.steps += 1
@@ -84,19 +113,18 @@ class PolicyActor:
 
     @torch.inference_mode()
     def predict(self, batch: dict[str, np.ndarray], task: list[str]) -> Tensor:
-        """A normalised chunk [B, H, A]."""
+        """A normalised chunk [B, H, A] for observations [B, (T,) ...]."""
         return self.policy.predict(*self.prepare(batch, task))
 
     def prepare(self, batch: dict[str, np.ndarray], task: list[str]) -> tuple[Batch, Noise]:
         """What the policy gets for these observations."""
         tensors: Batch = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in batch.items()}
-        self._check(tensors)
         prepared = self.preprocessor({**tensors, "task": task})
         device = next(self.policy.parameters()).device
         self.policy.eval()
         return prepared, Noise(self.seed, self.steps, self.episodes.to(device))
 
-    def _check(self, batch: Batch) -> None:
+    def _check(self, batch: dict[str, np.ndarray]) -> None:
         """The environment must show what the policy was trained on."""
         for name, feature in self.policy.config.observed.items():
             if name not in batch:

@@ -158,7 +158,10 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """A normalised action chunk [B, H, A] for the observations in `batch`."""
+        """A normalised action chunk [B, H, A], from now on, for the observations in `batch`.
+
+        They are as in training, but of `observation_deltas` only those up to now are there.
+        """
         raise NotImplementedError
 
     def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
