@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.batch import ACTION, IMAGE_PREFIX, Batch
-from flexor.errors import CheckpointError, ConfigError
+from flexor.errors import CheckpointError, ConfigError, FlexorError
 from flexor.policies.base import Kind, Normalization, PolicyConfig, PolicyFeature
+from flexor.policies.hub import fetch
 
 Stats = Mapping[str, Mapping[str, Any]]
+
+TASK_TOKENS = "observation.language.tokens"
+TASK_MASK = "observation.language.attention_mask"
 
 PREPROCESSOR = "policy_preprocessor"
 POSTPROCESSOR = "policy_postprocessor"
@@ -79,6 +83,46 @@ class ToBatch(Step):
 
 def _is_vector(key: str) -> bool:
     return (key.startswith("observation.") and not key.endswith("_is_pad")) or key == ACTION
+
+
+@dataclass
+class Tokenize(Step):
+    """The task, a sentence per sample, becomes tokens and a mask that is true where there are some."""
+
+    name: ClassVar[str] = "tokenizer_processor"
+    tokenizer_name: str
+    max_length: int = 512
+    task_key: str = "task"
+    padding_side: str = "right"
+    padding: str = "max_length"
+    truncation: bool = True
+
+    def __post_init__(self) -> None:
+        # now, so that what is missing is missed before a run starts
+        self._tokenizer = fetch("AutoTokenizer", self.tokenizer_name)
+
+    def __call__(self, batch: Batch) -> Batch:
+        tasks = batch.get(self.task_key)
+        if not tasks:
+            raise FlexorError(f"The policy is told what to do in words, but there is no {self.task_key!r}.")
+        distinct = list(dict.fromkeys(tasks))  # a batch has few, and a tokenizer is slow
+        found = self._tokenizer(
+            distinct,
+            max_length=self.max_length,
+            truncation=self.truncation,
+            padding=self.padding,
+            padding_side=self.padding_side,
+            return_tensors="pt",
+        )
+        which = torch.tensor([distinct.index(task) for task in tasks])
+        return {
+            **batch,
+            TASK_TOKENS: found["input_ids"][which],
+            TASK_MASK: found["attention_mask"][which].bool(),
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass
@@ -202,7 +246,7 @@ class Unnormalize(_Normalization):
 
 
 STEPS: dict[str, type[Step]] = {
-    step.name: step for step in (RenameObservations, ToBatch, ToDevice, Normalize, Unnormalize)
+    step.name: step for step in (RenameObservations, ToBatch, Tokenize, ToDevice, Normalize, Unnormalize)
 }
 
 
@@ -271,9 +315,11 @@ def _load_step(folder: Path, file: Path, entry: dict[str, Any]) -> Step:
 def default_pipelines(config: PolicyConfig, stats: Stats, device: str) -> tuple[Pipeline, Pipeline]:
     """The pair most policies use: normalise what goes in, undo it for what comes out."""
     features = {**config.input_features, **config.output_features}
+    words = getattr(config, "tokenizer", None)
     before = [
         RenameObservations(),
         ToBatch(),
+        *([Tokenize(**words)] if words else []),
         ToDevice(device),
         Normalize(features, config.normalization_mapping, stats),
     ]
