@@ -11,6 +11,10 @@ IMAGE_PREFIX = "observation.image"
 REWARD = "next.reward"
 SAMPLE_ID = "index"
 
+# What a policy wants to know again when it is asked the next time in an episode: a dictionary that the actor
+# keeps for it, empty at the start. A policy without one behaves as at the start.
+MEMORY = "memory"
+
 # Mean number of actions per sample that are not padding, over the whole *global* batch. The loader
 # adds it, so that a loss divided by it is the same however the batch is spread over ranks.
 VALID_STEPS = "action_valid_steps"

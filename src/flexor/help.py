@@ -9,6 +9,7 @@ from typing import Any
 
 from flexor.config import GROUPS, TrainConfig, group_type
 from flexor.policies import POLICIES, policy_class
+from flexor.policies.own import installed
 from flexor.tree import field_types, help_texts, to_plain, type_name
 
 WIDTH = 100
@@ -37,14 +38,14 @@ def train_help(policy: str = "act") -> str:
     ]
     for group in GROUPS:
         cls = policy_class(policy).Config if group == "policy" else group_type(group)
-        title = (
-            f"policy ({policy}; --policy.type is one of {', '.join(POLICIES)})"
-            if group == "policy"
-            else group
-        )
+        title = f"policy ({policy}; --policy.type is {_types()})" if group == "policy" else group
         nested = {other.rpartition(".")[2] for other in GROUPS if other.startswith(f"{group}.")}
         sections += ["", title, *_section(cls, f"{group}.", nested)]
     return "\n".join(sections)
+
+
+def _types() -> str:
+    return f"{', '.join([*POLICIES, *installed()])} or path/to/file.py:CLASS"
 
 
 def _section(cls: type, prefix: str, skip: Any = ()) -> list[str]:

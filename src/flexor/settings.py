@@ -14,6 +14,7 @@ from flexor.config import GROUPS, TrainConfig, validate
 from flexor.errors import ConfigError
 from flexor.lerobot_settings import ALIASES, drop_ignored
 from flexor.policies import PolicyConfig, policy_class
+from flexor.policies.own import is_code, settled, short_name
 from flexor.train.optim import resolve_optimizer, resolve_scheduler
 from flexor.tree import Partial, Text, closest, coerce, field_types, from_plain
 
@@ -109,8 +110,8 @@ def build_config(*layers: dict[str, Any]) -> TrainConfig:
     flat: dict[str, Any] = {"policy.type": DEFAULT_POLICY}
     for layer in layers:
         for group in TYPED_GROUPS:
-            before = str(flat.get(f"{group}.type"))
-            another = str(layer.get(f"{group}.type", before)) != before
+            before = settled(str(flat.get(f"{group}.type")))
+            another = settled(str(layer.get(f"{group}.type", before))) != before
             if another or (group == "policy" and layer.get("policy_path") is not None):
                 # the settings of the one before mean nothing to it
                 flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
@@ -132,6 +133,8 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     policy = _build_policy(policy_settings, flat.get("policy_path"))
     config = from_plain(TrainConfig, {**tree, "policy": policy})
     validate(config)
+    if config.job_name is None and is_code(policy.type):
+        config.job_name = short_name(policy.type)  # a type with a path in it names no folder
     config.optimizer = resolve_optimizer(config.optimizer, config.policy)
     config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     return config

@@ -137,6 +137,21 @@ def test_the_future_is_not_shown_and_no_deltas_mean_no_time_dimension():
     assert shown_at_each_step(None, 2)[1].tolist() == [1, 101, 201]
 
 
+def test_a_policy_may_keep_something_until_the_episode_ends():
+    playing, found = actor(), []
+
+    def predict(batch, noise):
+        found.append(batch["memory"].get("last"))
+        batch["memory"]["last"] = len(found)
+        return torch.zeros(BATCH, CHUNK, 2)
+
+    playing.policy.predict = predict
+    play(playing, 2)
+    playing.reset(BATCH)
+    play(playing, 2)
+    assert found == [None, 1, None, 3]
+
+
 def test_a_missing_observation_is_named():
     with pytest.raises(FlexorError, match=r"needs observation\.environment_state.*pixels"):
         actor().act({"pixels": np.zeros((BATCH, 3))}, ["task"] * BATCH)

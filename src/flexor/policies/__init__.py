@@ -7,6 +7,7 @@ import importlib
 
 from flexor.errors import ConfigError
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.own import installed, is_code, load_own
 from flexor.tree import closest
 
 POLICIES = {
@@ -18,15 +19,29 @@ POLICIES = {
 }
 
 
-def policy_class(name: str) -> type[Policy]:
-    """The policy that `--policy.type` names."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy.type={name!r} is not known. {closest(name, POLICIES)}")
-    module, _, attribute = POLICIES[name].partition(":")
+def policy_class(kind: str) -> type[Policy]:
+    """The policy of a type: one of these, one that an installed package brings, or code that the user names."""
+    if kind in POLICIES:
+        return _built_in(kind)
+    if is_code(kind):
+        return load_own(kind)
+    others = installed()
+    if kind not in others:
+        raise ConfigError(
+            f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *others])} "
+            "A policy of your own is path/to/file.py:CLASS."
+        )
+    return load_own(kind, others[kind])
+
+
+def _built_in(kind: str) -> type[Policy]:
+    module, _, name = POLICIES[kind].partition(":")
     try:
-        found: type[Policy] = getattr(importlib.import_module(module), attribute)
+        found: type[Policy] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"policy.type={name} can't be used: there is no module {error.name}.") from error
+        raise ConfigError(
+            f"policy.type={kind} needs {error.name}, which is not installed: pip install {error.name}."
+        ) from error
     return found
 
 

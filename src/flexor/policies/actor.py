@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.batch import ACTION, Batch
+from flexor.batch import ACTION, MEMORY, Batch
 from flexor.errors import FlexorError
 from flexor.policies.pretrained import Pretrained
 from flexor.rng import Noise
@@ -94,6 +94,7 @@ class PolicyActor:
         if len(getattr(self, "episodes", ())) != num_envs:
             self.episodes = torch.arange(num_envs)
         self.history.reset()
+        self.memory: Batch = {}
         if self.ensembler:
             self.ensembler.reset()
 
@@ -119,7 +120,7 @@ class PolicyActor:
     def prepare(self, batch: dict[str, np.ndarray], task: list[str]) -> tuple[Batch, Noise]:
         """What the policy gets for these observations."""
         tensors: Batch = {key: torch.from_numpy(np.ascontiguousarray(v)) for key, v in batch.items()}
-        prepared = self.preprocessor({**tensors, "task": task})
+        prepared = {**self.preprocessor({**tensors, "task": task}), MEMORY: self.memory}
         device = next(self.policy.parameters()).device
         self.policy.eval()
         return prepared, Noise(self.seed, self.steps, self.episodes.to(device))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from flexor.data.source import is_repo_id
 from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.own import is_code, is_loaded, settled, short_name
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
 from flexor.tensors import fill, shapes_in
 from flexor.tree import Partial, from_plain, to_plain
@@ -23,6 +25,7 @@ from flexor.tree import Partial, from_plain, to_plain
 FOLDER = "pretrained_model"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+RUN_CONFIG = "config.yaml"  # of the run a checkpoint lies in
 
 # Keys of LeRobot's config.json that say where a policy was or will be uploaded, not what it is.
 FOREIGN = {
@@ -89,25 +92,50 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     folder = find_folder(path, ("*.json",))
     try:
         settings = json.loads((folder / CONFIG).read_text())
-        kind = settings.pop("type")
-        cls = policy_class(kind).Config
-    except (ValueError, KeyError) as error:
+        said = str(settings.pop("type"))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / CONFIG} is not a policy's configuration: {error!r}") from error
+    changed = dict(overrides or {})
+    cls = policy_class(_agreed_type(folder, said, changed.pop("type", None))).Config
     settings = {key: value for key, value in settings.items() if key not in FOREIGN}
     # LeRobot declares replace_final_stride_with_dilation a number, and writes 0 for false
     switches = [name for name, declared in get_type_hints(cls).items() if declared is bool]
     settings |= {name: bool(settings[name]) for name in switches if settings.get(name) in (0, 1)}
-    changed = dict(overrides or {})
-    if (wanted := str(changed.pop("type", kind))) != kind:
-        raise ConfigError(
-            f"policy.type={wanted}, but {folder} holds a policy of type {kind}: leave policy.type out."
-        )
     for key, value in changed.items():
         if isinstance(value, Partial):
             changed[key] = {**settings.get(key, {}), **value}
     config = from_plain(cls, {**settings, **changed}, "policy")
     config.validate()
     return config
+
+
+def _agreed_type(folder: Path, said: str, named: str | None) -> str:
+    """The type that a checkpoint says it has, unless that means to run code which the user does not know of."""
+    if named is not None:
+        moved = is_code(said) and is_code(named) and short_name(said) == short_name(named)
+        if settled(named) != said and not moved:
+            raise ConfigError(
+                f"policy.type={named}, but {folder} holds a policy of type {said}: leave policy.type out."
+            )
+        return settled(named)
+    if is_code(said) and not is_loaded(said) and not _run_names(folder, said):
+        raise CheckpointError(
+            f"The policy in {folder} is not one of Flexor's: {CONFIG} says that its code is {said}. Code that a "
+            "checkpoint names is not run. If you have that code and trust it, name it yourself: "
+            f"--policy.type={said}, or wherever it is here."
+        )
+    return said
+
+
+def _run_names(folder: Path, kind: str) -> bool:
+    """Whether the checkpoint lies in the run that made it, whose settings, written by training, name the code too."""
+    for parent in folder.absolute().parents[:3]:
+        try:
+            settings = yaml.safe_load((parent / RUN_CONFIG).read_text())
+            return bool(settings["policy"]["type"] == kind)
+        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
+            continue
+    return False
 
 
 def save_pretrained(
