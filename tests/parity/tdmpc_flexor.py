@@ -11,7 +11,7 @@ from flexor.policies.actor import PolicyActor
 from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing import default_pipelines
-from flexor.policies.tdmpc import MEMORY, TDMPC, TDMPCConfig
+from flexor.policies.tdmpc import TDMPC, TDMPCConfig
 
 
 class GivenNoise:
@@ -72,20 +72,8 @@ def measure(name: str) -> dict:
     return record
 
 
-class RememberingActor(PolicyActor):
-    """An actor that keeps a policy's memory from reset to reset."""
-
-    def reset(self, num_envs: int) -> None:
-        super().reset(num_envs)
-        self.memory: dict = {}
-
-    def prepare(self, *seen: object) -> tuple:
-        prepared, noise = super().prepare(*seen)
-        return {**prepared, MEMORY: self.memory}, noise
-
-
 def act(pretrained: Pretrained, inputs: dict) -> list:
-    actor = RememberingActor(pretrained)
+    actor = PolicyActor(pretrained)
     actor.reset(cases.BATCH)
     with patch("flexor.policies.actor.Noise", GivenNoise):
         return [

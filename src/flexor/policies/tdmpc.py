@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.batch import ACTION, ENV_STATE, REWARD, STATE, Batch
+from flexor.batch import ACTION, ENV_STATE, MEMORY, REWARD, STATE, Batch
 from flexor.errors import ConfigError
 from flexor.policies.base import (
     Kind,
@@ -37,9 +37,7 @@ from flexor.policies.blocks.mppi import lower_of_two, plan
 from flexor.policies.blocks.vision import random_crop
 from flexor.tensors import local
 
-# What an actor keeps for the policy between two questions of an episode: a dict that is empty at its start.
-MEMORY = "memory"
-LARGEST_WEIGHT = 100.0  # of an action that turned out better than expected
+LARGEST_PREFERENCE = 100.0  # for an action that turned out better than expected
 
 
 @dataclass
@@ -202,6 +200,15 @@ class TDMPCConfig(PolicyConfig):
         return self.n_action_repeats if self.n_action_repeats > 1 else self.n_action_steps
 
 
+class Targets(NamedTuple):
+    """What the model should have predicted, without gradients."""
+
+    latents: Tensor  # [B, H, L], after each action
+    critics: Tensor  # [B, H]
+    value: Tensor  # [B, H]
+    preference: Tensor  # [B, H]: how much an action is worth imitating
+
+
 class TDMPC(Policy):
     Config = TDMPCConfig
     config: TDMPCConfig
@@ -223,44 +230,29 @@ class TDMPC(Policy):
         config, model = self.config, self.model
         actions, rewards = batch[ACTION], batch[REWARD]  # [B, H, A], [B, H]
         observed = {key: batch[key] for key in config.observed}  # [B, H + 1, ...]
-        for key in config.images:
-            observed[key] = self._shift(observed[key], noise)
+        observed |= {key: self._shift(observed[key], noise) for key in config.images}
+        first = {key: value[:, 0] for key, value in observed.items()}
         following = {key: value[:, 1:] for key, value in observed.items()}
 
-        latents, predicted_rewards = model.imagine(
-            model.encode({k: v[:, 0] for k, v in observed.items()}), actions
-        )
-        starts = latents[:, :-1]  # [B, H, L]
+        latents, predicted_rewards = model.imagine(model.encode(first), actions)  # [B, H + 1, L], [B, H]
+        starts = latents[:, :-1]
         critics, value = model.values(starts, actions), model.value(starts)  # [B, H, E], [B, H]
-        with torch.no_grad():
-            latent_targets = self.model_target.encode(following)
-            critic_targets = rewards + config.discount * model.value(model.encode(following))
-            believed = self.model_target.values(starts, actions)
-            value_targets = lower_of_two(believed, noise, "critics/value")
-            advantage = lower_of_two(believed, noise, "critics/advantage") - value
-            preference = (config.advantage_scaling * advantage).exp().clamp(max=LARGEST_WEIGHT)
-        imitated = model.act(starts.detach())
+        imitated = model.act(starts.detach())  # [B, H, A]
+        target = self._targets(following, starts, actions, rewards, value, noise)
 
-        surprise = value_targets - value
-        expectile = torch.where(surprise > 0, config.expectile_weight, 1 - config.expectile_weight)
         known, followed, rewarded = self._valid(batch)
-        decay = config.temporal_decay_coeff ** torch.arange(config.horizon, device=actions.device)
-
-        def over_time(error: Tensor, valid: Tensor) -> Tensor:
-            return (decay * error * valid).sum(1)
-
-        parts = {
-            "consistency_loss": over_time(
-                _squares(latents[:, 1:], latent_targets).mean(-1), known & followed
-            ),
-            "reward_loss": over_time(_squares(predicted_rewards, rewards), known & rewarded),
-            "Q_value_loss": over_time(
-                _squares(critics, critic_targets[..., None]).sum(-1), known & followed & rewarded
-            ),
-            "V_value_loss": over_time(expectile * surprise.square(), known),
-            # the paper's code takes the mean over time here, and the sum everywhere else
-            "pi_loss": over_time(preference * _squares(imitated, actions).sum(-1), known) / config.horizon,
+        surprise = target.value - value
+        expectile = torch.where(surprise > 0, config.expectile_weight, 1 - config.expectile_weight)
+        errors = {
+            "consistency_loss": _squares(latents[:, 1:], target.latents).mean(-1) * followed,
+            "reward_loss": _squares(predicted_rewards, rewards) * rewarded,
+            "Q_value_loss": _squares(critics, target.critics[..., None]).sum(-1) * (followed & rewarded),
+            "V_value_loss": expectile * surprise.square(),
+            # a mean over time, as in the paper's code; the others are sums
+            "pi_loss": target.preference * _squares(imitated, actions).sum(-1) / config.horizon,
         }
+        decay = config.temporal_decay_coeff ** torch.arange(config.horizon, device=actions.device)
+        parts = {name: (decay * error * known).sum(1) for name, error in errors.items()}
         total = (
             config.consistency_coeff * parts["consistency_loss"]
             + config.reward_coeff * parts["reward_loss"]
@@ -268,6 +260,27 @@ class TDMPC(Policy):
             + config.pi_coeff * parts["pi_loss"]
         )
         return Loss(total, {**parts, "Q": critics.mean((1, 2)), "V": value.mean(1)})
+
+    @torch.no_grad()
+    def _targets(
+        self,
+        following: dict[str, Tensor],
+        starts: Tensor,
+        actions: Tensor,
+        rewards: Tensor,
+        value: Tensor,
+        noise: NoiseSource,
+    ) -> Targets:
+        config = self.config
+        believed = self.model_target.values(starts, actions)  # [B, H, E]
+        advantage = lower_of_two(believed, noise, "critics/advantage") - value
+        return Targets(
+            latents=self.model_target.encode(following),
+            # of recorded actions alone, and by the model itself, not by its target: as FOWM does it
+            critics=rewards + config.discount * self.model.value(self.model.encode(following)),
+            value=lower_of_two(believed, noise, "critics/value"),
+            preference=(config.advantage_scaling * advantage).exp().clamp(max=LARGEST_PREFERENCE),
+        )
 
     def _shift(self, pictures: Tensor, noise: NoiseSource) -> Tensor:
         """Each picture of [B, T, C, S, S] moved by a few pixels of its own; the border is repeated."""
