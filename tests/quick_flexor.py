@@ -45,8 +45,14 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
     if verb in ("train", "demo"):
         words += ["--num_workers=0", "--batch_size=4", "--log_freq=1", "--policy.device=cpu"]
         words += [] if "steps" in given else ["--steps=2"]
-        words += [] if "policy.path" in given else [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()]
+        words += [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if _is_act(words) else []
     return [verb, *words]
+
+
+def _is_act(words: list[str]) -> bool:
+    """Other policies have other settings, and a checkpoint has its own."""
+    given = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    return given.get("policy.type", "act") == "act" and "policy.path" not in given
 
 
 def _smaller(word: str) -> str:

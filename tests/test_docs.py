@@ -4,7 +4,7 @@ A `bash` block is run: a page's blocks one after the other in one shell, in a fo
 and the run which the README makes. `flexor` is a stand-in that calls the program with the same arguments,
 except that numbers of steps and episodes are smaller and the network is tiny (see quick_flexor.py). A `console`
 block can't run here (downloads, accounts, GPUs, make); its `flexor` commands must at least parse, and so must the
-flags of those who launch them.
+flags of those who launch them. A `python` block that begins with a file's name (`# my_policy.py`) is that file.
 
     python tests/test_docs.py        prints the table of LeRobot's settings for docs/train.md
 """
@@ -68,7 +68,14 @@ def commands(page: Path, language: str) -> Iterator[tuple[list[str], list[str]]]
 # --- commands that run
 
 
+def write_files(page: Path, folder: Path) -> None:
+    for block in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (folder / name[1]).write_text(block)
+
+
 def run_page(page: Path, folder: Path, path: Path) -> None:
+    write_files(page, folder)
     script = "\n".join(["set -euo pipefail", *blocks(page, "bash")])
     done = subprocess.run(
         ["bash", "-c", script],

@@ -75,7 +75,8 @@ def _import(kind: str, where: str) -> ModuleType:
             f"policy.type={kind}: there is no module {error.name}. Install it, or set PYTHONPATH to where it is."
         ) from error
     except Exception as error:  # whatever the user's code does
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        last = ([frame for frame in frames if frame.filename == where] or frames)[-1]
         raise ConfigError(
             f"policy.type={kind}: {where} can't be imported: {type(error).__name__}: {error} "
             f"({last.filename}, line {last.lineno})."
@@ -89,6 +90,8 @@ def _import_file(kind: str, file: Path) -> ModuleType:
             "file where it is now with --policy.type=path/to/file.py:CLASS (a run goes on only with the one it had)."
         )
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # two files may have one name
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
