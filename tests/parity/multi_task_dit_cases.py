@@ -1,0 +1,89 @@
+"""The multi-task DiTs that are compared, what they are shown and told, and their noise. Imported by both programs."""
+
+import numpy as np
+from act_cases import ACTION, BATCH, ENVIRONMENT, STATE, STEPS, camera, observation, statistics
+from diffusion_cases import integers, normal
+from fill import uniform
+
+__all__ = ["ACTION", "BATCH", "STEPS", "integers", "normal", "observation", "statistics"]
+
+TASKS = ["pick up the red cube", "open the drawer"]
+TINY = {
+    "horizon": 8,
+    "n_action_steps": 4,
+    "num_train_timesteps": 10,
+    "num_integration_steps": 5,
+    "hidden_dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "dropout": 0.0,
+    "timestep_embed_dim": 8,
+    "image_crop_shape": (32, 32),
+    "tokenizer_max_length": 20,
+}
+MODES = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+
+
+def case(inputs: dict, clip: str = "tiny-clip", **settings: object) -> dict:
+    """A case names its CLIP; each program puts in the folder it has made it in."""
+    settings = {**TINY, "normalization_mapping": MODES, **settings}
+    return {"inputs": inputs, "clip": clip, "settings": settings}
+
+
+ONE = STATE | camera("top")
+TWO = STATE | camera("wrist") | camera("above")
+FLOW = {"objective": "flow_matching"}
+DDIM = {"noise_scheduler_type": "DDIM"}
+# Each step of acting multiplies what rounding did before; ten are too many for some of these networks.
+FEW = {"num_inference_steps": 4}
+CASES = {
+    "ddpm": case(ONE),
+    "ddim": case(STATE, **DDIM, num_inference_steps=5, clip_sample_range=1.5),
+    "sample": case(STATE, prediction_type="sample", beta_schedule="linear", **FEW),
+    "flow": case(ONE, **FLOW),
+    "flow_uniform": case(STATE, **FLOW, timestep_sampling_strategy="uniform", sigma_min=0.05),
+    "flow_rk4": case(STATE, **FLOW, integration_method="rk4", timestep_sampling_s=0.7, sigma_min=0.1),
+    "two_cameras": case(TWO, **FEW),
+    "two_encoders": case(TWO, use_separate_rgb_encoder_per_camera=True, **FLOW),
+    "one_camera_separate": case(ONE, use_separate_rgb_encoder_per_camera=True),
+    "crop_middle": case(ONE, image_crop_is_random=False),
+    "resize": case(ONE, image_resize_shape=(32, 32), image_crop_shape=None),
+    "resize_crop": case(TWO, image_resize_shape=(64, 37), **FLOW),
+    "crop_too_large": case(STATE | camera("top", 32, 32), image_crop_shape=(224, 224)),
+    "resized_below_crop": case(ONE, image_resize_shape=(32, 32), image_crop_shape=(33, 32)),
+    "environment_unused": case(
+        STATE | ENVIRONMENT | camera("top"), normalization_mapping={**MODES, "ENV": "MEAN_STD"}
+    ),
+    "learned_positions": case(STATE, use_rope=False, use_positional_encoding=True),
+    "no_positions": case(STATE, use_rope=False, num_heads=4),
+    "both_positions": case(STATE, use_positional_encoding=True, rope_base=50.0, num_layers=3, **FLOW),
+    "mask": case(STATE, do_mask_loss_for_padding=True),
+    "mask_flow": case(ONE, do_mask_loss_for_padding=True, **FLOW),
+    "one_observation": case(ONE, n_obs_steps=1),
+    "three_observations": case(TWO, n_obs_steps=3, n_action_steps=6),
+    "left_longest": case(STATE, tokenizer_padding="longest", tokenizer_padding_side="left"),
+    "truncated": case(STATE, tokenizer_max_length=6),
+    "old_clip": case(ONE, "old-clip", image_crop_shape=(28, 28), image_resize_shape=(30, 41)),
+    "old_clip_left": case(ONE, "old-clip", image_crop_shape=(28, 28), tokenizer_padding_side="left"),
+}
+
+
+def training_batch(name: str) -> dict:
+    """Observations [B, T, ...], a task each, and actions, whose ends are padding, of a different length per sample."""
+    horizon = CASES[name]["settings"]["horizon"]
+    is_pad = np.zeros((BATCH, horizon), bool)
+    is_pad[0, :1] = is_pad[1, -4:] = True
+    actions = uniform("action", (BATCH, horizon, *ACTION["action"][1]), -2.0, 1.0)
+    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
+
+
+def history(name: str, moment: str) -> dict[str, np.ndarray]:
+    """What was observed last: [B, T, ...]."""
+    steps = CASES[name]["settings"].get("n_obs_steps", 2)
+    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
+    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+
+
+def times(settings: dict) -> np.ndarray:
+    """Times of flow matching, or, where they have it, draws from the beta distribution."""
+    return uniform("time", (BATCH,), 0.05, 0.95)
