@@ -45,7 +45,9 @@ class LatentWorld(nn.Module):
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
         for network in (self._reward, *self._Qs):
-            nn.init.zeros_(network.get_submodule(str(len(list(network.children())) - 1)).weight)
+            last = list(network.children())[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
 
     def networks(self) -> list[nn.Module]:
         return [self._encoder, self._dynamics, self._reward, self._pi, *self._Qs, self._V]
