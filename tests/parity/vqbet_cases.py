@@ -1,0 +1,129 @@
+"""The VQ-BeT policies that are compared, what they are shown, and their noise. Imported by both programs."""
+
+import hashlib
+
+import numpy as np
+import torch
+from act_cases import ACTION, BATCH, STATE, STEPS, camera, observation, statistics
+from fill import fill, uniform
+
+__all__ = ["ACTION", "BATCH", "STEPS", "observation", "statistics"]
+
+TINY = {
+    "n_obs_steps": 3,
+    "n_action_pred_token": 2,
+    "action_chunk_size": 4,
+    "crop_shape": (33, 48),
+    "pretrained_backbone_weights": None,
+    "use_group_norm": True,
+    "spatial_softmax_num_keypoints": 4,
+    "n_vqvae_training_steps": 2,
+    "vqvae_n_embed": 6,
+    "vqvae_embedding_dim": 8,
+    "vqvae_enc_hidden_dim": 12,
+    "gpt_block_size": 20,
+    "gpt_input_dim": 16,
+    "gpt_output_dim": 16,
+    "gpt_n_layer": 2,
+    "gpt_n_head": 2,
+    "gpt_hidden_dim": 16,
+    "dropout": 0.0,
+}
+MODES = {"VISUAL": "IDENTITY", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+INPUTS = camera("top") | STATE
+
+
+def case(inputs: dict = INPUTS, **settings: object) -> dict:
+    return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
+
+
+CASES = {
+    "group_norm": case(),
+    "batch_norm": case(use_group_norm=False),
+    "state_first": case(
+        STATE | camera("wrist", 70, 50), normalization_mapping={**MODES, "VISUAL": "MEAN_STD"}
+    ),
+    "whole_picture": case(camera("top", 33, 70) | STATE, crop_shape=None),
+    "crop_middle": case(crop_shape=(35, 49), crop_is_random=False),
+    "sequential": case(sequentially_select=True),
+    "sequential_hot": case(sequentially_select=True, bet_softmax_temperature=2.0, vqvae_n_embed=9),
+    "hot": case(bet_softmax_temperature=3.0),
+    "cold": case(bet_softmax_temperature=1e-3),
+    "one_action": case(action_chunk_size=1),
+    "one_chunk": case(n_action_pred_token=1),
+    "one_observation": case(n_obs_steps=1, n_action_pred_token=4),
+    "one_of_each": case(n_obs_steps=1, n_action_pred_token=1, action_chunk_size=1),
+    "many_observations": case(n_obs_steps=6, gpt_block_size=19),
+    "weights": case(offset_loss_weight=3.0, primary_code_loss_weight=0.2, secondary_code_loss_weight=2.0),
+    "sizes": case(gpt_input_dim=12, gpt_output_dim=20, gpt_n_layer=3, gpt_n_head=4, gpt_hidden_dim=24),
+    "codes": case(vqvae_n_embed=17, vqvae_embedding_dim=5, vqvae_enc_hidden_dim=7),
+    "one_code": case(vqvae_n_embed=1),
+    "resnet34": case(vision_backbone="resnet34", crop_shape=(39, 40), spatial_softmax_num_keypoints=7),
+    "mean_std": case(normalization_mapping=dict.fromkeys(MODES, "MEAN_STD")),
+}
+# state that is computed or says how far training is: compared as it is
+COMPUTED = ("attn.bias", "select_target_actions_indices", "initted", "discretized", "freeze_codebook")
+# figures that are means over samples; LeRobot has others, of a whole batch
+PARTS = (
+    "classification_loss",
+    "offset_loss",
+    "equal_primary_code_rate",
+    "equal_secondary_code_rate",
+    "vq_action_error",
+    "action_mse_error",
+)
+
+
+def fill_policy(policy: torch.nn.Module) -> str:
+    """Weights for every case, and codebooks as they are in the middle of training."""
+    state = policy.state_dict()
+    computed = {name: value.clone() for name, value in state.items() if name.endswith(COMPUTED)}
+    digest = fill(policy)
+    for name, value in state.items():
+        if name in computed:
+            value.copy_(computed[name])
+        elif name.endswith("cluster_size"):
+            value.copy_(torch.from_numpy(uniform(name, tuple(value.shape), 0.5, 3.0)))
+    return digest
+
+
+def group(policy: torch.nn.Module, parameters: list, settings: dict) -> list:
+    """A group of the optimizer: a digest of its parameters' names in their order, and what it sets otherwise."""
+    names = {id(p): name for name, p in policy.named_parameters()}
+    order = "\n".join(names[id(p)] for p in parameters)
+    digest = hashlib.blake2b(order.encode(), digest_size=8).hexdigest()
+    return [digest, settings.get("lr"), settings.get("weight_decay")]
+
+
+def codebooks(policy: torch.nn.Module) -> list[list[float]]:
+    """What a step makes of the codes, and of the flags that say which phase is next."""
+    kept = ("embed", "embed_avg", "cluster_size", "discretized", "freeze_codebook")
+    state = sorted(policy.state_dict().items())
+    return [value.float().flatten().tolist() for name, value in state if name.endswith(kept)]
+
+
+def training_batch(name: str) -> dict[str, np.ndarray]:
+    """Observations [B, T, ...] and actions; padding is learnt like anything else."""
+    settings = CASES[name]["settings"]
+    steps = settings["n_obs_steps"] + settings["n_action_pred_token"] + settings["action_chunk_size"] - 2
+    is_pad = np.zeros((BATCH, steps), bool)
+    is_pad[0, :1] = is_pad[1, -1:] = True
+    actions = uniform("action", (BATCH, steps, *ACTION["action"][1]), -2.0, 1.0)
+    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
+
+
+def history(name: str, moment: str) -> dict[str, np.ndarray]:
+    """What was observed last: [B, T, ...]."""
+    steps = CASES[name]["settings"]["n_obs_steps"]
+    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
+    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+
+
+def code_noise(moment: str, tokens: int, codes: int) -> np.ndarray:
+    """What codes are drawn with: [B, T, 2, C]."""
+    return uniform(f"codes/{moment}", (BATCH, tokens, 2, codes), 1e-3, 1 - 1e-3)
+
+
+def place(side: str, high: int) -> int:
+    """Where pictures are cropped: LeRobot draws one place for a batch."""
+    return int(uniform(f"crop/{side}", (1,), 0, 1)[0] * high)
