@@ -25,8 +25,8 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
         # sharded parameters may come in bfloat16, which the kernels do not mix with float32 statistics
-        weight, bias = self.weight.float(), self.bias.float()
         mean, var = self.running_mean, self.running_var
+        weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
         if not self.training:
             return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
         # activation checkpointing computes forward again, within the backward pass
@@ -39,7 +39,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
 
     def _over_ranks(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        wide, channels = x.float(), x.shape[1]
+        wide, channels = x.to(mean.dtype), x.shape[1]
         own = wide.new_full((1,), x.numel() / channels)
         sums = all_reduce(torch.cat((wide.sum((0, 2, 3)), wide.square().sum((0, 2, 3)), own)))
         total, squares, count = sums.split([channels, channels, 1])

@@ -35,7 +35,7 @@ class SpatialSoftmax(nn.Module):
         heat = self.nets(features).flatten(2)  # [B, K, H * W]
         # in full precision: bfloat16 would round positions to whole pixels
         with torch.autocast(heat.device.type, enabled=False):
-            return heat.float().softmax(-1) @ self.pos_grid
+            return heat.to(self.pos_grid.dtype).softmax(-1) @ self.pos_grid
 
 
 class RgbEncoder(nn.Module):

@@ -1,0 +1,111 @@
+"""The diffusion policies that are compared, what they are shown, and their noise. Imported by both programs."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from act_cases import ACTION, BATCH, ENVIRONMENT, STATE, STEPS, camera, observation, statistics
+from fill import uniform
+
+__all__ = ["ACTION", "BATCH", "STEPS", "observation", "statistics"]
+
+TINY = {
+    "horizon": 8,
+    "n_action_steps": 4,
+    "pretrained_backbone_weights": None,
+    "spatial_softmax_num_keypoints": 4,
+    "down_dims": (16, 24),
+    "diffusion_step_embed_dim": 8,
+    "num_train_timesteps": 10,
+}
+MODES = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
+
+
+def case(inputs: dict, **settings: object) -> dict:
+    return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
+
+
+ONE = STATE | camera("top")
+TWO = STATE | camera("wrist") | camera("above")
+LOW = STATE | ENVIRONMENT
+DDIM = {"noise_scheduler_type": "DDIM"}
+CASES = {
+    "batch_norm": case(ONE),
+    "group_norm": case(ONE, use_group_norm=True),
+    "two_encoders": case(TWO),
+    "one_encoder": case(TWO, use_separate_rgb_encoder_per_camera=False, use_group_norm=True),
+    "one_encoder_batch_norm": case(TWO, use_separate_rgb_encoder_per_camera=False),
+    "crop": case(ONE, crop_shape=(33, 48)),
+    "crop_two": case(TWO, crop_shape=(40, 49), use_group_norm=True),
+    "crop_shared": case(TWO, crop_shape=(35, 56), use_separate_rgb_encoder_per_camera=False),
+    "crop_middle": case(ONE, crop_shape=(35, 49), crop_is_random=False, use_group_norm=True),
+    "resize": case(ONE, resize_shape=(36, 70), use_group_norm=True),
+    "resize_crop": case(ONE, resize_shape=(64, 48), crop_ratio=0.9, use_group_norm=True),
+    "resnet34": case(ONE, vision_backbone="resnet34", use_group_norm=True),
+    "resnet50": case(ONE, vision_backbone="resnet50", use_group_norm=True, spatial_softmax_num_keypoints=7),
+    "environment": case(
+        STATE | camera("top") | ENVIRONMENT,
+        use_group_norm=True,
+        normalization_mapping={**MODES, "ENV": "MEAN_STD"},
+    ),
+    "no_camera": case(LOW, num_train_timesteps=100),
+    "mask": case(LOW, do_mask_loss_for_padding=True),
+    "sample": case(LOW, prediction_type="sample"),
+    "ddim": case(LOW, **DDIM, num_inference_steps=4),
+    "ddim_all": case(LOW, **DDIM, num_train_timesteps=100, num_inference_steps=100),
+    "ddim_sample": case(LOW, **DDIM, prediction_type="sample", num_inference_steps=10),
+    "fewer_steps": case(LOW, num_train_timesteps=50, num_inference_steps=7),
+    "linear": case(LOW, beta_schedule="linear", beta_start=0.001, beta_end=0.05),
+    "scaled_linear": case(LOW, **DDIM, beta_schedule="scaled_linear", num_train_timesteps=30),
+    "no_clip": case(LOW, clip_sample=False),
+    "clip_range": case(LOW, **DDIM, clip_sample_range=1.5),
+    "shift_only": case(LOW, use_film_scale_modulation=False, kernel_size=3, n_groups=4),
+    "one_width": case(LOW, down_dims=(8,), horizon=6),
+    "four_widths": case(LOW, down_dims=(8, 16, 24, 16), horizon=32, n_action_steps=9),
+    "one_observation": case(ONE, n_obs_steps=1, use_group_norm=True),
+    "three_observations": case(LOW, n_obs_steps=3, n_action_steps=6),
+    "recomputed": case(ONE, gradient_checkpointing=True),
+}
+
+
+def training_batch(name: str) -> dict[str, np.ndarray]:
+    """Observations [B, T, ...] and actions, whose ends are padding, of a different length per sample."""
+    inputs, settings = CASES[name]["inputs"], CASES[name]["settings"]
+    horizon = settings["horizon"]
+    is_pad = np.zeros((BATCH, horizon), bool)
+    is_pad[0, :1] = is_pad[1, -4:] = True
+    actions = uniform("action", (BATCH, horizon, *ACTION["action"][1]), -2.0, 1.0)
+    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
+
+
+def history(name: str, moment: str) -> dict[str, np.ndarray]:
+    """What was observed last: [B, T, ...]."""
+    steps = CASES[name]["settings"].get("n_obs_steps", 2)
+    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
+    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+
+
+def normal(moment: str, name: str, settings: dict) -> np.ndarray:
+    """Noise for the actions, from the point of view of which it is drawn."""
+    return uniform(f"{moment}/{name}", (BATCH, settings["horizon"], *ACTION["action"][1]), -2.0, 2.0)
+
+
+def integers(name: str, count: int, high: int) -> np.ndarray:
+    """Levels of noise differ between samples; crops, of which LeRobot draws one for a batch, do not."""
+    return (uniform(name, (count if name == "timestep" else 1,), 0, 1) * high).astype(np.int64)
+
+
+@contextmanager
+def in_double(policy: torch.nn.Module, batch: dict) -> Iterator[tuple]:
+    """A copy of both in float64, for gradients: in float32 a rounding error may open or close a ReLU."""
+    wide = {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield copy.deepcopy(policy).double(), wide
+    finally:
+        torch.set_default_dtype(torch.float32)
