@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import string
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from flexor.config import GROUPS, TrainConfig, group_type
 from flexor.errors import ConfigError
 from flexor.help import train_help
 from flexor.lerobot_settings import IGNORED
-from flexor.policies import policy_class
+from flexor.policies import POLICIES, policy_class
 from flexor.settings import build_config, flatten, load_config, nest, parse_flags
 from flexor.tree import help_texts
 
@@ -480,6 +481,15 @@ def test_every_setting_has_a_help_text_and_is_in_the_help():
     for group, cls in groups().items():
         own = {f.name for f in dataclasses.fields(cls) if f"{group}.{f.name}" not in GROUPS}
         assert own <= help_texts(cls).keys()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_setting_of_a_policy_is_in_its_help(policy):
+    helped, cls = train_help(policy), policy_class(policy).Config
+    own = {f.name for f in dataclasses.fields(cls)}
+    assert own <= help_texts(cls).keys()
+    assert [name for name in own if not re.search(rf"^  --policy\.{name}\b", helped, re.MULTILINE)] == []
+    assert cls.type == policy
 
 
 def test_packaged_settings_load():
