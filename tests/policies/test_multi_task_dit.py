@@ -1,0 +1,272 @@
+"""The multi-task DiT beyond its numbers: what it refuses, how it is split, what is trained and what is not."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flexor.errors import ConfigError, FlexorError
+from flexor.policies.blocks.flow import FlowMatching, beta, integrate
+from flexor.policies.multi_task_dit import MultiTaskDiT
+from flexor.policies.pretrained import load_pretrained, save_pretrained
+from flexor.policies.processing import Tokenize
+from flexor.rng import Noise, seed_everything
+from flexor.train.sharding import parameters_without_memory
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+import multi_task_dit_cases as cases
+from act_flexor import tensors
+from multi_task_dit_clip import make_clips
+from multi_task_dit_flexor import make_config, make_policy
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    make_clips(folder)
+    return folder
+
+
+def batch_of(name, clips):
+    made = make_policy(cases.CASES[name], clips)
+    return made, made.preprocessor({**tensors(cases.training_batch(name)), "task": cases.TASKS})
+
+
+# Randomness.
+
+
+@pytest.mark.parametrize(("alpha", "b"), [(1.5, 1.0), (1.0, 1.0), (0.5, 2.0), (4.0, 0.3)])
+def test_beta_has_its_moments(alpha, b):
+    drawn = beta(Noise(0, 0, torch.arange(200_000)), "t", 200_000, alpha, b).double()
+    mean = alpha / (alpha + b)
+    variance = mean * (1 - mean) / (alpha + b + 1)
+    assert drawn.min() >= 0 and drawn.max() <= 1
+    assert drawn.mean().item() == pytest.approx(mean, abs=4 * (variance / 2e5) ** 0.5)
+    assert drawn.var().item() == pytest.approx(variance, rel=0.03)
+
+
+def test_beta_with_one_is_a_power_of_a_uniform_number():
+    """The settings all published policies use: P(u < x) = x^1.5."""
+    drawn = beta(Noise(1, 2, torch.arange(100_000)), "t", 100_000, 1.5, 1.0).sort().values.double()
+    expected = drawn**1.5
+    ranks = torch.arange(1, len(drawn) + 1) / len(drawn)
+    assert (ranks - expected).abs().max() < 1.95 / len(drawn) ** 0.5  # Kolmogorov and Smirnov, 0.1 %
+
+
+@pytest.mark.parametrize("name", ["ddpm", "flow", "two_encoders", "flow_uniform"])
+def test_a_sample_is_the_same_in_any_batch(name, clips):
+    """Crops, noise and times belong to a sample; the loss does not depend on how a batch is dealt out."""
+    made, batch = batch_of(name, clips)
+    policy = made.policy.train()
+    together = policy.loss(batch, Noise(3, 7, torch.tensor([11, 12]))).per_sample
+    alone = policy.loss({k: v[1:] for k, v in batch.items()}, Noise(3, 7, torch.tensor([12]))).per_sample
+    assert torch.allclose(together[1:], alone, rtol=1e-5)
+    policy.eval()
+    with torch.no_grad():
+        chunks = policy.predict(batch, Noise(3, 7, torch.tensor([11, 12])))
+        chunk = policy.predict({k: v[1:] for k, v in batch.items()}, Noise(3, 7, torch.tensor([12])))
+    assert torch.allclose(chunks[1:], chunk, atol=1e-4)
+
+
+# Flow matching.
+
+
+@pytest.mark.parametrize("method", ["euler", "rk4"])
+def test_a_straight_path_is_followed_exactly(method):
+    end, start = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    for steps in (1, 7):
+        assert torch.allclose(integrate(lambda x, t: end - start, start, steps, method), end, atol=1e-5)
+
+
+def test_runge_kutta_follows_curves():
+    x = integrate(lambda x, t: x, torch.ones(1, 1), 10, "rk4")
+    assert x.item() == pytest.approx(np.e, rel=1e-5)
+
+
+def test_noise_left_at_the_end_of_a_path():
+    """With sigma_min, time 1 is the actions and that much of the noise."""
+    seen = {}
+
+    def network(x, t):
+        seen.update(x=x, t=t)
+        return torch.zeros_like(x)
+
+    noise = Noise(0, 0, torch.arange(3))
+    actions = torch.randn(3, 4, 2)
+    error = FlowMatching(sigma_min=0.25).error(network, actions, noise)
+    start, t = noise.normal("noise", (3, 4, 2)), seen["t"][:, None, None]
+    assert torch.allclose(seen["x"], t * actions + (1 - 0.75 * t) * start)
+    assert torch.allclose(error, (actions - 0.75 * start).square())
+
+
+# What is trained.
+
+
+def test_text_is_never_trained_and_vision_slowly(clips):
+    policy = make_policy(cases.CASES["two_encoders"], clips).policy
+    rest, vision = policy.param_groups()
+    assert vision.overrides == {"lr": pytest.approx(2e-6)}
+    named = {id(p): name for name, p in policy.named_parameters()}
+    assert all("vision_encoders" in named[id(p)] for p in vision.params)
+    assert not any("text_model" in named[id(p)] for p in [*rest.params, *vision.params])
+    assert any("text_encoder.projection" in named[id(p)] for p in rest.params)
+
+
+def test_all_that_is_trained_gets_a_gradient(clips):
+    """Or DDP would wait for it."""
+    made, batch = batch_of("two_cameras", clips)
+    made.policy.train().loss(batch, Noise(0, 0, torch.arange(2))).per_sample.mean().backward()
+    missing = [n for n, p in made.policy.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+def test_a_multiplier_of_zero_freezes_the_cameras(clips):
+    case = cases.CASES["ddpm"]
+    case = {**case, "settings": {**case["settings"], "vision_encoder_lr_multiplier": 0}}
+    policy = make_policy(case, clips).policy
+    assert policy.param_groups()[1].params == []
+    assert not any(p.requires_grad for p in policy.observation_encoder.vision_encoder.parameters())
+
+
+def test_starts_from_published_weights(clips):
+    policy = make_policy(cases.CASES["two_encoders"], clips).policy
+    policy.load_backbone()
+    published = load_file(clips / "tiny-clip/model.safetensors")
+    weights = policy.state_dict()
+    for name, value in published.items():
+        if name.startswith("text_model"):
+            assert torch.equal(weights[f"observation_encoder.text_encoder.text_encoder.{name}"], value)
+        else:
+            for camera in range(2):
+                found = weights[f"observation_encoder.vision_encoders.{camera}.model.{name}"]
+                assert torch.equal(found, value)
+
+
+def test_a_new_transformer_passes_nothing_on(clips):
+    """Gates start at zero: whatever is observed, the first prediction is the same."""
+    made = make_policy(cases.CASES["ddpm"], clips)
+    model = made.policy.noise_predictor.eval()
+    x, time = torch.randn(2, 8, 3), torch.tensor([1, 5])
+    width = made.policy.observation_encoder.out_dim
+    assert torch.equal(model(x, time, torch.zeros(2, width)), model(x, time, torch.randn(2, width)))
+
+
+def test_is_made_without_memory_in_the_same_shape(clips):
+    config = make_config(cases.CASES["two_cameras"], clips)
+    with parameters_without_memory():
+        empty = MultiTaskDiT(config)
+    assert all(p.is_meta for p in empty.parameters())
+    assert not any(b.is_meta for b in empty.buffers())
+    real = MultiTaskDiT(config)
+    assert [(n, p.shape, p.requires_grad) for n, p in empty.named_parameters()] == [
+        (n, p.shape, p.requires_grad) for n, p in real.named_parameters()
+    ]
+    units = {id(module) for module in real.shard_units()}
+    assert len(units) == 2 + 2 + 2  # layers of CLIP's two halves and of the transformer
+
+
+def test_the_same_seed_makes_the_same_policy(clips):
+    made = []
+    for _ in range(2):
+        seed_everything("weights", 5)
+        made.append(MultiTaskDiT(make_config(cases.CASES["ddpm"], clips)).state_dict())
+    assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+def test_bfloat16(clips):
+    made, batch = batch_of("flow", clips)
+    policy, noise = made.policy.train(), Noise(0, 0, torch.arange(2))
+    exact = policy.loss(batch, noise).per_sample
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = policy.loss(batch, noise).per_sample
+    rounded.mean().backward()
+    assert torch.allclose(exact, rounded.float(), rtol=0.05)
+
+
+# The task.
+
+
+def test_a_saved_policy_reads_and_acts_the_same(clips, tmp_path):
+    made, batch = batch_of("left_longest", clips)
+    save_pretrained(
+        tmp_path, made.policy.config, made.policy.state_dict(), made.preprocessor, made.postprocessor
+    )
+    steps = json.loads((tmp_path / "policy_preprocessor.json").read_text())["steps"]
+    assert [step["registry_name"] for step in steps][2] == "tokenizer_processor"
+    assert steps[2]["config"]["padding_side"] == "left"
+    again = load_pretrained(str(tmp_path))
+    seen = again.preprocessor({**tensors(cases.training_batch("left_longest")), "task": cases.TASKS})
+    noise = Noise(0, 0, torch.arange(2))
+    made.policy.eval()
+    with torch.no_grad():
+        assert torch.equal(again.policy.predict(seen, noise), made.policy.predict(batch, noise))
+
+
+def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
+    step = Tokenize(str(clips / "tiny-clip"), max_length=20)
+    tasks = ["open the drawer", "pick up the red cube", "open the drawer"]
+    together = step({"task": tasks})
+    for row, task in enumerate(tasks):
+        alone = step({"task": [task]})
+        for key in ("observation.language.tokens", "observation.language.attention_mask"):
+            assert torch.equal(together[key][row], alone[key][0])
+    assert together["observation.language.attention_mask"].dtype == torch.bool
+
+
+def test_no_task_is_said(clips):
+    with pytest.raises(FlexorError, match="told what to do"):
+        Tokenize(str(clips / "tiny-clip"))({})
+
+
+def test_a_missing_package_is_named(clips, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'flexor\[vla\]'"):
+        make_policy(cases.CASES["ddpm"], clips)
+
+
+def test_an_unknown_clip_is_named(clips, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = replace(make_config(cases.CASES["ddpm"], clips), vision_encoder_name=str(clips / "no-clip-here"))
+    with pytest.raises(ConfigError, match="no-clip-here"):
+        MultiTaskDiT(config)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"n_action_steps": 8}, "7 are not before now"),
+        ({"hidden_dim": 18, "num_heads": 4}, "multiple of policy.num_heads=4"),
+        ({"timestep_embed_dim": 9}, "must be even"),
+        ({"vision_encoder_name": "google/siglip"}, "must be a CLIP"),
+        ({"num_integration_steps": 0}, "at least 1"),
+        ({"sigma_min": 1.5}, "from 0 to 1"),
+        ({"num_train_timesteps": 0}, "num_train_timesteps"),
+        ({"tokenizer_max_length": 40}, "reads 24 tokens at most"),
+        ({"image_crop_shape": (30, 30)}, "takes 32 x 32"),
+        ({"image_crop_shape": None}, r"image_resize_shape='\[32, 32\]'"),
+    ],
+)
+def test_refuses_what_cant_be(settings, said, clips):
+    config = make_config(cases.CASES["ddpm"], clips)
+    with pytest.raises(ConfigError, match=said):
+        MultiTaskDiT(replace(config, **settings))
+
+
+def test_refuses_cameras_of_two_sizes_and_no_state(clips):
+    config = make_config(cases.CASES["ddpm"], clips)
+    camera = config.input_features["observation.images.top"]
+    other = replace(camera, shape=(3, 64, 64))
+    with pytest.raises(ConfigError, match="cameras of one size"):
+        MultiTaskDiT(
+            replace(config, input_features={**config.input_features, "observation.images.wrist": other})
+        )
+    with pytest.raises(ConfigError, match=r"needs observation.state"):
+        MultiTaskDiT(replace(config, input_features={"observation.images.top": camera}))
