@@ -306,7 +306,10 @@ def _load_step(folder: Path, file: Path, entry: dict[str, Any]) -> Step:
             key: PolicyFeature(Kind(value["type"]), tuple(value["shape"]))
             for key, value in settings["features"].items()
         }
-    step = STEPS[name](**settings)
+    try:
+        step = STEPS[name](**settings)
+    except TypeError as error:
+        raise CheckpointError(f"{file}: no step {name!r} can be made of {settings}: {error}") from error
     if "state_file" in entry:
         step.load_state(load_file(folder / entry["state_file"]))
     return step
