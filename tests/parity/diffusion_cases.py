@@ -72,7 +72,7 @@ CASES = {
 
 def training_batch(name: str) -> dict[str, np.ndarray]:
     """Observations [B, T, ...] and actions, whose ends are padding, of a different length per sample."""
-    inputs, settings = CASES[name]["inputs"], CASES[name]["settings"]
+    settings = CASES[name]["settings"]
     horizon = settings["horizon"]
     is_pad = np.zeros((BATCH, horizon), bool)
     is_pad[0, :1] = is_pad[1, -4:] = True

@@ -16,11 +16,12 @@ import numpy as np
 from act_cases import BATCH, STEPS
 from diffusion_flexor import GivenNoise
 from environment import lerobot_python
-from exchange_flexor import Exchange, Row, observations
+from exchange_flexor import FLEXOR, Exchange, Row
 from records import difference
 
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import load_pretrained
+from flexor.sim.envs import make_env
 
 POLICY = {
     "type": "diffusion",
@@ -37,7 +38,7 @@ OTHERS = {
     "as it is": {},
     "group norm, crop, DDIM": {
         "use_group_norm": "true",
-        "crop_shape": "[27,30]",
+        "crop_shape": "[60,65]",
         "noise_scheduler_type": "DDIM",
         "num_inference_steps": 5,
     },
@@ -52,7 +53,16 @@ OTHERS = {
 }
 
 
+SIZE = 72  # of the built-in task's own 32 pixels, a ResNet leaves one
+
+
 class DiffusionExchange(Exchange):
+    def __init__(self, lerobot: Path, folder: Path):
+        self.lerobot = lerobot
+        self.folder = folder
+        self.run([*FLEXOR, "record", "data", "--episodes=3", f"--image-size={SIZE}"])
+        np.savez(folder / "seen.npz", **observations())
+
     def rows(self) -> Iterator[Row]:
         for number, (name, changed) in enumerate(OTHERS.items()):
             policy = [f"--policy.{key}={value}" for key, value in {**POLICY, **changed}.items()]
@@ -70,6 +80,11 @@ class DiffusionExchange(Exchange):
         self.run([self.lerobot, script, checkpoint, "seen.npz", self.folder / "there.npz"])
         theirs = np.load(self.folder / "there.npz")["actions"]
         return difference(act(checkpoint).tolist(), theirs.tolist())
+
+
+def observations() -> dict[str, np.ndarray]:
+    with patch("exchange_flexor.make_env", lambda name: make_env(name, image_size=SIZE)):
+        return exchange_flexor.observations()
 
 
 def act(checkpoint: Path) -> np.ndarray:

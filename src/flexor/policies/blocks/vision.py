@@ -6,12 +6,15 @@ else, which suits manipulation and keeps the vector small. Parameter names are L
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.errors import ConfigError
+from flexor.log import log
 from flexor.policies.base import NoiseSource
 from flexor.policies.blocks.batchnorm import BatchNorm2d
 from flexor.policies.blocks.resnet import ResNet
@@ -63,6 +66,8 @@ class RgbEncoder(nn.Module):
         resnet = ResNet(backbone, group_norm_of_16 if group_norm else BatchNorm2d)
         self.backbone = nn.Sequential(*resnet.children())
         height, width = resnet.feature_map_size(*(crop or resize or size))
+        if height * width == 1:
+            warn_blind(*(crop or resize or size))
         self.pool = SpatialSoftmax(resnet.out_channels, height, width, keypoints)
         self.feature_dim = 2 * keypoints
         self.out = nn.Linear(self.feature_dim, self.feature_dim)
@@ -85,6 +90,18 @@ class RgbEncoder(nn.Module):
         resnet = ResNet(self.backbone_name, BatchNorm2d)
         resnet.load_imagenet(weights)
         self.backbone.load_state_dict(nn.Sequential(*resnet.children()).state_dict())
+
+
+@functools.cache
+def warn_blind(height: int, width: int) -> None:
+    """Once, however many cameras there are."""
+    log.warning(
+        "Of pictures of %d x %d pixels a ResNet leaves a single point, and where something is can't be told: "
+        "the cameras are of no use. Take pictures of more than 32 x 32, or enlarge them if the policy can "
+        "(--policy.resize_shape=[64,64]).",
+        height,
+        width,
+    )
 
 
 def group_norm_of_16(channels: int) -> nn.Module:
