@@ -181,6 +181,10 @@ class VQBeTConfig(PolicyConfig):
     def action_steps(self) -> int:
         return self.action_chunk_size
 
+    @property
+    def uses_all_parameters(self) -> bool:
+        return False  # the phases train one part each
+
 
 class VQBeT(Policy):
     Config = VQBeTConfig
