@@ -1,7 +1,8 @@
 """Flow matching (Lipman et al. 2023, https://arxiv.org/abs/2210.02747): straight paths from noise to actions.
 
 A network learns the velocity at every point of the path, and acting is following it from noise (time 0) to
-an action (time 1). Paths are straight, so a few Euler steps do what diffusion needs dozens for.
+an action (time 1). The nearer the learned paths are to straight ones, the fewer steps do; where several
+actions are good they bend, and too few steps end between them.
 """
 
 from __future__ import annotations
