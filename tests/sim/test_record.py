@@ -30,6 +30,9 @@ def test_dataset_holds_the_demonstrations(tmp_path) -> None:
         np.testing.assert_array_equal(
             np.array(table[name].to_pylist(), np.float32), [f[name] for f in frames]
         )
+    rewards = np.array(table["next.reward"].to_pylist(), np.float32).ravel()
+    np.testing.assert_array_equal(rewards, [f["next.reward"][0] for f in frames])
+    assert info["features"]["next.reward"]["dtype"] == "float32" and rewards[-1] == 1
     done = np.array(table["next.done"].to_pylist()).ravel()
     assert done.sum() == 3 and done[-1]
     success = np.array(table["next.success"].to_pylist()).ravel()

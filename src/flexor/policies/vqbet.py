@@ -310,9 +310,8 @@ class VQBeTModel(nn.Module):
             dropout=config.dropout,
         )
         self.action_head = VQBeTHead(config)
-        windows = torch.arange(config.chunks + config.action_chunk_size - 1).unfold(
-            0, config.action_chunk_size, 1
-        )
+        actions = torch.arange(len(config.action_deltas))
+        windows = actions.unfold(0, config.action_chunk_size, 1)
         self.register_buffer("select_target_actions_indices", windows.contiguous())
 
     def chunks_of(self, actions: Tensor) -> Tensor:
@@ -350,11 +349,8 @@ class VQBeTHead(nn.Module):
     def __init__(self, config: VQBeTConfig):
         super().__init__()
         self.config = config
-        size, codes, features = (
-            config.action.shape[0] * config.action_chunk_size,
-            config.vqvae_n_embed,
-            config.gpt_output_dim,
-        )
+        size = config.action.shape[0] * config.action_chunk_size
+        codes, features = config.vqvae_n_embed, config.gpt_output_dim
         self.vqvae_model = VQVAE(size, config.vqvae_enc_hidden_dim, config.vqvae_embedding_dim, codes)
         if config.sequentially_select:
             self.map_to_cbet_preds_primary_bin = mlp(features, codes)
