@@ -88,7 +88,7 @@ class DiffusionSchedule:
 
     def add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """clean and noise [B, ...], level [B] -> clean with noise, [B, ...]."""
-        signal = self.signal.to(clean.device)[level].view(-1, *[1] * (clean.dim() - 1))
+        signal = self.signal.to(clean.device, non_blocking=True)[level].view(-1, *[1] * (clean.dim() - 1))
         return signal.sqrt() * clean + (1 - signal).sqrt() * noise
 
     def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
