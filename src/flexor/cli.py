@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"There is no verb {verb!r}. {closest(verb, VERBS)}")
         return VERBS[verb](rest)
     except FlexorError as error:
-        if not error.said:
+        if not error.said and _is_first_of_host():
             print(f"flexor {verb}: {error}", file=sys.stderr)
         _leave_ranks(error.exit_code)
         return error.exit_code
@@ -74,10 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _is_first_of_host() -> bool:
+    """Of processes that have not met, one of each host speaks: all of them make the same mistake."""
+    return _joined() or os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _joined() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _leave_ranks(code: int) -> None:
     """End a process of many at once: tidying up might wait for ranks that are gone."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized() and dist.get_world_size() > 1:
+    if _joined():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

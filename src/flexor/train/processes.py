@@ -122,10 +122,7 @@ class Processes:
 
     def say_once(self, error: FlexorError) -> None:
         """If all ranks fail alike, rank 0 says so and the others keep quiet; else each says who it is."""
-        if self.world_size == 1 or error.said:
-            return
-        if not self.joined:
-            error.said = self.local_rank != 0
+        if self.world_size == 1 or not self.joined or error.said:
             return
         with suppress(RuntimeError):  # the store may be gone, with whoever kept it
             store = dist.distributed_c10d._get_default_store()
