@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from flexor import __version__
 from flexor.console import print_result, progress
-from flexor.errors import ConfigError, FlexorError
+from flexor.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.log import log, setup_logging
 from flexor.tree import closest
 
@@ -34,10 +33,6 @@ Train robot policies on LeRobot datasets.
 
 `flexor VERB --help` says more. Verbs that report take --json: one JSON object on standard output.
 """
-
-
-# the disk's fault, not ours: full, over quota, read-only, not permitted
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in UNWRITABLE:
             raise
         print(f"flexor {verb}: {error}. Make room or choose another folder.", file=sys.stderr)
+        _leave_ranks(1)
         return 1
 
 

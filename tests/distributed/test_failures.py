@@ -123,6 +123,7 @@ def test_a_mistake_that_all_ranks_notice_is_said_once(flags, tmp_path):
 # What may take long
 
 LONG = [
+    "flexor.policies.act:ACT.load_backbone",
     "flexor.train.evaluate:play",
     "flexor.train.checkpoint:_write_manifest",
     "flexor.monitor.trackers:JsonlTracker.close",  # as an upload of the last metrics would
