@@ -70,7 +70,7 @@ class Processes:
         backend = f"cpu:gloo,cuda:{gpu}" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog says more, so it comes first
         try:
-            store = self._meet(timeout) if self.world_size > 1 else dist.HashStore()
+            store = self._meet(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
             dist.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
             )
