@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def quiet_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     """One thread each, so that tests side by side do not fight; nothing kept in the user's cache."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("FLEXOR_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 

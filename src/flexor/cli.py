@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from flexor import __version__
 from flexor.console import print_result, progress
-from flexor.errors import ConfigError, FlexorError
+from flexor.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.log import log, setup_logging
 from flexor.tree import closest
 
@@ -36,10 +35,6 @@ Train robot policies on LeRobot datasets.
 """
 
 
-# the disk's fault, not ours: full, over quota, read-only, not permitted
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; a mistake of the user's is a message and an exit code, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -56,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"There is no verb {verb!r}. {closest(verb, VERBS)}")
         return VERBS[verb](rest)
     except FlexorError as error:
-        if not error.said:
+        if not error.said and _is_first_of_host():
             print(f"flexor {verb}: {error}", file=sys.stderr)
         _leave_ranks(error.exit_code)
         return error.exit_code
@@ -71,13 +66,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in UNWRITABLE:
             raise
         print(f"flexor {verb}: {error}. Make room or choose another folder.", file=sys.stderr)
+        _leave_ranks(1)
         return 1
+
+
+def _is_first_of_host() -> bool:
+    """Of processes that have not met, one of each host speaks: all of them make the same mistake."""
+    return _joined() or os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _joined() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _leave_ranks(code: int) -> None:
     """End a process of many at once: tidying up might wait for ranks that are gone."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized() and dist.get_world_size() > 1:
+    if _joined():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

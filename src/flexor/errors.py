@@ -1,5 +1,10 @@
 """The errors a person is meant to read."""
 
+import errno
+
+# the disk's fault, not ours: full, over quota, read-only, not permitted
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
+
 
 class FlexorError(Exception):
     """Something the user can put right: says what is wrong, where, and what to do about it.

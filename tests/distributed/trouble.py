@@ -8,6 +8,7 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import ranks
 import runs
 import torch
 
-from flexor.train import checkpoint
+from flexor.train import checkpoint, loop, watchdog
+from flexor.train.processes import Processes
 
 STEP = "flexor.train.loop:optimizer_step"
 READ = "flexor.data.loader:Loader.plan"
@@ -37,12 +39,6 @@ def at_call(target: str, call: int, what: Callable[[], Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def all_at_call(targets: Sequence[str], what: Callable[[], Any]) -> None:
-    """The same before the first call of each of several functions."""
-    for target in targets:
-        at_call(target, 1, what)
-
-
 def before_step(step: int, what: Callable[[], Any]) -> Callable[[], None]:
     """In a run from its start: `step` are done when it happens."""
     return functools.partial(at_call, STEP, step + 1, what)
@@ -61,10 +57,36 @@ def fail() -> None:
     raise ValueError("a mistake of ours")
 
 
+def hurry(what: Callable[[], Any] | None = None) -> None:
+    """Hear of the others more often, so that a test need not wait for seconds; and what else befalls this rank."""
+    watchdog.TICK_S = 0.2
+    if what:
+        what()
+
+
+def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: float = 0) -> None:
+    """Wait for others and allow no progress for `seconds` only, once some steps are done: the first ones take long.
+
+    Sleep for longer, before the first call of each function `at`.
+    """
+    join, make = Processes.join, loop._watchdog
+
+    def joined(self: Processes, *arguments: Any) -> None:
+        join(self, *arguments)
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+    def made(*arguments: Any) -> Any:
+        dog = make(*arguments)
+        at_call(STEP, after + 1, functools.partial(setattr, dog, "timeout_s", seconds))
+        return dog
+
+    Processes.join, loop._watchdog = joined, made  # type: ignore[method-assign]
+    for target in at:
+        at_call(target, 1, functools.partial(time.sleep, asleep))
+
+
 def spoil_batch(step: int) -> None:
     """NaN in one sample that this rank computes."""
-    from flexor.train import loop
-
     function = loop.optimizer_step
 
     def wrapper(state: Any, micro_batches: list[dict[str, Any]], meters: Any) -> Any:

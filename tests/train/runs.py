@@ -44,8 +44,15 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
 
 
 SERVER = multiprocessing.get_context("forkserver")
-# torch._dynamo: what the first optimizer imports
-SERVER.set_forkserver_preload(["flexor.train.loop", "flexor.train.report", "torch._dynamo"])
+SERVER.set_forkserver_preload(
+    [
+        "flexor.train.loop",
+        "flexor.train.report",
+        "flexor.train.sharding",
+        "torch._dynamo",  # what the first optimizer imports
+        "torch.distributed.checkpoint",
+    ]
+)
 
 
 def _become(folder: Path, arguments: Sequence[str], before: Callable[[], Any] | None) -> None:

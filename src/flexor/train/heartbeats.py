@@ -117,12 +117,14 @@ class Heartbeats:
 
     def _linger(self, count: int) -> None:
         """The store may end with rank 0: the others must have heard its last word, or have ended themselves."""
-        until = time.monotonic() + LAST_WORDS * self.every_s
-        while (
-            not self.lost and time.monotonic() < until and any(p.ended is None for p in self.peers.values())
-        ):
+        limit = LAST_WORDS * self.every_s
+        until = time.monotonic() + limit
+        while not self.lost and time.monotonic() < until and self._anybody_there(limit):
             time.sleep(self.every_s / 10)
             self._exchange(count, hear=True)
+
+    def _anybody_there(self, silent_s: float) -> bool:
+        return any(p.ended is None and p.silence(self.clock()) < silent_s for p in self.peers.values())
 
     def _exchange(self, count: int, hear: bool) -> None:
         try:

@@ -20,7 +20,7 @@ from flexor.batch import SAMPLE_ID
 from flexor.config import TrainConfig
 from flexor.data.dataset import Dataset
 from flexor.data.loader import TROUBLES, Loader, sample_rows
-from flexor.errors import ConfigError, FlexorError
+from flexor.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.log import log, set_rank
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
@@ -65,7 +65,7 @@ def train(config: TrainConfig, resume: Resume = "no") -> Result:
         processes.say_once(error)
         raise
     except Exception as error:
-        if processes.world_size == 1:
+        if processes.world_size == 1 or getattr(error, "errno", None) in UNWRITABLE:
             raise
         log.exception("rank %d on %s failed", processes.rank, processes.host)
         raise Crashed(repr(error)) from error

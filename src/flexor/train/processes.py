@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -69,12 +70,10 @@ class Processes:
         backend = f"cpu:gloo,cuda:{gpu}" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog says more, so it comes first
         try:
-            if self.world_size == 1:
-                dist.init_process_group(
-                    backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-                )
-            else:
-                dist.init_process_group(backend, rank=self.rank, world_size=self.world_size, timeout=timeout)
+            store = self._meet(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
+            dist.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+            )
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise FlexorError(
@@ -82,6 +81,38 @@ class Processes:
                 f"{where}: {error}. Are all of them started, and can this host reach that address?"
             ) from error
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
+        # torchrun counts restarts host by host, and only where a process failed
+        self.restarts = max(self.gather(self.restarts))
+
+    def _meet(self, timeout: timedelta) -> dist.Store:
+        """A store for the processes of this start alone.
+
+        torchrun keeps its store when it starts processes again, and torch would look for them where those before were.
+        So this start gets a name of its own, which rank 0 tells to whoever asks for it by a name of its own.
+        """
+        store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        own = uuid.uuid4().hex
+        if self.is_main:
+            self._tell(store, own, timeout)
+            return dist.PrefixStore(own, store)
+        store.set(f"flexor/asks/{self.rank}", own)
+        start = store.get(f"flexor/told/{own}").decode()  # waits for it
+        store.set(f"flexor/{start}/{self.rank}", "")
+        return dist.PrefixStore(start, store)
+
+    def _tell(self, store: dist.Store, start: str, timeout: timedelta) -> None:
+        """Rank 0: until all ranks know the name of this start. What one asked may be from the start before."""
+        missing = set(range(1, self.world_size))
+        until = time.monotonic() + timeout.total_seconds()
+        while missing:
+            if time.monotonic() > until:
+                raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)))} did not come")
+            for rank in [rank for rank in missing if store.check([f"flexor/asks/{rank}"])]:
+                store.set(f"flexor/told/{store.get(f'flexor/asks/{rank}').decode()}", start)
+                if store.check([f"flexor/{start}/{rank}"]):
+                    missing.remove(rank)
+            time.sleep(0.01)
 
     def leave(self) -> None:
         """Together: a launcher may end those who are late."""
@@ -122,10 +153,7 @@ class Processes:
 
     def say_once(self, error: FlexorError) -> None:
         """If all ranks fail alike, rank 0 says so and the others keep quiet; else each says who it is."""
-        if self.world_size == 1 or error.said:
-            return
-        if not self.joined:
-            error.said = self.local_rank != 0
+        if self.world_size == 1 or not self.joined or error.said:
             return
         with suppress(RuntimeError):  # the store may be gone, with whoever kept it
             store = dist.distributed_c10d._get_default_store()

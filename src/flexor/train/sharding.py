@@ -108,6 +108,7 @@ class ShardedEngine(Engine):
             whole: Policy = make()
             whole.load_backbone()
             source = whole.state_dict()
+        self.processes.barrier()  # downloading may take longer than a collective waits
         for name, own in policy.state_dict().items():
             if self.processes.is_main:
                 tensor = source.pop(name).to(self.device)

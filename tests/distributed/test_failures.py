@@ -1,0 +1,187 @@
+"""How a run of many processes fails: the others end too, and it is said who failed, where and why."""
+
+import functools
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import runs
+import trouble
+
+HOST = socket.gethostname()
+HUNG = 70
+KILLED = -signal.SIGKILL
+PATIENCE_S = 5
+PATIENCE = f"--parallel.timeout_s={PATIENCE_S}"  # a step takes less, also the first one on a busy machine
+DDP = ["--parallel.strategy=ddp"]
+FSDP = ["--parallel.strategy=fsdp"]
+
+
+@pytest.fixture
+def flags(lowdim, tiny_act, tmp_path):
+    def make(*more: str) -> list[str]:
+        more = ("--steps=12", "--save_freq=4", *more)
+        return ["train", *runs.flags(lowdim, tmp_path / "run", tiny_act, *more)]
+
+    return make
+
+
+def ended(folder: Path, arguments: list[str], *codes: int, then: dict[int, Any] | None = None) -> list[str]:
+    """Run two ranks to their ends, with these exit codes; what each of them said."""
+    hurried = {rank: functools.partial(trouble.hurry, (then or {}).get(rank)) for rank in range(2)}
+    started = ranks.Ranks(folder / "out", 2, arguments, then=hurried)
+    assert started.end() == list(codes), started.errors()
+    return [error for _, error in started.output]
+
+
+# A loss that is no number
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_nan_in_one_rank_ends_all_and_is_said_once(strategy, flags, tmp_path):
+    spoil = functools.partial(trouble.spoil_batch, 6)
+    said = ended(tmp_path, flags(*strategy), 1, 1, then={1: spoil})
+    assert trouble.words(said, "The loss of step 7 is nan") == 1
+    (bad,) = re.findall(rf"rank 1 on {HOST}: (\[.*?\])", said[0])
+    part = ranks.computed(tmp_path / "out")[6][4:]
+    assert bad == str([sample for sample, _ in part])
+    assert "rank 0 on" not in said[0] and "Traceback" not in "".join(said)
+    assert f"Last good checkpoint: {tmp_path}/run/checkpoints/000004" in said[0]
+    assert trouble.saved_steps(tmp_path / "run") == [4]
+
+
+# Ranks that die, hang, freeze or raise
+
+
+def test_the_others_end_and_name_a_rank_that_was_killed(flags, tmp_path):
+    die = trouble.before_step(6, trouble.send(signal.SIGKILL))
+    said, _ = ended(tmp_path, flags(*FSDP), HUNG, KILLED, then={1: die})
+    assert re.search(
+        rf"rank 1 on {HOST} has not been heard of for \d+ s: dead or frozen, last at step \d", said
+    )
+    assert f"This is rank 0 on {HOST}, at step 6, computing" in said and "Traceback" not in said
+
+
+def test_the_others_end_when_rank_0_was_killed(flags, tmp_path):
+    die = trouble.before_step(6, trouble.send(signal.SIGKILL))
+    _, said = ended(tmp_path, flags(), KILLED, HUNG, then={0: die})
+    # whichever shows first: that the store is gone with rank 0, or that rank 0 is
+    assert re.search(rf"which rank 0 or its launcher keeps, has not answered|rank 0 on {HOST} has ", said), (
+        said
+    )
+
+
+def test_a_rank_that_hangs_while_reading_brings_the_run_down(flags, tmp_path):
+    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, 600))
+    said = ended(tmp_path, flags(PATIENCE), HUNG, HUNG, then={1: hang})
+    for text in said:
+        assert re.search(rf"rank 1 on {HOST} has made no progress for \d+ s: step 6, reading data", text), (
+            text
+        )
+    assert "Rank 0 waits for it" in said[1] and "trouble.py" in said[1] and "loader.py" in said[1]
+
+
+def test_a_rank_that_is_frozen_is_named_by_the_other(flags, tmp_path):
+    freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
+    started = ranks.Ranks(tmp_path / "out", 2, flags(PATIENCE), then={1: freeze})
+    _, said = started.all[0].end()
+    started.kill()
+    assert started.all[0].returncode == HUNG
+    assert re.search(
+        rf"rank 1 on {HOST} has not been heard of for \d+ s: dead or frozen, last at step \d", said
+    )
+    assert f"This is rank 0 on {HOST}, at step 6, computing" in said
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_the_stack_of_a_rank_that_raises_is_said_and_the_others_end(strategy, flags, tmp_path):
+    said = ended(tmp_path, flags(*strategy), HUNG, HUNG, then={1: trouble.before_step(6, trouble.fail)})
+    assert f"rank 1 on {HOST} failed" in said[1] and "in optimizer_step" not in said[0]
+    assert "Traceback" in said[1] and "ValueError: a mistake of ours" in said[1]
+    assert f"This is rank 1 on {HOST}, at step 6, computing" in said[1]
+    assert f"rank 1 on {HOST} has ended at step 6, computing: ValueError: a mistake of ours" in said[0]
+    assert "Traceback" not in said[0]
+
+
+# While the run gets ready
+
+
+def test_a_rank_that_dies_while_the_run_gets_ready_is_named(flags, tmp_path):
+    die = functools.partial(trouble.at_call, "flexor.train.loop:build_state", 1, trouble.send(signal.SIGKILL))
+    said, _ = ended(tmp_path, flags(), HUNG, KILLED, then={1: die})
+    assert re.search(rf"rank 1 on {HOST} has not been heard of .* last at step 0, getting ready", said)
+    assert "Traceback" not in said
+
+
+def test_a_mistake_that_all_ranks_notice_is_said_once(flags, tmp_path):
+    said = ended(tmp_path, flags("--global_batch_size=3"), 2, 2)
+    assert trouble.words(said, "global_batch_size=3 can't be dealt out evenly") == 1
+
+
+# What may take long
+
+LONG = [
+    "flexor.policies.act:ACT.load_backbone",
+    "flexor.train.evaluate:play",
+    "flexor.train.checkpoint:_write_manifest",
+    "flexor.monitor.trackers:JsonlTracker.close",  # as an upload of the last metrics would
+]
+
+
+@pytest.mark.slow
+def test_nothing_trips_while_rank_0_takes_long(dataset, tiny_act, tmp_path):
+    """Longer than ranks wait for each other in a step, and than is allowed without progress."""
+    more = ["--steps=3", "--batch_size=2", "--env.type=place", "--env_eval_freq=2", "--env.max_steps=4"]
+    more += ["--eval.n_episodes=1"]
+    short = functools.partial(trouble.lose_patience, 1, PATIENCE_S)
+    slow = functools.partial(trouble.lose_patience, 1, PATIENCE_S, LONG, PATIENCE_S + 1.5)
+    started = []
+    for strategy in (DDP, FSDP):  # side by side: what they do is wait
+        folder = tmp_path / strategy[0]
+        arguments = ["train", *runs.flags(dataset, folder / "run", tiny_act, *strategy, *more)]
+        started.append(ranks.Ranks(folder / "out", 2, arguments, then={0: slow, 1: short}))
+    for run in started:
+        assert run.end() == [0, 0], run.errors()
+        assert "no progress" not in run.errors() and "eval_success" in run.errors()
+
+
+# A full disk
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_no_room_for_the_shard_of_one_rank(asynchronous, flags, tmp_path):
+    run, full = tmp_path / "run", functools.partial(trouble.fill_disk_at_shard, 8)
+    arguments = flags(*FSDP, f"--checkpoint.async={asynchronous}")
+    started = ranks.Ranks(tmp_path / "out", 2, arguments, then={1: full})
+    codes, errors = started.end(), started.errors()
+    # beside the loop, one may notice first, and the other one that it is gone
+    assert codes == [1, 1] or (asynchronous == "true" and sorted(codes) == [1, HUNG]), errors
+    assert "Can't save the checkpoint of step 8" in errors and "the disk is full" in errors
+    assert f"The last good one is {run}/checkpoints/000004" in errors and "Traceback" not in errors
+    assert errors.count("Make room") == 1 or asynchronous == "true"  # each notices at a step of its own
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000004", "last"]
+    runs.assert_checkpoints_whole(run)
+
+
+# One folder, one run
+
+
+def test_a_second_run_in_the_same_folder_is_refused_once(flags, tmp_path):
+    run = tmp_path / "run"
+    first = ranks.Ranks(tmp_path / "first", 2, flags("--steps=200000", "--save_freq=0"))
+    try:
+        first.all[0].wait_for(lambda: trouble.steps_done(run) >= 1)
+        said = ended(tmp_path / "train", flags(), 2, 2)
+        assert trouble.words(said, f"output_dir={run} is not empty") == 1
+        for again in (["resume", str(run)], [*flags("--steps=200000"), "--resume=auto"]):
+            said = ended(tmp_path / again[0] / "again", again, 2, 2)
+            assert trouble.words(said, f"in use by another process (pid {first.all[0].pid} on") == 1
+            assert trouble.words(said, "Traceback") == 0
+        assert [rank.poll() for rank in first.all] == [None, None]
+    finally:
+        first.kill()

@@ -1,0 +1,102 @@
+"""A run whose launcher starts it again after a crash goes on by itself, and ends as if nothing had happened."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ranks
+import runs
+import trouble
+
+STEPS = 12
+HERE = Path(__file__).parent
+PATHS = [str(HERE), str(HERE.parent / "train"), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {**runs.ENVIRONMENT, "PYTHONPATH": os.pathsep.join(PATHS)}
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+CRASHING = str(HERE / "crashing.py")
+OURS = ["flexor", "launch", "local", "--processes=2", "--max-restarts=1"]
+STARTS = {
+    "torchrun": [*TORCHRUN, CRASHING, "7", "train", "--output_dir=runs/here", "--save_freq=5"],
+    "torchrun, nothing saved, no folder named": [*TORCHRUN, CRASHING, "3", "train", "--save_freq=0"],
+    "ours, no folder named": [*OURS, "train", "--save_freq=1"],
+}
+
+
+def flags(lowdim: Path, tiny_act: list[str]) -> list[str]:
+    settings = [word for word in runs.flags(lowdim, Path(), tiny_act) if "--output_dir" not in word]
+    return [*settings, f"--steps={STEPS}", "--deterministic=true"]
+
+
+@pytest.fixture(scope="module")
+def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks.run(folder, 2, ["train", *flags(lowdim, tiny_act), f"--output_dir={folder / 'run'}"])
+    return folder / "run"
+
+
+class Launched:
+    """A launcher at work in a folder of its own, with what it says in a file."""
+
+    def __init__(self, folder: Path, module: list[str]):
+        self.folder, self.log = folder, folder / "log"
+        with self.log.open("w") as file:
+            command = [sys.executable, "-m", *module]
+            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stderr=file)
+
+    def wait_for(self, pattern: str) -> None:
+        while self.process.poll() is None and not list(self.folder.glob(pattern)):
+            time.sleep(0.002)
+
+    def end(self) -> Path:
+        """Its end, which must be a good one; the run's folder."""
+        assert self.process.wait() == 0, self.log.read_text()
+        (run,) = self.folder.glob("runs/*")
+        return run
+
+
+@pytest.fixture(scope="module")
+def started(whole, lowdim, tiny_act, tmp_path_factory) -> Iterator[dict[str, Launched]]:
+    """All at once: much of what they do is wait."""
+    all_of_them = {
+        name: Launched(tmp_path_factory.mktemp("launched"), [*module, *flags(lowdim, tiny_act)])
+        for name, module in STARTS.items()
+    }
+    yield all_of_them
+    for launched in all_of_them.values():
+        launched.process.terminate()
+        launched.process.wait()
+
+
+@pytest.mark.slow
+def test_our_launcher_restarts_a_run_that_goes_on(started, whole):
+    launched = started["ours, no folder named"]
+    launched.wait_for("runs/*/checkpoints/000004")
+    ((_, second),) = re.findall(r"pids (\d+), (\d+)", launched.log.read_text())
+    os.kill(int(second), signal.SIGKILL)
+    run = launched.end()
+    assert "starting all 2 processes again: restart 1 of 1" in launched.log.read_text()
+    assert "going on from 0000" in launched.log.read_text()
+    trouble.assert_same(whole, run, STEPS)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_that_goes_on(started, whole):
+    launched = started["torchrun"]
+    run = launched.end()
+    assert run.name == "here" and "going on from 000005" in launched.log.read_text()
+    trouble.assert_same(whole, run, STEPS)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_that_has_saved_nothing(started, whole):
+    launched = started["torchrun, nothing saved, no folder named"]
+    run = launched.end()
+    assert launched.log.read_text().count("steps 0 to 12") == 2
+    trouble.assert_same(whole, run, STEPS)
