@@ -77,7 +77,9 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    type: Literal["constant", "constant_with_warmup", "cosine", "cosine_decay_with_warmup"] | None = None
+    type: (
+        Literal["constant", "constant_with_warmup", "cosine", "cosine_decay_with_warmup", "vqbet"] | None
+    ) = None
     """How the learning rate changes; the policy's own choice unless given."""
     num_warmup_steps: int | None = None
     """Steps of linear warm-up."""
@@ -87,6 +89,8 @@ class SchedulerConfig:
     """cosine_decay_with_warmup: the learning rate that `decay_lr` is relative to."""
     decay_lr: float | None = None
     """cosine_decay_with_warmup: the lowest learning rate."""
+    num_vqvae_training_steps: int | None = None
+    """vqbet: steps at a constant learning rate before the warm-up and the cosine."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from typing import Any
 from flexor import __version__
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError
+from flexor.policies.own import is_code
 from flexor.settings import load_config, parse_flags
 from flexor.train.run import default_folder
 
@@ -96,6 +97,12 @@ def _refuse_local(config: TrainConfig) -> None:
         raise ConfigError(
             f"policy.path={path} is on this machine, where the job can't see it. Upload its pretrained_model "
             "folder with `hf upload USER/NAME FOLDER` and give --policy.path=USER/NAME instead."
+        )
+    if is_code(config.policy.type):
+        raise ConfigError(
+            f"policy.type={config.policy.type} is code on this machine, where the job can't see it. Put it into a "
+            "package that needs flexor and has an entry point in the group flexor.policies, and give its URL as "
+            "--package (docs/your-own-policy.md)."
         )
 
 

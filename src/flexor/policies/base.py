@@ -86,6 +86,11 @@ class PolicyConfig:
         raise NotImplementedError
 
     @property
+    def uses_all_parameters(self) -> bool:
+        """Whether each step's loss reaches every parameter; if not, DDP looks for those it does not reach."""
+        return True
+
+    @property
     def drop_last_frames(self) -> int:
         """How many frames at the end of an episode are never the start of a sample."""
         return 0

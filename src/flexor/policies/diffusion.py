@@ -10,47 +10,28 @@ Parameter names and settings are LeRobot's, so checkpoints go both ways.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from flexor.batch import ACTION, ENV_STATE, STATE, Batch
+from flexor.batch import ENV_STATE, STATE, Batch
 from flexor.errors import ConfigError
-from flexor.policies.base import (
-    Kind,
-    Loss,
-    NoiseSource,
-    Normalization,
-    Policy,
-    PolicyConfig,
-    mean_over_valid,
-)
+from flexor.policies.base import NoiseSource
+from flexor.policies.blocks.denoising import DenoisingConfig, DenoisingPolicy
 from flexor.policies.blocks.recompute import recompute
-from flexor.policies.blocks.schedules import DiffusionSchedule, DiffusionSettings
+from flexor.policies.blocks.schedules import DiffusionSchedule
 from flexor.policies.blocks.unet1d import ConditionalUnet1d
 from flexor.policies.blocks.vision import RgbEncoder, check_vision
 
-SCHEDULES = ("cosine", "constant", "constant_with_warmup")
-
 
 @dataclass
-class DiffusionConfig(DiffusionSettings, PolicyConfig):
+class DiffusionConfig(DenoisingConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "diffusion"
 
-    n_obs_steps: int = 2
-    """How many observations, up to the current one, the policy sees."""
-    horizon: int = 64
-    """How many actions are predicted at once, from the oldest observation on."""
-    n_action_steps: int = 32
-    """How many of them, from the current one on, are executed before the policy looks again."""
-    normalization_mapping: dict[Kind, Normalization] = field(
-        default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
-    )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     drop_n_last_frames: int = 7
     """Frames at the end of an episode that no sample starts from: most of its actions would be padding."""
     vision_backbone: str = "resnet18"
@@ -87,42 +68,21 @@ class DiffusionConfig(DiffusionSettings, PolicyConfig):
     """Compile the U-Net with torch.compile."""
     compile_mode: str = "reduce-overhead"
     """torch.compile's mode, with policy.compile_model."""
-    do_mask_loss_for_padding: bool = False
-    """Leave actions beyond the end of an episode out of the loss."""
-    optimizer_lr: float = 1e-4
-    """Learning rate (--optimizer.lr takes precedence)."""
-    optimizer_betas: tuple[float, float] = (0.95, 0.999)
-    """Adam's betas (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
-    optimizer_weight_decay: float = 1e-6
-    """Weight decay (--optimizer.weight_decay takes precedence)."""
-    scheduler_name: str = "cosine"
-    """Learning rate over time: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
     scheduler_warmup_steps: int = 500
-    """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
 
     def validate(self) -> None:
-        for name in ("n_obs_steps", "horizon", "n_action_steps", "n_groups", "spatial_softmax_num_keypoints"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
+        super().validate()
+        if self.spatial_softmax_num_keypoints < 1 or self.n_groups < 1:
+            raise ConfigError(
+                f"policy.spatial_softmax_num_keypoints={self.spatial_softmax_num_keypoints} and policy.n_groups="
+                f"{self.n_groups} must be at least 1."
+            )
         self.check_diffusion()
         self._check_unet()
         self._check_pictures()
-        if self.n_action_steps > self.horizon - self.n_obs_steps + 1:
-            raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps} is more than policy.horizon - policy.n_obs_steps "
-                f"+ 1 = {self.horizon - self.n_obs_steps + 1}: only predicted actions can be executed."
-            )
-        if self.scheduler_name not in SCHEDULES:
-            raise ConfigError(
-                f"policy.scheduler_name={self.scheduler_name!r}; one of {', '.join(SCHEDULES)}."
-            )
-        if self.input_features and not self.state:
-            raise ConfigError(f"Diffusion needs {STATE}; the dataset has {', '.join(self.input_features)}.")
         if self.input_features and not self.images and not self.environment_state:
             raise ConfigError(
-                f"Diffusion needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
+                f"{self.type} needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
                 f"{', '.join(self.input_features)}."
             )
 
@@ -158,12 +118,6 @@ class DiffusionConfig(DiffusionSettings, PolicyConfig):
                 "policy.crop_ratio instead."
             )
         shapes = {key: camera.shape for key, camera in self.images.items()}
-        if len(set(shapes.values())) > 1:
-            raise ConfigError(
-                "Diffusion needs cameras of one size, but there are "
-                + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
-                + "."
-            )
         if self.resize_shape:
             shapes = dict.fromkeys(shapes, (3, *self.resize_shape))
         check_vision(self.pretrained_backbone_weights, self.use_group_norm, self.crop, shapes)
@@ -178,69 +132,28 @@ class DiffusionConfig(DiffusionSettings, PolicyConfig):
         height, width = self.resize_shape
         return int(height * self.crop_ratio), int(width * self.crop_ratio)
 
-    def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adam",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": 10.0,
-        }
-
-    def scheduler_preset(self) -> dict[str, Any]:
-        if self.scheduler_name == "constant":
-            return {"type": "constant"}
-        return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}
-
-    @property
-    def observation_deltas(self) -> list[int]:
-        return list(range(1 - self.n_obs_steps, 1))
-
-    @property
-    def action_deltas(self) -> list[int]:
-        first = 1 - self.n_obs_steps
-        return list(range(first, first + self.horizon))
-
-    @property
-    def action_steps(self) -> int:
-        return self.n_action_steps
-
     @property
     def drop_last_frames(self) -> int:
         return self.drop_n_last_frames
 
 
-class Diffusion(Policy):
+class Diffusion(DenoisingPolicy):
     Config = DiffusionConfig
     config: DiffusionConfig
 
     def __init__(self, config: DiffusionConfig):
         super().__init__(config)
-        self.schedule = DiffusionSchedule(config)
+        self.objective = DiffusionSchedule(config)
         self.diffusion = DiffusionModel(config)
         if config.gradient_checkpointing:
             for unit in self.shard_units():
                 recompute(unit)
 
-    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
-        seen = self.diffusion.observe(batch, noise)
-        error = self.schedule.error(
-            lambda x, level: self.diffusion.unet(x, level, seen), batch[ACTION], noise
-        )
-        if self.config.do_mask_loss_for_padding:
-            per_sample = mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch)
-        else:
-            per_sample = error.mean((1, 2))
-        return Loss(per_sample, {})
+    def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        return self.diffusion.observe(batch, noise)
 
-    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        seen = self.diffusion.observe(batch, noise)
-        shape = (len(seen), self.config.horizon, self.config.action.shape[0])
-        chunk = self.schedule.sample(
-            lambda x, level: self.diffusion.unet(x, level, seen), shape, noise, batch[STATE]
-        )
-        return chunk[:, self.config.n_obs_steps - 1 :]  # the first action belongs to the oldest observation
+    def denoise(self, x: Tensor, level: Tensor, observed: Tensor) -> Tensor:
+        return self.diffusion.unet(x, level, observed)
 
     def load_backbone(self) -> None:
         if self.config.pretrained_backbone_weights is not None:

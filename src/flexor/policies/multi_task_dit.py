@@ -9,7 +9,7 @@ Parameter names and settings are LeRobot's, so checkpoints go both ways.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import Any, ClassVar, Literal
@@ -18,31 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.batch import ACTION, STATE, Batch
+from flexor.batch import STATE, Batch
 from flexor.errors import ConfigError
 from flexor.log import log
-from flexor.policies.base import (
-    Kind,
-    Loss,
-    NoiseSource,
-    Normalization,
-    ParamGroup,
-    Policy,
-    PolicyConfig,
-    mean_over_valid,
-)
+from flexor.policies.base import NoiseSource, ParamGroup
 from flexor.policies.blocks.clip import ClipText, ClipVision
+from flexor.policies.blocks.denoising import DenoisingConfig, DenoisingPolicy
 from flexor.policies.blocks.dit import DiffusionTransformer
 from flexor.policies.blocks.flow import FlowMatching
-from flexor.policies.blocks.schedules import DiffusionSchedule, DiffusionSettings
+from flexor.policies.blocks.schedules import DiffusionSchedule
 from flexor.policies.blocks.vision import center_crop, random_crop
 from flexor.policies.processing import TASK_MASK, TASK_TOKENS
 
 Size = tuple[int, int]  # height, width
 
-COUNTS = ("n_obs_steps", "horizon", "n_action_steps", "hidden_dim", "num_layers", "num_heads")
+COUNTS = ("hidden_dim", "num_layers", "num_heads", "num_integration_steps", "tokenizer_max_length")
 RANGES = {
-    **dict.fromkeys((*COUNTS, "num_integration_steps", "tokenizer_max_length"), (1, inf)),
+    **dict.fromkeys(COUNTS, (1, inf)),
     "dropout": (0, 0.99),
     "sigma_min": (0, 1),
     "timestep_sampling_s": (1e-3, 1),
@@ -50,23 +42,18 @@ RANGES = {
     "timestep_sampling_beta": (1e-3, inf),
     "timestep_embed_dim": (4, inf),
     "vision_encoder_lr_multiplier": (0, inf),
-    "scheduler_warmup_steps": (0, inf),
     "drop_n_last_frames": (0, inf),
 }
 
 
 @dataclass
-class MultiTaskDiTConfig(DiffusionSettings, PolicyConfig):
-    """Defaults are LeRobot's. Those of `DiffusionSettings` count when the objective is diffusion."""
+class MultiTaskDiTConfig(DenoisingConfig):
+    """Defaults are LeRobot's. Those of diffusion count when that is the objective."""
 
     type: ClassVar[str] = "multi_task_dit"
 
-    n_obs_steps: int = 2
-    """How many observations, up to the current one, the policy sees."""
     horizon: int = 32
-    """How many actions are predicted at once, from that of the first observation on."""
     n_action_steps: int = 24
-    """How many of them, from now on, are executed before the policy looks again."""
     objective: Literal["diffusion", "flow_matching"] = "diffusion"
     """How noise becomes actions."""
     sigma_min: float = 0.0
@@ -121,28 +108,13 @@ class MultiTaskDiTConfig(DiffusionSettings, PolicyConfig):
     """On which side."""
     tokenizer_truncation: bool = True
     """Cut off longer tasks."""
-    normalization_mapping: dict[Kind, Normalization] = field(
-        default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
-    )
-    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     optimizer_lr: float = 2e-5
-    """Learning rate (--optimizer.lr takes precedence)."""
-    optimizer_betas: tuple[float, float] = (0.95, 0.999)
-    """Adam's betas (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
     optimizer_weight_decay: float = 0.0
-    """Weight decay (--optimizer.weight_decay takes precedence)."""
-    scheduler_name: Literal["constant", "constant_with_warmup", "cosine"] = "cosine"
-    """The learning rate's schedule (--scheduler.type takes precedence)."""
-    scheduler_warmup_steps: int = 0
-    """Steps of warm-up (--scheduler.num_warmup_steps takes precedence)."""
-    do_mask_loss_for_padding: bool = False
-    """Leave actions after the end of an episode out of the loss."""
     drop_n_last_frames: int | None = None
     """Frames at the end of an episode that no sample starts at; as many as have no action to execute unless given."""
 
     def validate(self) -> None:
+        super().validate()
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -151,15 +123,8 @@ class MultiTaskDiTConfig(DiffusionSettings, PolicyConfig):
         if self.objective == "diffusion":
             self.check_diffusion()
         self._check_sizes()
-        self._check_features()
 
     def _check_sizes(self) -> None:
-        future = self.horizon - self.n_obs_steps + 1
-        if self.n_action_steps > future:
-            raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps}: of policy.horizon={self.horizon} actions, "
-                f"{future} are not before now (policy.n_obs_steps={self.n_obs_steps}), and only those can be executed."
-            )
         if self.hidden_dim % (self.num_heads * (2 if self.use_rope else 1)):
             raise ConfigError(
                 f"policy.hidden_dim={self.hidden_dim} must be a multiple of policy.num_heads={self.num_heads}"
@@ -173,42 +138,6 @@ class MultiTaskDiTConfig(DiffusionSettings, PolicyConfig):
                     f"policy.{name}={getattr(self, name)!r} must be a CLIP, with "
                     "'clip' in its name: LeRobot takes no other."
                 )
-
-    def _check_features(self) -> None:
-        if self.input_features and self.state is None:
-            raise ConfigError(
-                f"multi_task_dit needs {STATE}; the dataset has {', '.join(self.input_features)}."
-            )
-        sizes = {name: camera.shape for name, camera in self.images.items()}
-        if len(set(sizes.values())) > 1:
-            raise ConfigError(f"multi_task_dit needs cameras of one size; the dataset has {sizes}.")
-
-    def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adam",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": 10.0,
-        }
-
-    def scheduler_preset(self) -> dict[str, Any]:
-        if self.scheduler_name == "constant":
-            return {"type": "constant"}
-        return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}
-
-    @property
-    def observation_deltas(self) -> list[int]:
-        return list(range(1 - self.n_obs_steps, 1))
-
-    @property
-    def action_deltas(self) -> list[int]:
-        return list(range(1 - self.n_obs_steps, 1 - self.n_obs_steps + self.horizon))
-
-    @property
-    def action_steps(self) -> int:
-        return self.n_action_steps
 
     @property
     def drop_last_frames(self) -> int:
@@ -242,7 +171,7 @@ class MultiTaskDiTConfig(DiffusionSettings, PolicyConfig):
         return crop
 
 
-class MultiTaskDiT(Policy):
+class MultiTaskDiT(DenoisingPolicy):
     Config = MultiTaskDiTConfig
     config: MultiTaskDiTConfig
 
@@ -263,21 +192,11 @@ class MultiTaskDiT(Policy):
         )
         self.objective = make_objective(config)
 
-    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
-        observed = self.observation_encoder(batch, noise)
-        error = self.objective.error(partial(self.noise_predictor, observed=observed), batch[ACTION], noise)
-        if self.config.do_mask_loss_for_padding:
-            per_sample = mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch)
-        else:
-            per_sample = error.mean((1, 2))
-        return Loss(per_sample, {})
+    def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        return self.observation_encoder(batch, noise)
 
-    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """The chunk from now on; what it begins with is about the observations before."""
-        observed = self.observation_encoder(batch, noise)
-        shape = (len(observed), self.config.horizon, self.config.action.shape[0])
-        network = partial(self.noise_predictor, observed=observed)
-        return self.objective.sample(network, shape, noise, observed)[:, self.config.n_obs_steps - 1 :]
+    def denoise(self, x: Tensor, level: Tensor, observed: Tensor) -> Tensor:
+        return self.noise_predictor(x, level, observed)
 
     def load_backbone(self) -> None:
         for encoder in self.observation_encoder.encoders():

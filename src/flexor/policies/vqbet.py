@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from flexor.batch import ACTION, STATE, Batch
 from flexor.errors import ConfigError
 from flexor.policies.base import Kind, Loss, NoiseSource, Normalization, ParamGroup, Policy, PolicyConfig
+from flexor.policies.blocks.adam import AdamSettings
 from flexor.policies.blocks.gpt import GPT
 from flexor.policies.blocks.vision import RgbEncoder, check_vision
 from flexor.policies.blocks.vq import VQVAE, mlp
@@ -31,7 +32,7 @@ TOKENS_PER_STEP = 3  # picture, state, and one that asks for actions
 
 
 @dataclass
-class VQBeTConfig(PolicyConfig):
+class VQBeTConfig(AdamSettings, PolicyConfig):
     """Defaults are those for PushT, as LeRobot sets them."""
 
     type: ClassVar[str] = "vqbet"
@@ -90,14 +91,6 @@ class VQBeTConfig(PolicyConfig):
     """Of the sampling of codes: near 0 the likeliest, 1 as likely as predicted."""
     sequentially_select: bool = False
     """Predict the second code knowing the first one, instead of both at once."""
-    optimizer_lr: float = 1e-4
-    """Learning rate of the second phase (--optimizer.lr takes precedence)."""
-    optimizer_betas: tuple[float, float] = (0.95, 0.999)
-    """Adam's decay rates (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
-    optimizer_weight_decay: float = 1e-6
-    """Weight decay of the second phase (--optimizer.weight_decay takes precedence)."""
     optimizer_vqvae_lr: float = 1e-3
     """Learning rate of the first phase."""
     optimizer_vqvae_weight_decay: float = 1e-4
@@ -145,16 +138,6 @@ class VQBeTConfig(PolicyConfig):
                 f"VQ-BeT looks at one camera and {STATE}; here are {', '.join(self.input_features) or 'neither'}. "
                 "Name the two in policy.input_features, with their type and shape."
             )
-
-    def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adam",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": 10.0,
-        }
 
     def scheduler_preset(self) -> dict[str, Any]:
         return {

@@ -27,7 +27,7 @@ from flexor.policies.base import Policy
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine import DTYPES, Engine
 from flexor.train.processes import Processes
-from flexor.train.sharding import ShardedEngine, hsdp_sizes, parameters_without_memory
+from flexor.train.sharding import ShardedEngine, gather_once, hsdp_sizes, parameters_without_memory
 
 try:
     import accelerate
@@ -193,6 +193,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             load_weights(policy, self._weights)
         elif self._weights is None:
             self._spread(policy, self._make)
+        gather_once(policy)
         return optimizer
 
     def _name_units(self, policy: Policy) -> None:

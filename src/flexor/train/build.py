@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from flexor.accelerate_settings import started_by_accelerate
 from flexor.batch import ACTION, REWARD
@@ -24,6 +22,7 @@ from flexor.log import log
 from flexor.machine import gigabytes, total_memory
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
+from flexor.policies.blocks.recompute import recompute
 from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
@@ -59,7 +58,9 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
     """What computes: one process, or many with the whole model each, or with a part of it."""
-    settings = (device, config.precision, config.deterministic, processes, config.parallel)
+    unused = config.parallel.find_unused_parameters or not config.policy.uses_all_parameters
+    parallel = dataclasses.replace(config.parallel, find_unused_parameters=unused)
+    settings = (device, config.precision, config.deterministic, processes, parallel)
     if started_by_accelerate():
         from flexor.train.accelerate import accelerate_engine
 
@@ -236,7 +237,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
         seed_everything("weights", config.seed)
         policy = policy_class(config.policy.type)(config.policy)
         if config.activation_checkpointing:
-            recompute(policy)
+            _recompute_blocks(policy)
         return policy
 
     weights: Path | str | None = None
@@ -248,7 +249,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
     return engine.build(make, weights)
 
 
-def recompute(policy: Policy) -> None:
+def _recompute_blocks(policy: Policy) -> None:
     """Each block keeps its input only, and is computed again in the backward pass."""
     units = policy.shard_units()
     if not units:
@@ -256,7 +257,7 @@ def recompute(policy: Policy) -> None:
             f"activation_checkpointing=true: {policy.config.type} names no blocks to recompute."
         )
     for unit in units:
-        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
+        recompute(unit)
 
 
 def build_state(

@@ -163,4 +163,11 @@ def _tell(state: TrainState, what: Any) -> Any:
 
 
 def move(batch: Batch, device: torch.device | str) -> Batch:
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    """With what the policy remembers, which is a batch within the batch."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return move(value, device)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {key: moved(value) for key, value in batch.items()}

@@ -26,6 +26,7 @@ SCHEDULER_SETTINGS = {
     "constant_with_warmup": {"type", "num_warmup_steps"},
     "cosine": {"type", "num_warmup_steps"},
     "cosine_decay_with_warmup": {"type", "num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"},
+    "vqbet": {"type", "num_warmup_steps", "num_vqvae_training_steps"},
 }
 CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
@@ -87,8 +88,14 @@ def schedule(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
         progress = (step - warmup) / max(1, steps - warmup)
         return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
 
+    def after_vocabulary(step: int) -> float:
+        first = config.num_vqvae_training_steps or 0
+        return 1.0 if step < first else cosine(step - first)
+
     if config.type == "cosine":
         return cosine
+    if config.type == "vqbet":
+        return after_vocabulary
     if config.type == "cosine_decay_with_warmup":
         return _cosine_decay(config, steps)
     return constant

@@ -125,6 +125,7 @@ class ShardedEngine(Engine):
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = self.model = policy
+        gather_once(policy)
         return optimizer
 
     @contextlib.contextmanager
@@ -143,6 +144,17 @@ class ShardedEngine(Engine):
         """A rank sees only its part of the gradient; if any part overflowed, all skip the step."""
         for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def gather_once(policy: Policy) -> None:
+    """For a policy that does not use all of its blocks at first: torch can't accumulate gradients beside a block
+    that was never gathered."""
+    if policy.config.uses_all_parameters:
+        return
+    for block in policy.modules():
+        if isinstance(block, FSDPModule):
+            block.unshard()
+            block.reshard()
 
 
 def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:

@@ -25,8 +25,7 @@ CHOICES = {
     "prediction_type": ("epsilon", "sample"),
 }
 
-# x [B, H, A] with noise of level t [B] -> what the network makes of it, [B, H, A]
-Network = Callable[[Tensor, Tensor], Tensor]
+Network = Callable[[Tensor, Tensor], Tensor]  # x [B, H, A] with noise of a level [B] -> [B, H, A]
 
 
 @dataclass
