@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,14 @@ def quiet_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("FLEXOR_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(autouse=True)
+def ordinary_priority() -> Iterator[None]:
+    """A video encoder may make the thread that opens it a real-time one, and all that tests start from then on."""
+    yield
+    if sys.platform.startswith("linux"):
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 @pytest.fixture(scope="session")

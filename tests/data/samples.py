@@ -6,6 +6,7 @@ from pathlib import Path
 import av
 import numpy as np
 
+from flexor.data.encode import ordinary_priority
 from flexor.data.writer import DatasetWriter
 
 FEATURES = {
@@ -68,6 +69,7 @@ def write_sample(root: Path, fps: int = 10, features: dict | None = None, **opti
     return root
 
 
+@ordinary_priority()
 def write_video(
     path: Path,
     pictures: list[np.ndarray],

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 from flexor.data.dataset import open_dataset
-from flexor.data.encode import encode_png
+from flexor.data.encode import EpisodeEncoder, VideoSettings, encode_png
 from flexor.data.video import index_video
 from flexor.data.writer import DatasetWriter
 from flexor.errors import DatasetError
@@ -278,3 +279,18 @@ def test_png_is_lossless():
     assert data.startswith(b"\x89PNG")
     decoded = av.CodecContext.create("png", "r").decode(av.Packet(data))[0]
     np.testing.assert_array_equal(decoded.to_ndarray(format="rgb24"), image)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux how threads are scheduled")
+@pytest.mark.parametrize("codec", ["av1", "h264"])
+def test_encoding_leaves_no_thread_with_real_time_priority(codec):
+    """SVT-AV1, opened by root, gives itself and its caller one; a rank that polls then holds up the machine."""
+
+    def policies() -> set[int]:
+        return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}  # noqa: PTH208
+
+    encoder = EpisodeEncoder(VideoSettings(codec, 64, 64, 10))
+    encoder.add(np.zeros((64, 64, 3), np.uint8))
+    assert policies() == {os.SCHED_OTHER}
+    assert len(encoder.finish()) == 1
+    assert policies() == {os.SCHED_OTHER}

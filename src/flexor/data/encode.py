@@ -8,6 +8,10 @@ size is known before a file is chosen for it, and nothing already written is eve
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -95,6 +99,34 @@ class VideoSettings:
         return info | {"is_depth_map": False}
 
 
+@contextmanager
+def ordinary_priority() -> Iterator[None]:
+    """Undo what SVT-AV1 does when it is opened by root: it makes the calling thread and its own real-time ones.
+
+    The caller would keep that priority for good and hand it on to every thread and process it starts. What polls
+    at that priority (collectives between ranks do) can hold up a whole machine for ever.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    before = _policies()
+    own = before[threading.get_native_id()]
+    yield
+    for thread, policy in _policies().items():
+        if policy != before.get(thread, own):
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(thread, *before.get(thread, own))
+
+
+def _policies() -> dict[int, tuple[int, os.sched_param]]:
+    """How each thread of this process is scheduled."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):  # noqa: PTH208
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            found[int(name)] = os.sched_getscheduler(int(name)), os.sched_getparam(int(name))
+    return found
+
+
 class EpisodeEncoder:
     """Encodes one episode of one camera; its packets are small enough to keep in memory."""
 
@@ -107,6 +139,8 @@ class EpisodeEncoder:
         context.time_base = 1 / frame_rate(settings.fps)
         context.flags |= Flags.global_header  # mp4 keeps the parameter sets once, in front
         context.options = settings.options()
+        with ordinary_priority():
+            context.open()
         self._context = context
         self._reformatter = VideoReformatter()  # kept: a new one would set up its tables for every frame
 
@@ -139,6 +173,8 @@ class VideoFile:
         )
         stream.width, stream.height, stream.pix_fmt = settings.width, settings.height, settings.pix_fmt
         stream.time_base = self._time_base
+        with ordinary_priority():
+            self._container.start_encoding()  # it opens an encoder too, though packets come encoded
         self._stream = stream
 
     def append(self, packets: list[av.Packet]) -> tuple[float, float]:
