@@ -48,25 +48,27 @@ def lowdim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_lowdim(tmp_path_factory.mktemp("datasets") / "lowdim")
 
 
-def write_lowdim(root: Path, lengths: tuple[int, ...] = LOW_DIM_LENGTHS) -> Path:
+def write_lowdim(root: Path, lengths: tuple[int, ...] = LOW_DIM_LENGTHS, reward: bool = True) -> Path:
     vector = {"dtype": "float32", "names": None}
     features = {
         "observation.environment_state": {**vector, "shape": (4,)},
         "observation.state": {**vector, "shape": (2,)},
         "action": {**vector, "shape": (2,)},
     }
+    if reward:
+        features["next.reward"] = {**vector, "shape": (1,)}
     rng = np.random.default_rng(3)
     with DatasetWriter(root, 10, features) as writer:
         for episode, length in enumerate(lengths):
             for _ in range(length):
                 seen = rng.normal(size=4).astype(np.float32)
-                writer.add_frame(
-                    {
-                        "observation.environment_state": seen,
-                        "observation.state": seen[:2] * 2,
-                        "action": seen[2:] - seen[:2],
-                    }
-                )
+                frame = {
+                    "observation.environment_state": seen,
+                    "observation.state": seen[:2] * 2,
+                    "action": seen[2:] - seen[:2],
+                    "next.reward": seen[:1] ** 2,
+                }
+                writer.add_frame({name: frame[name] for name in features})
             writer.save_episode("push" if episode % 2 else "pull")
     return root
 

@@ -209,7 +209,6 @@ def test_sharding_covers_nearly_all_weights():
             {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"},
             "pretrained_backbone_weights=null",
         ),
-        ({"scheduler_name": "linear"}, "scheduler_name='linear'"),
         ({"input_features": CAMERAS}, "needs observation.state"),
         ({"input_features": {STATE: LOW_DIM[STATE]}}, "needs a camera"),
         (
@@ -244,46 +243,23 @@ def test_a_grey_camera_is_refused():
         policy(replace(TINY, input_features=grey))
 
 
-def resumed_is_whole(data: Path, folder: Path, *more: str) -> None:
-    more = ("--steps=4", "--save_freq=2", "--batch_size=2", *more)
-    whole = runs.train(data, folder / "whole", FLAGS, *more)
-    cut = runs.cut_back(whole, folder / "cut", 2)
-    assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, 4)
-
-
 def test_resumed_run_is_bitwise_the_uninterrupted_one(dataset, tmp_path):
     """Running statistics of batch norm included."""
-    resumed_is_whole(dataset, tmp_path, "--policy.resize_shape=[64,64]", "--policy.crop_ratio=0.9")
-
-
-def test_resumed_run_in_bfloat16_is_too(lowdim, tmp_path):
-    """Without pictures: a CPU takes a minute for one in bfloat16."""
-    more = ("--precision=bf16", "--gradient_accumulation_steps=2", "--ema.enable")
-    resumed_is_whole(lowdim, tmp_path, *more)
-
-
-# batch norm too: its statistics are those of the global batch
-WAYS = {
-    "accumulation": (
-        1,
-        ["--batch_size=2", "--gradient_accumulation_steps=2", "--policy.use_group_norm=true"],
-    ),
-    "ddp": (2, ["--batch_size=2"]),
-    "fsdp": (2, ["--batch_size=2", "--parallel.strategy=fsdp"]),
-    "fsdp, recomputed": (2, ["--batch_size=2", "--parallel.strategy=fsdp", "--activation_checkpointing"]),
-}
+    more = ("--steps=3", "--save_freq=2", "--batch_size=2")
+    pictures = ("--policy.resize_shape=[64,64]", "--policy.crop_ratio=0.9")
+    whole = runs.train(dataset, tmp_path / "whole", FLAGS, *more, *pictures)
+    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(whole, cut, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_processes_computes_the_same_run(way, dataset, tmp_path):
-    count, more = WAYS[way]
-    common = ["--steps=4", "--save_freq=0", "--optimizer.eps=1e-4", "--policy.resize_shape=[64,64]"]
-    norm = [flag for flag in more if "group_norm" in flag]
-    for name, processes, flags in (("alone", 1, ["--batch_size=4", *norm]), ("many", count, more)):
+def test_batch_norm_sees_the_batch_of_all_processes(dataset, tmp_path):
+    common = ["--steps=2", "--save_freq=0", "--optimizer.eps=1e-4", "--policy.resize_shape=[64,64]"]
+    for name, processes, size in (("alone", 1, 4), ("many", 2, 2)):
         run = tmp_path / name / "run"
-        ranks.run(tmp_path / name, processes, ["train", *runs.flags(dataset, run, FLAGS, *common, *flags)])
+        flags = runs.flags(dataset, run, FLAGS, *common, f"--batch_size={size}")
+        ranks.run(tmp_path / name, processes, ["train", *flags])
     alone, many = tmp_path / "alone/run", tmp_path / "many/run"
     assert ranks.losses(many) == pytest.approx(ranks.losses(alone), rel=1e-5)
-    assert ranks.apart(ranks.weights(many, 4), ranks.weights(alone, 4)) < 5e-5
+    assert ranks.apart(ranks.weights(many, 2), ranks.weights(alone, 2)) < 5e-5

@@ -242,7 +242,7 @@ def test_an_unknown_clip_is_named(clips, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"n_action_steps": 8}, "7 are not before now"),
+        ({"n_action_steps": 8}, r"\+ 1 = 7"),
         ({"hidden_dim": 18, "num_heads": 4}, "multiple of policy.num_heads=4"),
         ({"timestep_embed_dim": 9}, "must be even"),
         ({"vision_encoder_name": "google/siglip"}, "must be a CLIP"),

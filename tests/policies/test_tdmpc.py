@@ -1,8 +1,6 @@
 """TD-MPC: what it learns from, what it refuses, how it plans, and that a run of it is any other run."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,18 +8,15 @@ import runs
 import torch
 from torch import Tensor
 
+from conftest import write_lowdim
 from flexor.batch import ACTION, MEMORY, REWARD, STATE
 from flexor.cli import main
-from flexor.data.writer import DatasetWriter
 from flexor.errors import ConfigError
 from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.blocks.latent_world import enlargement
 from flexor.policies.blocks.mppi import plan
 from flexor.policies.tdmpc import TDMPC, TDMPCConfig
 from flexor.rng import Noise, seed_everything
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
 
 IMAGE = "observation.image"
 TINY = TDMPCConfig(
@@ -73,28 +68,6 @@ def batch(size: int, horizon: int = TINY.horizon) -> dict[str, Tensor]:
 
 def noise(*samples: int) -> Noise:
     return Noise(0, 0, torch.tensor(samples))
-
-
-@pytest.fixture(scope="module")
-def rewarded(tmp_path_factory) -> Path:
-    """Episodes without pictures: the reward is how near to zero the state is."""
-    root = tmp_path_factory.mktemp("datasets") / "rewarded"
-    vector = {"dtype": "float32", "names": None}
-    features = {
-        "observation.environment_state": {**vector, "shape": (2,)},
-        STATE: {**vector, "shape": (2,)},
-        ACTION: {**vector, "shape": (2,)},
-        REWARD: {**vector, "shape": (1,)},
-    }
-    rng = np.random.default_rng(3)
-    with DatasetWriter(root, 10, features) as writer:
-        for length in (9, 12, 7, 15):
-            for state in rng.normal(size=(length, 2)).astype(np.float32):
-                frame = {"observation.environment_state": state / 2, STATE: state, ACTION: -state}
-                reward = np.exp(-np.square(state).sum(keepdims=True))
-                writer.add_frame({**frame, REWARD: reward.astype(np.float32)})
-            writer.save_episode("come home")
-    return root
 
 
 def test_a_sample_s_loss_does_not_depend_on_its_batch():
@@ -202,38 +175,7 @@ def test_what_can_t_be_is_refused(settings, says):
         replace(TINY, **settings).validate()
 
 
-def test_data_without_rewards_is_refused(lowdim, tmp_path, capsys):
-    code = main(["train", *runs.flags(lowdim, tmp_path / "run", FLAGS, "--steps=1")])
+def test_data_without_rewards_is_refused(tmp_path, capsys):
+    data = write_lowdim(tmp_path / "data", reward=False)
+    code = main(["train", *runs.flags(data, tmp_path / "run", FLAGS, "--steps=1")])
     assert code != 0 and REWARD in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "more", [[], ["--precision=bf16", "--gradient_accumulation_steps=2", "--ema.enable"]]
-)
-def test_resumed_run_is_bitwise_the_uninterrupted_one(more, rewarded, tmp_path):
-    more = ["--steps=8", "--save_freq=3", *more]
-    whole = runs.train(rewarded, tmp_path / "whole", FLAGS, *more)
-    cut = runs.cut_back(whole, tmp_path / "cut", 3)
-    assert main(["resume", str(cut)]) == 0
-    runs.assert_same(whole, cut, 8)
-
-
-WAYS = {
-    "accumulation": (1, ["--batch_size=2", "--gradient_accumulation_steps=4"]),
-    "ddp": (2, ["--batch_size=4"]),
-    "fsdp": (2, ["--batch_size=4", "--parallel.strategy=fsdp"]),
-    "fsdp, recomputed": (2, ["--batch_size=4", "--parallel.strategy=fsdp", "--activation_checkpointing"]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_processes_computes_the_same_run(way, rewarded, tmp_path):
-    count, more = WAYS[way]
-    common = ["--steps=12", "--save_freq=0", "--optimizer.eps=1e-5"]
-    for name, processes, flags in (("alone", 1, ["--batch_size=8"]), ("many", count, more)):
-        run = tmp_path / name / "run"
-        ranks.run(tmp_path / name, processes, ["train", *runs.flags(rewarded, run, FLAGS, *common, *flags)])
-    alone, many = tmp_path / "alone/run", tmp_path / "many/run"
-    assert ranks.losses(many) == pytest.approx(ranks.losses(alone), rel=1e-5)
-    assert ranks.apart(ranks.weights(many, 12), ranks.weights(alone, 12)) < 5e-5

@@ -1,0 +1,122 @@
+"""What every policy promises: a run of it can be resumed bitwise, and is the same run on any number of processes."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import runs
+
+from flexor.cli import main
+from flexor.policies import POLICIES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+import ranks
+from multi_task_dit_clip import make_clips
+
+STEPS = 6
+SMALL = {
+    "act": [
+        "chunk_size=4",
+        "n_action_steps=4",
+        "dim_model=16",
+        "n_heads=2",
+        "dim_feedforward=32",
+        "dropout=0",
+    ],
+    "diffusion": [
+        "horizon=8",
+        "n_action_steps=4",
+        "down_dims=[16,32]",
+        "diffusion_step_embed_dim=8",
+        "spatial_softmax_num_keypoints=4",
+        "pretrained_backbone_weights=null",
+    ],
+    "vqbet": [
+        "n_obs_steps=2",
+        "action_chunk_size=2",
+        "crop_shape=null",
+        "use_group_norm=true",
+        "pretrained_backbone_weights=null",
+        "spatial_softmax_num_keypoints=4",
+        f"n_vqvae_training_steps={STEPS // 2}",  # both phases
+        "vqvae_n_embed=6",
+        "vqvae_embedding_dim=8",
+        "gpt_block_size=8",
+        *(f"gpt_{size}_dim=16" for size in ("input", "output", "hidden")),
+        "gpt_n_layer=2",
+        "gpt_n_head=2",
+        "dropout=0",
+    ],
+    "tdmpc": ["horizon=3", "latent_dim=8", "mlp_dim=16", "state_encoder_hidden_dim=8"],
+    "multi_task_dit": [
+        "horizon=8",
+        "n_action_steps=4",
+        "hidden_dim=16",
+        "num_layers=2",
+        "num_heads=2",
+        "timestep_embed_dim=8",
+        "tokenizer_max_length=20",
+        "dropout=0",
+    ],
+}
+
+
+class Small(NamedTuple):
+    """A policy small enough for seconds, and what it is trained on."""
+
+    data: Path
+    flags: list[str]
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def small(request, lowdim, dataset, tmp_path_factory) -> Small:
+    name = request.param
+    flags = [f"--policy.type={name}", "--policy.device=cpu", *(f"--policy.{each}" for each in SMALL[name])]
+    if name == "multi_task_dit":
+        make_clips(clips := tmp_path_factory.mktemp("clips"))
+        flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
+    return Small(dataset if name == "vqbet" else lowdim, flags)
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--precision=bf16", "--gradient_accumulation_steps=2", "--ema.enable"]]
+)
+def test_resumed_run_is_bitwise_the_uninterrupted_one(more, small, tmp_path):
+    if small.data.name == "place" and more:
+        more = more[1:]  # a CPU takes a minute for one picture in bfloat16
+    whole = runs.train(
+        small.data, tmp_path / "whole", small.flags, f"--steps={STEPS}", "--save_freq=2", *more
+    )
+    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(whole, cut, STEPS)
+
+
+WAYS = {
+    "accumulation": (1, ["--gradient_accumulation_steps=2"]),
+    "ddp": (2, []),
+    "fsdp, recomputed": (2, ["--parallel.strategy=fsdp", "--activation_checkpointing"]),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory) -> Path:
+    return train(small, tmp_path_factory.mktemp("alone"), 1, "--batch_size=4")
+
+
+def train(small: Small, folder: Path, processes: int, *more: str) -> Path:
+    common = [f"--steps={STEPS}", "--save_freq=0", "--optimizer.eps=1e-4", *more]
+    run = folder / "run"
+    ranks.run(folder, processes, ["train", *runs.flags(small.data, run, small.flags, *common)])
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_processes_computes_the_same_run(way, small, alone, tmp_path):
+    processes, more = WAYS[way]
+    many = train(small, tmp_path, processes, "--batch_size=2", *more)
+    assert ranks.losses(many) == pytest.approx(ranks.losses(alone), rel=1e-5)
+    assert ranks.apart(ranks.weights(many, STEPS), ranks.weights(alone, STEPS)) < 5e-5
