@@ -2,8 +2,8 @@
 
 import numpy as np
 from fill import uniform
+from inputs import ACTION, BATCH, ENVIRONMENT, STATE, camera, observation
 
-BATCH = 2
 STEPS = 12  # of acting: several chunks, and more than an ensemble holds
 TINY = {
     "chunk_size": 6,
@@ -17,14 +17,6 @@ TINY = {
     "latent_dim": 4,
     "dropout": 0.0,
 }
-STATE = {"observation.state": ("STATE", (4,))}
-ENVIRONMENT = {"observation.environment_state": ("ENV", (5,))}
-ACTION = {"action": ("ACTION", (3,))}
-
-
-def camera(name: str, height: int = 40, width: int = 56) -> dict:
-    """Sizes that no stride divides, so that rounding shows."""
-    return {f"observation.images.{name}": ("VISUAL", (3, height, width))}
 
 
 def case(inputs: dict, normalization: str = "MEAN_STD", **settings: object) -> dict:
@@ -62,19 +54,6 @@ CASES = {
 }
 
 
-def observation(inputs: dict, moment: str) -> dict[str, np.ndarray]:
-    """Pictures as bytes, everything else as floats; a state's first number never changes."""
-    out = {}
-    for key, (kind, shape) in inputs.items():
-        values = uniform(f"{key}/{moment}", (BATCH, *shape), -1.0, 2.0)
-        if kind == "VISUAL":
-            values = uniform(f"{key}/{moment}", (BATCH, *shape), 0, 256).astype(np.uint8)
-        elif kind == "STATE":
-            values[:, 0] = 0.25
-        out[key] = values
-    return out
-
-
 def training_batch(inputs: dict) -> dict[str, np.ndarray]:
     """Observations and actions, whose ends are padding, of a different length per sample."""
     chunk = TINY["chunk_size"]
@@ -86,18 +65,3 @@ def training_batch(inputs: dict) -> dict[str, np.ndarray]:
 
 def latent_noise(settings: dict) -> np.ndarray:
     return uniform("latent", (BATCH, settings["latent_dim"]), -2.0, 2.0)
-
-
-def statistics(inputs: dict) -> dict[str, dict[str, np.ndarray]]:
-    """Ordered as statistics are; a state's first number, which never changes, has no spread."""
-    stats = {}
-    for key, (kind, shape) in {**inputs, **ACTION}.items():
-        size = (shape[0], 1, 1) if kind == "VISUAL" else shape
-        middle = uniform(f"{key}/mean", size, 0.3, 0.6)
-        spread = uniform(f"{key}/std", size, 0.2, 0.4)
-        if kind == "STATE":
-            middle[0], spread[0] = 0.25, 0.0
-        offsets = {"min": -2.5, "q01": -2, "q10": -1.25, "mean": 0, "q90": 1.5, "q99": 2.25, "max": 3}
-        stats[key] = {name: middle + np.float32(offset) * spread for name, offset in offsets.items()}
-        stats[key]["std"] = spread
-    return stats

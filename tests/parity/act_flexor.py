@@ -4,14 +4,11 @@ import act_cases as cases
 import numpy as np
 import torch
 from fill import fill
+from flexor_side import act, make_policy, tensors
+from inputs import observation, shown
 from records import gradients, record_batch, values
 
-from flexor.policies.act import ACT, ACTConfig
-from flexor.policies.actor import PolicyActor
-from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.blocks.resnet import ResNet
-from flexor.policies.pretrained import Pretrained
-from flexor.policies.processing import default_pipelines
 
 
 class GivenNoise:
@@ -25,23 +22,13 @@ class GivenNoise:
         return self.noise
 
 
-def make_policy(case: dict) -> Pretrained:
-    def features(described: dict) -> dict:
-        return {key: PolicyFeature(Kind(kind), shape) for key, (kind, shape) in described.items()}
-
-    config = ACTConfig(
-        **case["settings"],
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-    )
-    policy = ACT(config)
-    before, after = default_pipelines(config, cases.statistics(case["inputs"]), "cpu")
-    return Pretrained(policy, before, after)
+def acting(step: int) -> None:
+    """Nothing is drawn."""
 
 
 def measure(name: str) -> dict:
     case = cases.CASES[name]
-    pretrained = make_policy(case)
+    pretrained = make_policy("act", case)
     policy, before = pretrained.policy, pretrained.preprocessor
     record: dict = {"parameters": fill(policy)}
 
@@ -59,19 +46,10 @@ def measure(name: str) -> dict:
     policy.eval()
     with torch.no_grad():
         record["eval_loss"] = policy.loss(batch, noise).per_sample.mean().item()
-        seen = before(tensors(cases.observation(case["inputs"], "step 0")))
+        seen = before(tensors(observation(case["inputs"], "step 0")))
         record["chunk"] = values(policy.predict(seen, noise))
-    actor = PolicyActor(pretrained)
-    actor.reset(cases.BATCH)
-    record["actions"] = [
-        actor.act(cases.observation(case["inputs"], f"step {step}"), [""] * cases.BATCH).tolist()
-        for step in range(cases.STEPS)
-    ]
+    record["actions"] = act(pretrained, shown(case["inputs"], cases.STEPS), acting)
     return record
-
-
-def tensors(batch: dict) -> dict:
-    return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
 def resnet(name: str) -> dict:

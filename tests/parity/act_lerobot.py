@@ -6,29 +6,25 @@ Weights, inputs and the latent's noise come from fill.py, so act_flexor.py can c
 """
 
 import sys
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 import act_cases as cases
 import torch
 from fill import fill
+from inputs import observation, shown
+from lerobot_side import act, make_policy, tensors, with_state
 from records import gradients, record_batch, save, values
 
 FEATURE_MAP = ("resnet18", "resnet34", "resnet50")
 
 
 def measure(name: str) -> dict:
-    from lerobot.policies.act.modeling_act import ACTPolicy
-    from lerobot.policies.factory import make_pre_post_processors
-
     case = cases.CASES[name]
-    config = make_config(case)
-    policy = ACTPolicy(config)
-    stats = {
-        k: {n: torch.from_numpy(v) for n, v in s.items()} for k, s in cases.statistics(case["inputs"]).items()
-    }
-    before, after = make_pre_post_processors(config, dataset_stats=stats)
+    made = make_policy("act", case)
+    policy, before = made.policy, made.before
     record = {"parameters": fill(policy)}
 
     policy.train()
@@ -44,53 +40,19 @@ def measure(name: str) -> dict:
     policy.eval()
     with torch.no_grad():
         record["eval_loss"] = policy(with_state(batch))[0].item()
-    seen = before(tensors(cases.observation(case["inputs"], "step 0")))
+    seen = before(tensors(observation(case["inputs"], "step 0")))
     record["chunk"] = values(policy.predict_action_chunk(with_state(seen)))
-    policy.reset()
-    record["actions"] = [
-        values(after(policy.select_action(with_state(before(observe(case, step))))))
-        for step in range(cases.STEPS)
-    ]
+    record["actions"] = act(made, shown(case["inputs"], cases.STEPS), acting)
     return record
 
 
-def make_config(case: dict):
-    from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
-    from lerobot.policies.act.configuration_act import ACTConfig
-
-    def features(described: dict) -> dict:
-        return {k: PolicyFeature(FeatureType(kind), shape) for k, (kind, shape) in described.items()}
-
-    settings = dict(case["settings"])
-    modes = settings.pop("normalization_mapping")
-    return ACTConfig(
-        **settings,
-        normalization_mapping={kind: NormalizationMode(mode) for kind, mode in modes.items()},
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-        device="cpu",
-    )
-
-
-def tensors(batch: dict) -> dict:
-    """Pictures as LeRobot's datasets and environments give them: floats in [0, 1]."""
-    return {
-        key: torch.from_numpy(v).float() / 255 if v.dtype == "uint8" else torch.from_numpy(v)
-        for key, v in batch.items()
-    }
-
-
-def observe(case: dict, step: int) -> dict:
-    return tensors(cases.observation(case["inputs"], f"step {step}"))
-
-
-def with_state(batch: dict) -> dict:
-    """LeRobot asks the state for its device even where a policy has none."""
-    return {"observation.state": torch.zeros(cases.BATCH, 1), **batch}
+def acting(policy, step: int) -> nullcontext:
+    """Nothing is drawn."""
+    return nullcontext()
 
 
 @contextmanager
-def latent_noise(settings: dict):
+def latent_noise(settings: dict) -> Iterator[None]:
     noise = torch.from_numpy(cases.latent_noise(settings))
     with patch("torch.randn_like", lambda like: noise.to(like)):
         yield

@@ -1,16 +1,15 @@
 """The diffusion policies that are compared, what they are shown, and their noise. Imported by both programs."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
-from act_cases import ACTION, BATCH, ENVIRONMENT, STATE, STEPS, camera, observation, statistics
 from fill import uniform
+from inputs import ACTION, BATCH, ENVIRONMENT, STATE, actions, camera, history
 
-__all__ = ["ACTION", "BATCH", "STEPS", "observation", "statistics"]
-
+STEPS = 12  # of acting: several chunks
 TINY = {
     "horizon": 8,
     "n_action_steps": 4,
@@ -71,30 +70,21 @@ CASES = {
 
 
 def training_batch(name: str) -> dict[str, np.ndarray]:
-    """Observations [B, T, ...] and actions, whose ends are padding, of a different length per sample."""
-    settings = CASES[name]["settings"]
-    horizon = settings["horizon"]
-    is_pad = np.zeros((BATCH, horizon), bool)
-    is_pad[0, :1] = is_pad[1, -4:] = True
-    actions = uniform("action", (BATCH, horizon, *ACTION["action"][1]), -2.0, 1.0)
-    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
+    """Observations [B, T, ...] and actions."""
+    case = CASES[name]
+    return {**history(case, "training"), **actions(case["settings"]["horizon"], (1, 4))}
 
 
-def history(name: str, moment: str) -> dict[str, np.ndarray]:
-    """What was observed last: [B, T, ...]."""
-    steps = CASES[name]["settings"].get("n_obs_steps", 2)
-    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
-    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+def normal(moment: str, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Noise for the actions, by the moment at which it is drawn."""
+    assert (shape[0], shape[2]) == (BATCH, *ACTION["action"][1])
+    return torch.from_numpy(uniform(f"{moment}/{name}", tuple(shape), -2.0, 2.0))
 
 
-def normal(moment: str, name: str, settings: dict) -> np.ndarray:
-    """Noise for the actions, from the point of view of which it is drawn."""
-    return uniform(f"{moment}/{name}", (BATCH, settings["horizon"], *ACTION["action"][1]), -2.0, 2.0)
-
-
-def integers(name: str, count: int, high: int) -> np.ndarray:
+def integers(name: str, count: int, high: int) -> torch.Tensor:
     """Levels of noise differ between samples; crops, of which LeRobot draws one for a batch, do not."""
-    return (uniform(name, (count if name == "timestep" else 1,), 0, 1) * high).astype(np.int64)
+    drawn = uniform(name, (count if name == "timestep" else 1,), 0, 1) * high
+    return torch.from_numpy(drawn.astype(np.int64))
 
 
 @contextmanager

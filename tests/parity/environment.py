@@ -11,8 +11,8 @@ LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
 # Its builds end in +cpu, which pip takes for newer; without it, PyPI's build does on ARM.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# What training and reading datasets need of its dependencies, and of torch's. Everything is installed
-# without resolving, because the resolver would also bring CUDA, robots' drivers and a viewer.
+# What its extras `training`, `diffusion` and `multi-task-dit` need to train on a CPU, and torch. Everything is
+# installed without resolving, because the resolver would also bring CUDA, robots' drivers and a viewer.
 DEPENDENCIES = """
 accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
 click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 draccus==0.11.6 einops==0.8.2
@@ -20,24 +20,26 @@ Farama-Notifications filelock frozenlist fsspec==2026.2.0 gymnasium h11 hf-xet h
 huggingface_hub==1.33.0 idna importlib_metadata Jinja2 jsonlines lazy-importer MarkupSafe mergedeep mpmath
 multidict multiprocess==0.70.19 mypy_extensions networkx numpy==2.2.6 opencv-python-headless packaging
 pandas==2.3.3 pillow propcache psutil pyarrow python-dateutil pytz PyYAML regex requests safetensors
-setuptools sympy termcolor toml tqdm typing_extensions typing-inspect tzdata urllib3 xxhash yarl zipp
+setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
+tzdata urllib3 xxhash yarl zipp
 """
 
 
 def lerobot_python(root: Path) -> Path:
-    """The Python to run LeRobot with; the environment is made on the first call."""
+    """The Python to run LeRobot with; the environment is made on the first call, and when it has to have more."""
     given = os.environ.get("LEROBOT_PYTHON")
     if given:
         return Path(given).absolute()
     folder = root / ".venv-lerobot"
     python, ready = folder / "bin/python", folder / ".ready"
-    if not ready.is_file():
+    wanted = " ".join([LEROBOT, *TORCH, *DEPENDENCIES.split()])
+    if not ready.is_file() or ready.read_text() != wanted:
         print(f"installing {LEROBOT} into {folder} ...", flush=True)
         subprocess.run([find_python312(), "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         for packages in (["--extra-index-url", TORCH_INDEX, *TORCH], [LEROBOT, *DEPENDENCIES.split()]):
             subprocess.run([*install, *packages], check=True)
-        ready.touch()
+        ready.write_text(wanted)
     return python
 
 

@@ -1,126 +1,158 @@
-"""Checkpoints both ways: each program trains a few steps, each acts with what the other trained.
+"""Checkpoints both ways: each program saves and trains policies, each acts with those of the other.
 
-Called by run.py; every function gives the rows of its table.
+Called by run.py; `rows` gives the rows of its table. What differs from policy to policy is in exchange_settings.py.
 """
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
+import exchange_settings as settings
+import flexor_side
 import numpy as np
-from act_cases import BATCH, STEPS
-from fill import uniform
+import torch
+from fill import fill, uniform
+from inputs import BATCH, cases_of, shown
 from records import difference
+from safetensors.torch import load_file
 
-from flexor.policies.actor import PolicyActor
-from flexor.policies.pretrained import load_pretrained
+from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.sim.envs import make_env, observation_to_batch, stack_batch
 
 HERE = Path(__file__).parent
 Row = tuple[str, float]
+Observations = dict[str, np.ndarray]
 FLEXOR = [sys.executable, "-m", "flexor"]
 TRAIN = ["--batch_size=2", "--num_workers=0", "--log_freq=1", "--env_eval_freq=0"]
-POLICY = {
-    "type": "act",
-    "device": "cpu",
-    "pretrained_backbone_weights": "null",
-    "dim_model": 32,
-    "n_heads": 2,
-    "dim_feedforward": 32,
-    "chunk_size": 8,
-    "n_action_steps": 4,
-    "n_encoder_layers": 1,
-    "n_vae_encoder_layers": 1,
-    "latent_dim": 4,
-}
 
 
 class Exchange:
-    """A dataset, a folder to work in, and the two programs."""
+    """A kind of policy, a folder to work in, and the two programs."""
 
-    def __init__(self, lerobot: Path, folder: Path):
+    def __init__(self, kind: str, lerobot: Path, folder: Path):
+        self.kind = kind
         self.lerobot = lerobot
         self.folder = folder
-        self.run([*FLEXOR, "record", "data", "--episodes=3"])
-        np.savez(folder / "seen.npz", **observations())
+        self.acting = import_module(f"{kind}_flexor").acting
+        self.cases = cases_of(kind, folder / "clips")
+        self.steps = settings.STEPS.get(kind, 3)
 
     def rows(self) -> Iterator[Row]:
-        yield from self.ours_there()
-        yield from self.theirs_here()
+        for what, far in (*self.saved(), *self.trained()):
+            yield f"{self.kind}: {what}", far
 
-    def run(self, command: list[object]) -> str:
+    def run(self, *command: object) -> str:
         words = [str(word) for word in command]
         done = subprocess.run(words, cwd=self.folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)} failed:\n{(done.stdout + done.stderr)[-3000:]}")
         return done.stdout + done.stderr
 
-    def flexor_train(self, name: str, *more: str) -> Path:
-        self.run([*FLEXOR, "train", "--dataset.root=data", *TRAIN, f"--output_dir={name}", *more])
-        return self.folder / name / "checkpoints/last/pretrained_model"
+    def lerobot_does(self, verb: str, *checkpoints: Path) -> None:
+        self.run(self.lerobot, HERE / "exchange_lerobot.py", verb, self.kind, *checkpoints)
 
-    def lerobot_train(self, name: str, *more: str) -> Path:
-        program = [self.lerobot, "-m", "lerobot.scripts.lerobot_train"]
-        data = ["--dataset.repo_id=parity/place", "--dataset.root=data", "--dataset.video_backend=pyav"]
-        self.run([*program, *data, *TRAIN, f"--output_dir={name}", *more])
-        return self.folder / name / "checkpoints/last/pretrained_model"
+    def saved(self) -> Iterator[Row]:
+        """A checkpoint of every case, by either program."""
+        for name in self.cases:
+            self.save_here(name)
+        self.lerobot_does("save")
+        acts = [name for name, case in self.cases.items() if case.get("acts", True)]
+        for here, there in (("here", "there"), ("there", "here")):
+            seen = {self.folder / here / name: self.shown(name) for name in acts}
+            yield f"saved {here}, acts {there}", self.compare(seen)
 
-    def compare(self, checkpoint: Path) -> float:
+    def save_here(self, name: str) -> None:
+        made = flexor_side.make_policy(self.kind, self.cases[name])
+        getattr(import_module(f"{self.kind}_cases"), "fill_policy", fill)(made.policy)
+        weights = made.policy.state_dict()
+        folder = self.folder / "here" / name
+        save_pretrained(folder, made.policy.config, weights, made.preprocessor, made.postprocessor)
+
+    def shown(self, name: str) -> Observations:
+        return shown(self.cases[name]["inputs"], import_module(f"{self.kind}_cases").STEPS)
+
+    def compare(self, checkpoints: dict[Path, Observations]) -> float:
         """The same observations to both programs: how far their actions are apart."""
-        self.run(
-            [self.lerobot, HERE / "exchange_lerobot.py", checkpoint, "seen.npz", self.folder / "there.npz"]
-        )
-        theirs = np.load(self.folder / "there.npz")["actions"]
-        return difference(act(checkpoint).tolist(), theirs.tolist())
+        for checkpoint, seen in checkpoints.items():
+            np.savez(checkpoint / "seen.npz", **seen)
+        self.lerobot_does("act", *checkpoints)
+        worst = 0.0
+        for checkpoint, seen in checkpoints.items():
+            ours = flexor_side.act(load_pretrained(str(checkpoint)), seen, self.acting)
+            theirs = json.loads((checkpoint / "actions.json").read_text())
+            worst = max(worst, difference(ours, theirs))
+        return worst
 
-    def ours_there(self) -> Iterator[Row]:
-        """LeRobot acts with our checkpoints, starts from one, and resumes a run of ours."""
-        policy = [f"--policy.{key}={value}" for key, value in POLICY.items()]
-        plain = self.flexor_train("ours", *policy, "--steps=3")
-        yield "trained here, acts there", self.compare(plain)
-        averaged = self.flexor_train("ema", *policy, "--steps=3", "--ema.enable=true", "--optimizer.lr=1e-3")
-        yield "trained here with EMA, acts there", self.compare(averaged)
-        ensemble = ["--policy.n_action_steps=1", "--policy.temporal_ensemble_coeff=0.01"]
-        together = self.flexor_train("ensemble", *policy, "--steps=1", *ensemble)
-        yield "trained here with ensembling, acts there", self.compare(together)
-
-        started = self.lerobot_train("started", f"--policy.path={plain}", "--steps=2")
-        yield "lerobot-train --policy.path=OURS, acts here", self.compare(started)
-        shutil.copytree(self.folder / "ours", self.folder / "resumed", symlinks=True)
-        settings = self.folder / "resumed/checkpoints/last/pretrained_model/train_config.json"
-        resumed = self.lerobot_train("resumed", f"--config_path={settings}", "--resume=true", "--steps=5")
-        assert resumed.resolve().parent.name == "000005"
-        yield "lerobot-train --resume of OURS, acts here", self.compare(resumed)
-
-    def theirs_here(self) -> Iterator[Row]:
-        """We act with LeRobot's checkpoint, start from it and evaluate it."""
-        settings = {**POLICY, "push_to_hub": "false"}
-        policy = [f"--policy.{key}={value}" for key, value in settings.items()]
-        theirs = self.lerobot_train("theirs", *policy, "--steps=3")
-        yield "trained there, acts here", self.compare(theirs)
-        ours = self.flexor_train("onwards", f"--policy.path={theirs}", "--steps=2")
-        yield "flexor train --policy.path=THEIRS, acts there", self.compare(ours)
-        short = ["--eval.n_episodes=2", "--eval.batch_size=2", "--env.max_steps=8"]
-        said = self.run([*FLEXOR, "eval", theirs, "--env.type=place", *short])
-        assert "success" in said
+    def trained(self) -> Iterator[Row]:
+        """Two policies by each program, and what follows from one of them in the other."""
+        self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={settings.IMAGE_SIZE}")
+        seen = observations()
+        plain, other = settings.arguments(self.kind), settings.arguments(self.kind, other=True)
+        ours = self.flexor_train("ours", *plain)
+        averaged = self.flexor_train("averaged", *other, "--ema.enable=true")
+        yield "trained here, also with EMA, acts there", self.compare({ours: seen, averaged: seen})
+        theirs = self.lerobot_train("theirs", *plain, "--policy.push_to_hub=false")
+        others = self.lerobot_train("others", *other, "--policy.push_to_hub=false")
+        yield "trained there, acts here", self.compare({theirs: seen, others: seen})
+        started = self.lerobot_train("started", f"--policy.path={ours}", steps=2)
+        self.check_kept(ours, started)
+        yield "lerobot-train --policy.path=OURS, acts here", self.compare({started: seen})
+        resumed = self.resume_there()
+        self.check_kept(ours, resumed)
+        yield "lerobot-train --resume of OURS, acts here", self.compare({resumed: seen})
+        onwards = self.flexor_train("onwards", f"--policy.path={theirs}", steps=2)
+        self.check_kept(theirs, onwards)
+        yield "flexor train --policy.path=THEIRS, acts there", self.compare({onwards: seen})
+        self.evaluate_here(theirs)
         yield "flexor eval THEIRS runs", 0.0
 
+    def flexor_train(self, name: str, *more: str, steps: int = 0) -> Path:
+        long = f"--steps={steps or self.steps}"
+        self.run(*FLEXOR, "train", "--dataset.root=data", *TRAIN, f"--output_dir={name}", long, *more)
+        return self.checkpoint(name)
 
-def observations() -> dict[str, np.ndarray]:
-    """What the built-in task shows over STEPS steps in BATCH episodes: [steps, B, ...]."""
-    envs = [make_env("place") for _ in range(BATCH)]
+    def lerobot_train(self, name: str, *more: str, steps: int = 0) -> Path:
+        program = [self.lerobot, "-m", "lerobot.scripts.lerobot_train"]
+        data = ["--dataset.repo_id=parity/place", "--dataset.root=data", "--dataset.video_backend=pyav"]
+        self.run(*program, *data, *TRAIN, f"--output_dir={name}", f"--steps={steps or self.steps}", *more)
+        return self.checkpoint(name)
+
+    def checkpoint(self, name: str) -> Path:
+        return self.folder / name / "checkpoints/last/pretrained_model"
+
+    def resume_there(self) -> Path:
+        """LeRobot takes a run of ours up where it was, with the optimizer's state and the schedule's."""
+        shutil.copytree(self.folder / "ours", self.folder / "resumed", symlinks=True)
+        config = self.checkpoint("resumed") / "train_config.json"
+        steps = self.steps + 2
+        resumed = self.lerobot_train("resumed", f"--config_path={config}", "--resume=true", steps=steps)
+        assert resumed.resolve().parent.name == f"{steps:06d}"
+        return resumed
+
+    def check_kept(self, before: Path, after: Path) -> None:
+        """VQ-BeT's vocabulary, once trained, is not trained again."""
+        old, new = (load_file(folder / "model.safetensors") for folder in (before, after))
+        vocabulary = [name for name in old if "vqvae_model" in name]
+        assert all(torch.equal(old[name], new[name]) for name in vocabulary), "the vocabulary has changed"
+        assert any(not torch.equal(old[name], new[name]) for name in old), "nothing was trained"
+
+    def evaluate_here(self, checkpoint: Path) -> None:
+        short = ["--eval.n_episodes=2", "--eval.batch_size=2", "--env.max_steps=4"]
+        size = f"--env.kwargs.image_size={settings.IMAGE_SIZE}"
+        said = self.run(*FLEXOR, "eval", checkpoint, "--env.type=place", size, *short)
+        assert "success" in said
+
+
+def observations(steps: int = 8) -> Observations:
+    """What the built-in task shows over some steps in BATCH episodes: [steps, B, ...]."""
+    envs = [make_env("place", image_size=settings.IMAGE_SIZE) for _ in range(BATCH)]
     now = [env.reset(seed=seed)[0] for seed, env in enumerate(envs)]
     seen = []
-    for step in range(STEPS):
+    for step in range(steps):
         seen.append(stack_batch([observation_to_batch(each) for each in now]))
         now = [env.step(uniform(f"action {step}", (3,), -1, 1))[0] for env in envs]
     return stack_batch(seen)
-
-
-def act(checkpoint: Path) -> np.ndarray:
-    actor = PolicyActor(load_pretrained(str(checkpoint)))
-    actor.reset(BATCH)
-    seen = observations()
-    return np.stack([actor.act({k: v[t] for k, v in seen.items()}, [""] * BATCH) for t in range(STEPS)])

@@ -1,43 +1,62 @@
-"""Act with a checkpoint in LeRobot: run where `lerobot` is installed.
+"""Checkpoints in LeRobot: run where `lerobot` is installed, in a folder that both programs work in.
 
-    python tests/parity/exchange_lerobot.py CHECKPOINT observations.npz actions.npz
+    python tests/parity/exchange_lerobot.py save KIND
+    python tests/parity/exchange_lerobot.py act KIND CHECKPOINT ...
 
-Loads everything in the folder the ways LeRobot does: policy, both processors, training settings.
+The first writes a checkpoint of every case of a kind of policy, as there/CASE. The second shows each checkpoint the
+observations in CHECKPOINT/seen.npz and writes CHECKPOINT/actions.json. It loads everything in the folder the ways
+LeRobot does: policy, both processors, and training settings if there are some.
 """
 
+import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import torch
+from fill import fill
+from inputs import cases_of
+from lerobot_side import Made, act, make_policy
 
 
-def act(checkpoint: Path, observations: dict[str, np.ndarray]) -> np.ndarray:
-    """Actions [steps, B, A] for observations [steps, B, ...]."""
+def save(kind: str) -> None:
+    fill_policy = getattr(import_module(f"{kind}_cases"), "fill_policy", fill)
+    for name, case in cases_of(kind, Path("clips").absolute()).items():
+        made = make_policy(kind, case)
+        fill_policy(made.policy)
+        for part in made:
+            part.save_pretrained(Path("there") / name)
+
+
+def load(kind: str, checkpoint: Path) -> Made:
     from lerobot.configs.train import TrainPipelineConfig
-    from lerobot.policies.act.modeling_act import ACTPolicy
-    from lerobot.policies.factory import make_pre_post_processors
+    from lerobot.policies.factory import get_policy_class, make_pre_post_processors
     from lerobot.processor import PolicyProcessorPipeline
 
-    policy = ACTPolicy.from_pretrained(checkpoint, strict=True)
-    before, after = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
-    for name, made in (("policy_preprocessor", before), ("policy_postprocessor", after)):
-        file = f"{name}.json"
-        loaded = PolicyProcessorPipeline.from_pretrained(checkpoint, config_filename=file)
+    policy = get_policy_class(kind).from_pretrained(checkpoint, strict=True)
+    processors = make_pre_post_processors(policy.config, pretrained_path=str(checkpoint))
+    for name, made in zip(("policy_preprocessor", "policy_postprocessor"), processors):
+        loaded = PolicyProcessorPipeline.from_pretrained(checkpoint, config_filename=f"{name}.json")
         assert [type(step) for step in loaded.steps] == [type(step) for step in made.steps]
-    settings = TrainPipelineConfig.from_pretrained(checkpoint)
-    assert settings.policy.type == "act" and settings.optimizer is not None
-    assert settings.policy.input_features == policy.config.input_features
+    if (checkpoint / "train_config.json").is_file():
+        settings = TrainPipelineConfig.from_pretrained(checkpoint)
+        assert settings.policy.type == kind
+        assert settings.policy.input_features == policy.config.input_features
+        assert settings.optimizer == policy.config.get_optimizer_preset()
+        assert settings.scheduler == policy.config.get_scheduler_preset()
+    return Made(policy, *processors)
 
-    policy.reset()
-    actions = []
-    for step in range(len(next(iter(observations.values())))):
-        now = {key: torch.from_numpy(values[step]) for key, values in observations.items()}
-        now = {key: v.float() / 255 if v.dtype == torch.uint8 else v for key, v in now.items()}
-        actions.append(after(policy.select_action(before(now))).numpy())
-    return np.stack(actions)
+
+def main(verb: str, kind: str, *checkpoints: str) -> None:
+    torch.set_num_threads(1)
+    if verb == "save":
+        save(kind)
+    acting = import_module(f"{kind}_lerobot").acting
+    for checkpoint in map(Path, checkpoints):
+        seen = dict(np.load(checkpoint / "seen.npz"))
+        (checkpoint / "actions.json").write_text(json.dumps(act(load(kind, checkpoint), seen, acting)))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    np.savez(sys.argv[3], actions=act(Path(sys.argv[1]), dict(np.load(sys.argv[2]))))
+    main(*sys.argv[1:])

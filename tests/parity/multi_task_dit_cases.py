@@ -1,13 +1,16 @@
 """The multi-task DiTs that are compared, what they are shown and told, and their noise. Imported by both programs."""
 
+from pathlib import Path
+
 import numpy as np
-from act_cases import ACTION, BATCH, ENVIRONMENT, STATE, STEPS, camera, observation, statistics
-from diffusion_cases import integers, normal
+import torch
 from fill import uniform
+from inputs import BATCH, ENVIRONMENT, STATE, TASKS, actions, camera, history
+from multi_task_dit_clip import make_clips
 
-__all__ = ["ACTION", "BATCH", "STEPS", "integers", "normal", "observation", "statistics"]
+__all__ = ["TASKS"]
 
-TASKS = ["pick up the red cube", "open the drawer"]
+STEPS = 12  # of acting: several chunks
 TINY = {
     "horizon": 8,
     "n_action_steps": 4,
@@ -68,22 +71,24 @@ CASES = {
 }
 
 
-def training_batch(name: str) -> dict:
-    """Observations [B, T, ...], a task each, and actions, whose ends are padding, of a different length per sample."""
-    horizon = CASES[name]["settings"]["horizon"]
-    is_pad = np.zeros((BATCH, horizon), bool)
-    is_pad[0, :1] = is_pad[1, -4:] = True
-    actions = uniform("action", (BATCH, horizon, *ACTION["action"][1]), -2.0, 1.0)
-    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
+def placed(folder: Path) -> dict[str, dict]:
+    """The cases with their CLIPs, which are made in `folder` unless they are there."""
+    if not folder.exists():
+        make_clips(folder)
+    return {name: with_clip(case, folder) for name, case in CASES.items()}
 
 
-def history(name: str, moment: str) -> dict[str, np.ndarray]:
-    """What was observed last: [B, T, ...]."""
-    steps = CASES[name]["settings"].get("n_obs_steps", 2)
-    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
-    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+def with_clip(case: dict, folder: Path) -> dict:
+    clip = str(folder / case["clip"])
+    return {**case, "settings": {**case["settings"], "vision_encoder_name": clip, "text_encoder_name": clip}}
 
 
-def times(settings: dict) -> np.ndarray:
+def training_batch(name: str) -> dict[str, np.ndarray]:
+    """Observations [B, T, ...] and actions."""
+    case = CASES[name]
+    return {**history(case, "training"), **actions(case["settings"]["horizon"], (1, 4))}
+
+
+def times() -> torch.Tensor:
     """Times of flow matching, or, where they have it, draws from the beta distribution."""
-    return uniform("time", (BATCH,), 0.05, 0.95)
+    return torch.from_numpy(uniform("time", (BATCH,), 0.05, 0.95))

@@ -8,59 +8,57 @@ Weights, inputs and noise come from fill.py, so multi_task_dit_flexor.py can com
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import multi_task_dit_cases as cases
 import torch
-from act_lerobot import tensors
+from diffusion_cases import integers, normal
+from diffusion_lerobot import step_noise
 from fill import fill
-from multi_task_dit_clip import make_clips
-from records import record_batch, save, values
+from inputs import TASKS, history, shown
+from lerobot_side import act, make_policy, tensors
+from records import group, record_batch, save, values
 
 
-def measure(name: str, clips: Path) -> dict:
-    from lerobot.policies.factory import make_pre_post_processors
-    from lerobot.policies.multi_task_dit.modeling_multi_task_dit import MultiTaskDiTPolicy
-
-    case = cases.CASES[name]
-    settings = case["settings"]
-    config = make_config(case, clips)
-    policy = MultiTaskDiTPolicy(config)
-    stats = {
-        k: {n: torch.from_numpy(v) for n, v in s.items()} for k, s in cases.statistics(case["inputs"]).items()
-    }
-    before, after = make_pre_post_processors(config, dataset_stats=stats)
+def measure(name: str, case: dict) -> dict:
+    made = make_policy("multi_task_dit", case)
+    policy, before, config = made.policy, made.before, made.policy.config
     record = {"parameters": fill(policy), "drop_last": config.drop_n_last_frames}
-    record["groups"] = [len(group["params"]) for group in policy.get_optim_params()]
+    record["groups"] = [group(policy, each["params"], each) for each in policy.get_optim_params()]
 
-    batch = before({**tensors(cases.training_batch(name)), "task": cases.TASKS})
+    batch = before({**tensors(cases.training_batch(name)), "task": TASKS})
     record["batch"] = record_batch({"action": batch["action"], "state": batch["observation.state"]})
     record["tokens"] = batch["observation.language.tokens"].tolist()
     record["mask"] = batch["observation.language.attention_mask"].int().tolist()
     policy.train()
-    with training_noise(settings):
+    with training_noise():
         loss = policy(dict(batch))[0]
         loss.backward()
     record["loss"] = loss.item()
     record["gradients"] = gradients(policy)
 
     policy.eval()
-    with torch.no_grad(), training_noise(settings):
+    with torch.no_grad(), training_noise():
         record["eval_loss"] = policy(dict(batch))[0].item()
-    seen = policy._prepare_batch(before({**tensors(cases.history(name, "chunk")), "task": cases.TASKS}))
-    with torch.no_grad(), acting_noise(policy, "chunk", settings):
+    seen = policy._prepare_batch(before({**tensors(history(case, "chunk")), "task": TASKS}))
+    with torch.no_grad(), step_noise(scheduler(policy), "chunk"):
         record["chunk"] = values(policy._generate_actions(seen))
-    policy.reset()
-    record["actions"] = [act(policy, before, after, case, step) for step in range(cases.STEPS)]
+    record["actions"] = act(made, shown(case["inputs"], cases.STEPS), acting)
     return record
 
 
-def act(policy, before, after, case: dict, step: int) -> list:
-    seen = before({**tensors(cases.observation(case["inputs"], f"step {step}")), "task": cases.TASKS})
-    with acting_noise(policy, f"act {step}", case["settings"]):
-        return values(after(policy.select_action(seen)))
+def scheduler(policy):
+    """None for flow matching."""
+    if policy.config.is_flow_matching:
+        return None
+    policy.objective.noise_scheduler.set_timesteps(policy.objective.num_inference_steps)
+    return policy.objective.noise_scheduler
+
+
+def acting(policy, step: int) -> AbstractContextManager:
+    return step_noise(scheduler(policy), f"act {step}")
 
 
 def gradients(policy: torch.nn.Module) -> list[float | None]:
@@ -69,62 +67,20 @@ def gradients(policy: torch.nn.Module) -> list[float | None]:
     return [n or 0.0 if p.requires_grad else n for p, n in zip(policy.parameters(), norms)]
 
 
-def make_config(case: dict, clips: Path):
-    from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
-    from lerobot.policies.multi_task_dit.configuration_multi_task_dit import MultiTaskDiTConfig
-
-    def features(described: dict) -> dict:
-        return {k: PolicyFeature(FeatureType(kind), shape) for k, (kind, shape) in described.items()}
-
-    settings = dict(case["settings"])
-    modes = settings.pop("normalization_mapping")
-    return MultiTaskDiTConfig(
-        **settings,
-        vision_encoder_name=str(clips / case["clip"]),
-        text_encoder_name=str(clips / case["clip"]),
-        normalization_mapping={kind: NormalizationMode(mode) for kind, mode in modes.items()},
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-        device="cpu",
-    )
-
-
 @contextmanager
-def training_noise(settings: dict) -> Iterator[None]:
+def training_noise() -> Iterator[None]:
     """LeRobot draws crops (encoder by encoder: top, then left), then the noise, then its level or time."""
     crops = (f"crop{i}/{side}" for i in range(9) for side in ("top", "left"))
-    noise = torch.from_numpy(cases.normal("training", "noise", settings))
-    times = torch.from_numpy(cases.times(settings))
 
     def randint(low: int, high: int, size: tuple, **_: object) -> torch.Tensor:
         assert low == 0
-        return torch.from_numpy(cases.integers(next(crops) if size == (1,) else "timestep", size[0], high))
+        return integers(next(crops) if size == (1,) else "timestep", size[0], high)
 
     with (
         patch("torch.randint", randint),
-        patch("torch.randn_like", lambda like: noise.to(like)),
-        patch("torch.rand", lambda count, **_: times),
-        patch("torch.distributions.Beta.sample", lambda _, shape: times),
-    ):
-        yield
-
-
-@contextmanager
-def acting_noise(policy, moment: str, settings: dict) -> Iterator[None]:
-    """The noise at the start, and that which DDPM adds at each level but the last."""
-    levels: Iterator[int] = iter(())
-    if settings.get("objective") != "flow_matching":
-        policy.objective.noise_scheduler.set_timesteps(policy.objective.num_inference_steps)
-        levels = iter(policy.objective.noise_scheduler.timesteps.tolist())
-
-    def given(name: str) -> torch.Tensor:
-        return torch.from_numpy(cases.normal(moment, name, settings))
-
-    with (
-        patch("torch.randn", lambda *_, **__: given("x")),
-        patch(
-            "diffusers.schedulers.scheduling_ddpm.randn_tensor", lambda *_, **__: given(f"step{next(levels)}")
-        ),
+        patch("torch.randn_like", lambda like: normal("training", "noise", like.shape)),
+        patch("torch.rand", lambda count, **_: cases.times()),
+        patch("torch.distributions.Beta.sample", lambda _, shape: cases.times()),
     ):
         yield
 
@@ -133,8 +89,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as clips:
-        make_clips(Path(clips))
-        save(folder / "multi_task_dit.json", {name: measure(name, Path(clips)) for name in cases.CASES})
+        placed = cases.placed(Path(clips) / "clips")
+        save(folder / "multi_task_dit.json", {name: measure(name, case) for name, case in placed.items()})
 
 
 if __name__ == "__main__":

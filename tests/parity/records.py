@@ -1,5 +1,6 @@
 """Results as plain numbers in JSON, and how far two of them are apart. Imported by both programs."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,14 @@ def values(tensor: Any) -> list:
 def gradients(module: Any) -> list[float | None]:
     """The norm of each parameter's gradient, in order; None for one that plays no part."""
     return [None if p.grad is None else p.grad.norm().item() for p in module.parameters()]
+
+
+def group(module: Any, parameters: list, settings: dict) -> list:
+    """A group of an optimizer: a digest of its parameters' names in their order, and what it sets otherwise."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    order = "\n".join(names[id(p)] for p in parameters)
+    digest = hashlib.blake2b(order.encode(), digest_size=8).hexdigest()
+    return [digest, settings.get("lr"), settings.get("weight_decay")]
 
 
 def record_batch(batch: dict) -> dict:

@@ -1,6 +1,9 @@
 """Compare Flexor with LeRobot, live: what `make parity` runs.
 
-    python tests/parity/run.py [data] [writer] [colour] [act] [exchange]
+    python tests/parity/run.py [PART ...]
+
+Parts are data, writer, colour, a kind of policy (act, diffusion, vqbet, tdmpc, multi_task_dit), whose golden files
+are made anew, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -13,6 +16,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import act_flexor
@@ -21,6 +26,8 @@ import compare_data
 import torch
 from environment import lerobot_python
 from exchange_flexor import Exchange
+from inputs import POLICIES
+from multi_task_dit_clip import make_clips
 from records import difference
 
 HERE = Path(__file__).parent
@@ -36,16 +43,31 @@ def call(python: Path, script: str, *arguments: object) -> None:
         raise RuntimeError(f"{script} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
-def act(lerobot: Path, folder: Path) -> Iterator[Row]:
+def golden(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
     """LeRobot's numbers made again, against the committed ones and against ours."""
-    call(lerobot, "act_lerobot.py", folder)
-    for file, measure in (("act.json", act_flexor.measure), ("resnet.json", act_flexor.resnet)):
-        live = json.loads((folder / file).read_text())
-        yield f"golden {file} is what LeRobot computes", difference(load(GOLDEN / "act" / file), live)
-        for name, theirs in live.items():
-            ours = measure(name)
-            for field in theirs:
-                yield f"{Path(file).stem} {field}", difference(ours[field], theirs[field])
+    measure = import_module(f"{kind}_flexor").measure
+    if kind == "multi_task_dit":
+        make_clips(folder / "clips")
+        measure = partial(measure, clips=folder / "clips")
+    call(lerobot, f"{kind}_lerobot.py", folder)
+    yield from compare(kind, folder / f"{kind}.json", measure)
+    if kind == "act":
+        yield from compare(kind, folder / "resnet.json", act_flexor.resnet)
+    if kind == "diffusion":
+        call(lerobot, "diffusion_schedules.py", folder)
+        yield from compare(kind, folder / "schedules.json")
+
+
+def compare(kind: str, file: Path, measure: Callable[[str], dict] | None = None) -> Iterator[Row]:
+    live = load(file)
+    yield (
+        f"golden {kind}/{file.name} is what LeRobot computes",
+        difference(load(GOLDEN / kind / file.name), live),
+    )
+    for name, theirs in live.items() if measure else ():
+        ours = measure(name)
+        for field in theirs.keys() | ours.keys():
+            yield f"{file.stem} {field}", difference(ours.get(field), theirs.get(field))
 
 
 def load(path: Path) -> dict:
@@ -80,17 +102,18 @@ def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
     yield from colour.rows(folder)
 
 
-def exchange(lerobot: Path, folder: Path) -> Iterator[Row]:
-    yield from Exchange(lerobot, folder).rows()
+def exchange(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
+    yield from Exchange(kind, lerobot, folder).rows()
 
 
 PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "data": data,
     "writer": writer,
     "colour": colours,
-    "act": act,
-    "exchange": exchange,
+    **{kind: partial(golden, kind) for kind in POLICIES},
+    **{f"exchange-{kind}": partial(exchange, kind) for kind in POLICIES},
 }
+GROUPS = {"exchange": [f"exchange-{kind}" for kind in POLICIES]}
 
 
 def main(names: list[str]) -> int:
@@ -99,7 +122,7 @@ def main(names: list[str]) -> int:
     lerobot = lerobot_python(HERE.parents[1])
     worst: dict[str, float] = {}
     broken = []
-    for name in names or PARTS:
+    for name in [part for given in names or PARTS for part in GROUPS.get(given, [given])]:
         print(f"comparing {name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
             try:

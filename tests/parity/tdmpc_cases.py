@@ -1,14 +1,12 @@
 """The TD-MPC policies that are compared, what they are shown and what they draw. Imported by both programs."""
 
+from collections.abc import Sequence
+
 import numpy as np
-from act_cases import ENVIRONMENT, STATE, camera, observation, statistics
 from fill import uniform
+from inputs import ACTION, BATCH, ENVIRONMENT, STATE, camera, observation
 
-__all__ = ["ACTION", "BATCH", "CASES", "STEPS", "Draws", "observation", "statistics", "training_batch"]
-
-BATCH = 2
 STEPS = 6  # of acting: several plans, each started from the one before
-ACTION = {"action": ("ACTION", (3,))}
 IMAGE = {"observation.image": ("VISUAL", (3, 48, 48))}
 TINY = {
     "horizon": 4,
@@ -91,13 +89,13 @@ class Draws:
     def __init__(self, moment: object):
         self.moment = moment
 
-    def normal(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def normal(self, name: str, shape: Sequence[int]) -> np.ndarray:
         return uniform(f"{self.moment}/{name}", tuple(shape), -1.7, 1.7)
 
-    def uniform(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def uniform(self, name: str, shape: Sequence[int]) -> np.ndarray:
         return uniform(f"{self.moment}/{name}", tuple(shape), 0.0, 1.0)
 
-    def integers(self, name: str, shape: tuple[int, ...], high: int) -> np.ndarray:
+    def integers(self, name: str, shape: Sequence[int], high: int) -> np.ndarray:
         shared = 1 if "critics" in name else shape[0]
         drawn = uniform(f"{self.moment}/{name}", (shared, *shape[1:]), 0, high).astype(np.int64)
         return np.broadcast_to(drawn, shape).copy()

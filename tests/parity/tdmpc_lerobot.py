@@ -15,22 +15,17 @@ import numpy as np
 import tdmpc_cases as cases
 import torch
 from fill import fill
-from records import gradients, record_batch, save, values
+from inputs import BATCH, shown
+from lerobot_side import act, make_policy, tensors
+from records import gradients, record_batch, save
 
 PARTS = ("consistency_loss", "reward_loss", "Q_value_loss", "V_value_loss", "pi_loss", "Q", "V")
 
 
 def measure(name: str) -> dict:
-    from lerobot.policies.factory import make_pre_post_processors
-    from lerobot.policies.tdmpc.modeling_tdmpc import TDMPCPolicy
-
     case = cases.CASES[name]
-    config = make_config(case)
-    policy = TDMPCPolicy(config)
-    stats = {
-        k: {n: torch.from_numpy(v) for n, v in s.items()} for k, s in cases.statistics(case["inputs"]).items()
-    }
-    before, after = make_pre_post_processors(config, dataset_stats=stats)
+    made = make_policy("tdmpc", case)
+    policy, before = made.policy, made.before
     record = {"parameters": fill(policy)}
 
     policy.train()
@@ -52,42 +47,8 @@ def measure(name: str) -> dict:
     with torch.no_grad(), drawing_for_training(case, "eval"):
         record["eval_loss"] = policy(dict(batch))[0].item()
     if case["acts"]:
-        record["actions"] = [
-            act(policy, before(tensors(cases.observation(case["inputs"], f"step {step}"))), after, step)
-            for step in range(cases.STEPS)
-        ]
+        record["actions"] = act(made, shown(case["inputs"], cases.STEPS), acting)
     return record
-
-
-def act(policy, seen: dict, after, step: int) -> list:
-    with drawing_for_planning(policy.config, step):
-        return values(after(policy.select_action(seen)))
-
-
-def make_config(case: dict):
-    from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
-    from lerobot.policies.tdmpc.configuration_tdmpc import TDMPCConfig
-
-    def features(described: dict) -> dict:
-        return {k: PolicyFeature(FeatureType(kind), shape) for k, (kind, shape) in described.items()}
-
-    settings = dict(case["settings"])
-    modes = settings.pop("normalization_mapping")
-    return TDMPCConfig(
-        **settings,
-        normalization_mapping={kind: NormalizationMode(mode) for kind, mode in modes.items()},
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-        device="cpu",
-    )
-
-
-def tensors(batch: dict) -> dict:
-    """Pictures as LeRobot's datasets and environments give them: floats in [0, 1]."""
-    return {
-        key: torch.from_numpy(v).float() / 255 if v.dtype == "uint8" else torch.from_numpy(v)
-        for key, v in batch.items()
-    }
 
 
 @contextmanager
@@ -102,7 +63,7 @@ def drawing_for_training(case: dict, moment: str) -> Iterator[None]:
     def randint(low: int, high: int, size: tuple, device: object, dtype: torch.dtype) -> torch.Tensor:
         steps = case["settings"]["horizon"] + 1
         shifts = [
-            [draws.integers(f"shift/{t}/{side}", (cases.BATCH,), high) for side in ("left", "top")]
+            [draws.integers(f"shift/{t}/{side}", (BATCH,), high) for side in ("left", "top")]
             for t in range(steps)
         ]
         return torch.from_numpy(np.array(shifts)).to(dtype).movedim(1, 2).reshape(size)  # [t, (x, y), b]
@@ -112,10 +73,10 @@ def drawing_for_training(case: dict, moment: str) -> Iterator[None]:
 
 
 @contextmanager
-def drawing_for_planning(config, step: int) -> Iterator[None]:
+def acting(policy, step: int) -> Iterator[None]:
     """In the order of its plan: the proposals, then per round samples, last actions and critics."""
-    draws = cases.Draws(step)
-    batch, width, horizon = cases.BATCH, config.action_feature.shape[0], config.horizon
+    config, draws = policy.config, cases.Draws(step)
+    batch, width, horizon = BATCH, config.action_feature.shape[0], config.horizon
     tried = config.n_gaussian_samples + config.n_pi_samples
     done = {"proposals": 0, "rounds": 0}
 

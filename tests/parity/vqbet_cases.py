@@ -1,14 +1,11 @@
 """The VQ-BeT policies that are compared, what they are shown, and their noise. Imported by both programs."""
 
-import hashlib
-
 import numpy as np
 import torch
-from act_cases import ACTION, BATCH, STATE, STEPS, camera, observation, statistics
 from fill import fill, uniform
+from inputs import BATCH, STATE, actions, camera, history
 
-__all__ = ["ACTION", "BATCH", "STEPS", "observation", "statistics"]
-
+STEPS = 12  # of acting: several chunks
 TINY = {
     "n_obs_steps": 3,
     "n_action_pred_token": 2,
@@ -87,14 +84,6 @@ def fill_policy(policy: torch.nn.Module) -> str:
     return digest
 
 
-def group(policy: torch.nn.Module, parameters: list, settings: dict) -> list:
-    """A group of the optimizer: a digest of its parameters' names in their order, and what it sets otherwise."""
-    names = {id(p): name for name, p in policy.named_parameters()}
-    order = "\n".join(names[id(p)] for p in parameters)
-    digest = hashlib.blake2b(order.encode(), digest_size=8).hexdigest()
-    return [digest, settings.get("lr"), settings.get("weight_decay")]
-
-
 def codebooks(policy: torch.nn.Module) -> list[list[float]]:
     """What a step makes of the codes, and of the flags that say which phase is next."""
     kept = ("embed", "embed_avg", "cluster_size", "discretized", "freeze_codebook")
@@ -106,17 +95,7 @@ def training_batch(name: str) -> dict[str, np.ndarray]:
     """Observations [B, T, ...] and actions; padding is learnt like anything else."""
     settings = CASES[name]["settings"]
     steps = settings["n_obs_steps"] + settings["n_action_pred_token"] + settings["action_chunk_size"] - 2
-    is_pad = np.zeros((BATCH, steps), bool)
-    is_pad[0, :1] = is_pad[1, -1:] = True
-    actions = uniform("action", (BATCH, steps, *ACTION["action"][1]), -2.0, 1.0)
-    return {**history(name, "training"), "action": actions, "action_is_pad": is_pad}
-
-
-def history(name: str, moment: str) -> dict[str, np.ndarray]:
-    """What was observed last: [B, T, ...]."""
-    steps = CASES[name]["settings"]["n_obs_steps"]
-    seen = [observation(CASES[name]["inputs"], f"{moment} {step}") for step in range(steps)]
-    return {key: np.stack([each[key] for each in seen], 1) for key in seen[0]}
+    return {**history(CASES[name], "training"), **actions(steps, (1, 1))}
 
 
 def code_noise(moment: str, tokens: int, codes: int) -> np.ndarray:

@@ -1,17 +1,14 @@
 """What Flexor's VQ-BeT computes for the same cases as vqbet_lerobot.py, in the same form."""
 
-from unittest.mock import patch
+from collections.abc import Sequence
 
 import torch
 import vqbet_cases as cases
-from act_flexor import tensors
-from records import gradients, record_batch
+from flexor_side import act, make_policy, tensors
+from inputs import BATCH, shown
+from records import gradients, group, record_batch
 
-from flexor.policies.actor import PolicyActor
-from flexor.policies.base import Kind, PolicyFeature
-from flexor.policies.pretrained import Pretrained
-from flexor.policies.processing import default_pipelines
-from flexor.policies.vqbet import VQBeT, VQBeTConfig
+from flexor.policies.vqbet import VQBeT
 
 
 class GivenNoise:
@@ -20,32 +17,23 @@ class GivenNoise:
     def __init__(self, moment: str):
         self.moment = moment
 
-    def uniform(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        assert name == "codes" and shape[0] == cases.BATCH and shape[2] == 2
+    def uniform(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        assert name == "codes" and shape[0] == BATCH and shape[2] == 2
         return torch.from_numpy(cases.code_noise(self.moment, shape[1], shape[3]))
 
-    def integers(self, name: str, shape: tuple[int, ...], high: int) -> torch.Tensor:
+    def integers(self, name: str, shape: Sequence[int], high: int) -> torch.Tensor:
         return torch.full(shape, cases.place(name.removeprefix("crop/"), high))
 
 
-def make_policy(case: dict) -> Pretrained:
-    def features(described: dict) -> dict:
-        return {key: PolicyFeature(Kind(kind), shape) for key, (kind, shape) in described.items()}
-
-    config = VQBeTConfig(
-        **case["settings"],
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-    )
-    before, after = default_pipelines(config, cases.statistics(case["inputs"]), "cpu")
-    return Pretrained(VQBeT(config), before, after)
+def acting(step: int) -> GivenNoise:
+    return GivenNoise(f"act {step}")
 
 
 def measure(name: str) -> dict:
     case = cases.CASES[name]
-    pretrained = make_policy(case)
+    pretrained = make_policy("vqbet", case)
     policy, before = pretrained.policy, pretrained.preprocessor
-    groups = [cases.group(policy, group.params, group.overrides) for group in policy.param_groups()]
+    groups = [group(policy, each.params, each.overrides) for each in policy.param_groups()]
     record: dict = {"parameters": cases.fill_policy(policy), "groups": groups}
     batch = before(tensors(cases.training_batch(name)))
     record["batch"] = record_batch({"action": batch["action"], "state": batch["observation.state"]})
@@ -63,7 +51,7 @@ def measure(name: str) -> dict:
     policy.eval()
     with torch.no_grad():
         record["eval_loss"] = policy.loss(batch, GivenNoise("training")).per_sample.mean().item()
-    record["actions"] = act(pretrained, case)
+    record["actions"] = act(pretrained, shown(case["inputs"], cases.STEPS), acting)
     return record
 
 
@@ -82,11 +70,3 @@ def vocabulary(policy: VQBeT, batch: dict) -> dict:
     record["second_loss"] = policy.loss(batch, GivenNoise("training")).per_sample.mean().item()
     record["second_codebooks"] = cases.codebooks(policy)
     return record
-
-
-def act(pretrained: Pretrained, case: dict) -> list:
-    actor = PolicyActor(pretrained)
-    actor.reset(cases.BATCH)
-    moments = (cases.observation(case["inputs"], f"step {step}") for step in range(cases.STEPS))
-    with patch("flexor.policies.actor.Noise", lambda seed, step, episodes: GivenNoise(f"act {step}")):
-        return [actor.act(seen, [""] * cases.BATCH).tolist() for seen in moments]

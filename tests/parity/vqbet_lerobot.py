@@ -7,28 +7,23 @@ Weights, inputs and noise come from fill.py, so vqbet_flexor.py can compute the 
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import vqbet_cases as cases
-from act_lerobot import tensors
-from records import gradients, record_batch, save, values
+from inputs import BATCH, shown
+from lerobot_side import act, make_policy, tensors
+from records import gradients, group, record_batch, save
 
 
 def measure(name: str) -> dict:
-    from lerobot.policies.factory import make_pre_post_processors
-    from lerobot.policies.vqbet.modeling_vqbet import VQBeTPolicy
-
     case = cases.CASES[name]
-    config = make_config(case)
-    policy = VQBeTPolicy(config)
-    stats = {
-        k: {n: torch.from_numpy(v) for n, v in s.items()} for k, s in cases.statistics(case["inputs"]).items()
-    }
-    before, after = make_pre_post_processors(config, dataset_stats=stats)
-    groups = [cases.group(policy, group["params"], group) for group in policy.get_optim_params()]
+    sequential = case["settings"].get("sequentially_select", False)
+    made = make_policy("vqbet", case)
+    policy, before = made.policy, made.before
+    groups = [group(policy, each["params"], each) for each in policy.get_optim_params()]
     record = {"parameters": cases.fill_policy(policy), "groups": groups}
     batch = before(tensors(cases.training_batch(name)))
     record["batch"] = record_batch({"action": batch["action"], "state": batch["observation.state"]})
@@ -37,7 +32,7 @@ def measure(name: str) -> dict:
     record["vocabulary"] = vocabulary(policy, batch)
     assert policy.vqbet.action_head.vqvae_model.discretized
     policy.train()
-    with crops(), codes(case, "training"):
+    with crops(), codes(sequential, "training"):
         loss, parts = policy(batch)
     policy.zero_grad()
     loss.backward()
@@ -45,10 +40,9 @@ def measure(name: str) -> dict:
     record["gradients"] = gradients(policy)
 
     policy.eval()
-    with torch.no_grad(), codes(case, "training"):
+    with torch.no_grad(), codes(sequential, "training"):
         record["eval_loss"] = policy(batch)[0].item()
-    policy.reset()
-    record["actions"] = [act(policy, before, after, case, step) for step in range(cases.STEPS)]
+    record["actions"] = act(made, shown(case["inputs"], cases.STEPS), acting)
     return record
 
 
@@ -68,28 +62,8 @@ def vocabulary(policy, batch: dict) -> dict:
     return record
 
 
-def act(policy, before, after, case: dict, step: int) -> list:
-    seen = before(tensors(cases.observation(case["inputs"], f"step {step}")))
-    with codes(case, f"act {step}"):
-        return values(after(policy.select_action(seen)))
-
-
-def make_config(case: dict):
-    from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
-    from lerobot.policies.vqbet.configuration_vqbet import VQBeTConfig
-
-    def features(described: dict) -> dict:
-        return {k: PolicyFeature(FeatureType(kind), shape) for k, (kind, shape) in described.items()}
-
-    settings = dict(case["settings"])
-    modes = settings.pop("normalization_mapping")
-    return VQBeTConfig(
-        **settings,
-        normalization_mapping={kind: NormalizationMode(mode) for kind, mode in modes.items()},
-        input_features=features(case["inputs"]),
-        output_features=features(cases.ACTION),
-        device="cpu",
-    )
+def acting(policy, step: int) -> AbstractContextManager:
+    return codes(policy.config.sequentially_select, f"act {step}")
 
 
 @contextmanager
@@ -106,15 +80,14 @@ def crops() -> Iterator[None]:
 
 
 @contextmanager
-def codes(case: dict, moment: str) -> Iterator[None]:
+def codes(sequential: bool, moment: str) -> Iterator[None]:
     """Both codes are drawn at once (rows are sample, chunk, codebook), or all first codes and then all second ones."""
-    sequential = case["settings"].get("sequentially_select", False)
     calls = iter(range(2))
 
     def multinomial(probabilities: torch.Tensor, num_samples: int) -> torch.Tensor:
         assert num_samples == 1
         rows, count = probabilities.shape
-        tokens, call = rows // cases.BATCH // (1 if sequential else 2), next(calls)
+        tokens, call = rows // BATCH // (1 if sequential else 2), next(calls)
         noise = given(moment, tokens, count)
         noise = noise[:, :, call] if sequential else noise
         gumbel = -(-noise.reshape(-1, count).log()).log()
