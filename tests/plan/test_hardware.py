@@ -76,10 +76,10 @@ def test_every_figure_has_a_source_and_every_price_a_date(hardware: Hardware) ->
     assert not hardware.find("RTX 4080").is_checked("bf16")
 
 
-def test_every_gpu_flavor_of_hf_jobs_is_there(hardware: Hardware) -> None:
+def test_flavors_of_hf_jobs_have_the_names_that_its_client_knows(hardware: Hardware) -> None:
     here = {flavor.name for flavor in hardware.flavors if flavor.cloud == "hf-jobs"}
     there = {flavor.value for flavor in JobHardware if not flavor.value.startswith("cpu")}
-    assert here <= there  # a newer client may know more
+    assert len(here) >= 22 and here <= there  # a newer client may know more
 
 
 def test_names_and_aliases_collide_only_where_memory_tells_them_apart(hardware: Hardware) -> None:
@@ -183,9 +183,9 @@ def test_errors_name_what_is_near(hardware: Hardware) -> None:
         hardware.find("rtx 4091")
     with pytest.raises(ConfigError, match="There are: RTX 3060, "):
         hardware.find("voodoo")
-    with pytest.raises(ConfigError, match="may be Jetson Orin Nano 8GB or .*say which"):
+    with pytest.raises(ConfigError, match=r"may be Jetson Orin Nano 8GB or .*say which"):
         hardware.find("orin")
-    with pytest.raises(ConfigError, match="no flavor 'l4x2'. Did you mean l4x"):
+    with pytest.raises(ConfigError, match=r"no flavor 'l4x2'. Did you mean l4x"):
         hardware.flavor("l4x2")
 
 
@@ -226,10 +226,7 @@ def test_a_gpu_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: 
     assert gpu.memory == 20 * 2**30 and gpu.source == str(file) and not gpu.is_checked("bf16")
     assert hardware.purchases["My GPU"].usd == 100
     assert hardware.offers(gpu, 2)[0].cloud == "lab"
-    assert (
-        hardware.prices.kwh == 0.1
-        and hardware.prices.resale == load_hardware.__globals__["load_hardware"]().prices.resale
-    ) or by == "environment"
+    assert hardware.prices.kwh == 0.1 and hardware.prices.years > 0
     assert hardware.find("H200").memory_gib == 139.8  # all others are still there
 
 
@@ -275,7 +272,7 @@ def test_mistakes_in_it_are_named(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Can't read the GPUs in .*nowhere.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"Can't read the GPUs in .*nowhere.toml: No such file"):
         load_hardware(tmp_path / "nowhere.toml")
 
 
