@@ -1,0 +1,167 @@
+"""What one operation of a trace costs: FLOPs, bytes read and written, and the extents that decide how fast it is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["matmul", "convolution", "attention", "memory", "view"]
+Phase = Literal["build", "load", "batch", "forward", "backward", "clip", "optimizer", "ema"]
+
+
+@dataclass(slots=True)
+class Op:
+    """One call of an operator. `extent` and `detail` depend on the kind:
+
+    matmul       (batch, M, N, K)
+    convolution  (M, N, K) of the product that it is, "forward" or "backward"
+    attention    (batch, heads, queries, keys, width), the kernel, "forward" or "backward"
+    """
+
+    name: str
+    kind: Kind
+    phase: Phase
+    flops: float = 0
+    read: int = 0
+    written: int = 0
+    dtype: torch.dtype | None = None
+    extent: tuple[int, ...] = ()
+    detail: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    kernels: int = 1
+    host: float = 1.0
+    """What it costs the host to issue it, in multiples of a common one."""
+    scratch: int = 0
+    """Bytes that the kernel takes while it runs, besides its results."""
+    module: str = ""
+    """The part of the policy that it belongs to."""
+
+
+# Operators that allocate or look, and compute nothing.
+NOTHING = frozenset(
+    "empty empty_like new_empty empty_strided new_empty_strided lift_fresh detach alias _unsafe_view".split()
+)
+
+KERNELS = {
+    "native_layer_norm_backward": 2,
+    "native_group_norm": 3,
+    "native_group_norm_backward": 4,
+    "embedding_dense_backward": 4,
+    "linalg_vector_norm": 2,
+    "index_put": 3,
+    "_index_put_impl_": 3,
+    "max_pool2d_with_indices_backward": 2,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_scaled_dot_product_cudnn_attention_backward": 3,
+    "_scaled_dot_product_efficient_attention_backward": 2,
+}
+TENSORS_PER_KERNEL = 48  # of a list, in one launch of a foreach or fused kernel
+HOST_PER_TENSOR = 0.1  # of what it costs to issue a common operation
+
+
+def describe(
+    function: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor], phase: Phase
+) -> Op:
+    name = operator_name(function)
+    if is_view(function) or name in NOTHING:
+        return Op(name, "view", phase)
+    read, written = sum(map(nbytes, ins)), sum(map(nbytes, outs))
+    dtype = next((x.dtype for x in ins if x.is_floating_point()), None)
+    op = Op(name, "memory", phase, 0, read, written, dtype, shapes=tuple(tuple(x.shape) for x in ins[:3]))
+    op.kernels = KERNELS.get(name, 1)
+    if name in ("mm", "addmm", "bmm", "baddbmm"):
+        _matmul(op, args if name in ("mm", "bmm") else args[1:])
+    elif name in ("convolution", "_convolution", "cudnn_convolution"):
+        _convolution(op, args[0], args[1], outs[0], bool(args[6]) if name == "convolution" else False)
+    elif name == "convolution_backward":
+        _convolution_backward(op, args)
+    elif "_scaled_dot_product_" in name and "math" not in name:
+        _attention(op, args)
+    elif name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach")):
+        _many(op, args)
+    return op
+
+
+@functools.cache
+def operator_name(function: Any) -> str:
+    return str(function._schema.name.split("::")[-1])
+
+
+@functools.cache
+def is_view(function: Any) -> bool:
+    results = function._schema.returns
+    return bool(results) and all(r.alias_info is not None and not r.alias_info.is_write for r in results)
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Bytes that a kernel touches: those of an expanded dimension once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        if stride or not size:
+            count *= size
+    return count
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _matmul(op: Op, factors: Sequence[Any]) -> None:
+    left, right = factors[:2]
+    batch = left.shape[0] if left.dim() == 3 else 1
+    rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    op.kind, op.dtype, op.extent = "matmul", left.dtype, (batch, rows, columns, inner)
+    op.flops = 2.0 * batch * rows * columns * inner
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """The matrix product that a convolution is; groups are in the weight's second dimension."""
+    taps = math.prod(weight.shape[2:])
+    if transposed:
+        return x.shape[0] * math.prod(x.shape[2:]), weight.shape[1] * taps, weight.shape[0]
+    return x.shape[0] * math.prod(out.shape[2:]), weight.shape[0], weight.shape[1] * taps
+
+
+def _convolution(op: Op, x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
+    op.kind, op.dtype, op.detail = "convolution", x.dtype, ("forward",)
+    op.extent = _product(x, weight, out, transposed)
+    op.flops = 2.0 * math.prod(op.extent)
+
+
+def _convolution_backward(op: Op, args: Sequence[Any]) -> None:
+    gradient, x, weight, wanted = args[0], args[1], args[2], args[10]
+    op.kind, op.dtype, op.detail = "convolution", x.dtype, ("backward",)
+    op.extent = _product(x, weight, gradient, bool(args[7]))
+    op.kernels = max(1, sum(map(bool, wanted)))
+    op.flops = 2.0 * math.prod(op.extent) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+def _attention(op: Op, args: Sequence[Any]) -> None:
+    backward = op.name.endswith("_backward")
+    q, k = args[1:3] if backward else args[:2]
+    backend = next((b for b in ("cudnn", "flash", "efficient") if b in op.name), "math")
+    op.kind, op.dtype = "attention", q.dtype
+    op.detail = (backend, "backward" if backward else "forward")
+    op.extent = (*q.shape[:3], k.shape[2], q.shape[3])
+    op.flops = 4.0 * math.prod(op.extent) * (2.5 if backward else 1)
+
+
+def _many(op: Op, args: Sequence[Any]) -> None:
+    """A kernel for a list of tensors: some of them in each launch."""
+    count = len(args[0])
+    op.kernels = max(1, count // TENSORS_PER_KERNEL)
+    op.host = max(2.0, HOST_PER_TENSOR * count)
+    op.shapes = ()
+    if op.name.startswith("_fused"):  # results are None: it writes what it reads, but for the gradients
+        gradients = sum(map(nbytes, args[1]))
+        op.written = op.read - gradients
