@@ -1,7 +1,8 @@
 """Energy and money: what a run costs where it is rented, what it costs at home, and when buying beats renting.
 
-Deliberately simple: a GPU draws by how busy it is, a bought machine loses value evenly over some years. Prices are those
-of `gpus.toml`, which are dated and meant to be overridden.
+Deliberately simple: a GPU draws by how busy it is; a bought machine loses the same share of its price whenever it is
+sold within the years it is reckoned to last, so what pays early pays a little earlier still. Prices are those of
+`gpus.toml`, which are dated and meant to be overridden.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""The order of what to change: harm first."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexor.config import TrainConfig
+from flexor.plan.advise import KINDS, Change, Effect, Harm, enough, in_order, possible_changes
+from flexor.plan.hardware import load_hardware
+
+HARDWARE = load_hardware()
+
+
+def change(name: str, memory: int = 0, time: float = 1.0, gpus: float = 1.0) -> Change:
+    return Change(name, f"--{name}", "because", Effect(memory, time, gpus))
+
+
+def test_what_computes_the_same_comes_first() -> None:
+    asked = [
+        change("batch"),
+        change("lora"),
+        change("precision"),
+        change("sharding", gpus=2),
+        change("checkpointing"),
+    ]
+    names = [c.name for c in in_order(asked)]
+    assert names == ["checkpointing", "sharding", "precision", "lora", "batch"]
+
+
+def test_among_equals_the_faster_one() -> None:
+    slow, fast = change("accumulation", time=1.4), change("checkpointing", time=1.2)
+    assert in_order([slow, fast]) == [fast, slow]
+    alike = [change("checkpointing", time=1.2), change("accumulation", time=1.2)]
+    assert [c.name for c in in_order(alike)] == ["accumulation", "checkpointing"]
+
+
+CHANGES = st.builds(
+    change,
+    st.sampled_from(list(KINDS)),
+    st.integers(-(10**9), 10**10),
+    st.floats(0.5, 4, allow_nan=False),
+    st.sampled_from([1.0, 2.0, 4.0]),
+)
+
+
+@given(st.lists(CHANGES, max_size=8))
+def test_harm_never_falls(changes: list[Change]) -> None:
+    ordered = in_order(changes)
+    assert sorted(map(hash, ordered)) == sorted(map(hash, changes))
+    assert [c.harm for c in ordered] == sorted(c.harm for c in changes)
+
+
+@given(st.lists(CHANGES, max_size=8), st.integers(1, 10**10))
+def test_enough_is_enough_or_all_that_helps(changes: list[Change], missing: int) -> None:
+    chosen = enough(changes, missing)
+    saved = sum(c.effect.memory for c in chosen if c.effect)
+    helping = [c for c in changes if c.effect and c.effect.memory > 0]
+    if sum(c.effect.memory for c in helping if c.effect) < missing:
+        assert len(chosen) == len(helping)
+    else:
+        assert saved >= missing
+        # nothing less harmful would have done
+        less = [c for c in helping if c.harm < max(c.harm for c in chosen)]
+        assert sum(c.effect.memory for c in less if c.effect) < missing
+
+
+def test_one_change_is_better_than_two_as_harmful() -> None:
+    small, large = change("accumulation", 3, time=1.1), change("checkpointing", 10, time=1.3)
+    assert enough([small, large], 8) == [large]
+    assert enough([small, large], 12) == [small, large]
+    assert enough([small, change("lora", 10)], 8) == [change("lora", 10)]  # it is needed anyway
+    assert enough([], 8) == []
+
+
+def test_changes_fit_the_run() -> None:
+    gpu = HARDWARE.find("RTX 4090")
+    config = TrainConfig(batch_size=8)
+    proposed = {c.name: c for c in possible_changes(config, gpu)}
+    assert proposed["accumulation"].setting == "--batch_size=4 --gradient_accumulation_steps=2"
+    assert proposed["precision"].setting == "--precision=bf16"
+    assert proposed["sharding"].setting.startswith("--gpus=2")
+    assert "average" not in proposed and "frames" not in proposed
+    assert next(iter(proposed)) == "accumulation" and list(proposed)[-1] == "batch"
+
+    config.precision, config.activation_checkpointing, config.ema.enable = "bf16", True, True
+    config.parallel.strategy, config.dataset.cache.tier = "fsdp", "gpu"
+    proposed = {c.name: c for c in possible_changes(config, gpu, gpus=4)}
+    assert not {"precision", "checkpointing", "sharding"} & proposed.keys()
+    assert {"average", "frames"} <= proposed.keys()
+
+
+def test_accumulation_keeps_the_step() -> None:
+    gpu = HARDWARE.find("T4")
+    for batch, passes in [(2, 1), (6, 3), (7, 1), (8, 2)]:
+        config = TrainConfig(batch_size=batch, gradient_accumulation_steps=passes)
+        change = next(c for c in possible_changes(config, gpu) if c.name == "accumulation")
+        given = dict(word.removeprefix("--").split("=") for word in change.setting.split())
+        assert int(given["batch_size"]) * int(given["gradient_accumulation_steps"]) == batch * passes
+    with_global = next(
+        c for c in possible_changes(TrainConfig(global_batch_size=64), gpu) if c.name == "accumulation"
+    )
+    assert with_global.setting == "--batch_size=4"
+    assert not any(
+        c.name in ("accumulation", "batch") for c in possible_changes(TrainConfig(batch_size=1), gpu)
+    )
+
+
+def test_a_gpu_without_bf16_is_offered_fp16() -> None:
+    names = {c.setting for c in possible_changes(TrainConfig(), HARDWARE.find("T4"))}
+    assert "--precision=fp16" in names
+    neither = replace(HARDWARE.find("T4"), tflops={"fp32": 8.1})
+    assert not any(c.name == "precision" for c in possible_changes(TrainConfig(), neither))
+
+
+def test_every_kind_has_its_harm() -> None:
+    assert set(KINDS.values()) == set(Harm)
