@@ -11,6 +11,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexor.plan.trace import Event, Step, Trace
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -212,6 +216,109 @@ class CachingAllocator:
             if part is not None:
                 insort(self._free[pool], (part.size, part))
         self.reserved -= nbytes
+
+
+@dataclass
+class Peak:
+    """The most that a run takes of torch's allocator."""
+
+    allocated: int
+    reserved: int
+    """What the driver has given, which is what other processes miss."""
+    by_category: dict[str, int]
+    """What the allocated bytes are for; they add up."""
+    step: int
+    op: int
+    """During which operation of the trace."""
+    timeline: list[tuple[int, int]]
+    """(operation, bytes allocated after it) of the last step."""
+    retries: int = 0
+
+
+COPYING = 1  # the stream on which batches come to the GPU; computing is on stream 0
+
+
+class _Player:
+    """Plays the events of a trace on an allocator, and looks at what is there when most is."""
+
+    def __init__(self, trace: Trace, memory: CachingAllocator):
+        self.trace, self.memory = trace, memory
+        self.blocks: dict[int, Block | None] = {}
+        self.held: dict[str, int] = defaultdict(int)
+        self.peak = Peak(0, 0, {}, 0, 0, [])
+
+    def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
+        """`fresh`: otherwise what is there already, such as the optimizer's state, is not made again."""
+        trace, blocks = self.trace, self.blocks
+        for event in events:
+            if event.what == "dies":
+                self._free(event.storage, blocks)
+            elif event.what == "scratch":
+                block = self.memory.malloc(event.nbytes)
+                self._look(event.op, step, 0 if block is None else block.size)
+                self.memory.free(block)
+            elif fresh or event.storage not in blocks:
+                loading = event.op >= 0 and trace.ops[event.op].phase == "load"
+                block = self.memory.malloc(event.nbytes, COPYING if loading else 0)
+                blocks[event.storage] = block
+                if block is not None:
+                    self.held[trace.category[event.storage]] += block.size
+                self._look(event.op, step)
+
+    def _free(self, storage: int, blocks: dict[int, Block | None]) -> None:
+        block = blocks.pop(storage, None)
+        if block is not None:
+            self.held[self.trace.category[storage]] -= block.size
+            self.memory.free(block)
+
+    def _look(self, op: int, step: int, scratch: int = 0) -> None:
+        if self.memory.allocated > self.peak.allocated:
+            self.peak.allocated, self.peak.op, self.peak.step = self.memory.allocated, op, step
+            self.peak.by_category = dict(self.held)
+            if scratch:
+                self.peak.by_category["workspaces"] = self.held["workspaces"] + scratch
+        self.peak.timeline.append((op, self.memory.allocated))
+
+    def step(self, step: Step, again: bool) -> None:
+        """One optimizer step. Its batches come while those of the step before are still there."""
+        events = self.trace.events
+        old = {key: self.blocks.pop(key) for key in self._batches(step) if key in self.blocks}
+        self.peak.timeline.clear()
+        self.play(events[step.start : step.loaded], step.number)
+        for storage in list(old):
+            self._free(storage, old)
+        until = self._last_use(step)
+        self.play(events[step.loaded : until], step.number, fresh=not again)
+
+    def _batches(self, step: Step) -> list[int]:
+        """Storages of the step's batches, which its loading leaves behind."""
+        left: dict[int, None] = {}
+        for event in self.trace.events[step.start : step.loaded]:
+            if event.what == "born":
+                left[event.storage] = None
+            elif event.what == "dies":
+                left.pop(event.storage, None)
+        return list(left)
+
+    def _last_use(self, step: Step) -> int:
+        """The trace lets go of its batches at the very end of the step; a run does when it has the next ones."""
+        events, batches, at = self.trace.events, set(self._batches(step)), step.end
+        while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:
+            at -= 1
+        return at
+
+
+def replay(trace: Trace, steps: int = 3, *, capacity: int | None = None, expandable: bool = False) -> Peak:
+    """The peak of a run's first steps; from the third on they are alike. Raises `OutOfMemory` over the capacity."""
+    memory = CachingAllocator(capacity, expandable)
+    player = _Player(trace, memory)
+    player.play(trace.events[: trace.built], 0)
+    for number in range(max(steps, len(trace.steps))):
+        seen = min(number, len(trace.steps) - 1)
+        player.step(trace.steps[seen], again=number > seen)
+    player.peak.reserved, player.peak.retries = memory.peak_reserved, memory.retries
+    player.peak.by_category = {key: value for key, value in player.peak.by_category.items() if value}
+    return player.peak
 
 
 def _up(nbytes: int, multiple: int) -> int:

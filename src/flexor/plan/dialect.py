@@ -37,22 +37,107 @@ class Card(Protocol):
 # Autocast's rules, by the names that Python code calls (ATen/autocast_mode.h). What is in no list runs in the type
 # it is given; `cat` and `stack` widen inside their kernels.
 LOWER = frozenset(
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution addmm addmv addr matmul "
-    "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot prelu linalg_vecdot "
-    "scaled_dot_product_attention".split()
+    [
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "addmm",
+        "addmv",
+        "addr",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "einsum",
+        "mm",
+        "mv",
+        "linear",
+        "addbmm",
+        "baddbmm",
+        "bmm",
+        "chain_matmul",
+        "multi_dot",
+        "prelu",
+        "linalg_vecdot",
+        "scaled_dot_product_attention",
+    ]
 )
 WIDEN = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
-    "layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
-    "cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
-    "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
-    "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss norm "
-    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_linear1d "
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa".split()
+    [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+        "sinh",
+        "tan",
+        "pow",
+        "__pow__",
+        "__rpow__",
+        "softplus",
+        "layer_norm",
+        "native_layer_norm",
+        "group_norm",
+        "frobenius_norm",
+        "nuclear_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+        "nll_loss2d",
+        "nll_loss_nd",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "pdist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "cross_entropy_loss",
+        "norm",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "upsample_linear1d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ]
 )
-WIDEN_RESULT = frozenset("prod softmax log_softmax cumprod cumsum linalg_vector_norm sum".split())
+WIDEN_RESULT = frozenset(["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "sum"])
 WIDEST = frozenset(
-    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add".split()
+    [
+        "addcdiv",
+        "addcmul",
+        "atan2",
+        "bilinear",
+        "cross",
+        "dot",
+        "grid_sampler",
+        "index_put",
+        "tensordot",
+        "scatter_add",
+    ]
 )
 
 # Functions written in Python that call others; those must be seen too.
@@ -245,7 +330,12 @@ class CudaDialect(TorchFunctionMode):
         if self.lower is not None:
             args, kwargs = self._autocast_arguments(name, args, kwargs)
         special = getattr(self, f"_call_{name}", None)
-        if special is not None and args and isinstance(args[0], Tensor) and args[0].device.type == self.device:
+        if (
+            special is not None
+            and args
+            and isinstance(args[0], Tensor)
+            and args[0].device.type == self.device
+        ):
             return special(function, *args, **kwargs)
         return function(*args, **kwargs)
 
@@ -351,7 +441,9 @@ def _aligned(bias: Tensor) -> Tensor:
 LIBRARY = torch.library.Library("flexor_plan", "DEF")
 LIBRARY.define("mish_backward(Tensor gradient, Tensor x) -> Tensor")
 LIBRARY.define("rms_norm(Tensor x, int dims, Tensor? weight) -> (Tensor, Tensor)")
-LIBRARY.define("rms_norm_backward(Tensor gradient, Tensor x, Tensor root, Tensor? weight) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rms_norm_backward(Tensor gradient, Tensor x, Tensor root, Tensor? weight) -> (Tensor, Tensor)"
+)
 
 
 def _rms_norm(x: Tensor, dims: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -45,7 +45,17 @@ class Op:
 
 # Operators that allocate or look, and compute nothing.
 NOTHING = frozenset(
-    "empty empty_like new_empty empty_strided new_empty_strided lift_fresh detach alias _unsafe_view".split()
+    [
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "lift_fresh",
+        "detach",
+        "alias",
+        "_unsafe_view",
+    ]
 )
 
 KERNELS = {

@@ -107,7 +107,9 @@ class Rehearsal:
         tracker = self.tracker
         step = Step(number, start=len(tracker.events))
         tracker.phase = "load"
-        batches = [loaded_batch(self.config.policy, self.split.batch_size) for _ in range(self.split.accumulation)]
+        batches = [
+            loaded_batch(self.config.policy, self.split.batch_size) for _ in range(self.split.accumulation)
+        ]
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number

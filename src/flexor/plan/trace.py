@@ -101,9 +101,7 @@ class Trace:
 class Tracker(TorchDispatchMode):
     """Watches every operation on one device: its cost, and which memory is born and dies."""
 
-    def __init__(
-        self, device: str = "meta", capability: tuple[int, int] | None = None, scratch: bool = True
-    ):
+    def __init__(self, device: str = "meta", capability: tuple[int, int] | None = None, scratch: bool = True):
         super().__init__()
         self.device, self.capability, self.scratch = device, capability, scratch
         self.events: list[Event] = []
@@ -134,7 +132,7 @@ class Tracker(TorchDispatchMode):
     def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
         outs = [x for x in outs if x.device.type == self.device]
         ins = [x for x in tensors_in(args) if x.device.type == self.device]
-        if not outs and not ins or operator_name(function) == "device":
+        if (not outs and not ins) or operator_name(function) == "device":
             return
         op = describe(function, args, ins, outs, self.phase)
         op.module = self.module
