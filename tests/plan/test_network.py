@@ -14,7 +14,7 @@ def test_jpeg_goes_through_what_was_measured() -> None:
     assert jpeg_bytes(224, 224) == pytest.approx(32_000, rel=0.01)
 
 
-@given(st.integers(8, 4000), st.integers(8, 4000))
+@given(st.integers(16, 4000), st.integers(16, 4000))
 def test_jpeg_is_smaller_than_raw_from_small_pictures_on(height: int, width: int) -> None:
     assert 0 < jpeg_bytes(height, width) < 3 * height * width
 
