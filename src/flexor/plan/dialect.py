@@ -34,111 +34,28 @@ class Card(Protocol):
     def compute_capability(self) -> tuple[int, int] | None: ...
 
 
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Autocast's rules, by the names that Python code calls (ATen/autocast_mode.h). What is in no list runs in the type
 # it is given; `cat` and `stack` widen inside their kernels.
-LOWER = frozenset(
-    [
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "convolution",
-        "addmm",
-        "addmv",
-        "addr",
-        "matmul",
-        "__matmul__",
-        "__rmatmul__",
-        "einsum",
-        "mm",
-        "mv",
-        "linear",
-        "addbmm",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "multi_dot",
-        "prelu",
-        "linalg_vecdot",
-        "scaled_dot_product_attention",
-    ]
+LOWER = _names(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution addmm addmv addr matmul "
+    "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot prelu linalg_vecdot "
+    "scaled_dot_product_attention"
 )
-WIDEN = frozenset(
-    [
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log2",
-        "log1p",
-        "reciprocal",
-        "rsqrt",
-        "sinh",
-        "tan",
-        "pow",
-        "__pow__",
-        "__rpow__",
-        "softplus",
-        "layer_norm",
-        "native_layer_norm",
-        "group_norm",
-        "frobenius_norm",
-        "nuclear_norm",
-        "cosine_similarity",
-        "poisson_nll_loss",
-        "cosine_embedding_loss",
-        "nll_loss",
-        "nll_loss2d",
-        "nll_loss_nd",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "mse_loss",
-        "margin_ranking_loss",
-        "multilabel_margin_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-        "binary_cross_entropy_with_logits",
-        "dist",
-        "pdist",
-        "cdist",
-        "renorm",
-        "logsumexp",
-        "cross_entropy_loss",
-        "norm",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_linear1d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
-    ]
+WIDEN = _names(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
+    "layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
+    "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+    "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss norm "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_linear1d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 )
-WIDEN_RESULT = frozenset(["prod", "softmax", "log_softmax", "cumprod", "cumsum", "linalg_vector_norm", "sum"])
-WIDEST = frozenset(
-    [
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "grid_sampler",
-        "index_put",
-        "tensordot",
-        "scatter_add",
-    ]
-)
+WIDEN_RESULT = _names("prod softmax log_softmax cumprod cumsum linalg_vector_norm sum")
+WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add")
 
 # Functions written in Python that call others; those must be seen too.
 WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional", "torch._tensor", "torch._jit_internal"}
@@ -185,6 +102,7 @@ class CudaDialect(TorchFunctionMode):
         self.lower: torch.dtype | None = None  # what autocast casts to; None while it is off
         self.asked: list[str] = []  # values that the policy asked for, which a GPU would be waited for
         self.attention: dict[tuple, Backend] = {}
+        self.on_cast: Callable[[Tensor], None] = lambda copy: None  # a weight was copied to be cast
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy
         self._copies: dict[Callable, Callable] = {}
         self._busy: set[Callable] = set()
@@ -263,7 +181,8 @@ class CudaDialect(TorchFunctionMode):
         if dtype == torch.float32 or value.dtype != torch.float32 or not is_weight:
             return value.to(dtype)
         if id(value) not in self._casts:
-            self._casts[id(value)] = (value, value.to(dtype))
+            self._casts[id(value)] = (value, copy := value.to(dtype))
+            self.on_cast(copy)
         return self._casts[id(value)][1]
 
     def _autocast_arguments(self, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:

@@ -44,19 +44,10 @@ class Op:
 
 
 # Operators that allocate or look, and compute nothing.
-NOTHING = frozenset(
-    [
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "lift_fresh",
-        "detach",
-        "alias",
-        "_unsafe_view",
-    ]
-)
+NOTHING = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("lift_fresh", "detach", "alias", "_unsafe_view"),
+}
 
 KERNELS = {
     "native_layer_norm_backward": 2,

@@ -29,6 +29,7 @@ from flexor.train.sharding import parameters_without_memory
 from flexor.train.state import TrainState
 
 META = torch.device("meta")
+PASSES = 2  # of a step that accumulates gradients: the first makes them, all others add to them
 STATISTICS = ("mean", "std", "min", "max", "q01", "q99", "q10", "q90")
 
 
@@ -65,12 +66,13 @@ class WatchedEngine(Engine):
 class Rehearsal:
     """Everything that a run has on its GPU, built as the trainer builds it."""
 
-    def __init__(self, config: TrainConfig, batch_size: int, tracker: Tracker):
+    def __init__(self, config: TrainConfig, batch_size: int, accumulation: int, tracker: Tracker):
         optimizer = resolve_optimizer(config.optimizer, config.policy)
         scheduler = resolve_scheduler(config.scheduler, config.policy)
         config = replace(config, optimizer=optimizer, scheduler=scheduler)
         self.config, self.tracker = config, tracker
-        self.split = Split(batch_size, accumulation_of(config, batch_size), 1)
+        self.split = Split(batch_size, accumulation, 1)
+        self.passes = min(accumulation, PASSES)
         self.policy = make_policy(config)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
@@ -113,7 +115,7 @@ class Rehearsal:
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number
-        optimizer_step(self.state, batches, self.meters)
+        optimizer_step(self.state, batches[: self.passes], self.meters)
         del batches
         step.end = len(tracker.events)
         return step
@@ -127,10 +129,6 @@ class Rehearsal:
             seen |= {id(p) for p in own}
             sizes.append(sum(p.numel() * p.element_size() for p in own))
         return sizes
-
-
-def accumulation_of(config: TrainConfig, batch_size: int) -> int:
-    return config.gradient_accumulation_steps or 1
 
 
 def make_policy(config: TrainConfig) -> Policy:

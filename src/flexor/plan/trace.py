@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,9 @@ from flexor.plan.workspaces import cublas_workspace, scratch
 aten = torch.ops.aten
 
 Category = Literal[
-    "weights", "buffers", "gradients", "optimizer", "ema", "batch", "activations", "workspaces", "other"
-]
-CATEGORIES: tuple[Category, ...] = (
     "weights",
     "buffers",
+    "casts",
     "gradients",
     "optimizer",
     "ema",
@@ -39,7 +37,10 @@ CATEGORIES: tuple[Category, ...] = (
     "activations",
     "workspaces",
     "other",
-)
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+"""`casts` are weights in the lower precision of autocast, which it keeps for the length of a forward pass."""
+
 BORN_IN: dict[Phase, Category] = {
     "load": "batch",
     "batch": "batch",
@@ -81,6 +82,10 @@ class Trace:
     steps: list[Step]
     """The first step, and if the policy is trained in phases one of the last."""
     batch_size: int
+    accumulation: int
+    """Passes in a step; all their batches are on the GPU at once."""
+    passes: int
+    """Passes that the trace holds: after the second they are alike."""
     parameters: int
     trained: int
     units: list[int]
@@ -260,17 +265,32 @@ def _references_of_an_owned_gradient() -> tuple[int, int]:
     return max(seen[1:] or seen)
 
 
-def trace_step(config: TrainConfig, batch_size: int, gpu: Card) -> Trace:
+def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> tuple[list[Event], list[Op]]:
+    """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
+    from flexor.plan.rehearsal import loaded_batch
+
+    with (tracker := Tracker("meta")):
+        tracker.phase = "load"
+        batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
+        events, ops = list(tracker.events), list(tracker.ops)
+    del batches
+    return events, ops
+
+
+def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
     """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
 
-    The policy's features must be filled in, as `train.build.fit_to_dataset` does.
+    The policy's features must be filled in, as `train.build.fit_to_dataset` does. `accumulation`: forward passes per
+    step; what the settings say unless given.
     """
     from flexor.plan.rehearsal import Rehearsal
 
     tracker = Tracker("meta", gpu.compute_capability)
     dialect = CudaDialect(gpu.compute_capability)
+    dialect.on_cast = lambda copy: tracker.name([copy], "casts")
+    accumulation = accumulation or config.gradient_accumulation_steps or 1
     with torch.random.fork_rng(devices=[]), tracker, dialect.speak():
-        rehearsal = Rehearsal(config, batch_size, tracker)
+        rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
         built = len(tracker.events)
         with tracker.modules(rehearsal.policy):
             steps = [rehearsal.step(number) for number in rehearsal.steps_to_see()]
@@ -282,6 +302,8 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card) -> Trace:
         built=built,
         steps=steps,
         batch_size=batch_size,
+        accumulation=accumulation,
+        passes=rehearsal.passes,
         parameters=sum(p.numel() for p in policy.parameters()),
         trained=sum(p.numel() for p in policy.parameters() if p.requires_grad),
         units=rehearsal.units(),

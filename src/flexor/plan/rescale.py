@@ -1,0 +1,101 @@
+"""The trace of any batch size from those of two.
+
+What a step does is the same for every batch size from two on; sizes of tensors, FLOPs and extents are a constant plus
+a part for each sample. So every event is extended by itself. The *peak* can't be: it is the largest of many lines,
+and which one that is changes with the batch size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from flexor.config import TrainConfig
+from flexor.plan.ops import Op
+from flexor.plan.trace import Event, Step, Trace, trace_loading
+
+Number = TypeVar("Number", int, float)
+
+
+class NotAlike(Exception):
+    """What the step does depends on the batch size: each must be traced by itself."""
+
+
+def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig) -> Trace:
+    """What `trace_step` would give for that batch size."""
+    if len(low.events) != len(high.events) or len(low.ops) != len(high.ops):
+        raise NotAlike
+    line = Line(low.batch_size, high.batch_size, batch_size)
+    events = [line.event(a, b) for a, b in zip(low.events, high.events)]
+    ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)]
+    scaled = replace(low, events=events, ops=ops, category=dict(low.category), batch_size=batch_size)
+    return _load_anew(scaled, config)
+
+
+class Line:
+    """Straight through what was seen at two batch sizes."""
+
+    def __init__(self, low: int, high: int, wanted: int):
+        self.span, self.at = high - low, wanted - low
+
+    def number(self, a: Number, b: Number) -> Number:
+        value = a + (b - a) * self.at / self.span
+        return round(value) if isinstance(a, int) else value
+
+    def event(self, a: Event, b: Event) -> Event:
+        if a[0] != b[0] or a.storage != b.storage or a.op != b.op:
+            raise NotAlike
+        return a if a.nbytes == b.nbytes else a._replace(nbytes=self.number(a.nbytes, b.nbytes))
+
+    def op(self, a: Op, b: Op) -> Op:
+        if a.name != b.name:
+            raise NotAlike
+        if a.read == b.read and a.written == b.written and a.flops == b.flops:
+            return a
+        return replace(
+            a,
+            flops=self.number(float(a.flops), float(b.flops)),
+            read=self.number(a.read, b.read),
+            written=self.number(a.written, b.written),
+            scratch=self.number(a.scratch, b.scratch),
+            extent=self.shape(a.extent, b.extent),
+            shapes=tuple(self.shape(x, y) for x, y in zip(a.shapes, b.shapes)),
+        )
+
+    def shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.number(x, y) for x, y in zip(a, b))
+
+
+def _load_anew(trace: Trace, config: TrainConfig) -> Trace:
+    """Loading works through a batch in pieces of a fixed size, so it is traced; it takes milliseconds."""
+    loading, ops = trace_loading(config, trace.batch_size, trace.accumulation)
+    for step in reversed(range(len(trace.steps))):
+        _splice(trace, step, loading, ops)
+    return trace
+
+
+def _splice(trace: Trace, index: int, loading: list[Event], ops: list[Op]) -> None:
+    """Put the events of another loading in the place of a step's own."""
+    step = trace.steps[index]
+    old = trace.events[step.start : step.loaded]
+    kept = iter(_left(old))
+    left = set(_left(loading))
+    names: dict[int, int] = {}
+    for event in loading:
+        if event.what == "born":
+            names[event.storage] = next(kept) if event.storage in left else max(trace.category) + 1
+            trace.category[names[event.storage]] = "batch"
+    first = old[0].op if old else 0
+    last = old[-1].op if old else 0
+    new = [e._replace(storage=names.get(e.storage, 0), op=min(first + e.op, last)) for e in loading]
+    trace.events[step.start : step.loaded] = new
+    by = len(new) - len(old)
+    later = [Step(s.number, s.start + by, s.loaded + by, s.end + by) for s in trace.steps[index + 1 :]]
+    changed = Step(step.number, step.start, step.loaded + by, step.end + by)
+    trace.steps = [*trace.steps[:index], changed, *later]
+
+
+def _left(events: list[Event]) -> list[int]:
+    """Storages that are born and stay."""
+    dead = {event.storage for event in events if event.what == "dies"}
+    return [event.storage for event in events if event.what == "born" and event.storage not in dead]
