@@ -1,4 +1,4 @@
-"""Memory, cores and disk of the host, with numbers worked by hand and against what the loader itself does."""
+"""Memory and cores of the host, with numbers worked by hand and against what the loader itself does."""
 
 import math
 
@@ -11,15 +11,11 @@ from flexor.plan.host import (
     Camera,
     Data,
     HostMemory,
-    Kept,
     Loading,
     Room,
     Speed,
     Supply,
-    checkpoint_bytes,
-    checkpoints_kept,
     choose_tier,
-    disk_needed,
     expected_speed,
     experiments_at_once,
     gpu_cache_bytes,
@@ -45,6 +41,7 @@ def test_frames_lie_in_memory_as_planes() -> None:
     assert VGA.kept_bytes() == 480 * 640 * 3 // 2
     assert VGA.kept_bytes(rgb=True) == 480 * 640 * 3
     assert Camera(481, 640).kept_bytes() == 481 * 640 * 3  # odd sizes have no planes
+    assert Camera(480, 640, layout="gray").kept_bytes(rgb=True) == 480 * 640
     assert Camera(480, 640, size=(224, 224)).kept_bytes() == 224 * 224 * 3 // 2
 
 
@@ -229,53 +226,6 @@ def test_the_first_epoch_may_be_slower() -> None:
     first, later = Supply(100, 50, 1, 1), Supply(100, 1000, 1, 1)
     assert loading_seconds(3000, 1000, first, later) == pytest.approx(1000 / 50 + 2000 / 100)
     assert loading_seconds(500, 1000, first, later) == pytest.approx(10)
-
-
-# Disk.
-
-
-def test_what_a_checkpoint_takes() -> None:
-    # 520,719,368 parameters: 6,248,868,367 bytes were written whole, 8,335,416,373 sharded and exported
-    weights = 4 * 520_719_368
-    assert checkpoint_bytes(weights, 2 * weights) == pytest.approx(6_248_868_367, rel=1e-4)
-    assert checkpoint_bytes(weights, 2 * weights, sharded=True) == pytest.approx(8_335_416_373, rel=1e-3)
-    assert checkpoint_bytes(10, 20, ema=True) == 20 + 3 * 10
-    assert checkpoint_bytes(10, 20, ema=True, sharded=True) == 20 + 10 + 10 + 10
-    assert checkpoint_bytes(10, 20, sharded=True, export=False) == 30
-
-
-def test_how_many_are_kept() -> None:
-    assert checkpoints_kept(100_000, 20_000, None, None) == Kept(5, 5, 5)
-    assert checkpoints_kept(100_000, 20_000, 2, None) == Kept(5, 3, 2)
-    assert checkpoints_kept(100_000, 20_000, 1, 40_000) == Kept(5, 3, 3)  # 40, 80 and 100 thousand
-    assert checkpoints_kept(100_000, 0, 2, None) == Kept(1, 1, 1)
-    assert checkpoints_kept(50, 20, None, None) == Kept(3, 3, 3)  # the last step is saved too
-
-
-@given(
-    st.integers(1, 300), st.integers(-1, 40), st.none() | st.integers(1, 6), st.none() | st.integers(1, 60)
-)
-def test_kept_is_what_saving_and_removing_leaves(
-    steps: int, freq: int, last: int | None, every: int | None
-) -> None:
-    saved = [s for s in range(1, steps + 1) if s == steps or (freq > 0 and s % freq == 0)]
-    there: list[int] = []
-    most = 0
-    for step in saved:
-        there.append(step)
-        most = max(most, len(there))
-        if last is not None:
-            there = [s for s in there[:-last] if every and s % every == 0] + there[-last:]
-    assert checkpoints_kept(steps, freq, last, every) == Kept(len(saved), most, len(there))
-
-
-def test_disk() -> None:
-    needed = disk_needed(TWO, Loading(8, tier="disk"), STREAM, 6_000, Kept(5, 3, 2))
-    assert (needed.dataset, needed.cache, needed.checkpoints) == (3_000_000_000, 46_080_000_000, 18_000)
-    assert needed.total == 49_080_018_000
-    assert disk_needed(TWO, Loading(8, tier="ram"), STREAM, 0, Kept(1, 1, 1)).cache == 0
-    small = disk_needed(TWO, Loading(8, tier="disk"), CacheConfig(size="224x224"), 0, Kept(1, 1, 1))
-    assert small.cache == 50_000 * 2 * 75_264
 
 
 # Several runs on one GPU.

@@ -1,4 +1,4 @@
-"""What a run takes besides the GPU: the host's memory, its cores, its disk.
+"""What a run takes of the host: its memory and its cores.
 
 All of it follows from settings by arithmetic: that of `data/loader.py`, `data/lanes.py` and `data/staging.py`, whose
 constants are used here. What no setting says (the size of a process, the cost of decoding a frame) is a figure that
@@ -39,6 +39,8 @@ class Camera:
     """Frames from one key frame to the next."""
     size: tuple[int, int] | None = None
     """Height and width that it is scaled to when decoded."""
+    layout: str = "yuv420p"
+    """How its frames are kept for a GPU (see `PlaneFormat`)."""
 
     @property
     def pixels(self) -> int:
@@ -48,8 +50,10 @@ class Camera:
     def kept_bytes(self, rgb: bool = False) -> int:
         """A frame in memory: planes as decoded, or RGB."""
         height, width = self.size or (self.height, self.width)
-        planes = not (rgb or height % 2 or width % 2)
-        return PlaneFormat(height, width, "yuv420p" if planes else "rgb24").nbytes
+        layout = self.layout
+        if layout == "yuv420p" and (rgb or height % 2 or width % 2):
+            layout = "rgb24"
+        return PlaneFormat(height, width, layout).nbytes
 
 
 @dataclass(frozen=True)
@@ -199,16 +203,18 @@ def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
 # Cores.
 
 VGA = 480 * 640
+PICTURES = "pictures"  # a camera that is no video: PNG or JPEG in the dataset's tables
 LONG_GOP = 16  # frames; beyond it, key frames hardly count
 DECODE_S: Mapping[str, tuple[float, float]] = {
     "av1": (3.0e-3, 0.5e-3),
     "h264": (4.0e-3, 2.0e-3),
     "hevc": (3.3e-3, 1.65e-3),
     "vp9": (8.0e-3, 4.0e-3),
+    PICTURES: (7.0e-3, 7.0e-3),
 }
 """Seconds of one core for a frame of 480x640 with a camera's noise, where every second frame is a key frame and where
 few are. AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); HEVC and VP9 with many key
-frames are an estimate."""
+frames and single pictures are estimates."""
 GATHER_S = 0.1e-3  # seconds of one core to put such a frame into a batch, likewise
 REACHED = 0.8  # of what decoding alone would do, that loading does
 TWICE = 1.1  # decoded frames per frame where windows overlap: units share a few
@@ -297,66 +303,6 @@ def loading_seconds(samples: float, per_epoch: int, first: Supply, later: Supply
     """Seconds until so many samples were trained on: the first epoch may be slower than those from a cache."""
     fresh = min(samples, per_epoch)
     return fresh / min(first.wanted, first.loaded) + (samples - fresh) / min(later.wanted, later.loaded)
-
-
-# Disk.
-
-
-@dataclass(frozen=True)
-class Kept:
-    """How many checkpoints there are: written in all, at most at a time, and in the end."""
-
-    written: int
-    most: int
-    final: int
-
-
-def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_every: int | None) -> Kept:
-    """A checkpoint is whole before an older one goes, so one more than are kept has to fit."""
-    written = 1 if save_freq <= 0 else -(-steps // save_freq)
-
-    def left(saved: int) -> int:
-        if keep_last is None or saved <= keep_last:
-            return saved
-        always = 0
-        if keep_every and save_freq > 0:
-            always = (saved - keep_last) * save_freq // math.lcm(save_freq, keep_every)
-        return keep_last + always
-
-    return Kept(written, left(written - 1) + 1, left(written))
-
-
-def checkpoint_bytes(
-    weights: int, optimizer: int, *, ema: bool = False, sharded: bool = False, export: bool = True
-) -> int:
-    """One checkpoint. `weights`, `optimizer`: bytes of the whole state, over all ranks.
-
-    Whole: the weights to act with, the optimizer; with a moving average, which then is what acts, that and the raw
-    weights too. Sharded: all of that once, and the weights to act with beside it.
-    """
-    state = optimizer + weights * (2 if ema else 1)
-    if sharded:
-        return state + (weights if export else 0)
-    return optimizer + weights * (3 if ema else 1)
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Bytes on disk, at most."""
-
-    dataset: int
-    cache: int
-    checkpoints: int
-
-    @property
-    def total(self) -> int:
-        return self.dataset + self.cache + self.checkpoints
-
-
-def disk_needed(data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: Kept) -> Disk:
-    """Dataset, kept frames and checkpoints of `checkpoint` bytes each."""
-    frames = data.scaled(cache).kept_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
-    return Disk(data.file_bytes, frames, checkpoint * kept.most)
 
 
 # Several runs on one GPU.
