@@ -72,8 +72,8 @@ def test_every_figure_has_a_source_and_every_price_a_date(hardware: Hardware) ->
     for price in (*hardware.purchases.values(), *hardware.flavors, hardware.prices):
         assert price.source and re.fullmatch(r"\d{4}-\d\d(-\d\d)?", price.as_of), price
     h200 = hardware.find("H200")
-    assert h200.is_checked("bf16") and not h200.is_checked("tf32")
-    assert not hardware.find("RTX 4080").is_checked("bf16")
+    assert h200.is_checked("bf16") and not h200.is_checked("l2_mib")
+    assert not hardware.find("RTX 3080").is_checked("bf16")
 
 
 def test_flavors_of_hf_jobs_have_the_names_that_its_client_knows(hardware: Hardware) -> None:
