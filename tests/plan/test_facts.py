@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexor.data.dataset import open_dataset
 from flexor.data.loader import Loader
 from flexor.data.settings import CacheConfig
+from flexor.data.writer import DatasetWriter
 from flexor.plan.facts import facts_of
-from flexor.plan.host import Loading, prefetched_steps
+from flexor.plan.host import PICTURES, Loading, prefetched_steps
 
 
 @pytest.mark.parametrize("batch", [2, 4096])
@@ -39,3 +41,22 @@ def test_scaled_pictures(dataset: Path) -> None:
 def test_without_cameras(lowdim: Path) -> None:
     data = facts_of(open_dataset(root=lowdim), [], {})
     assert data.cameras == () and data.moment_bytes() == 0 and data.row_bytes > 0
+
+
+def test_videos_and_single_pictures(tmp_path: Path) -> None:
+    axes = ["height", "width", "channels"]
+    features = {
+        "observation.images.top": {"dtype": "video", "shape": (32, 48, 3), "names": axes},
+        "observation.images.still": {"dtype": "image", "shape": (32, 48, 3), "names": axes},
+        "action": {"dtype": "float32", "shape": (2,), "names": ["u", "v"]},
+    }
+    with DatasetWriter(tmp_path / "both", 10, features, codec="h264", pix_fmt="yuv420p", gop=4) as writer:
+        for number in range(12):
+            picture = np.full((32, 48, 3), 10 * number, np.uint8)
+            action = np.zeros(2, np.float32)
+            writer.add_frame({"action": action, **dict.fromkeys(list(features)[:2], picture)})
+        writer.save_episode("push")
+    opened = open_dataset(root=tmp_path / "both")
+    top, still = facts_of(opened, list(features)[:2], {}).cameras
+    assert (top.codec, top.gop, top.kept_bytes()) == ("h264", 4, 32 * 48 * 3 // 2)
+    assert (still.codec, still.gop, still.kept_bytes()) == (PICTURES, 1, 32 * 48 * 3)
