@@ -95,8 +95,11 @@ class MemoryPlanner:
         self._traces: dict[tuple[int, int], Trace] = {}
         self._alike = True
 
-    def trace(self, batch_size: int, accumulation: int | None = None) -> Trace:
-        """What a step does with that many samples in each pass, as one process alone does it."""
+    def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
+        """What a step does with that many samples in each pass, as one process alone does it.
+
+        Without `costs` what its operations cost may be that of another batch size.
+        """
         accumulation = accumulation or self.accumulation(batch_size)
         if batch_size < LOW or not self._alike:
             return self._traced(batch_size, accumulation)
@@ -104,7 +107,7 @@ class MemoryPlanner:
         if batch_size in (LOW, HIGH):
             return low if batch_size == LOW else high
         try:
-            return rescale(low, high, batch_size, self.config)
+            return rescale(low, high, batch_size, self.config, costs=costs)
         except NotAlike:
             self._alike = False
             return self._traced(batch_size, accumulation)
@@ -119,7 +122,7 @@ class MemoryPlanner:
         return self._traces[key]
 
     def at(self, batch_size: int, accumulation: int | None = None) -> MemoryPlan:
-        trace = self.trace(batch_size, accumulation)
+        trace = self.trace(batch_size, accumulation, costs=False)
         return self.plan(trace)
 
     def plan(self, trace: Trace) -> MemoryPlan:
@@ -148,7 +151,7 @@ class MemoryPlanner:
 
     def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
         """Whether it runs at all, even if torch has to give back what it has cached now and then."""
-        trace = self.trace(batch_size, accumulation)
+        trace = self.trace(batch_size, accumulation, costs=False)
         capacity = self.gpu.memory - context_of(self.gpu, self.world_size)
         try:
             replay(

@@ -21,13 +21,13 @@ class NotAlike(Exception):
     """What the step does depends on the batch size: each must be traced by itself."""
 
 
-def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig) -> Trace:
-    """What `trace_step` would give for that batch size."""
+def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, costs: bool = True) -> Trace:
+    """What `trace_step` would give for that batch size; without `costs` only its memory."""
     if len(low.events) != len(high.events) or len(low.ops) != len(high.ops):
         raise NotAlike
     line = Line(low.batch_size, high.batch_size, batch_size)
     events = [line.event(a, b) for a, b in zip(low.events, high.events)]
-    ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)]
+    ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)] if costs else low.ops
     scaled = replace(low, events=events, ops=ops, category=dict(low.category), batch_size=batch_size)
     return _load_anew(scaled, config)
 
@@ -81,9 +81,10 @@ def _splice(trace: Trace, index: int, loading: list[Event], ops: list[Op]) -> No
     kept = iter(_left(old))
     left = set(_left(loading))
     names: dict[int, int] = {}
+    unused = max(trace.category) + 1
     for event in loading:
         if event.what == "born":
-            names[event.storage] = next(kept) if event.storage in left else max(trace.category) + 1
+            names[event.storage] = next(kept) if event.storage in left else unused + event.storage
             trace.category[names[event.storage]] = "batch"
     first = old[0].op if old else 0
     last = old[-1].op if old else 0

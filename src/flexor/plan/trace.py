@@ -269,6 +269,7 @@ def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> tu
     """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
     from flexor.plan.rehearsal import loaded_batch
 
+    loaded_batch(config.policy, 1)
     with (tracker := Tracker("meta")):
         tracker.phase = "load"
         batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
@@ -283,8 +284,9 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     The policy's features must be filled in, as `train.build.fit_to_dataset` does. `accumulation`: forward passes per
     step; what the settings say unless given.
     """
-    from flexor.plan.rehearsal import Rehearsal
+    from flexor.plan.rehearsal import Rehearsal, loaded_batch
 
+    loaded_batch(config.policy, 1)  # tables of colours are made once in a process, and kept
     tracker = Tracker("meta", gpu.compute_capability)
     dialect = CudaDialect(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")

@@ -1,0 +1,42 @@
+"""Settings of small runs for tests of the planner, and a GPU to plan for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flexor.config import TrainConfig
+from flexor.policies import policy_class
+from flexor.policies.base import Kind, PolicyFeature
+
+SMALL: dict[str, dict[str, Any]] = {
+    "act": {"chunk_size": 10, "n_action_steps": 10, "dim_model": 64, "n_heads": 4, "dim_feedforward": 128},
+    "diffusion": {"horizon": 8, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": None},
+    "vqbet": {"crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
+    "tdmpc": {},
+    "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    memory: int = 140 << 30
+    compute_capability: tuple[int, int] | None = (9, 0)
+
+
+H200 = Gpu()
+
+
+def settings(
+    kind: str = "act", size: tuple[int, int] = (64, 64), policy: dict[str, Any] | None = None, **more: Any
+) -> TrainConfig:
+    """A run of a policy on one camera, a state and actions of six numbers."""
+    made = policy_class(kind).Config(
+        input_features={
+            "observation.images.top": PolicyFeature(Kind.VISUAL, (3, *size)),
+            "observation.state": PolicyFeature(Kind.STATE, (6,)),
+        },
+        output_features={"action": PolicyFeature(Kind.ACTION, (6,))},
+        **{**SMALL.get(kind, {}), **(policy or {})},
+    )
+    return TrainConfig(policy=made, **more)
