@@ -68,13 +68,13 @@ class Line:
 
 def _load_anew(trace: Trace, config: TrainConfig) -> Trace:
     """Loading works through a batch in pieces of a fixed size, so it is traced; it takes milliseconds."""
-    loading, ops = trace_loading(config, trace.batch_size, trace.accumulation)
+    loading = trace_loading(config, trace.batch_size, trace.accumulation)
     for step in reversed(range(len(trace.steps))):
-        _splice(trace, step, loading, ops)
+        _splice(trace, step, loading)
     return trace
 
 
-def _splice(trace: Trace, index: int, loading: list[Event], ops: list[Op]) -> None:
+def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
     """Put the events of another loading in the place of a step's own."""
     step = trace.steps[index]
     old = trace.events[step.start : step.loaded]

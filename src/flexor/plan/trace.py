@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config import TrainConfig
 from flexor.plan.dialect import Card, CudaDialect
-from flexor.plan.ops import Op, Phase, describe, operator_name, tensors_in
+from flexor.plan.ops import Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.workspaces import cublas_workspace, scratch
 
 aten = torch.ops.aten
@@ -146,8 +146,9 @@ class Tracker(TorchDispatchMode):
         self.ops.append(op)
         if op.kind == "matmul":
             self._multiply()
-        for out in outs:
-            self.track(out)
+        if not is_view(function):  # what a view shows was there before
+            for out in outs:
+                self.track(out)
         if op.scratch:
             self._event("scratch", 0, op.scratch)
 
@@ -265,7 +266,7 @@ def _references_of_an_owned_gradient() -> tuple[int, int]:
     return max(seen[1:] or seen)
 
 
-def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> tuple[list[Event], list[Op]]:
+def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> list[Event]:
     """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
     from flexor.plan.rehearsal import loaded_batch
 
@@ -273,9 +274,9 @@ def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> tu
     with (tracker := Tracker("meta")):
         tracker.phase = "load"
         batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
-        events, ops = list(tracker.events), list(tracker.ops)
+        events = list(tracker.events)
     del batches
-    return events, ops
+    return events
 
 
 def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
