@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from plans import H200, SMALL, Gpu, settings
 from torch import nn
+from torch.utils import _foreach_utils
 
 from flexor.config import EMAConfig, OptimizerConfig
 from flexor.plan.dialect import CudaDialect, attention_backend
@@ -228,7 +229,7 @@ def test_planning_leaves_torch_as_it_was(act):
     trace_step(settings(precision="bf16"), 2, H200)
     assert torch.autocast is before[0]
     assert torch.equal(torch.random.get_rng_state(), before[1])
-    assert "meta" not in torch.optim.optimizer._get_fused_kernels_supported_devices()
+    assert "meta" not in _foreach_utils._get_fused_kernels_supported_devices()
 
 
 # CUDA's dialect.

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flexor.plan.kernels import Mish, RMSNorm
+
 HALF = (torch.float16, torch.bfloat16)
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
@@ -286,12 +288,12 @@ class CudaDialect(TorchFunctionMode):
         return torch.native_dropout(x, p, True)[0]
 
     def _call_mish(self, function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return _Mish.apply(x)
+        return Mish.apply(x)
 
     def _call_rms_norm(
         self, function: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: Any = None
     ) -> Tensor:
-        return _RMSNorm.apply(x, weight, len(shape))
+        return RMSNorm.apply(x, weight, len(shape))
 
     def _call_batch_norm(self, function: Any, x: Tensor, *args: Any) -> Tensor:
         """cuDNN's, if it can: it keeps room for itself between forward and backward."""
@@ -353,54 +355,3 @@ def _aligned(bias: Tensor) -> Tensor:
         return bias
     keys = bias.shape[-1]
     return torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
-
-
-# Kernels that CUDA has and the meta device takes apart, which would keep the parts. They have names of their own here.
-
-LIBRARY = torch.library.Library("flexor_plan", "DEF")
-LIBRARY.define("mish_backward(Tensor gradient, Tensor x) -> Tensor")
-LIBRARY.define("rms_norm(Tensor x, int dims, Tensor? weight) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "rms_norm_backward(Tensor gradient, Tensor x, Tensor root, Tensor? weight) -> (Tensor, Tensor)"
-)
-
-
-def _rms_norm(x: Tensor, dims: int, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows = [*x.shape[: x.dim() - dims], *[1] * dims]
-    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-
-
-def _rms_norm_backward(
-    gradient: Tensor, x: Tensor, root: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
-
-
-LIBRARY.impl("mish_backward", lambda gradient, x: torch.empty_like(x), "Meta")
-LIBRARY.impl("rms_norm", _rms_norm, "Meta")
-LIBRARY.impl("rms_norm_backward", _rms_norm_backward, "Meta")
-
-
-class _Mish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        return torch.ops.aten.mish(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.ops.flexor_plan.mish_backward(gradient, *ctx.saved_tensors)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:  # type: ignore[override]
-        out, root = torch.ops.flexor_plan.rms_norm(x, dims, weight)
-        ctx.save_for_backward(x, root, *([] if weight is None else [weight]))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        x, root, *weight = ctx.saved_tensors
-        of_x, of_weight = torch.ops.flexor_plan.rms_norm_backward(gradient, x, root, *(weight or [None]))
-        return of_x, of_weight if weight else None, None
