@@ -1,4 +1,4 @@
-"""Kernels that CUDA has and the meta device takes apart, which would keep the parts: they have names of their own here."""
+"""Kernels that CUDA has and the meta device takes apart, keeping the parts: here they have names of their own."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ LIBRARY.impl("rms_norm_backward", _rms_norm_backward, "Meta")
 
 class Mish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return torch.ops.aten.mish(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.ops.flexor_plan.mish_backward(gradient, *ctx.saved_tensors)
 
 
 class RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         out, root = torch.ops.flexor_plan.rms_norm(x, dims, weight)
         ctx.save_for_backward(x, root, *([] if weight is None else [weight]))
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         x, root, *weight = ctx.saved_tensors
         of_x, of_weight = torch.ops.flexor_plan.rms_norm_backward(gradient, x, root, *(weight or [None]))
         return of_x, of_weight if weight else None, None

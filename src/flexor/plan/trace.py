@@ -245,7 +245,7 @@ WITHOUT_META: dict[Any, Any] = {
 
 
 def _storage_references(tensor: Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 @functools.cache
