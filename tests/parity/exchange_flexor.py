@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import exchange_settings as settings
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from fill import fill, uniform
 from inputs import BATCH, cases_of, shown
-from records import difference
+from records import difference, numbers
 from safetensors.torch import load_file
 
 from flexor.policies.pretrained import load_pretrained, save_pretrained
@@ -42,7 +43,7 @@ class Exchange:
         self.steps = settings.STEPS.get(kind, 3)
 
     def rows(self) -> Iterator[Row]:
-        for what, far in (*self.saved(), *self.trained()):
+        for what, far in chain(self.saved(), self.trained()):
             yield f"{self.kind}: {what}", far
 
     def run(self, *command: object) -> str:
@@ -84,6 +85,10 @@ class Exchange:
         for checkpoint, seen in checkpoints.items():
             ours = flexor_side.act(load_pretrained(str(checkpoint)), seen, self.acting)
             theirs = json.loads((checkpoint / "actions.json").read_text())
+            acted = [round(number, 4) for number in numbers(theirs)]
+            assert len(set(acted)) > len(acted) / 5, (
+                f"{checkpoint}: its actions hardly vary, which shows nothing"
+            )
             worst = max(worst, difference(ours, theirs))
         return worst
 
@@ -91,7 +96,9 @@ class Exchange:
         """Two policies by each program, and what follows from one of them in the other."""
         self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={settings.IMAGE_SIZE}")
         seen = observations()
-        plain, other = settings.arguments(self.kind), settings.arguments(self.kind, other=True)
+        plain, other = (
+            settings.arguments(self.kind, self.folder / "clips", other) for other in (False, True)
+        )
         ours = self.flexor_train("ours", *plain)
         averaged = self.flexor_train("averaged", *other, "--ema.enable=true")
         yield "trained here, also with EMA, acts there", self.compare({ours: seen, averaged: seen})
