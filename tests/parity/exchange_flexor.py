@@ -134,11 +134,20 @@ class Exchange:
     def resume_there(self) -> Path:
         """LeRobot takes a run of ours up where it was, with the optimizer's state and the schedule's."""
         shutil.copytree(self.folder / "ours", self.folder / "resumed", symlinks=True)
+        self.fit_scheduler(self.folder / "resumed/checkpoints/last/training_state/scheduler_state.json")
         config = self.checkpoint("resumed") / "train_config.json"
         steps = self.steps + 2
         resumed = self.lerobot_train("resumed", f"--config_path={config}", "--resume=true", steps=steps)
         assert resumed.resolve().parent.name == f"{steps:06d}"
         return resumed
+
+    def fit_scheduler(self, file: Path) -> None:
+        """LeRobot takes no schedule's state but one with the very keys of its own torch, where 2.7 has one less."""
+        ask = "import torch; print(hasattr(torch.optim.lr_scheduler.LRScheduler, '_is_initial'))"
+        if self.run(self.lerobot, "-c", ask).strip() == "False":
+            state = json.loads(file.read_text())
+            state.pop("_is_initial", None)
+            file.write_text(json.dumps(state))
 
     def check_kept(self, before: Path, after: Path) -> None:
         """VQ-BeT's vocabulary, once trained, is not trained again."""
