@@ -234,6 +234,12 @@ def record(arguments: list[str]) -> int:
     parser.add_argument("--episodes", type=int, default=300, help="demonstrations to record")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
     parser.add_argument("--image-size", type=int, default=32, help="height and width of the picture")
+    parser.add_argument(
+        "--obs-type",
+        choices=("pixels_agent_pos", "environment_state_agent_pos"),
+        default="pixels_agent_pos",
+        help="what is observed: a picture, or where things are",
+    )
     parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="how the video is written")
     parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
