@@ -223,7 +223,7 @@ def export(arguments: list[str]) -> int:
 
 
 def record(arguments: list[str]) -> int:
-    from flexor.sim.record import record_dataset
+    from flexor.sim.record import OBSERVED, PIXELS, record_dataset
 
     parser = argparse.ArgumentParser(
         prog="flexor record",
@@ -236,8 +236,8 @@ def record(arguments: list[str]) -> int:
     parser.add_argument("--image-size", type=int, default=32, help="height and width of the picture")
     parser.add_argument(
         "--obs-type",
-        choices=("pixels_agent_pos", "environment_state_agent_pos"),
-        default="pixels_agent_pos",
+        choices=tuple(OBSERVED),
+        default=PIXELS,
         help="what is observed: a picture, or where things are",
     )
     parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="how the video is written")

@@ -45,7 +45,7 @@ class RecordSettings:
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
     image_size: int = 32
-    # What is observed: pictures, or where things are instead, which trains in seconds.
+    # What is observed besides the gripper: pictures, or where things are.
     obs_type: str = PIXELS
     # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
     codec: str = "h264"

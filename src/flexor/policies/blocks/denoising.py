@@ -6,7 +6,7 @@ are executed. All of them are predicted at once, given one vector of what was ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -25,12 +25,9 @@ from flexor.policies.base import (
     mean_over_valid,
 )
 from flexor.policies.blocks.adam import AdamSettings
-from flexor.policies.blocks.schedules import DiffusionSettings
+from flexor.policies.blocks.schedules import DiffusionSettings, Network
 
 SCHEDULES = ("cosine", "constant", "constant_with_warmup")
-
-# x [B, H, A] with noise of a level, or at a time, [B] -> what the objective asks for, [B, H, A]
-Network = Callable[[Tensor, Tensor], Tensor]
 
 
 class Objective(Protocol):
