@@ -29,7 +29,7 @@ types: setup
 	$(BIN)/mypy
 
 # Compare live with lerobot, installed into .venv-lerobot (needs Python 3.12, $PYTHON312 if it is not on
-# the path), or in the environment of $LEROBOT_PYTHON. Takes about five minutes.
+# the path), or in the environment of $LEROBOT_PYTHON. Name parts of it to run.py for less.
 parity: setup
 	$(BIN)/python tests/parity/run.py
 

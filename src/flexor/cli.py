@@ -223,7 +223,7 @@ def export(arguments: list[str]) -> int:
 
 
 def record(arguments: list[str]) -> int:
-    from flexor.sim.record import record_dataset
+    from flexor.sim.record import OBSERVED, PIXELS, record_dataset
 
     parser = argparse.ArgumentParser(
         prog="flexor record",
@@ -234,6 +234,12 @@ def record(arguments: list[str]) -> int:
     parser.add_argument("--episodes", type=int, default=300, help="demonstrations to record")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
     parser.add_argument("--image-size", type=int, default=32, help="height and width of the picture")
+    parser.add_argument(
+        "--obs-type",
+        choices=tuple(OBSERVED),
+        default=PIXELS,
+        help="what is observed: a picture, or where things are",
+    )
     parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="how the video is written")
     parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import exchange_settings as settings
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from fill import fill, uniform
 from inputs import BATCH, cases_of, shown
-from records import difference
+from records import difference, numbers
 from safetensors.torch import load_file
 
 from flexor.policies.pretrained import load_pretrained, save_pretrained
@@ -42,7 +43,7 @@ class Exchange:
         self.steps = settings.STEPS.get(kind, 3)
 
     def rows(self) -> Iterator[Row]:
-        for what, far in (*self.saved(), *self.trained()):
+        for what, far in chain(self.saved(), self.trained()):
             yield f"{self.kind}: {what}", far
 
     def run(self, *command: object) -> str:
@@ -84,6 +85,10 @@ class Exchange:
         for checkpoint, seen in checkpoints.items():
             ours = flexor_side.act(load_pretrained(str(checkpoint)), seen, self.acting)
             theirs = json.loads((checkpoint / "actions.json").read_text())
+            acted = [round(number, 4) for number in numbers(theirs)]
+            assert len(set(acted)) > len(acted) / 5, (
+                f"{checkpoint}: its actions hardly vary, which shows nothing"
+            )
             worst = max(worst, difference(ours, theirs))
         return worst
 
@@ -91,7 +96,9 @@ class Exchange:
         """Two policies by each program, and what follows from one of them in the other."""
         self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={settings.IMAGE_SIZE}")
         seen = observations()
-        plain, other = settings.arguments(self.kind), settings.arguments(self.kind, other=True)
+        plain, other = (
+            settings.arguments(self.kind, self.folder / "clips", other) for other in (False, True)
+        )
         ours = self.flexor_train("ours", *plain)
         averaged = self.flexor_train("averaged", *other, "--ema.enable=true")
         yield "trained here, also with EMA, acts there", self.compare({ours: seen, averaged: seen})
@@ -127,11 +134,20 @@ class Exchange:
     def resume_there(self) -> Path:
         """LeRobot takes a run of ours up where it was, with the optimizer's state and the schedule's."""
         shutil.copytree(self.folder / "ours", self.folder / "resumed", symlinks=True)
+        self.fit_scheduler(self.folder / "resumed/checkpoints/last/training_state/scheduler_state.json")
         config = self.checkpoint("resumed") / "train_config.json"
         steps = self.steps + 2
         resumed = self.lerobot_train("resumed", f"--config_path={config}", "--resume=true", steps=steps)
         assert resumed.resolve().parent.name == f"{steps:06d}"
         return resumed
+
+    def fit_scheduler(self, file: Path) -> None:
+        """LeRobot takes no schedule's state but one with the very keys of its own torch, where 2.7 has one less."""
+        ask = "import torch; print(hasattr(torch.optim.lr_scheduler.LRScheduler, '_is_initial'))"
+        if self.run(self.lerobot, "-c", ask).strip() == "False":
+            state = json.loads(file.read_text())
+            state.pop("_is_initial", None)
+            file.write_text(json.dumps(state))
 
     def check_kept(self, before: Path, after: Path) -> None:
         """VQ-BeT's vocabulary, once trained, is not trained again."""

@@ -10,6 +10,7 @@ LeRobot does: policy, both processors, and training settings if there are some.
 
 import json
 import sys
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def load(kind: str, checkpoint: Path) -> Made:
         settings = TrainPipelineConfig.from_pretrained(checkpoint)
         assert settings.policy.type == kind
         assert settings.policy.input_features == policy.config.input_features
-        assert settings.optimizer == policy.config.get_optimizer_preset()
+        # as text, in which it does not matter whether a pair came out as a list
+        given, preset = settings.optimizer, policy.config.get_optimizer_preset()
+        assert json.dumps(asdict(given)) == json.dumps(asdict(preset)), (given, preset)
         assert settings.scheduler == policy.config.get_scheduler_preset()
     return Made(policy, *processors)
 

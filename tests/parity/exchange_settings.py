@@ -1,11 +1,13 @@
 """The small policies that are trained by one program and act in the other."""
 
+from pathlib import Path
+
 IMAGE_SIZE = 72  # of the built-in task's own 32 pixels, a ResNet leaves one
-CLIP = "clips/tiny-clip"
 WITHOUT_WEIGHTS = {"pretrained_backbone_weights": "null"}
-STEPS = {
-    "vqbet": 62
-}  # until codes that nothing is mapped to are among the others again, and two of the second phase
+# or what is hardly trained goes to the limits
+UNCLIPPED = {"beta_schedule": "linear", "clip_sample_range": 3.0}
+# until codes that nothing is mapped to are among the others again, and two of the second phase
+STEPS = {"vqbet": 62}
 
 PLAIN = {
     "act": {
@@ -27,6 +29,7 @@ PLAIN = {
         "diffusion_step_embed_dim": 16,
         "spatial_softmax_num_keypoints": 8,
         "num_train_timesteps": 20,
+        **UNCLIPPED,
     },
     "vqbet": {
         **WITHOUT_WEIGHTS,
@@ -51,14 +54,13 @@ PLAIN = {
         "n_elites": 10,
     },
     "multi_task_dit": {
-        "vision_encoder_name": CLIP,
-        "text_encoder_name": CLIP,
         "hidden_dim": 32,
         "num_heads": 2,
         "num_layers": 2,
         "horizon": 8,
         "n_action_steps": 4,
         "num_train_timesteps": 10,
+        **UNCLIPPED,
         "num_integration_steps": 4,
         "image_crop_shape": "[32,32]",
         "tokenizer_max_length": 20,
@@ -97,6 +99,8 @@ OTHER = {
 }
 
 
-def arguments(kind: str, other: bool = False) -> list[str]:
+def arguments(kind: str, clips: Path, other: bool = False) -> list[str]:
     settings = {"type": kind, "device": "cpu", **PLAIN[kind], **(OTHER[kind] if other else {})}
+    if kind == "multi_task_dit":
+        settings |= dict.fromkeys(("vision_encoder_name", "text_encoder_name"), clips / "tiny-clip")
     return [f"--policy.{name}={value}" for name, value in settings.items()]

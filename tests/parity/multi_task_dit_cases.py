@@ -27,10 +27,10 @@ TINY = {
 MODES = {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MIN_MAX"}
 
 
-def case(inputs: dict, clip: str = "tiny-clip", **settings: object) -> dict:
-    """A case names its CLIP; each program puts in the folder it has made it in."""
+def case(inputs: dict, clip: str = "tiny-clip", text: str = "", **settings: object) -> dict:
+    """A case names its CLIP, and one that reads the task if that is another; each program has them in a folder."""
     settings = {**TINY, "normalization_mapping": MODES, **settings}
-    return {"inputs": inputs, "clip": clip, "settings": settings}
+    return {"inputs": inputs, "clip": clip, "text": text or clip, "settings": settings}
 
 
 ONE = STATE | camera("top")
@@ -67,6 +67,7 @@ CASES = {
     "left_longest": case(STATE, tokenizer_padding="longest", tokenizer_padding_side="left"),
     "truncated": case(STATE, tokenizer_max_length=6),
     "old_clip": case(ONE, "old-clip", image_crop_shape=(28, 28), image_resize_shape=(30, 41)),
+    "two_clips": case(ONE, "old-clip", "tiny-clip", image_crop_shape=(28, 28), **FLOW),
     "old_clip_left": case(ONE, "old-clip", image_crop_shape=(28, 28), tokenizer_padding_side="left"),
 }
 
@@ -79,8 +80,11 @@ def placed(folder: Path) -> dict[str, dict]:
 
 
 def with_clip(case: dict, folder: Path) -> dict:
-    clip = str(folder / case["clip"])
-    return {**case, "settings": {**case["settings"], "vision_encoder_name": clip, "text_encoder_name": clip}}
+    clips = {"vision_encoder_name": case["clip"], "text_encoder_name": case["text"]}
+    return {
+        **case,
+        "settings": {**case["settings"], **{key: str(folder / clip) for key, clip in clips.items()}},
+    }
 
 
 def training_batch(name: str) -> dict[str, np.ndarray]:

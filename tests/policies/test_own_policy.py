@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import runs
 
+from conftest import write_lowdim
 from flexor.cli import main
 from flexor.errors import CheckpointError, ConfigError
 from flexor.help import train_help
@@ -209,14 +210,15 @@ def test_a_dataset_it_can_not_use_is_refused_before_anything_is_built(lowdim, pr
     assert not (project / "run").exists()
 
 
-def test_rewards_that_are_not_there_are_missed_before_anything_is_built(lowdim, project, capsys):
+def test_rewards_that_are_not_there_are_missed_before_anything_is_built(project, capsys):
     wanting = CODE.replace(
         "    @property\n",
         "    @property\n    def reward_deltas(self):\n        return [0, 1]\n\n    @property\n",
         1,
     )
     (project / "my_policy.py").write_text(wanting)
-    assert main(["train", *runs.flags(lowdim, project / "run", TINY, "--steps=1")]) == 2
+    data = write_lowdim(project / "data", reward=False)
+    assert main(["train", *runs.flags(data, project / "run", TINY, "--steps=1")]) == 2
     assert "has no column 'next.reward'" in capsys.readouterr().err
     assert not (project / "run").exists()
 

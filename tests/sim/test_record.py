@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flexor.data.dataset import open_dataset
 from flexor.errors import FlexorError
 from flexor.sim.record import REST, demonstrate, ensure_builtin_dataset, record_dataset
 from flexor.sim.task import PlaceEnv, advance
@@ -44,6 +45,18 @@ def test_dataset_holds_the_demonstrations(tmp_path) -> None:
     assert len(decoded) == len(frames)
     errors = [np.abs(seen.astype(int) - f["observation.image"]).mean() for seen, f in zip(decoded, frames)]
     assert max(errors) < 6
+
+
+def test_places_instead_of_pictures(tmp_path) -> None:
+    root = record_dataset(tmp_path / "d", episodes=2, obs_type="environment_state_agent_pos")
+    dataset = open_dataset(root=root)
+    assert not any(feature.is_camera for feature in dataset.features.values())
+    first = dataset.read(np.array([0]))
+    env = PlaceEnv()
+    env.reset(seed=0)
+    np.testing.assert_allclose(
+        first["observation.environment_state"][0], [*env.state.block, *env.state.goal], rtol=1e-6
+    )
 
 
 def test_what_is_recorded_is_what_the_expert_wanted() -> None:

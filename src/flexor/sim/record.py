@@ -24,6 +24,13 @@ BUILTIN = "builtin/place"
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstration had
 
+PIXELS = "pixels_agent_pos"
+# the environment's kinds of observations -> the feature of the dataset that is not the robot's own state
+OBSERVED = {
+    PIXELS: ("observation.image", "pixels"),
+    "environment_state_agent_pos": ("observation.environment_state", "environment_state"),
+}
+
 REST = 8  # steps recorded after the block was put down
 
 # Raise when the files of a dataset change though the settings and the demonstrations do not.
@@ -38,6 +45,8 @@ class RecordSettings:
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
     image_size: int = 32
+    # What is observed besides the gripper: pictures, or where things are.
+    obs_type: str = PIXELS
     # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
     codec: str = "h264"
     # Quality of the video: lower is sharper. Small pictures cost little, so this is near lossless.
@@ -50,6 +59,8 @@ class RecordSettings:
             raise ConfigError(f"episodes is {self.episodes}; record at least one")
         if self.image_size % 2:
             raise ConfigError(f"image_size is {self.image_size}; video needs an even number")
+        if self.obs_type not in OBSERVED:
+            raise ConfigError(f"obs_type is {self.obs_type!r}; use {' or '.join(OBSERVED)}")
         if not 0 <= self.noise <= 1.5:
             raise ConfigError(
                 f"noise is {self.noise}; use 0 (none) to 1.5, beyond which the expert often fails"
@@ -61,15 +72,22 @@ class RecordSettings:
             )
 
 
-def features(image_size: int) -> dict[str, dict[str, Any]]:
+def features(image_size: int, obs_type: str = PIXELS) -> dict[str, dict[str, Any]]:
     """The dataset's features in LeRobot's terms."""
     axes = ["x", "y", "opening"]
+    picture = {
+        "dtype": "video",
+        "shape": (image_size, image_size, 3),
+        "names": ["height", "width", "channels"],
+    }
+    places = {
+        "dtype": "float32",
+        "shape": (4,),
+        "names": ["block_x", "block_y", "disc_x", "disc_y"],
+    }
+    name, _ = OBSERVED[obs_type]
     return {
-        "observation.image": {
-            "dtype": "video",
-            "shape": (image_size, image_size, 3),
-            "names": ["height", "width", "channels"],
-        },
+        name: picture if obs_type == PIXELS else places,
         "observation.state": {"dtype": "float32", "shape": (3,), "names": axes},
         "action": {"dtype": "float32", "shape": (3,), "names": axes},
         "next.reward": {"dtype": "float32", "shape": (1,), "names": None},
@@ -84,6 +102,7 @@ def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.nda
     It goes on for a moment after the success. Letting go is the shortest part of the task, and without
     that moment so few recorded actions would show it that a policy may never learn to.
     """
+    name, key = OBSERVED[env.obs_type]
     disturbance = Disturbance(seed, noise)
     observation, _ = env.reset(seed=seed)
     frames = []
@@ -95,7 +114,7 @@ def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.nda
         rest = rest - 1 if success else REST
         frames.append(
             {
-                "observation.image": seen["pixels"],
+                name: seen[key],
                 "observation.state": seen["agent_pos"],
                 "action": action,
                 "next.reward": np.array([reward], np.float32),
@@ -114,12 +133,12 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
     Demonstrations that fail are left out and the next seed is tried.
     """
     chosen = _settings(settings)
-    env = PlaceEnv(image_size=chosen.image_size)
+    env = PlaceEnv(chosen.image_size, chosen.obs_type)
     kept, seed = 0, chosen.seed
     with DatasetWriter(
         Path(root),
         FPS,
-        features(chosen.image_size),
+        features(chosen.image_size, chosen.obs_type),
         robot_type="flexor_place",
         codec=chosen.codec,
         crf=chosen.crf,
@@ -193,7 +212,7 @@ def _key(chosen: RecordSettings) -> str:
     So a change of the physics, the drawing or the expert gives a new dataset and never a stale one.
     """
     digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(chosen)], sort_keys=True).encode())
-    env = PlaceEnv(image_size=chosen.image_size)
+    env = PlaceEnv(chosen.image_size, chosen.obs_type)
     for frame in demonstrate(env, chosen.seed, chosen.noise) or []:
         for name in sorted(frame):
             digest.update(frame[name].tobytes())

@@ -6,10 +6,10 @@ are executed. All of them are predicted at once, given one vector of what was ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,10 +25,9 @@ from flexor.policies.base import (
     mean_over_valid,
 )
 from flexor.policies.blocks.adam import AdamSettings
-from flexor.policies.blocks.schedules import DiffusionSettings
+from flexor.policies.blocks.schedules import DiffusionSettings, Network
 
-# x [B, H, A] with noise of a level, or at a time, [B] -> what the objective asks for, [B, H, A]
-Network = Callable[[Tensor, Tensor], Tensor]
+SCHEDULES = ("cosine", "constant", "constant_with_warmup")
 
 
 class Objective(Protocol):
@@ -57,8 +56,8 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     do_mask_loss_for_padding: bool = False
     """Leave actions beyond the end of an episode out of the loss."""
-    scheduler_name: Literal["constant", "constant_with_warmup", "cosine"] = "cosine"
-    """How the learning rate changes over time (--scheduler.type takes precedence)."""
+    scheduler_name: str = "cosine"
+    """Learning rate over time: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
     scheduler_warmup_steps: int = 0
     """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
 
@@ -87,6 +86,10 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
             raise ConfigError(f"{self.type} needs cameras of one size, but there are {listed}.")
 
     def scheduler_preset(self) -> dict[str, Any]:
+        if self.scheduler_name not in SCHEDULES:  # LeRobot has more; what was trained with them can still act
+            raise ConfigError(
+                f"policy.scheduler_name={self.scheduler_name!r}; one of {', '.join(SCHEDULES)}."
+            )
         if self.scheduler_name == "constant":
             return {"type": "constant"}
         return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}

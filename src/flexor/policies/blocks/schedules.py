@@ -25,7 +25,8 @@ CHOICES = {
     "prediction_type": ("epsilon", "sample"),
 }
 
-Network = Callable[[Tensor, Tensor], Tensor]  # x [B, H, A] with noise of a level [B] -> [B, H, A]
+# x [B, H, A] with noise of a level, or at a time, [B] -> what the objective asks for, [B, H, A]
+Network = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
