@@ -1,11 +1,11 @@
-"""A run without data and without memory: the trainer's own step on the meta device, for a plan to watch."""
+"""A run without data: the trainer's own step on the meta device, for a plan to watch, or on a GPU, to be measured."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from flexor.config import TrainConfig
 from flexor.data.planes import PlaneFormat
 from flexor.data.staging import Staged
 from flexor.monitor.meters import Meters
-from flexor.plan.trace import Step, Tracker
+from flexor.plan.ops import Phase
+from flexor.plan.trace import Category, Event, Step
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig
 from flexor.policies.blocks.recompute import recompute
@@ -30,14 +31,24 @@ from flexor.train.state import TrainState
 
 META = torch.device("meta")
 PASSES = 2  # of a step that accumulates gradients: the first makes them, all others add to them
-STATISTICS = ("mean", "std", "min", "max", "q01", "q99", "q10", "q90")
+# Values stay as they are.
+STATISTICS = {"mean": 0, "std": 1, "min": -1, "max": 1, "q01": -1, "q99": 1, "q10": -1, "q90": 1}
+
+
+class Watcher(Protocol):
+    """Who wants to know what the step is at: see `trace.Tracker`."""
+
+    events: list[Event]
+    phase: Phase
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None: ...
 
 
 class WatchedEngine(Engine):
     """The engine of one process, which says what the step is at."""
 
-    def __init__(self, precision: str, tracker: Tracker):
-        super().__init__(META, precision)
+    def __init__(self, device: torch.device, precision: str, tracker: Watcher):
+        super().__init__(device, precision)
         self.tracker = tracker
 
     @contextlib.contextmanager
@@ -66,24 +77,31 @@ class WatchedEngine(Engine):
 class Rehearsal:
     """Everything that a run has on its GPU, built as the trainer builds it."""
 
-    def __init__(self, config: TrainConfig, batch_size: int, accumulation: int, tracker: Tracker):
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch_size: int,
+        accumulation: int,
+        tracker: Watcher,
+        device: torch.device = META,
+    ):
         optimizer = resolve_optimizer(config.optimizer, config.policy)
         scheduler = resolve_scheduler(config.scheduler, config.policy)
         config = replace(config, optimizer=optimizer, scheduler=scheduler)
-        self.config, self.tracker = config, tracker
+        self.config, self.tracker, self.device = config, tracker, device
         self.split = Split(batch_size, accumulation, 1)
-        self.passes = min(accumulation, PASSES)
-        self.policy = make_policy(config)
+        self.passes = min(accumulation, PASSES) if device == META else accumulation
+        self.policy = make_policy(config, device)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
-        engine = WatchedEngine(config.precision, tracker)
+        engine = WatchedEngine(device, config.precision, tracker)
         made = build_optimizer(optimizer, self.policy)
         engine.prepare(self.policy, made)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
         if ema:
             tracker.name(list(ema.average.values()), "ema")
         self.policy.train()
-        before = preprocessor(config.policy)
+        before = preprocessor(config.policy, device)
         self.state = TrainState(
             config=config,
             fingerprint="",
@@ -97,6 +115,8 @@ class Rehearsal:
             split=self.split,
         )
         self.meters = Meters()
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.batches: list[Batch] = []  # of the last step: they stay until the next ones are there
 
     def steps_to_see(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
@@ -109,16 +129,29 @@ class Rehearsal:
         tracker = self.tracker
         step = Step(number, start=len(tracker.events))
         tracker.phase = "load"
-        batches = [
-            loaded_batch(self.config.policy, self.split.batch_size) for _ in range(self.split.accumulation)
-        ]
+        batches = self._load()
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number
         optimizer_step(self.state, batches[: self.passes], self.meters)
+        if self.device != META:
+            self.batches = batches
         del batches
         step.end = len(tracker.events)
         return step
+
+    def _load(self) -> list[Batch]:
+        """As the loader does it: on a stream of its own."""
+        policy, (size, passes) = self.config.policy, (self.split.batch_size, self.split.accumulation)
+        if self.stream is None:
+            return [loaded_batch(policy, size, self.device) for _ in range(passes)]
+        with torch.cuda.stream(self.stream):
+            batches = [loaded_batch(policy, size, self.device) for _ in range(passes)]
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for tensor in (t for batch in batches for t in batch.values() if isinstance(t, Tensor)):
+            tensor.record_stream(current)
+        return batches
 
     def units(self) -> list[int]:
         """Bytes of the weights that each block has alone, and what is left of the policy."""
@@ -131,64 +164,68 @@ class Rehearsal:
         return sizes
 
 
-def make_policy(config: TrainConfig) -> Policy:
-    """The policy on the meta device. Constructors that need values get them, for buffers only."""
+def make_policy(config: TrainConfig, device: torch.device = META) -> Policy:
+    """The policy on its device, with whatever weights its constructor gives it."""
     make = policy_class(config.policy.type)
-    try:
-        with META:
-            policy = make(config.policy)
-    except (NotImplementedError, RuntimeError):
-        with parameters_without_memory():
-            policy = make(config.policy)
-    policy = policy.to(META)
+    policy = make(config.policy) if device != META else _without_memory(make, config.policy)
+    policy = policy.to(device)
     if config.activation_checkpointing:
         for unit in policy.shard_units():
             recompute(unit)
     return policy
 
 
-def preprocessor(policy: PolicyConfig) -> Pipeline:
+def _without_memory(make: type[Policy], config: PolicyConfig) -> Policy:
+    """Constructors that need values get them, for buffers only."""
+    try:
+        with META:
+            return make(config)
+    except (NotImplementedError, RuntimeError):
+        with parameters_without_memory():
+            return make(config)
+
+
+def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
     """What happens to a batch on the GPU; words have become tokens before (see `loaded_batch`)."""
     features = {**policy.input_features, **policy.output_features}
+    shapes = {n: (f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape for n, f in features.items()}
     stats = {
-        name: dict.fromkeys(
-            STATISTICS, np.zeros((f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape, np.float32)
-        )
-        for name, f in features.items()
+        name: {key: np.full(shape, value, np.float32) for key, value in STATISTICS.items()}
+        for name, shape in shapes.items()
     }
-    return Pipeline("plan", [ToDevice("meta"), Normalize(features, policy.normalization_mapping, stats)])
+    return Pipeline("plan", [ToDevice(str(device)), Normalize(features, policy.normalization_mapping, stats)])
 
 
-def loaded_batch(policy: PolicyConfig, batch_size: int) -> Batch:
+def loaded_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
     """A batch as the loader brings it to the GPU: pictures were planes and are bytes, everything else is small."""
+
+    def moved(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros((batch_size, *shape), dtype=dtype).to(device)
+
     deltas = deltas_of(policy)
     batch: Batch = {}
     for name, feature in {**policy.input_features, **policy.output_features}.items():
         steps = [len(deltas[name])] if name in deltas else []
         if name in deltas:
-            batch[f"{name}_is_pad"] = _moved(batch_size, *steps, dtype=torch.bool)
+            batch[f"{name}_is_pad"] = moved(*steps, dtype=torch.bool)
         if feature.type is Kind.VISUAL:
-            batch[name] = pictures(feature.shape, batch_size, steps)
+            batch[name] = pictures(feature.shape, batch_size, steps).on(device)
         else:
-            batch[name] = _moved(batch_size, *steps, *feature.shape)
+            batch[name] = moved(*steps, *feature.shape)
     if REWARD in deltas:
-        batch[f"{REWARD}_is_pad"] = _moved(batch_size, len(deltas[REWARD]), dtype=torch.bool)
-        batch[REWARD] = _moved(batch_size, len(deltas[REWARD]))
-    batch[SAMPLE_ID] = _moved(batch_size, dtype=torch.int64)
+        batch[f"{REWARD}_is_pad"] = moved(len(deltas[REWARD]), dtype=torch.bool)
+        batch[REWARD] = moved(len(deltas[REWARD]))
+    batch[SAMPLE_ID] = moved(dtype=torch.int64)
     batch["task"] = ["do something"] * batch_size
     batch[VALID_STEPS] = float(len(deltas.get(ACTION, [0])))
     words = getattr(policy, "tokenizer", None)
     if words:
-        batch[TASK_TOKENS] = _moved(batch_size, words["max_length"], dtype=torch.int64)
-        batch[TASK_MASK] = _moved(batch_size, words["max_length"], dtype=torch.bool)
+        batch[TASK_TOKENS] = moved(words["max_length"], dtype=torch.int64)
+        batch[TASK_MASK] = moved(words["max_length"], dtype=torch.bool)
     return batch
 
 
-def _moved(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype).to(META)
-
-
-def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int]) -> Any:
+def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int]) -> Staged:
     """One camera's pictures [B, (T,) C, H, W], each frame another: as many bytes as there can be."""
     channels, height, width = shape
     layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
@@ -196,4 +233,4 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int]) -> Any:
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)
     index = np.arange(batch_size * int(np.prod(steps, dtype=int))).reshape(batch_size, *steps)
-    return Staged(format, index, torch.empty((index.size, format.nbytes), dtype=torch.uint8)).on(META)
+    return Staged(format, index, torch.zeros((index.size, format.nbytes), dtype=torch.uint8))

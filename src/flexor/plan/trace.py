@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -182,7 +182,7 @@ class Tracker(TorchDispatchMode):
         """Which piece of memory a tensor is in, if it is watched."""
         return self._ids.get(tensor.untyped_storage()._cdata)
 
-    def name(self, tensors: Iterator[Tensor] | Sequence[Tensor], category: Category) -> None:
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Say what the memory of some tensors is for."""
         for tensor in tensors:
             number = self.number(tensor)
