@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,11 +18,9 @@ from flexor.data.staging import Staged
 from flexor.monitor.meters import Meters
 from flexor.plan.ops import Phase
 from flexor.plan.trace import Category, Event, Step
-from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig
-from flexor.policies.blocks.recompute import recompute
 from flexor.policies.processing import TASK_MASK, TASK_TOKENS, Normalize, Pipeline, ToDevice
-from flexor.train.build import deltas_of
+from flexor.train.build import deltas_of, make_policy
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA, build_optimizer, build_scheduler, resolve_optimizer, resolve_scheduler
 from flexor.train.settle import Split
@@ -91,7 +89,7 @@ class Rehearsal:
         self.config, self.tracker, self.device = config, tracker, device
         self.split = Split(batch_size, accumulation, 1)
         self.passes = min(accumulation, PASSES) if device == META else accumulation
-        self.policy = make_policy(config, device)
+        self.policy = policy_on(config, device)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         engine = WatchedEngine(device, config.precision, tracker)
@@ -116,6 +114,7 @@ class Rehearsal:
         )
         self.meters = Meters()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.host: Batch | None = None
         self.batches: list[Batch] = []  # of the last step: they stay until the next ones are there
 
     def steps_to_see(self) -> list[int]:
@@ -142,11 +141,13 @@ class Rehearsal:
 
     def _load(self) -> list[Batch]:
         """As the loader does it: on a stream of its own."""
-        policy, (size, passes) = self.config.policy, (self.split.batch_size, self.split.accumulation)
+        if self.host is None:
+            self.host = host_batch(self.config.policy, self.split.batch_size, pinned=self.stream is not None)
+        passes = range(self.split.accumulation)
         if self.stream is None:
-            return [loaded_batch(policy, size, self.device) for _ in range(passes)]
+            return [to_device(self.host, self.device) for _ in passes]
         with torch.cuda.stream(self.stream):
-            batches = [loaded_batch(policy, size, self.device) for _ in range(passes)]
+            batches = [to_device(self.host, self.device) for _ in passes]
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for tensor in (t for batch in batches for t in batch.values() if isinstance(t, Tensor)):
@@ -164,25 +165,19 @@ class Rehearsal:
         return sizes
 
 
-def make_policy(config: TrainConfig, device: torch.device = META) -> Policy:
-    """The policy on its device, with whatever weights its constructor gives it."""
-    make = policy_class(config.policy.type)
-    policy = make(config.policy) if device != META else _without_memory(make, config.policy)
-    policy = policy.to(device)
-    if config.activation_checkpointing:
-        for unit in policy.shard_units():
-            recompute(unit)
-    return policy
+def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
+    """The policy as the trainer makes it, with whatever weights its constructor gives it."""
+    return (make_policy(config) if device != META else _without_memory(config)).to(device)
 
 
-def _without_memory(make: type[Policy], config: PolicyConfig) -> Policy:
+def _without_memory(config: TrainConfig) -> Policy:
     """Constructors that need values get them, for buffers only."""
     try:
         with META:
-            return make(config)
+            return make_policy(config)
     except (NotImplementedError, RuntimeError):
         with parameters_without_memory():
-            return make(config)
+            return make_policy(config)
 
 
 def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
@@ -196,36 +191,36 @@ def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
     return Pipeline("plan", [ToDevice(str(device)), Normalize(features, policy.normalization_mapping, stats)])
 
 
-def loaded_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
-    """A batch as the loader brings it to the GPU: pictures were planes and are bytes, everything else is small."""
+def host_batch(policy: PolicyConfig, batch_size: int, pinned: bool = False) -> Batch:
+    """A batch as the loader has it before it goes to the GPU: pictures are planes, everything else is small."""
 
-    def moved(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros((batch_size, *shape), dtype=dtype).to(device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros((batch_size, *shape), dtype=dtype, pin_memory=pinned)
 
     deltas = deltas_of(policy)
     batch: Batch = {}
     for name, feature in {**policy.input_features, **policy.output_features}.items():
         steps = [len(deltas[name])] if name in deltas else []
         if name in deltas:
-            batch[f"{name}_is_pad"] = moved(*steps, dtype=torch.bool)
+            batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
         if feature.type is Kind.VISUAL:
-            batch[name] = pictures(feature.shape, batch_size, steps).on(device)
+            batch[name] = pictures(feature.shape, batch_size, steps, pinned)
         else:
-            batch[name] = moved(*steps, *feature.shape)
+            batch[name] = zeros(*steps, *feature.shape)
     if REWARD in deltas:
-        batch[f"{REWARD}_is_pad"] = moved(len(deltas[REWARD]), dtype=torch.bool)
-        batch[REWARD] = moved(len(deltas[REWARD]))
-    batch[SAMPLE_ID] = moved(dtype=torch.int64)
+        batch[f"{REWARD}_is_pad"] = zeros(len(deltas[REWARD]), dtype=torch.bool)
+        batch[REWARD] = zeros(len(deltas[REWARD]))
+    batch[SAMPLE_ID] = zeros(dtype=torch.int64)
     batch["task"] = ["do something"] * batch_size
     batch[VALID_STEPS] = float(len(deltas.get(ACTION, [0])))
     words = getattr(policy, "tokenizer", None)
     if words:
-        batch[TASK_TOKENS] = moved(words["max_length"], dtype=torch.int64)
-        batch[TASK_MASK] = moved(words["max_length"], dtype=torch.bool)
+        batch[TASK_TOKENS] = zeros(words["max_length"], dtype=torch.int64)
+        batch[TASK_MASK] = zeros(words["max_length"], dtype=torch.bool)
     return batch
 
 
-def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int]) -> Staged:
+def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], pinned: bool) -> Staged:
     """One camera's pictures [B, (T,) C, H, W], each frame another: as many bytes as there can be."""
     channels, height, width = shape
     layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
@@ -233,4 +228,20 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int]) -> Stage
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)
     index = np.arange(batch_size * int(np.prod(steps, dtype=int))).reshape(batch_size, *steps)
-    return Staged(format, index, torch.zeros((index.size, format.nbytes), dtype=torch.uint8))
+    return Staged(
+        format, index, torch.zeros((index.size, format.nbytes), dtype=torch.uint8, pin_memory=pinned)
+    )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Staged):
+            return value.on(device)
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in batch.items()}
+
+
+def loaded_batch(policy: PolicyConfig, batch_size: int) -> Batch:
+    """A batch as the loader brings it to a GPU, without its memory."""
+    return to_device(host_batch(policy, batch_size), META)
