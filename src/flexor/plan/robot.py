@@ -1,0 +1,43 @@
+"""A robot that nobody has recorded yet: cameras, state and actions, for plans without a dataset."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from flexor.batch import ACTION, STATE
+from flexor.errors import ConfigError
+from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+
+
+@dataclass(frozen=True)
+class Robot:
+    cameras: int = 2
+    height: int = 480
+    width: int = 640
+    state: int = 14
+    action: int = 14
+
+    def fill_in(self, policy: PolicyConfig) -> PolicyConfig:
+        """The policy's settings with this robot's features, as `train.build.fit_to_dataset` would set them."""
+        pictures = {
+            f"observation.images.camera{i}": PolicyFeature(Kind.VISUAL, (3, self.height, self.width))
+            for i in range(self.cameras)
+        }
+        state = {STATE: PolicyFeature(Kind.STATE, (self.state,))} if self.state else {}
+        policy = replace(
+            policy,
+            input_features={**pictures, **state},
+            output_features={ACTION: PolicyFeature(Kind.ACTION, (self.action,))},
+        )
+        policy.validate()
+        return policy
+
+
+def parse_cameras(text: str) -> tuple[int, int, int]:
+    """2x480x640 -> number, height, width."""
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not found:
+        raise ConfigError(f"--cameras={text} must be NUMBERxHEIGHTxWIDTH, such as 2x480x640.")
+    number, height, width = map(int, found.groups())
+    return number, height, width

@@ -1,0 +1,198 @@
+"""How long a training step takes on a GPU: its operations one after the other, and the host that issues them.
+
+Two clocks run through the trace. The host's goes on by what it takes to issue an operation; the GPU begins with one
+when the host has issued it and it is done with the one before. Whichever is behind at the end bounds the step. Traffic
+between GPUs hides behind the backward pass as far as it can.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flexor.config import TrainConfig
+from flexor.plan.hardware import GPU
+from flexor.plan.memory import Share
+from flexor.plan.ops import Op
+from flexor.plan.speeds import Speeds, assumed, load
+from flexor.plan.trace import Trace
+
+LINK = 0.75  # of the bandwidth between GPUs, that collectives reach
+HIDDEN = 0.9  # of the work that traffic can hide behind
+MORE_LINKS = 0.15  # error of a step, beyond that of one GPU, if all of its time were traffic
+
+Bound = Literal["gpu", "host", "network"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, with all of its passes. Seconds."""
+
+    gpu: dict[str, float]
+    """Of the GPU's work, by kind: matmul, convolution, attention, memory."""
+    host: dict[str, float]
+    """That the host needs to issue it, by phase of the step."""
+    communication: float
+    """Of traffic between GPUs."""
+    exposed: float
+    """Of that, what does not hide behind computing."""
+    seconds: float
+    """Of the step. Waiting for data is not in it."""
+    spread: float
+    """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
+    bound: Bound
+    flops: float
+    """Of one GPU in a step."""
+    mfu: float
+    """Of the FLOP/s that the data sheet promises for the precision in use."""
+    calibrated: bool
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(self.gpu.values())
+
+    @property
+    def host_seconds(self) -> float:
+        return sum(self.host.values())
+
+    @property
+    def at_best(self) -> float:
+        """If issuing took no time, as with CUDA graphs."""
+        return self.gpu_seconds + self.exposed
+
+
+def step_time(
+    trace: Trace,
+    gpu: GPU,
+    *,
+    config: TrainConfig,
+    share: Share | None = None,
+    speeds: Speeds | None = None,
+    link: float | None = None,
+) -> StepTime:
+    """How long a step of the last phase of a run takes.
+
+    `speeds`: what was measured; otherwise this machine's own calibration for that GPU, or without one the reference.
+    `link`: bytes/s of the slowest link between the GPUs, in one direction.
+    """
+    speeds = speeds or load(gpu) or assumed()
+    share = share or Share()
+    clocks = _play(trace, gpu, speeds, config)
+    communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
+    seconds = max(clocks.seconds, clocks.loading) + exposed
+    flops = sum(op.flops for op in steps_ops(trace))
+    return StepTime(
+        gpu=dict(clocks.gpu),
+        host=dict(clocks.host),
+        communication=communication,
+        exposed=exposed,
+        seconds=seconds,
+        spread=_spread(speeds, clocks, exposed / seconds),
+        bound=_bound(clocks, exposed, seconds),
+        flops=flops,
+        mfu=flops / seconds / gpu.flops(_unit(config)),
+        calibrated=speeds.gpu == gpu.name,
+    )
+
+
+def _unit(config: TrainConfig) -> str:
+    return "tf32" if config.precision == "no" else config.precision
+
+
+@dataclass
+class Clocks:
+    gpu: dict[str, float]
+    host: dict[str, float]
+    backward: float
+    """Seconds of the GPU's work in the backward pass."""
+    loading: float
+    """Of what brings the batches, on a stream of its own."""
+    seconds: float
+
+
+def steps_ops(trace: Trace) -> Iterator[Op]:
+    """The operations of a step of the last phase. Passes beyond the second are like it."""
+    first = trace.events[trace.steps[-1].start].op if len(trace.steps) > 1 else 0
+    phases = [op for op in trace.ops[first:] if op.phase != "build"]
+    passes = _passes(phases) if trace.accumulation > trace.passes else {}
+    for at, op in enumerate(phases):
+        yield op
+        if at in passes:
+            for _ in range(trace.accumulation - trace.passes):
+                yield from phases[passes[at] : at + 1]
+
+
+def _passes(ops: list[Op]) -> dict[int, int]:
+    """Where the last pass of a step that accumulates ends, and where it begins."""
+    of_pass = [at for at, op in enumerate(ops) if op.phase in ("batch", "forward", "backward")]
+    ends = [at for at in of_pass if ops[at].phase == "backward"]
+    if not ends:
+        return {}
+    end = begin = ends[-1]
+    seen_forward = False
+    while begin > 0 and not (seen_forward and ops[begin - 1].phase == "backward"):
+        begin -= 1
+        seen_forward |= ops[begin].phase == "forward"
+    return {end: begin}
+
+
+def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
+    waits = config.precision == "fp16"  # the scaler asks whether gradients are finite
+    kinds: dict[str, float] = defaultdict(float)
+    phases: dict[str, float] = defaultdict(float)
+    host = device = backward = loading = 0.0
+    for op in steps_ops(trace):
+        issue = speeds.issue(op, config.policy.type)
+        phases[op.phase] += issue
+        host += issue
+        if waits and op.phase == "optimizer":
+            host, waits = max(host, device), False
+        if op.kind == "view":
+            continue
+        seconds = speeds.seconds(op, gpu)
+        if op.phase == "load":
+            loading += seconds
+            continue
+        kinds[op.kind] += seconds
+        device = max(device, host) + seconds
+        if op.phase == "backward":
+            backward += seconds
+    # The GPU may be behind by a step; over many of them the slower clock sets the pace.
+    work = sum(kinds.values())
+    pace = device if config.precision == "fp16" else max(host, work)
+    return Clocks(kinds, phases, backward, loading, pace)
+
+
+def _traffic(
+    trace: Trace, share: Share, config: TrainConfig, clocks: Clocks, link: float
+) -> tuple[float, float]:
+    """Seconds of traffic, and of those the ones that computing waits for."""
+    if share.world_size == 1:
+        return 0.0, 0.0
+    others = (share.world_size - 1) / share.world_size
+    if share.strategy == "ddp":
+        seconds = 2 * others * 4 * trace.trained / link
+        behind = clocks.backward
+    else:
+        width = 4 if config.precision == "no" else 2
+        gathered = (
+            2 * width * trace.parameters
+            if config.parallel.reshard_after_forward
+            else width * trace.parameters
+        )
+        seconds = others * (gathered + 4 * trace.trained) / link
+        behind = sum(clocks.gpu.values())
+    return seconds, max(0.0, seconds - HIDDEN * behind)
+
+
+def _bound(clocks: Clocks, exposed: float, seconds: float) -> Bound:
+    if exposed > seconds / 2:
+        return "network"
+    return "host" if sum(clocks.host.values()) > sum(clocks.gpu.values()) else "gpu"
+
+
+def _spread(speeds: Speeds, clocks: Clocks, traffic: float) -> float:
+    by_host = sum(clocks.host.values()) > sum(clocks.gpu.values())
+    return (speeds.spread_host if by_host else speeds.spread_gpu) + MORE_LINKS * traffic
