@@ -17,6 +17,7 @@ from flexor.errors import ConfigError
 from flexor.help import train_help
 from flexor.lerobot_settings import IGNORED
 from flexor.policies import POLICIES, policy_class
+from flexor.policies.blocks.lora import LoraConfig
 from flexor.settings import build_config, flatten, load_config, nest, parse_flags
 from flexor.tree import help_texts
 
@@ -419,8 +420,9 @@ def test_each_lerobot_flag_alone(flag):
         "--save_checkpoint_to_hub=true",
         "--rename_map={a: b}",
         "--rename_map.a=b",
-        "--peft.r=8",
         "--peft={r: 8}",
+        "--peft.method_type=MISS",
+        "--peft.init_type=pissa",
         "--reward_model.type=classifier",
         "--sample_weighting.type=rabc",
         "--eval.recording=true",
@@ -462,6 +464,44 @@ def test_a_train_config_of_lerobot_is_a_settings_file(tmp_path):
     file.write_text(json.dumps(saved))
     config = load_config([f"--config_path={file}"])
     assert config.policy.chunk_size == 20 and config.optimizer.betas == (0.9, 0.999)
+
+
+LEROBOT_ADAPTERS = {
+    "method_type": "LORA",
+    "init_type": None,
+    "r": 8,
+    "lora_alpha": 4,
+    "target_modules": ["linear1", "linear2"],
+    "full_training_modules": ["model.action_head"],
+}
+
+
+def test_adapters_of_lerobot(tmp_path):
+    wanted = LoraConfig(8, 4, 0.0, ["linear1", "linear2"], ["model.action_head"])
+    flags = [f"--peft.{key}={json.dumps(value)}" for key, value in LEROBOT_ADAPTERS.items()]
+    assert load_config([DATA, *flags]).lora == wanted
+    file = tmp_path / "train_config.json"
+    file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": LEROBOT_ADAPTERS}))
+    assert load_config([f"--config={file}"]).lora == wanted
+    assert load_config([DATA, "--peft.method_type=LORA"]).lora == LoraConfig(r=16)
+    defaults = {"method_type": "LORA", "target_modules": None, "lora_alpha": None, "r": 16}
+    file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": defaults}))
+    assert load_config([f"--config={file}"]).lora == LoraConfig(r=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.alpha=16"], "no effect without a rank"),
+        (["--lora.r=-1"], "at least 0"),
+        (["--lora.r=4", "--lora.dropout=1"], "less than 1"),
+        (["--lora.r=4", "--lora.target_modules=*.mlp"], "no regular expression"),
+        (["--lora.r=4", "--policy.type=tdmpc"], "moves some of its weights itself"),
+    ],
+)
+def test_adapters_that_can_not_be(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([DATA, *flags])
 
 
 def test_amp_means_bf16_unless_the_precision_is_given():

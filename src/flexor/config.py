@@ -13,6 +13,7 @@ from typing import Any, Literal
 from flexor.data.settings import DatasetConfig, picture_size
 from flexor.errors import ConfigError
 from flexor.policies import PolicyConfig
+from flexor.policies.blocks.lora import LoraConfig
 from flexor.tree import field_types, to_plain
 
 GROUPS = (
@@ -20,6 +21,7 @@ GROUPS = (
     "dataset.cache",
     "dataset.order",
     "policy",
+    "lora",
     "optimizer",
     "scheduler",
     "ema",
@@ -195,6 +197,7 @@ class TrainConfig:
     """Steps between two evaluations in the environment (needs env.type); 0 for never."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
@@ -235,6 +238,12 @@ def validate(config: TrainConfig) -> None:
         )
     if not 0 < config.ema.decay < 1:
         raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
+    config.lora.validate()
+    if config.lora.r and config.policy.moves_weights:
+        raise ConfigError(
+            f"lora.r={config.lora.r}: {config.policy.type} moves some of its weights itself, which adapters do not "
+            "allow. Leave lora out to train it whole."
+        )
     picture_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     _validate_ranges(config)
@@ -270,6 +279,7 @@ AT_LEAST = {
     "dataset.order.lanes": 1,
     "dataset.order.pool": 1,
     "dataset.order.unit": 1,
+    "lora.r": 0,
     "optimizer.lr": 0,
     "optimizer.weight_decay": 0,
     "optimizer.grad_clip_norm": 0,

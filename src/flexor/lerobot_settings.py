@@ -29,8 +29,10 @@ IGNORED = {
     "policy.private": "nothing is uploaded",
     "policy.tags": "nothing is uploaded",
     "policy.license": "nothing is uploaded",
-    "policy.use_peft": "adapters are not supported yet",
-    "peft": "adapters are not supported yet",
+    "policy.use_peft": "adapters are merged into what is saved, so there are none to load",
+    "peft.method_type": "adapters are LoRA's",
+    "peft.init_type": "adapters start as those of PEFT do unless told otherwise",
+    "peft": "name its settings one by one, such as --peft.r=16",
     "reward_model": "reward models are not trained here",
     "sample_weighting": "samples all weigh the same",
     "scheduler.name": "scheduler.type names it",
@@ -52,6 +54,8 @@ IGNORED = {
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "policy.push_to_hub": (False,),
     "policy.use_peft": (False,),
+    "peft.method_type": ("LORA", "lora"),
+    "peft.init_type": (None,),
     "peft": (None,),
     "reward_model": (None,),
     "sample_weighting": (None,),
@@ -71,6 +75,10 @@ VALUES = {"scheduler.type": {"diffuser": "cosine", "cosine_annealing_with_warmup
 # LeRobot's name -> ours
 ALIASES = {
     "cudnn_deterministic": "deterministic",
+    "peft.r": "lora.r",
+    "peft.lora_alpha": "lora.alpha",
+    "peft.target_modules": "lora.target_modules",
+    "peft.full_training_modules": "lora.full_training_modules",
     "policy.path": "policy_path",
     "config_path": "config",
     "checkpoint.async": "checkpoint.asynchronous",  # a keyword of Python's
@@ -80,6 +88,8 @@ ALIASES = {
 def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     """The settings without those of LeRobot's that have no effect here, which are named in the log."""
     kept = {}
+    if "peft.method_type" in flat:
+        flat = {"lora.r": 16, **flat}  # LeRobot's default
     for key, value in flat.items():
         reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
         if reason is None:

@@ -63,10 +63,12 @@ def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{where}.{key}" if where else str(key)
-        if name in GROUPS and isinstance(value, dict):
+        if name in (*GROUPS, "peft") and isinstance(value, dict):
             flat.update(flatten(value, name))
         elif name in GROUPS and value is None:
             continue  # LeRobot writes `env: null` for a group that was not given
+        elif where == "peft" and value is None:
+            continue  # LeRobot's default
         else:
             flat[ALIASES.get(name, name)] = value
     return flat

@@ -91,6 +91,11 @@ class PolicyConfig:
         return True
 
     @property
+    def moves_weights(self) -> bool:
+        """Whether the policy moves some weights itself, beside the optimizer: a target that follows slowly, say."""
+        return False
+
+    @property
     def drop_last_frames(self) -> int:
         """How many frames at the end of an episode are never the start of a sample."""
         return 0

@@ -17,6 +17,7 @@ from flexor.data.source import is_repo_id
 from flexor.errors import CheckpointError, ConfigError
 from flexor.policies import policy_class
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.blocks.lora import is_adapter, start_adapters
 from flexor.policies.own import is_code, is_loaded, settled, short_name
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
 from flexor.tensors import fill, shapes_in
@@ -166,8 +167,9 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Weights into a policy of the same shape (each rank its part); every difference is named."""
-    file, own = folder / WEIGHTS, policy.state_dict()
+    """Weights into a policy of the same shape (each rank its part); every difference is named. Adapters begin anew."""
+    file = folder / WEIGHTS
+    own = {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
     if not file.is_file() and (folder.parent / "training_state" / "sharded").is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: make it with `flexor export {folder.parent}`."
@@ -187,6 +189,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
                 "Was a setting that changes the network overridden?"
             )
         fill(own, file)
+        start_adapters(policy)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
 

@@ -184,6 +184,10 @@ class TDMPCConfig(PolicyConfig):
         return {"type": "adam", "lr": self.optimizer_lr}
 
     @property
+    def moves_weights(self) -> bool:
+        return True  # the target model's
+
+    @property
     def observation_deltas(self) -> list[int]:
         return list(range(self.horizon + 1))
 

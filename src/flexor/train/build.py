@@ -22,6 +22,7 @@ from flexor.log import log
 from flexor.machine import gigabytes, total_memory
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
+from flexor.policies.blocks.lora import add_adapters
 from flexor.policies.blocks.recompute import recompute
 from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
@@ -82,7 +83,7 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     from flexor.train.sharding import parameters_without_memory
 
     with parameters_without_memory():
-        parameters = list(policy_class(config.policy.type)(config.policy).parameters())
+        parameters = list(make_policy(config).parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     need = 4 * sum(p.numel() for p in parameters) + 12 * trained + (4 * trained if config.ema.enable else 0)
     if device.type == "cuda":
@@ -235,10 +236,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
 
     def make() -> Policy:
         seed_everything("weights", config.seed)
-        policy = policy_class(config.policy.type)(config.policy)
-        if config.activation_checkpointing:
-            _recompute_blocks(policy)
-        return policy
+        return make_policy(config)
 
     weights: Path | str | None = None
     if resuming:
@@ -246,7 +244,19 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
     elif config.policy_path is not None:
         with engine.processes.main_first():  # one of a host downloads
             weights = find_folder(config.policy_path)
+    elif config.lora.r:
+        log.warning("lora.r=%d without --policy.path: adapters on weights that nobody trained", config.lora.r)
     return engine.build(make, weights)
+
+
+def make_policy(config: TrainConfig) -> Policy:
+    """The policy as the run trains it, with any weights."""
+    policy = policy_class(config.policy.type)(config.policy)
+    if config.activation_checkpointing:
+        _recompute_blocks(policy)
+    if config.lora.r:
+        add_adapters(policy, config.lora, config.seed)
+    return policy
 
 
 def _recompute_blocks(policy: Policy) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from flexor.errors import CheckpointError, ConfigError
+from flexor.policies.blocks.lora import LoraConfig, merged
 from flexor.policies.pretrained import FOLDER, WEIGHTS
 from flexor.train import checkpoint
 from flexor.train.saved import SHARDS, STATE, ShardedTensors
+from flexor.tree import from_plain
 
 
 def export(path: Path, output: Path | None = None) -> Path:
@@ -42,8 +44,13 @@ def _find(path: Path) -> Path:
 
 
 def _write_weights(found: Path, target: Path) -> None:
-    """The moving average if there is one, in the policy's own precision; read without any other rank."""
-    averaged = json.loads((found / STATE / "flexor.json").read_text())["ema_updates"] is not None
+    """The moving average if there is one, adapters merged, as in any checkpoint; read without other ranks."""
+    run = json.loads((found / STATE / "flexor.json").read_text())
+    kind = "model." if run["ema_updates"] is None else "ema."
+    weights = ShardedTensors(found / STATE / SHARDS).read(kind)
+    lora = from_plain(LoraConfig, run["config"].get("lora", {}))
+    if lora.r:
+        weights = merged(weights, lora)
     aside = target / f".{WEIGHTS}"
-    save_file(ShardedTensors(found / STATE / SHARDS).read("ema." if averaged else "model."), aside)
+    save_file(weights, aside)
     aside.rename(target / WEIGHTS)

@@ -40,13 +40,12 @@ def open_tensors(checkpoint: Path, parameters: Sequence[str] = ()) -> SavedTenso
 
 
 class WholeTensors:
-    """LeRobot's files, and two more if there is a moving average: then that is what is exported."""
+    """LeRobot's files; the raw weights too if what is exported is not they, and the moving average if there is one."""
 
     def __init__(self, checkpoint: Path, parameters: Sequence[str]):
         state, exported = checkpoint / STATE, checkpoint / FOLDER / WEIGHTS
-        averaged = (state / RAW_MODEL).is_file()
-        self.files = {"model": state / RAW_MODEL if averaged else exported}
-        if averaged:
+        self.files = {"model": state / RAW_MODEL if (state / RAW_MODEL).is_file() else exported}
+        if (state / EMA_STATE).is_file():
             self.files["ema"] = state / EMA_STATE
         self.files["optimizer"] = state / OPTIMIZER
         self.parameters = parameters

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from flexor.config import TrainConfig
 from flexor.errors import CheckpointError
 from flexor.policies.base import Policy
+from flexor.policies.blocks.lora import merged
 from flexor.policies.pretrained import FOLDER, save_pretrained
 from flexor.policies.processing import Pipeline
 from flexor.rng import key_of, seed_everything
@@ -180,15 +181,19 @@ class Snapshot:
             (training / name).write_text(json.dumps(content, indent=2))
 
     def _weights(self, training: Path) -> dict[str, Tensor] | None:
-        """What a policy acts with: the moving average if there is one."""
-        kind = "ema." if self.state.ema else "model."
-        if not self.state.engine.sharded:
-            return {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
-        # from the disk, where all ranks have just brought them: no GPU has to gather anything
-        return ShardedTensors(training / SHARDS).read(kind) if self.export else None
+        """What a policy acts with: the moving average if there is one, adapters added to what they adapt."""
+        if self.state.engine.sharded and not self.export:
+            return None
+        kind, lora = "ema." if self.state.ema else "model.", self.state.config.lora
+        if self.state.engine.sharded:
+            # from the disk, where all ranks have just brought them: no GPU has to gather anything
+            weights = ShardedTensors(training / SHARDS).read(kind)
+        else:
+            weights = {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
+        return merged(weights, lora) if lora.r else weights
 
     def _write_tensors(self, folder: Path) -> None:
-        """LeRobot's files; with a moving average, which is what it gets to see, the raw weights too."""
+        """LeRobot's files; where it gets to see an average, or adapters merged, the raw weights too."""
         numbers = {name: i for i, name in enumerate(self.state.parameter_names())}
         kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
         for name, tensor in self.tensors.items():
@@ -197,8 +202,9 @@ class Snapshot:
                 parameter, _, key = name.rpartition(".")
                 name = f"state/{numbers[parameter]}/{key}"
             kinds[kind][name] = tensor.detach().cpu().contiguous()
-        if self.state.ema:
+        if self.state.ema or self.state.config.lora.r:
             save_file(kinds["model"], folder / RAW_MODEL)
+        if self.state.ema:
             save_file(kinds["ema"], folder / EMA_STATE)
         save_file(kinds["optimizer"], folder / OPTIMIZER)
 
