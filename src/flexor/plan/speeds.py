@@ -139,7 +139,7 @@ def kind_of(sample: Sample) -> str:
 
 def assumed() -> Speeds:
     """What to go by where nothing was measured."""
-    return _read(json.loads(resources.files("flexor.plan").joinpath(REFERENCE).read_text()))
+    return _parse(json.loads(resources.files("flexor.plan").joinpath(REFERENCE).read_text()))
 
 
 def file_of(gpu: GPU) -> Path:
@@ -161,16 +161,18 @@ def to_json(speeds: Speeds) -> str:
 def load(gpu: GPU) -> Speeds | None:
     """What `flexor plan --calibrate` measured on this machine for such a GPU."""
     path = file_of(gpu)
-    if not path.is_file():
-        return None
+    return read(path) if path.is_file() else None
+
+
+def read(path: Path) -> Speeds:
     try:
-        return _read(json.loads(path.read_text()))
+        return _parse(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{path} can't be read ({error}): measure anew with `flexor plan --calibrate`."
         ) from error
 
 
-def _read(plain: dict[str, Any]) -> Speeds:
+def _parse(plain: dict[str, Any]) -> Speeds:
     samples = tuple(Sample(n, d, tuple(e), t) for n, d, e, t in plain.pop("samples"))
     return Speeds(**plain, samples=samples)

@@ -113,9 +113,13 @@ class Clocks:
 
 
 def steps_ops(trace: Trace) -> Iterator[Op]:
-    """The operations of a step of the last phase. Passes beyond the second are like it."""
-    first = trace.events[trace.steps[-1].start].op if len(trace.steps) > 1 else 0
-    phases = [op for op in trace.ops[first:] if op.phase != "build"]
+    """The operations of a step of the last phase, once the optimizer's state is there.
+
+    Passes beyond the second are like it.
+    """
+    first = trace.events[trace.steps[-1].start].op
+    once = {e.op for e in trace.events if e.what == "born" and trace.category[e.storage] == "optimizer"}
+    phases = [op for at, op in enumerate(trace.ops[first:], first) if at not in once]
     passes = _passes(phases) if trace.accumulation > trace.passes else {}
     for at, op in enumerate(phases):
         yield op

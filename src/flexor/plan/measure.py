@@ -1,0 +1,153 @@
+"""A run's steps on this machine's GPU, without data: their memory, their time, and the time of each operation."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.config import TrainConfig
+from flexor.plan.ops import Op, Phase
+from flexor.plan.rehearsal import Rehearsal
+from flexor.plan.time import steps_ops
+from flexor.plan.trace import Category, Event, Trace
+
+WARM_UP = 3  # steps: cuDNN chooses its kernels, the allocator settles
+
+
+class Stopwatch:
+    """Watches a rehearsal: how long the host is in each phase of a step."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._phase: Phase = "build"
+        self._since = time.perf_counter()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Nothing is kept of memory here: the allocator counts it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a run's first steps."""
+
+    allocated: int
+    reserved: int
+    process: int
+    """All that is taken of the GPU, which is this process's if it is alone there."""
+
+
+class Measured:
+    """A run on the GPU, to be measured. Its memory is given back in the end."""
+
+    def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.watch = Stopwatch()
+        self.run = Rehearsal(config, batch_size, accumulation, self.watch, self.device)
+        self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
+        for number in self.run.steps_to_see():
+            self.run.step(number)
+        self.steps(WARM_UP)
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        del self.run
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def steps(self, count: int) -> float:
+        """Seconds of a step, over some of them with nothing waited for in between."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            self.run.step(self.number)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / count
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info()
+        statistics = torch.cuda.memory_stats()
+        reserved_now = statistics["reserved_bytes.all.current"]
+        reserved = statistics["reserved_bytes.all.peak"]
+        return Memory(
+            statistics["allocated_bytes.all.peak"], reserved, total - free - reserved_now + reserved
+        )
+
+    def host(self, count: int = 10) -> dict[str, float]:
+        """Seconds that the host takes for each phase of a step while the GPU has nothing else to do."""
+        torch.cuda.synchronize()
+        self.watch.phase = "build"
+        self.watch.seconds.clear()
+        for _ in range(count):
+            self.run.step(self.number)
+            self.watch.phase = "build"
+            torch.cuda.synchronize()
+        return {phase: seconds / count for phase, seconds in self.watch.seconds.items() if phase != "build"}
+
+    def operations(self, trace: Trace) -> tuple[list[tuple[Op, float]], float]:
+        """The operations of a trace with the seconds that the GPU took for each, and the share of all that they are."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            self.run.step(self.number)
+            torch.cuda.synchronize()
+        events = list(profiled.events())
+        return pair(list(steps_ops(trace)), events)
+
+
+def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:
+    """Operations of a trace and the same ones in a profile: by name and order, where there are as many of both."""
+    wanted = defaultdict(list)
+    for op in ops:
+        if op.kind != "view":
+            wanted[op.name].append(op)
+    seen: dict[str, list[float]] = defaultdict(list)
+
+    def visit(event: Any) -> None:
+        name = event.name.split("::")[-1]
+        if event.name.startswith("aten::") and name in wanted:
+            seen[name].append(event.device_time_total * 1e-6)
+            return
+        for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
+            visit(child)
+
+    on_host = [e for e in events if e.cpu_parent is None and str(e.device_type).endswith("CPU")]
+    for event in sorted(on_host, key=lambda e: e.time_range.start):
+        visit(event)
+    paired = [
+        (op, seconds)
+        for name in wanted
+        if len(wanted[name]) == len(seen[name])
+        for op, seconds in zip(wanted[name], seen[name])
+    ]
+    in_all = sum(sum(e.duration for e in event.kernels) for event in events) * 1e-6
+    return paired, sum(seconds for _, seconds in paired) / max(in_all, 1e-12)
+
+
+def unpaired(ops: list[Op], paired: list[tuple[Op, float]]) -> Counter[str]:
+    """Names of operations that a profile had more or fewer of."""
+    known = {id(op) for op, _ in paired}
+    return Counter(op.name for op in ops if op.kind != "view" and id(op) not in known)
