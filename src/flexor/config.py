@@ -179,6 +179,8 @@ class TrainConfig:
     """Threads that read and decode ahead of training; 0 reads in the loop itself."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler."""
+    weights_dtype: Literal["float32", "bf16"] = "float32"
+    """What weights, and so their gradients and optimizer state, are kept in; bf16 takes half of the memory."""
     deterministic: bool = False
     """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
     activation_checkpointing: bool = False
@@ -239,14 +241,24 @@ def validate(config: TrainConfig) -> None:
     if not 0 < config.ema.decay < 1:
         raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
     config.lora.validate()
-    if config.lora.r and config.policy.moves_weights:
-        raise ConfigError(
-            f"lora.r={config.lora.r}: {config.policy.type} moves some of its weights itself, which adapters do not "
-            "allow. Leave lora out to train it whole."
-        )
+    _validate_weights(config)
     picture_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     _validate_ranges(config)
+
+
+def _validate_weights(config: TrainConfig) -> None:
+    lower = config.weights_dtype == "bf16"
+    if lower and config.precision != "bf16":
+        raise ConfigError(
+            f"weights_dtype=bf16 with precision={config.precision}: products of such weights are computed in "
+            "bf16, so set --precision=bf16."
+        )
+    if config.policy.moves_weights and (lower or config.lora.r):
+        setting = "weights_dtype=bf16" if lower else f"lora.r={config.lora.r}"
+        raise ConfigError(
+            f"{setting}: {config.policy.type} moves some of its weights itself, which needs all of them, in float32."
+        )
 
 
 def _validate_episodes(episodes: list[int] | None) -> None:

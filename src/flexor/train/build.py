@@ -84,8 +84,9 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
 
     with parameters_without_memory():
         parameters = list(make_policy(config).parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    need = 4 * sum(p.numel() for p in parameters) + 12 * trained + (4 * trained if config.ema.enable else 0)
+    trained = [p for p in parameters if p.requires_grad]
+    average = sum(4 * p.numel() for p in trained) if config.ema.enable else 0
+    need = sum(p.nbytes for p in parameters) + 3 * sum(p.nbytes for p in trained) + average
     if device.type == "cuda":
         own = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -254,9 +255,18 @@ def make_policy(config: TrainConfig) -> Policy:
     policy = policy_class(config.policy.type)(config.policy)
     if config.activation_checkpointing:
         _recompute_blocks(policy)
+    if config.weights_dtype == "bf16":
+        _lower_weights(policy)
     if config.lora.r:
         add_adapters(policy, config.lora, config.seed)
     return policy
+
+
+def _lower_weights(policy: Policy) -> None:
+    """Matrices and convolutions in bfloat16. Vectors, such as a norm's, are few and stay exact; so do buffers."""
+    for parameter in policy.parameters():
+        if parameter.ndim > 1 and parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
 
 
 def _recompute_blocks(policy: Policy) -> None:

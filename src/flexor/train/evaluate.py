@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,11 @@ from flexor.train.state import TrainState
 
 @contextmanager
 def exported_weights(state: TrainState) -> Iterator[None]:
-    """Inside, the policy has the weights a checkpoint would export: the moving average if there is one."""
+    """Inside, the policy has the weights a checkpoint would export: the moving average if there is one.
+
+    Weights in bfloat16 compute in it; all others act in float32, as they do after export.
+    """
+    lower = state.config.weights_dtype == "bf16"
     was_training = state.policy.training
     state.policy.eval()
     raw: dict[str, Tensor] = {}
@@ -41,7 +45,8 @@ def exported_weights(state: TrainState) -> Iterator[None]:
         raw = {name: local(value).detach().clone() for name, value in state.policy.state_dict().items()}
         _replace(state.policy, state.ema.average)
     try:
-        yield
+        with state.engine.autocast() if lower else nullcontext():
+            yield
     finally:
         if raw:
             _replace(state.policy, raw)

@@ -123,12 +123,12 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, s
 
 
 class EMA:
-    """An exponential moving average of a model's floating-point state."""
+    """An exponential moving average of a model's floating-point state, in float32: small steps would be lost in less."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.updates = 0
-        self.average = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        self.average = {k: _exact(v.detach()).clone() for k, v in model.state_dict().items()}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -138,7 +138,11 @@ class EMA:
         for name, value in model.state_dict().items():
             if value.is_floating_point():
                 averages.append(local(self.average[name]))
-                values.append(local(value.detach()))
+                values.append(_exact(local(value.detach())))
             else:
                 self.average[name].copy_(value)
         torch._foreach_lerp_(averages, values, 1 - decay)
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -90,6 +90,11 @@ class ShardedEngine(Engine):
             raise ConfigError(
                 f"{', '.join(scalars)} is a single number, which can't be sharded: use --parallel.strategy=ddp."
             )
+        if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
+            raise ConfigError(
+                f"weights_dtype=bf16: parallel.strategy={self.strategy} can't share out trained weights of several "
+                "types. Train adapters (--lora.r=16), use ddp, or leave weights_dtype out."
+            )
         for unit in policy.shard_units():
             fully_shard(unit, **settings)
         fully_shard(policy, **settings)

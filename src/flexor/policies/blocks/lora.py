@@ -62,8 +62,10 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter. No layer is made as one: `adapt` turns a layer into it."""
 
     def adapt(self, config: LoraConfig, key: int) -> None:
-        self.lora_A = nn.Parameter(self.weight.new_empty(config.r, self.in_features))
-        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, config.r))
+        # float32 whatever the weight is: small steps would be lost in bfloat16
+        device = self.weight.device
+        self.lora_A = nn.Parameter(torch.empty(config.r, self.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, config.r, device=device))
         self.scale, self.dropout, self.key = config.scale, config.dropout, key
         self.start()
 
