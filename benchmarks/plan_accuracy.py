@@ -16,9 +16,10 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as th
 
 import torch
 
-from flexor.config import EMAConfig, TrainConfig
-from flexor.plan.calibrate import ROBOTS, calibrate
+from flexor.config import TrainConfig
+from flexor.plan import calibrate
 from flexor.plan.hardware import GPU, gpu_here, load_hardware
 from flexor.plan.measure import Measured
 from flexor.plan.memory import MemoryPlanner
@@ -35,73 +36,93 @@ from flexor.plan.robot import Robot
 from flexor.plan.speeds import Speeds, assumed, read, save
 from flexor.plan.time import step_time
 from flexor.plan.trace import trace_step
-from flexor.policies import policy_class
+from flexor.settings import load_config
+
+ROBOTS = {
+    "one": Robot(cameras=1, height=240, width=320),
+    "square": Robot(cameras=1, height=224, width=224),
+    **calibrate.ROBOTS,
+    "multi_task_dit": Robot(),
+}
 
 
 @dataclass(frozen=True)
 class Case:
+    """A run: a policy, samples in each pass, what it sees, and flags of `flexor train`."""
+
     policy: str
     batch: int
-    precision: str = "no"
-    robot: Robot | None = None
-    checkpointing: bool = False
-    ema: bool = False
-    accumulation: int = 1
-    more: dict[str, Any] = field(default_factory=dict)
-    """Settings of the policy."""
+    flags: str = ""
+    robot: str = ""
 
     def __str__(self) -> str:
-        words = [self.policy, f"B{self.batch}", "fp32" if self.precision == "no" else self.precision]
-        words += [str(x) for x in self.more.items()]
-        if self.robot:
-            words.append(f"{self.robot.cameras}x{self.robot.height}x{self.robot.width}")
-        words += [name for name in ("checkpointing", "ema") if getattr(self, name)]
-        return " ".join(words + ([f"x{self.accumulation}"] if self.accumulation > 1 else []))
+        return " ".join(filter(None, [self.policy, str(self.batch), self.robot, self.flags]))
 
     def config(self) -> TrainConfig:
-        policy = policy_class(self.policy).Config(**self.more)
-        return TrainConfig(
-            policy=(self.robot or ROBOTS[self.policy]).fill_in(policy),
-            precision=self.precision,
-            activation_checkpointing=self.checkpointing,
-            ema=EMAConfig(enable=self.ema),
-            gradient_accumulation_steps=self.accumulation,
-        )
+        flags = [f"--policy.type={self.policy}", "--dataset.repo_id=made/up", *self.flags.split()]
+        if self.policy == "multi_task_dit":
+            clip = clip_folder()
+            flags += [f"--policy.{part}_encoder_name={clip}" for part in ("vision", "text")]
+        config = load_config(flags)
+        config.policy = ROBOTS[self.robot or self.policy].fill_in(config.policy)
+        return config
+
+    @property
+    def accumulation(self) -> int:
+        return self.config().gradient_accumulation_steps or 1
 
 
-ONE = Robot(cameras=1, height=240, width=320)
-SQUARE = Robot(cameras=1, height=224, width=224)
+def clip_folder() -> Path:
+    """The shape of the CLIP that multi_task_dit takes by default, without its weights."""
+    folder = Path(tempfile.gettempdir()) / "clip-vit-base-patch16"
+    if not (folder / "config.json").is_file():
+        from transformers import CLIPConfig
+
+        CLIPConfig(vision_config={"patch_size": 16}).save_pretrained(folder)
+    return folder
+
+
+BF16 = "--precision=bf16"
+AGAIN = "--activation_checkpointing=true"
 CASES = [
-    *(Case("act", batch, precision) for batch in (1, 8, 32, 64) for precision in ("no", "bf16")),
-    Case("act", 16, "fp16"),
-    Case("act", 16, "no", ONE),
-    Case("act", 64, "bf16", ONE),
-    Case("act", 32, "no", checkpointing=True),
-    Case("act", 32, "bf16", checkpointing=True),
-    Case("act", 8, "bf16", ema=True),
-    Case("act", 8, "no", accumulation=4),
-    Case("act", 8, "bf16", accumulation=2),
-    Case("act", 8, "bf16", more={"vision_backbone": "resnet34"}),
-    Case("act", 8, "no", more={"dim_model": 768, "dim_feedforward": 4096}),
-    *(Case("diffusion", batch, precision) for batch in (2, 8, 32) for precision in ("no", "bf16")),
-    Case("diffusion", 16, "bf16", checkpointing=True),
-    Case("diffusion", 16, "no", ONE),
-    Case("diffusion", 64, "bf16", ONE),
-    Case("diffusion", 8, "no", ema=True),
-    Case("diffusion", 8, "bf16", accumulation=2),
-    *(Case("vqbet", batch, precision) for batch in (8, 64, 256) for precision in ("no",)),
-    Case("vqbet", 64, "bf16"),
-    Case("vqbet", 32, "no", SQUARE, more={"crop_shape": None}),
-    Case("vqbet", 128, "no", SQUARE, more={"crop_shape": (200, 200)}),
-    *(Case("tdmpc", batch, precision) for batch in (16, 256) for precision in ("no", "bf16")),
-    Case("tdmpc", 64, "no", SQUARE),
-    Case("tdmpc", 64, "bf16", ema=True),
+    *(Case("act", batch, flags) for batch in (1, 8, 32, 64) for flags in ("", BF16)),
+    Case("act", 16, "--precision=fp16"),
+    Case("act", 16, "", "one"),
+    Case("act", 64, BF16, "one"),
+    Case("act", 32, AGAIN),
+    Case("act", 32, f"{BF16} {AGAIN}"),
+    Case("act", 8, f"{BF16} --ema.enable=true"),
+    Case("act", 8, "--gradient_accumulation_steps=4"),
+    Case("act", 32, f"{BF16} --gradient_accumulation_steps=2"),
+    Case("act", 24, f"{BF16} --policy.vision_backbone=resnet34"),
+    Case("act", 8, "--policy.dim_model=768 --policy.dim_feedforward=4096"),
+    Case("act", 32, f"{BF16} --lora.r=16"),
+    Case("act", 32, f"{BF16} --weights_dtype=bf16"),
+    *(Case("diffusion", batch, flags) for batch in (2, 8, 32) for flags in ("", BF16)),
+    Case("diffusion", 16, f"{BF16} {AGAIN}"),
+    Case("diffusion", 24, "", "one"),
+    Case("diffusion", 64, BF16, "one"),
+    Case("diffusion", 8, "--ema.enable=true"),
+    Case("diffusion", 16, "--lora.r=8"),
+    Case("diffusion", 16, f"{BF16} --weights_dtype=bf16"),
+    Case("vqbet", 8),
+    Case("vqbet", 256),
+    Case("vqbet", 64, BF16),
+    Case("vqbet", 64, "--policy.crop_shape=null", "square"),
+    Case("tdmpc", 16),
+    Case("tdmpc", 256),
+    Case("tdmpc", 256, BF16),
+    Case("tdmpc", 128, "", "square"),
+    Case("multi_task_dit", 8),
+    Case("multi_task_dit", 32, BF16),
+    Case("multi_task_dit", 32, f"{BF16} --policy.vision_encoder_lr_multiplier=0"),
 ]
 LARGEST = [
-    Case("act", 0, "bf16"),
-    Case("diffusion", 0, "bf16"),
-    Case("vqbet", 0, "no", SQUARE, more={"crop_shape": None}),
-    Case("tdmpc", 0, "no", SQUARE),
+    Case("act", 0, BF16),
+    Case("diffusion", 0, BF16),
+    Case("vqbet", 0, "--policy.crop_shape=null", "square"),
+    Case("tdmpc", 0, "", "square"),
+    Case("multi_task_dit", 0, BF16),
 ]
 
 
@@ -135,8 +156,8 @@ def measured(case: Case) -> dict[str, Any]:
     with Measured(case.config(), case.batch, case.accumulation) as run:
         memory = run.memory()
         rough = run.steps(2)
-        seconds = run.steps(max(4, min(30, int(1.0 / rough))))
-        return {"seconds": seconds, **asdict(memory)}
+        seconds = run.steps(max(4, min(20, int(0.7 / rough))))
+        return {"seconds": seconds, **asdict(memory), "host": run.host(5)}
 
 
 def fits(case: Case) -> dict[str, Any]:
@@ -149,13 +170,19 @@ def fits(case: Case) -> dict[str, Any]:
 
 def calibrated(gpu: GPU, path: Path) -> dict[str, Any]:
     started = time.perf_counter()
-    save(calibrate(gpu, lambda text: print("calibrating:", text, file=sys.stderr, flush=True)), path)
+    save(
+        calibrate.calibrate(gpu, lambda text: print("calibrating:", text, file=sys.stderr, flush=True)), path
+    )
     return {"seconds": time.perf_counter() - started}
+
+
+def see_no_gpu() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
 
 
 def planned(case: Case, gpu: GPU, speeds: Speeds | None) -> dict[str, Any]:
     """Made by a worker that sees no GPU."""
-    torch.set_num_threads(1)
     config = case.config()
     started = time.perf_counter()
     trace = trace_step(config, case.batch, gpu, case.accumulation)
@@ -190,7 +217,6 @@ def assumed_or_none() -> Speeds | None:
 
 
 def largest(case: Case, gpu: GPU) -> int:
-    torch.set_num_threads(1)
     return MemoryPlanner(case.config(), gpu, expandable=True).largest_batch(1)
 
 
@@ -297,21 +323,21 @@ def main() -> None:
         sys.exit(f"The calibration failed: {took['error']}")
     speeds = read(path)
     cases = [case for case in CASES if args.only in str(case)]
-    workers = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.plan_processes, mp_context=workers) as pool:
-        rows = compare(gpu, cases, speeds, pool)
-        sizes = [] if args.no_largest else check_largest(gpu, pool)
-    result = {
+    result: dict[str, Any] = {
         "gpu": gpu.name,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "calibration": took,
-        "summary": summary(rows),
-        "largest": sizes,
-        "rows": rows,
     }
-    args.out.write_text(json.dumps(result, indent=1))
-    print(json.dumps(result["summary"], indent=1))
+    workers = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.plan_processes, workers, initializer=see_no_gpu) as pool:
+        rows = compare(gpu, cases, speeds, pool)
+        result |= {"summary": summary(rows), "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1))
+        print(json.dumps(result["summary"], indent=1), flush=True)
+        if not args.no_largest:
+            result["largest"] = check_largest(gpu, pool)
+            args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

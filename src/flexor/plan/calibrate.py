@@ -98,16 +98,12 @@ def _issuing(kind: str, gpu: GPU) -> dict[str, float]:
 
 
 def per_operation(ops: Iterable[Op], seconds: dict[str, float]) -> dict[str, float]:
-    """What a common operation costs in each phase; time in a phase without any belongs to the one before it."""
+    """What a common operation costs in each phase; what comes after the optimizer belongs to the step as a whole."""
     units: dict[str, float] = defaultdict(float)
     for op in ops:
         units[op.phase] += VIEW if op.kind == "view" else op.host
-    spent: dict[str, float] = defaultdict(float)
-    last = next(iter(units))
-    for phase, time in seconds.items():
-        last = phase if units.get(phase) else last
-        spent[last] += time
-    return {phase: spent[phase] / units[phase] for phase in spent}
+    phases = [phase for phase in seconds if phase != "ema"]
+    return {"step": seconds.get("ema", 0.0), **{phase: seconds[phase] / units[phase] for phase in phases}}
 
 
 def _mean(costs: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +111,9 @@ class Measured:
         """The operations of a trace with the seconds that the GPU took for each, and the share of all that they are."""
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True
+        ) as profiled:
             self.run.step(self.number)
             torch.cuda.synchronize()
         events = list(profiled.events())
@@ -119,32 +121,46 @@ class Measured:
 
 
 def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:
-    """Operations of a trace and the same ones in a profile: by name and order, where there are as many of both."""
-    wanted = defaultdict(list)
+    """Operations of a trace and the same ones in a profile, in order; and their share of the GPU's time.
+
+    A profile may have a few more or fewer of a name. Then those are paired whose first shape is as frequent in both.
+    """
+    traced, profiled = defaultdict(list), defaultdict(list)
     for op in ops:
         if op.kind != "view":
-            wanted[op.name].append(op)
-    seen: dict[str, list[float]] = defaultdict(list)
-
-    def visit(event: Any) -> None:
-        name = event.name.split("::")[-1]
-        if event.name.startswith("aten::") and name in wanted:
-            seen[name].append(event.device_time_total * 1e-6)
-            return
-        for child in sorted(event.cpu_children, key=lambda e: e.time_range.start):
-            visit(child)
-
-    on_host = [e for e in events if e.cpu_parent is None and str(e.device_type).endswith("CPU")]
-    for event in sorted(on_host, key=lambda e: e.time_range.start):
-        visit(event)
-    paired = [
-        (op, seconds)
-        for name in wanted
-        if len(wanted[name]) == len(seen[name])
-        for op, seconds in zip(wanted[name], seen[name])
-    ]
-    in_all = sum(sum(e.duration for e in event.kernels) for event in events) * 1e-6
+            traced[op.name].append((op.shapes[:1], op))
+    for name, shape, seconds in _profiled(events, set(traced)):
+        profiled[name].append((shape, seconds))
+    paired = []
+    for name, some in traced.items():
+        for ours, theirs in _alike(some, profiled[name]):
+            paired += list(zip(ours, theirs))
+    in_all = sum(sum(kernel.duration for kernel in event.kernels) for event in events) * 1e-6
     return paired, sum(seconds for _, seconds in paired) / max(in_all, 1e-12)
+
+
+def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, float]]:
+    """What a profile has of some names, with what they call: name, first shape and seconds on the GPU."""
+    waiting = [e for e in events if e.cpu_parent is None and str(e.device_type).endswith("CPU")]
+    waiting.sort(key=lambda e: e.time_range.start, reverse=True)
+    while waiting:
+        event = waiting.pop()
+        space, _, name = event.name.partition("::")
+        if space == "aten" and name in names:
+            shape = next((tuple(s) for s in event.input_shapes or [] if s), None)
+            yield name, () if shape is None else (shape,), event.device_time_total * 1e-6
+        else:
+            waiting += sorted(event.cpu_children, key=lambda e: e.time_range.start, reverse=True)
+
+
+def _alike(ours: list[tuple], theirs: list[tuple]) -> Iterator[tuple[list, list]]:
+    if len(ours) == len(theirs):
+        yield [op for _, op in ours], [seconds for _, seconds in theirs]
+        return
+    for shape in {shape for shape, _ in ours}:
+        some, others = ([x for at, x in both if at == shape] for both in (ours, theirs))
+        if len(some) == len(others):
+            yield some, others
 
 
 def unpaired(ops: list[Op], paired: list[tuple[Op, float]]) -> Counter[str]:

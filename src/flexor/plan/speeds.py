@@ -78,7 +78,8 @@ class Speeds:
     """The day."""
     samples: tuple[Sample, ...] = field(repr=False)
     host: dict[str, dict[str, float]]
-    """Seconds that the host takes for a common operation: by policy (and "any"), then by phase of a step."""
+    """Seconds that the host takes for a common operation: by policy (and "any"), then by phase of a step. Beside the
+    phases: "step", what it takes for a step apart from operations."""
     spread_gpu: float = UNCALIBRATED_GPU
     """Relative error seen in whole steps that the GPU bounds."""
     spread_host: float = UNCALIBRATED_HOST
@@ -90,9 +91,12 @@ class Speeds:
 
     def issue(self, op: Op, policy: str) -> float:
         """How long the host takes to issue it."""
-        phases = self.host.get(policy) or self.host["any"]
-        common = phases.get(op.phase) or self.host["any"].get(op.phase) or self.host["any"]["forward"]
-        return common * (VIEW if op.kind == "view" else op.host)
+        phases = self.host.get(policy, self.host["any"])
+        return phases.get(op.phase, phases["optimizer"]) * (VIEW if op.kind == "view" else op.host)
+
+    def around(self, policy: str) -> float:
+        """How long the host takes for a step apart from operations."""
+        return self.host.get(policy, self.host["any"])["step"]
 
     def _times(self, op: Op) -> float:
         at = (op.name, _type(op), extents(op))

@@ -146,7 +146,8 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
     waits = config.precision == "fp16"  # the scaler asks whether gradients are finite
     kinds: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)
-    host = device = backward = loading = 0.0
+    device = backward = loading = 0.0
+    host = phases["step"] = speeds.around(config.policy.type)
     for op in steps_ops(trace):
         issue = speeds.issue(op, config.policy.type)
         phases[op.phase] += issue
