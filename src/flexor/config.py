@@ -61,8 +61,9 @@ class EvalConfig:
 
 @dataclass
 class OptimizerConfig:
-    type: Literal["adamw", "adam", "sgd"] | None = None
-    """adamw, adam or sgd; the policy's own choice unless given (so are the others)."""
+    type: Literal["adamw", "adam", "sgd", "adamw_8bit"] | None = None
+    """adamw, adam, sgd, or adamw_8bit, which takes a quarter of the memory (needs `pip install flexor[8bit]`); the
+    policy's own choice unless given (so are the others)."""
     lr: float | None = None
     """Learning rate."""
     weight_decay: float | None = None

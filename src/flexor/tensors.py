@@ -14,6 +14,20 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# safetensors' names of types
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Without importing what only sharded runs need: it takes seconds, and no DTensor exists before."""
@@ -61,7 +75,11 @@ def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | N
                 target.copy_(source.get_tensor(there))
 
 
-def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """What a safetensors file holds."""
+def described_in(file: Path) -> dict[str, Tensor]:
+    """What a safetensors file holds: tensors of its shapes and types, without memory."""
     with safe_open(file, "pt") as source:
-        return {name: tuple(source.get_slice(name).get_shape()) for name in source.keys()}  # noqa: SIM118
+        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118
+        return {
+            name: torch.empty(there.get_shape(), dtype=DTYPES[there.get_dtype()], device="meta")
+            for name, there in slices.items()
+        }

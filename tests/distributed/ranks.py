@@ -130,7 +130,7 @@ def everything(run: Path, step: int) -> dict[str, torch.Tensor]:
     """All that training made, by name, whichever way it was saved: weights, optimizer, moving average."""
     folder = checkpoint.complete(run / "checkpoints")[step]
     saved = open_tensors(folder, [f"parameter {i}" for i in range(1000)])
-    found = {name: torch.zeros(shape) for name, shape in saved.shapes().items()}
+    found = {name: torch.zeros(like.shape) for name, like in saved.described().items()}
     saved.fill(found)
     return found
 

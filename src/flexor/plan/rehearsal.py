@@ -16,6 +16,7 @@ from flexor.config import TrainConfig
 from flexor.data.planes import PlaneFormat
 from flexor.data.staging import Staged
 from flexor.monitor.meters import Meters
+from flexor.plan.eight_bit import AdamW8bit
 from flexor.plan.ops import Phase
 from flexor.plan.trace import Category, Event, Step
 from flexor.policies.base import Kind, Policy, PolicyConfig
@@ -93,7 +94,8 @@ class Rehearsal:
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         engine = WatchedEngine(device, config.precision, tracker)
-        made = build_optimizer(optimizer, self.policy)
+        on_paper = AdamW8bit if device == META and optimizer.type == "adamw_8bit" else None
+        made = build_optimizer(optimizer, self.policy, make=on_paper)
         engine.prepare(self.policy, made)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
         if ema:

@@ -20,7 +20,7 @@ from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.blocks.lora import is_adapter, start_adapters
 from flexor.policies.own import is_code, is_loaded, settled, short_name
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
-from flexor.tensors import fill, shapes_in
+from flexor.tensors import described_in, fill
 from flexor.tree import Partial, from_plain, to_plain
 
 FOLDER = "pretrained_model"
@@ -175,7 +175,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
             f"{folder.parent} was saved in shards, without {WEIGHTS}: make it with `flexor export {folder.parent}`."
         )
     try:
-        there = shapes_in(file)
+        there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
         missing, unexpected = own.keys() - there.keys(), there.keys() - own.keys()
         shapes = [
             f"{name}: {there[name]} there, {tuple(own[name].shape)} here"

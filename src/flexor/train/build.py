@@ -286,6 +286,10 @@ def build_state(
     """Everything at step 0."""
     before, after = _pipelines(config, dataset, engine)
     policy = build_policy(config, engine, resuming)
+    if config.optimizer.type == "adamw_8bit" and engine.strategy not in ("one process", "ddp"):
+        raise ConfigError(
+            f"optimizer.type=adamw_8bit can't be shared out, as {engine.strategy} does: use adamw, or ddp."
+        )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
     optimizer = engine.prepare(policy, optimizer)
     return TrainState(

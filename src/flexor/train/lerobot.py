@@ -45,7 +45,8 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
 
 
 def _optimizer(config: TrainConfig) -> dict[str, Any]:
-    return {key: value for key, value in to_plain(config.optimizer).items() if value is not None}
+    settings = {key: value for key, value in to_plain(config.optimizer).items() if value is not None}
+    return settings | ({"type": "adamw"} if config.optimizer.type == "adamw_8bit" else {})
 
 
 def scheduler(config: TrainConfig) -> dict[str, Any] | None:

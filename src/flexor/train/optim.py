@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8},
     "sgd": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0},
 }
+DEFAULTS["adamw_8bit"] = DEFAULTS["adamw"]
 SCHEDULER_SETTINGS = {
     "constant": {"type"},
     "constant_with_warmup": {"type", "num_warmup_steps"},
@@ -44,15 +46,30 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     return OptimizerConfig(**{**filled, **named})
 
 
-def build_optimizer(config: OptimizerConfig, policy: Policy, lr_factor: float = 1.0) -> torch.optim.Optimizer:
-    """One parameter group per group of the policy, each with its own settings where it has some."""
+def build_optimizer(
+    config: OptimizerConfig,
+    policy: Policy,
+    lr_factor: float = 1.0,
+    make: Callable[..., torch.optim.Optimizer] | None = None,
+) -> torch.optim.Optimizer:
+    """One parameter group per group of the policy, each with its own settings where it has some.
+
+    `make` is the class to use unless it is the one that the settings name.
+    """
     assert config.type is not None
     settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}
     groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
     for group in groups:
         group["lr"] = lr_factor * group.get("lr", settings["lr"])
-    # one kernel for all parameters; bitwise reproducible
-    return CLASSES[config.type](groups, **settings, fused=True)
+    return (make or _class(config.type))(groups, **settings)
+
+
+def _class(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    if kind == "adamw_8bit":
+        from flexor.train.adamw_8bit import AdamW8bit
+
+        return AdamW8bit
+    return partial(CLASSES[kind], fused=True)  # one kernel for all parameters; bitwise reproducible
 
 
 def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
@@ -123,7 +140,7 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer, s
 
 
 class EMA:
-    """An exponential moving average of a model's floating-point state, in float32: small steps would be lost in less."""
+    """An exponential moving average of a model's floating-point state; in float32, or small steps would be lost."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay

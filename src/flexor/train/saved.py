@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexor.policies.pretrained import FOLDER, WEIGHTS
-from flexor.tensors import fill, shapes_in
+from flexor.tensors import described_in, fill
 
 STATE = "training_state"
 SHARDS = "sharded"
@@ -26,9 +26,9 @@ EMA_STATE = "ema_state.safetensors"
 
 
 class SavedTensors(Protocol):
-    """Tensors named model.NAME, ema.NAME and optimizer.PARAMETER.KEY."""
+    """Tensors named model.NAME, ema.NAME and optimizer.PARAMETER.KEY. Those described are without memory."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def described(self) -> dict[str, Tensor]: ...
     def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
@@ -51,11 +51,11 @@ class WholeTensors:
         self.parameters = parameters
         self.numbers = {name: str(i) for i, name in enumerate(parameters)}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def described(self) -> dict[str, Tensor]:
         return {
-            f"{kind}.{self._own_name(kind, name)}": shape
+            f"{kind}.{self._own_name(kind, name)}": tensor
             for kind, file in self.files.items()
-            for name, shape in shapes_in(file).items()
+            for name, tensor in described_in(file).items()
         }
 
     def _own_name(self, kind: str, name: str) -> str:
@@ -83,20 +83,21 @@ class ShardedTensors:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.size) for name, tensor in self._described().items()}
+    def described(self) -> dict[str, Tensor]:
+        import torch.distributed.checkpoint as dcp
+
+        metadata: Mapping[str, Any] = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
+        return {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            for name, tensor in metadata.items()
+        }
 
     def read(self, prefix: str) -> dict[str, Tensor]:
         """Whole tensors, by what follows `prefix` in their names."""
-        described = {k: t for k, t in self._described().items() if k.startswith(prefix)}
-        tensors = {k: torch.empty(t.size, dtype=t.properties.dtype) for k, t in described.items()}
+        described = {k: t for k, t in self.described().items() if k.startswith(prefix)}
+        tensors = {k: torch.empty_like(t, device="cpu") for k, t in described.items()}
         self.fill(tensors)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-    def _described(self) -> dict[str, Any]:
-        import torch.distributed.checkpoint as dcp
-
-        return dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         import torch.distributed.checkpoint as dcp

@@ -94,7 +94,7 @@ class TrainState:
 
     def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as LeRobot's optimizer has them: it refuses any other key, or value of another type."""
-        plain = [{**group, "fused": None} for group in groups]  # how to compute a step is not state
+        plain = [{k: None if k == "fused" else v for k, v in g.items()} for g in groups]  # how is not state
         if lerobot.scheduler(self.config) is None:
             for group in plain:
                 group.pop("initial_lr")  # what a scheduler leaves there; LeRobot makes none then
@@ -128,16 +128,16 @@ class TrainState:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
         parameters = dict(self.policy.named_parameters())
         numbered: dict[int, dict[str, Tensor]] = {}
-        for name, shape in there.shapes().items():
+        for name, saved in there.described().items():
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
-                like = parameters[parameter]
-                room = torch.zeros(shape) if not shape else torch.zeros_like(like, requires_grad=False)
+                room = _room(saved, parameters[parameter].detach())
                 tensors[name] = numbered.setdefault(names.index(parameter), {})[key] = room
         there.fill(tensors)
         groups = json.loads((state / "optimizer_param_groups.json").read_text())
         for group, current in zip(groups, self.optimizer.param_groups):
-            group["fused"] = current["fused"]
+            if "fused" in current:
+                group["fused"] = current["fused"]
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
@@ -207,6 +207,13 @@ class Snapshot:
         if self.state.ema:
             save_file(kinds["ema"], folder / EMA_STATE)
         save_file(kinds["optimizer"], folder / OPTIMIZER)
+
+
+def _room(saved: Tensor, parameter: Tensor) -> Tensor:
+    """For a tensor of the optimizer's: of the parameter's shape, and in parts if that is; or of its own, and whole."""
+    if saved.shape == parameter.shape and saved.ndim:
+        return torch.zeros_like(parameter, dtype=saved.dtype)
+    return torch.zeros_like(saved, device=parameter.device if saved.ndim else "cpu")
 
 
 def _plain_scheduler(scheduler: LambdaLR) -> dict[str, Any]:
