@@ -117,7 +117,7 @@ class Rehearsal:
         self.meters = Meters()
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.host: Batch | None = None
-        self.batches: list[Batch] = []  # of the last step: they stay until the next ones are there
+        self.batches: list[Batch] = []
 
     def steps_to_see(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
@@ -130,14 +130,13 @@ class Rehearsal:
         tracker = self.tracker
         step = Step(number, start=len(tracker.events))
         tracker.phase = "load"
-        batches = self._load()
+        self.batches = self._load()  # while those of the step before are still there
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number
-        optimizer_step(self.state, batches[: self.passes], self.meters)
-        if self.device != META:
-            self.batches = batches
-        del batches
+        optimizer_step(self.state, self.batches[: self.passes], self.meters)
+        if self.device == META:
+            self.batches = []
         step.end = len(tracker.events)
         return step
 

@@ -115,10 +115,11 @@ class Engine:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses to multiply
             torch.use_deterministic_algorithms(True, warn_only=False)
-            torch.backends.cudnn.benchmark = False
         elif device.type == "cuda":
-            torch.backends.cudnn.benchmark = True
             torch.backends.cuda.matmul.allow_tf32 = True
+        # Trying out cuDNN's kernels gains nothing over what it picks by itself, and takes workspaces by the gigabyte:
+        # Diffusion Policy at batch 8 peaked at 42 GB instead of 9 on an H200, and was 2 % faster.
+        torch.backends.cudnn.benchmark = False
 
     # Building. `make` gives a policy with random weights; `weights` is a folder to load, None to start afresh, or
     # "later" if a checkpoint will bring them.
