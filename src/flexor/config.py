@@ -242,13 +242,14 @@ def validate(config: TrainConfig) -> None:
     if not 0 < config.ema.decay < 1:
         raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
     config.lora.validate()
-    _validate_weights(config)
+    validate_weights(config)
     picture_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     _validate_ranges(config)
 
 
-def _validate_weights(config: TrainConfig) -> None:
+def validate_weights(config: TrainConfig) -> None:
+    """Whether this policy's weights can be adapted, or kept in less than float32."""
     lower = config.weights_dtype == "bf16"
     if lower and config.precision != "bf16":
         raise ConfigError(

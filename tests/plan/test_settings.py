@@ -1,0 +1,136 @@
+"""What adapters, weights in bfloat16 and an 8-bit optimizer take, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans import H200, settings
+
+from flexor.config import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from flexor.plan.memory import plan_memory
+from flexor.plan.trace import Trace, trace_step
+from flexor.policies.blocks.lora import LoraConfig
+
+# 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6
+MATRICES, VECTORS = 600 + 10_000 + 600, 3 * 100 + 6
+TENSORS = 7
+OWN = """
+from dataclasses import dataclass
+import torch
+from flexor.policies.base import Loss, Policy, PolicyConfig
+
+@dataclass
+class Config(PolicyConfig):
+    def optimizer_preset(self):
+        return {"type": "adamw", "lr": 1e-3}
+    @property
+    def action_deltas(self):
+        return [0]
+    @property
+    def action_steps(self):
+        return 1
+
+class Own(Policy):
+    Config = Config
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = torch.nn.Linear(6, 100)
+        self.norm = torch.nn.LayerNorm(100, bias=False)
+        self.middle = torch.nn.Linear(100, 100)
+        self.head = torch.nn.Linear(100, 6)
+    def loss(self, batch, noise):
+        hidden = self.middle(self.norm(self.first(batch["observation.state"]))).relu()
+        return Loss((self.head(hidden) - batch["action"][:, 0]).square().mean(-1), {})
+"""
+
+Make = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Make:
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda **more: settings(f"{tmp_path / 'own.py'}:Own", **more)
+
+
+def kept(trace: Trace) -> tuple[int, int, int]:
+    return trace.nbytes("weights"), trace.nbytes("gradients"), trace.nbytes("optimizer")
+
+
+STEP = 4  # bytes: torch's optimizers count steps for each tensor
+
+
+def test_nothing_special(own: Make):
+    numbers = MATRICES + VECTORS
+    assert kept(trace_step(own(), 2, H200)) == (4 * numbers, 4 * numbers, 8 * numbers + STEP * TENSORS)
+
+
+def test_adapters(own: Make):
+    lora = LoraConfig(r=2, full_training_modules=["head"])
+    first, middle, head = 2 * (6 + 100), 2 * (100 + 100), 600 + 6
+    trained = first + middle + head
+    weights = MATRICES + VECTORS + first + middle
+    assert kept(trace_step(own(lora=lora), 2, H200)) == (4 * weights, 4 * trained, 8 * trained + STEP * 6)
+
+
+def test_weights_in_bfloat16(own: Make):
+    weights = 2 * MATRICES + 4 * VECTORS
+    trace = trace_step(own(weights_dtype="bf16", precision="bf16"), 2, H200)
+    assert kept(trace) == (weights, weights, 2 * weights + STEP * TENSORS)
+    assert trace.nbytes("casts") == 2 * (100 + 100 + 6)  # biases: matrices have the type already
+    average = trace_step(own(weights_dtype="bf16", precision="bf16", ema=EMAConfig(enable=True)), 2, H200)
+    assert average.nbytes("ema") >= 4 * (MATRICES + VECTORS)
+
+
+def test_adapters_on_weights_in_bfloat16(own: Make):
+    adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
+    config = own(weights_dtype="bf16", precision="bf16", lora=LoraConfig(r=2))
+    weights = 2 * MATRICES + 4 * VECTORS + 4 * adapters
+    assert kept(trace_step(config, 2, H200)) == (weights, 4 * adapters, 8 * adapters + STEP * 6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_an_optimizer_in_8_bits(own: Make, dtype: str):
+    lower = {"weights_dtype": "bf16", "precision": "bf16"} if dtype == "bf16" else {}
+    trace = trace_step(own(optimizer=OptimizerConfig(type="adamw_8bit"), **lower), 2, H200)
+    small = MATRICES - 10_000 + VECTORS  # each tensor has fewer than 4096 numbers
+    tables, scales = 2 * 4 * 256, 2 * 4 * 40  # 10 000 numbers in blocks of 256
+    assert trace.nbytes("optimizer") == 2 * 10_000 + scales + tables + 8 * small
+    updates = [op for op in trace.ops if op.name == "_fused_adamw_8bit_"]
+    assert len(updates) == TENSORS and all(op.written > 0 for op in updates)
+
+
+LOWER = {"weights_dtype": "bf16", "precision": "bf16"}
+EVERY: dict[str, dict[str, Any]] = {
+    "adapters": {"lora": LoraConfig(r=4, dropout=0.1)},
+    "adapters, recomputed, bf16": {
+        "lora": LoraConfig(r=4),
+        "activation_checkpointing": True,
+        "precision": "bf16",
+    },
+    "bf16 weights": LOWER,
+    "bf16 weights, adapters, average": {**LOWER, "lora": LoraConfig(r=4), "ema": EMAConfig(enable=True)},
+    "8 bits": {"optimizer": OptimizerConfig(type="adamw_8bit")},
+    "8 bits, fp16": {"optimizer": OptimizerConfig(type="adamw_8bit"), "precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "tdmpc"])
+@pytest.mark.parametrize("way", EVERY)
+def test_every_policy(kind: str, way: str):
+    config = settings(kind, **EVERY[way])
+    if config.policy.moves_weights and not way.startswith("8 bits"):
+        pytest.skip("refused")
+    trace, plain = (trace_step(c, 2, H200) for c in (config, settings(kind)))
+    assert trace.nbytes("optimizer") < plain.nbytes("optimizer")
+    assert trace.trained == plain.trained or "lora" in EVERY[way]
+
+
+def test_many_processes_share_what_is_trained(own: Make):
+    adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
+    for strategy, parts in (("ddp", 1), ("fsdp", 4)):
+        config = own(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=strategy))
+        plan = plan_memory(config, H200, 2, world_size=4)
+        assert plan.part("optimizer") < 8 * adapters / parts + 6 * 2 * 512 + 6 * 512  # rounded up
