@@ -76,7 +76,7 @@ def test_any_batch_size_from_two_traces(kind: str):
     config = settings(kind)
     planner = MemoryPlanner(config, H200)
     scaled, traced = planner.trace(7), trace_step(config, 7, H200)
-    assert planner._alike
+    assert planner.traces.scalable
     sizes = [[e.nbytes for e in t.events[t.steps[0].loaded :]] for t in (scaled, traced)]
     assert sizes[0] == sizes[1]
     costs = [
@@ -147,8 +147,7 @@ def test_auto_takes_ddp_if_half_of_the_memory_is_enough():
 
 def test_the_largest_batch_fits_and_one_more_does_not(planner: MemoryPlanner):
     wanted = planner.at(40).reserved + context_of(H200)
-    small = MemoryPlanner(planner.config, Gpu(wanted))
-    small._traces = planner._traces
+    small = MemoryPlanner(planner.config, Gpu(wanted), traces=planner.traces)
     largest = small.largest_batch()
     assert largest >= 40
     assert small.fits(largest) and not small.fits(largest + 1)

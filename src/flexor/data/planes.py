@@ -158,15 +158,27 @@ def rgb_on_device(format: PlaneFormat, planes: torch.Tensor) -> torch.Tensor:
     out = torch.empty((n, 3, height, width), dtype=torch.uint8, device=planes.device)
     some = max(1, 2**24 // (height * width))  # frames at a time: 64 MiB for each intermediate result
     for pixels, part in zip(out.split(some), planes.split(some)):
-        luma, u, v = part.split([rows * row for _, rows, row in format.planes], dim=1)
-        blocks = (len(part), height // 2, 2, width // 2, 2)  # a colour sample and its 2x2 pixels
-        luma = luma.reshape(blocks) * slope
-        u, v = u.reshape(-1).int(), v.reshape(-1).int()
-        for channel in range(3):
-            colour = of_u[channel].index_select(0, u) + of_v[channel].index_select(0, v)  # [n*H/2*W/2]
-            levels = luma + colour.view(len(part), height // 2, 1, width // 2, 1)
-            pixels[:, channel].unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).copy_(levels.clamp_(0, 255))
+        _some_to_rgb(format, part, pixels, slope, of_u, of_v)
     return out
+
+
+def _some_to_rgb(
+    format: PlaneFormat,
+    planes: torch.Tensor,
+    pixels: torch.Tensor,
+    slope: float,
+    of_u: torch.Tensor,
+    of_v: torch.Tensor,
+) -> None:
+    """Planes uint8 [n, nbytes] -> `pixels`, uint8 [n, 3, H, W]."""
+    n, height, width = len(planes), format.height, format.width
+    luma, u, v = planes.split([rows * row for _, rows, row in format.planes], dim=1)
+    luma = luma.reshape(n, height // 2, 2, width // 2, 2) * slope  # a colour sample and its 2x2 pixels
+    u, v = u.reshape(-1).int(), v.reshape(-1).int()
+    for channel in range(3):
+        colour = of_u[channel].index_select(0, u) + of_v[channel].index_select(0, v)  # [n*H/2*W/2]
+        levels = luma + colour.view(n, height // 2, 1, width // 2, 1)
+        pixels[:, channel].unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).copy_(levels.clamp_(0, 255))
 
 
 @lru_cache

@@ -12,16 +12,19 @@ from dataclasses import dataclass, field, replace
 from flexor.config import ParallelConfig, TrainConfig
 from flexor.plan.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.dialect import Card
-from flexor.plan.rescale import NotAlike, rescale
 from flexor.plan.trace import Category, Event, Step, Trace, trace_step
+from flexor.plan.traces import Traces
 from flexor.train.settle import split_batch
 from flexor.train.sharding import hsdp_sizes
 
-LOW, HIGH = 2, 4  # batch sizes that are traced; a batch of one takes branches of its own
-MOST = 1 << 16  # samples; nobody wants to know more
+MOST = 4096  # samples in a pass; nobody wants to know more
+FAR = (
+    32,
+    64,
+)  # samples in a pass by which a peak is extended: with few, what does not grow with them may be the peak
 
 CONTEXT = 500 * MIB  # of CUDA, and the kernels that a run loads
-CONTEXT_HOPPER = 800 * MIB  # measured: 781 to 809 MiB
+CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
 NCCL = 300 * MIB  # buffers and kernels of its own; 200 to 500 MiB, depending on links
 BUCKET = 25 * MIB  # of gradients, that DDP sends at once
 
@@ -88,38 +91,20 @@ class MemoryPlanner:
         world_size: int = 1,
         local_world_size: int | None = None,
         expandable: bool = False,
+        traces: Traces | None = None,
     ):
         self.config, self.gpu, self.expandable = config, gpu, expandable
         self.world_size = world_size
         self.local_world_size = local_world_size or world_size
-        self._traces: dict[tuple[int, int], Trace] = {}
-        self._alike = True
+        self.traces = traces or Traces(config)
 
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
-        """What a step does with that many samples in each pass, as one process alone does it.
-
-        Without `costs` what its operations cost may be that of another batch size.
-        """
+        """What a step does with that many samples in each pass, as one process alone does it."""
         accumulation = accumulation or self.accumulation(batch_size)
-        if batch_size < LOW or not self._alike:
-            return self._traced(batch_size, accumulation)
-        low, high = (self._traced(size, accumulation) for size in (LOW, HIGH))
-        if batch_size in (LOW, HIGH):
-            return low if batch_size == LOW else high
-        try:
-            return rescale(low, high, batch_size, self.config, costs=costs)
-        except NotAlike:
-            self._alike = False
-            return self._traced(batch_size, accumulation)
+        return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
 
     def accumulation(self, batch_size: int) -> int:
         return split_batch(replace(self.config, batch_size=batch_size), self.world_size).accumulation
-
-    def _traced(self, batch_size: int, accumulation: int) -> Trace:
-        key = (batch_size, accumulation)
-        if key not in self._traces:
-            self._traces[key] = trace_step(self.config, batch_size, self.gpu, accumulation)
-        return self._traces[key]
 
     def at(self, batch_size: int, accumulation: int | None = None) -> MemoryPlan:
         trace = self.trace(batch_size, accumulation, costs=False)
@@ -164,17 +149,30 @@ class MemoryPlanner:
         return True
 
     def largest_batch(self, accumulation: int | None = None) -> int:
-        """Most samples in a pass that fit; 0 if not even one does."""
+        """Most samples in a pass that fit, up to `MOST`; 0 if not even one does."""
         accumulation = accumulation or self.config.gradient_accumulation_steps or 1
         if not self.fits(1, accumulation):
             return 0
-        fits, too_many = 1, 2
-        while too_many <= MOST and self.fits(too_many, accumulation):
-            fits, too_many = too_many, 2 * too_many
+        fits, too_many = self._bounds(accumulation)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             fits, too_many = (middle, too_many) if self.fits(middle, accumulation) else (fits, middle)
         return fits
+
+    def _bounds(self, accumulation: int) -> tuple[int, int]:
+        """A batch size that fits and one that does not, on both sides of where a straight line leads."""
+        (less, of_less), (more, of_more) = ((size, self.at(size, accumulation).allocated) for size in FAR)
+        room = self.gpu.memory - context_of(self.gpu, self.world_size)
+        slope = max(1.0, (of_more - of_less) / (more - less))
+        guess = min(max(1, round(more + (room - of_more) / slope)), MOST)
+        width = max(1, guess // 32)
+        if guess == 1 or self.fits(guess, accumulation):
+            while guess + width <= MOST and self.fits(guess + width, accumulation):
+                guess, width = guess + width, 2 * width
+            return guess, min(guess + width, MOST + 1)
+        while guess - width > 1 and not self.fits(guess - width, accumulation):
+            guess, width = guess - width, 2 * width
+        return max(1, guess - width), guess
 
 
 def plan_memory(

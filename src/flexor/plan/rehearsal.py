@@ -143,7 +143,7 @@ class Rehearsal:
     def _load(self) -> list[Batch]:
         """As the loader does it: on a stream of its own."""
         if self.host is None:
-            self.host = host_batch(self.config.policy, self.split.batch_size, pinned=self.stream is not None)
+            self.host = host_batch(self.config.policy, self.split.batch_size, self.device)
         passes = range(self.split.accumulation)
         if self.stream is None:
             return [to_device(self.host, self.device) for _ in passes]
@@ -192,11 +192,11 @@ def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
     return Pipeline("plan", [ToDevice(str(device)), Normalize(features, policy.normalization_mapping, stats)])
 
 
-def host_batch(policy: PolicyConfig, batch_size: int, pinned: bool = False) -> Batch:
+def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
     """A batch as the loader has it before it goes to the GPU: pictures are planes, everything else is small."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros((batch_size, *shape), dtype=dtype, pin_memory=pinned)
+        return _values((batch_size, *shape), dtype, device)
 
     deltas = deltas_of(policy)
     batch: Batch = {}
@@ -205,7 +205,7 @@ def host_batch(policy: PolicyConfig, batch_size: int, pinned: bool = False) -> B
         if name in deltas:
             batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
         if feature.type is Kind.VISUAL:
-            batch[name] = pictures(feature.shape, batch_size, steps, pinned)
+            batch[name] = pictures(feature.shape, batch_size, steps, device)
         else:
             batch[name] = zeros(*steps, *feature.shape)
     if REWARD in deltas:
@@ -221,7 +221,7 @@ def host_batch(policy: PolicyConfig, batch_size: int, pinned: bool = False) -> B
     return batch
 
 
-def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], pinned: bool) -> Staged:
+def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device) -> Staged:
     """One camera's pictures [B, (T,) C, H, W], each frame another: as many bytes as there can be."""
     channels, height, width = shape
     layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
@@ -229,9 +229,14 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], pinned: 
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)
     index = np.arange(batch_size * int(np.prod(steps, dtype=int))).reshape(batch_size, *steps)
-    return Staged(
-        format, index, torch.zeros((index.size, format.nbytes), dtype=torch.uint8, pin_memory=pinned)
-    )
+    return Staged(format, index, _values((index.size, format.nbytes), torch.uint8, device))
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host, to go to a device; if nobody will compute with them, nothing, which takes no memory."""
+    if device == META:
+        return torch.empty(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

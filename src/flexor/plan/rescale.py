@@ -82,17 +82,26 @@ def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
     left = set(_left(loading))
     names: dict[int, int] = {}
     unused = max(trace.category) + 1
+    more = []  # batches of further passes, which stay as long as the others
     for event in loading:
         if event.what == "born":
-            names[event.storage] = next(kept) if event.storage in left else unused + event.storage
-            trace.category[names[event.storage]] = "batch"
+            number = next(kept, None) if event.storage in left else None
+            if number is None:
+                number = unused + event.storage
+                more += [number] if event.storage in left else []
+            names[event.storage] = number
+            trace.category[number] = "batch"
     first = old[0].op if old else 0
     last = old[-1].op if old else 0
     new = [e._replace(storage=names.get(e.storage, 0), op=min(first + e.op, last)) for e in loading]
+    trace.events[step.end : step.end] = [
+        Event("dies", number, 0, trace.events[step.end - 1].op) for number in more
+    ]
     trace.events[step.start : step.loaded] = new
-    by = len(new) - len(old)
+    loaded = step.loaded + len(new) - len(old)
+    by = len(new) - len(old) + len(more)
     later = [Step(s.number, s.start + by, s.loaded + by, s.end + by) for s in trace.steps[index + 1 :]]
-    changed = Step(step.number, step.start, step.loaded + by, step.end + by)
+    changed = Step(step.number, step.start, loaded, step.end + by)
     trace.steps = [*trace.steps[:index], changed, *later]
 
 
