@@ -186,6 +186,8 @@ class TrainConfig:
     """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
     activation_checkpointing: bool = False
     """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
+    compile: bool = False
+    """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
     log_freq: int = 200
     """Steps between two lines of metrics."""
     save_checkpoint: bool = True

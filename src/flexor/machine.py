@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 
@@ -54,3 +55,10 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+def let_gpu_memory_grow() -> None:
+    """Before CUDA starts: segments that grow leave less of a GPU's memory unused. What the user has set counts."""
+    set_by_user = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if sys.platform.startswith("linux") and not set_by_user:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

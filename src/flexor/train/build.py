@@ -28,6 +28,7 @@ from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
 from flexor.sim.record import BUILTIN, builtin_dataset
+from flexor.train.compiled import compile_blocks
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA, build_optimizer, build_scheduler
 from flexor.train.processes import Processes
@@ -292,6 +293,8 @@ def build_state(
         )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
     optimizer = engine.prepare(policy, optimizer)
+    if config.compile:
+        compile_blocks(policy, engine.device)
     return TrainState(
         config=config,
         fingerprint=dataset.fingerprint(),

@@ -27,6 +27,7 @@ from flexor.sim.film import write_video
 from flexor.sim.rollout import Actor, Episode, rollout, summarize
 from flexor.tensors import local
 from flexor.train.build import deltas_of
+from flexor.train.compiled import not_compiled
 from flexor.train.run import Run
 from flexor.train.state import TrainState
 
@@ -35,9 +36,9 @@ from flexor.train.state import TrainState
 def exported_weights(state: TrainState) -> Iterator[None]:
     """Inside, the policy has the weights a checkpoint would export: the moving average if there is one.
 
-    Weights in bfloat16 compute in it; all others act in float32, as they do after export.
+    Weights in bfloat16 compute in it; all others act in float32, as they do after export, and not compiled.
     """
-    lower = state.config.weights_dtype == "bf16"
+    config = state.config
     was_training = state.policy.training
     state.policy.eval()
     raw: dict[str, Tensor] = {}
@@ -45,7 +46,10 @@ def exported_weights(state: TrainState) -> Iterator[None]:
         raw = {name: local(value).detach().clone() for name, value in state.policy.state_dict().items()}
         _replace(state.policy, state.ema.average)
     try:
-        with state.engine.autocast() if lower else nullcontext():
+        with (
+            state.engine.autocast() if config.weights_dtype == "bf16" else nullcontext(),
+            not_compiled() if config.compile else nullcontext(),
+        ):
             yield
     finally:
         if raw:

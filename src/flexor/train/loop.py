@@ -22,6 +22,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.loader import TROUBLES, Loader, sample_rows
 from flexor.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.log import log, set_rank
+from flexor.machine import let_gpu_memory_grow
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.rng import Noise
@@ -73,6 +74,7 @@ def train(config: TrainConfig, resume: Resume = "no") -> Result:
 
 def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: StopSignal) -> Result:
     started = time.perf_counter()
+    let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
     if processes.world_size > 1 or config.parallel.strategy in ("fsdp", "hsdp"):
         processes.join(device, config.parallel.timeout_s, config.parallel.backend)

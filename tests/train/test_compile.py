@@ -1,0 +1,89 @@
+"""Compiled blocks compute what the blocks compute, and change nothing else about a run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+from safetensors.torch import load_file
+
+from flexor.cli import main
+from flexor.errors import ConfigError
+from flexor.train.compiled import _check_compiler
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+import ranks
+
+OWN = """
+from dataclasses import dataclass
+import torch
+from flexor.policies.base import Loss, Policy, PolicyConfig
+
+@dataclass
+class Config(PolicyConfig):
+    blocks: int = 1
+    def optimizer_preset(self):
+        return {"type": "adamw", "lr": 1e-2}
+    @property
+    def action_deltas(self):
+        return [0]
+    @property
+    def action_steps(self):
+        return 1
+
+class Block(torch.nn.Sequential):
+    pass
+
+class Own(Policy):
+    Config = Config
+    def __init__(self, config):
+        super().__init__(config)
+        self.block = Block(torch.nn.Linear(2, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    def loss(self, batch, noise):
+        state = batch["observation.state"] + 0.1 * noise.normal("state", batch["observation.state"].shape)
+        return Loss((self.block(state) - batch["action"][:, 0]).square().mean(-1), {})
+    def shard_units(self):
+        return [self.block] * self.config.blocks
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> list[str]:
+    (tmp_path / "own.py").write_text(OWN)
+    return [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
+
+
+@pytest.mark.slow
+def test_the_same_run_and_bitwise_so_after_a_resume(own, lowdim, tmp_path):
+    from torch._dynamo.utils import counters
+
+    common = ["--steps=4", "--save_freq=2", "--dataset.eval_split=0.25"]
+    plain = runs.train(lowdim, tmp_path / "plain", own, *common)
+    counters.clear()
+    compiled = runs.train(lowdim, tmp_path / "compiled", own, *common, "--compile")
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert ranks.losses(compiled) == pytest.approx(ranks.losses(plain), rel=1e-5)
+    assert held_out(compiled) == pytest.approx(held_out(plain), rel=1e-5)
+    name = "checkpoints/last/pretrained_model/model.safetensors"
+    assert ranks.apart(load_file(plain / name), load_file(compiled / name)) < 1e-5
+    cut = runs.cut_back(compiled, tmp_path / "cut", 2)
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(compiled, cut, 4)
+
+
+def held_out(run: Path) -> list[float]:
+    return [line["held_out_loss"] for line in runs.metrics(run) if "held_out_loss" in line]
+
+
+def test_a_policy_without_blocks_is_refused(own, lowdim, tmp_path, capsys):
+    flags = runs.flags(lowdim, tmp_path / "run", own, "--compile", "--policy.blocks=0", "--steps=1")
+    assert main(["train", *flags]) == 2
+    assert "names no blocks to compile" in capsys.readouterr().err
+
+
+def test_no_compiler_is_named_before_the_first_step(monkeypatch):
+    import torch._inductor.config
+
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match="install g\\+\\+"):
+        _check_compiler(torch.device("cpu"))
