@@ -20,6 +20,7 @@ USAGE = """usage: flexor VERB ...
 
 Train robot policies on LeRobot datasets.
 
+  plan        memory, time and cost of a run on any GPU, before it is started
   train       train a policy (without arguments: on the built-in task)
   resume      go on with a run, exactly where its newest checkpoint left off
   eval        play episodes with a trained policy
@@ -93,6 +94,12 @@ def _take(arguments: list[str], *flags: str) -> bool:
     found = [word for word in arguments if word in flags]
     arguments[:] = [word for word in arguments if word not in flags]
     return bool(found)
+
+
+def plan(arguments: list[str]) -> int:
+    from flexor.plan.cli import plan as run
+
+    return run(arguments)
 
 
 def train(arguments: list[str]) -> int:
@@ -347,6 +354,7 @@ def doctor(arguments: list[str]) -> int:
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
+    "plan": plan,
     "train": train,
     "resume": resume,
     "launch": launch,

@@ -1,18 +1,25 @@
 """What to change if a run does not fit, in order of least harm.
 
 Least harm is first of all to what is learned: a change that computes the same comes before one that rounds differently,
-and that before one that is another training. Among equals the faster one comes first. What a change would save is not
-known here: whoever has a model of memory and time fills in `effect`.
+and that before one that is another training. Among equals the faster one comes first. What a change would save is found
+by planning again with it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from flexor.config import TrainConfig
-from flexor.plan.hardware import GPU
+from flexor.data.settings import picture_size
+from flexor.errors import ConfigError
+from flexor.plan.hardware import GPU, Hardware
+from flexor.plan.plan import Plan, make_plan, site_of
+from flexor.policies.base import Kind
+from flexor.settings import parse_flags
+from flexor.tree import coerce, field_types
 
 
 class Harm(IntEnum):
@@ -39,6 +46,7 @@ KINDS = {
     "sharding": Harm.HARDWARE,
     "precision": Harm.ROUNDING,
     "8-bit optimizer": Harm.ROUNDING,
+    "weights": Harm.ROUNDING,
     "average": Harm.LEARNING,
     "lora": Harm.LEARNING,
     "pictures": Harm.LEARNING,
@@ -111,13 +119,19 @@ def _saved(changes: Iterable[Change]) -> int:
     return sum(change.effect.memory for change in changes if change.effect)
 
 
-def possible_changes(config: TrainConfig, gpu: GPU, gpus: int = 1) -> list[Change]:
-    """What this run could do to take less of a GPU's memory, without a prediction of what it would save."""
-    changes = [*_same_result(config), *_more_gpus(config, gpus), *_other_result(config, gpu)]
+def possible_changes(
+    config: TrainConfig, gpu: GPU, gpus: int = 1, at_a_time: int | None = None
+) -> list[Change]:
+    """What this run could do to take less of a GPU's memory, without a prediction of what it would save.
+
+    `at_a_time`: samples in a pass instead of batch_size, a divisor of it; half of them unless given.
+    """
+    fewer = at_a_time or (config.batch_size // 2 if config.batch_size % 2 == 0 else 1)
+    changes = [*_same_result(config, fewer), *_more_gpus(config, gpus), *_other_result(config, gpu, fewer)]
     return in_order(changes)
 
 
-def _same_result(config: TrainConfig) -> list[Change]:
+def _same_result(config: TrainConfig, fewer: int) -> list[Change]:
     changes = []
     if config.dataset.cache.tier == "gpu":
         changes.append(
@@ -128,7 +142,7 @@ def _same_result(config: TrainConfig) -> list[Change]:
             Change("decoder", "--dataset.decoder=cpu", "the GPU's decoder and its pool take of its memory")
         )
     if config.batch_size > 1:
-        changes.append(_accumulate(config))
+        changes.append(_accumulate(config, fewer))
     if not config.activation_checkpointing:
         changes.append(
             Change(
@@ -140,18 +154,12 @@ def _same_result(config: TrainConfig) -> list[Change]:
     return changes
 
 
-def _accumulate(config: TrainConfig) -> Change:
-    half = config.batch_size // 2
-    why = f"{half} samples at a time instead of {config.batch_size}, as many per optimizer step as before"
+def _accumulate(config: TrainConfig, fewer: int) -> Change:
+    why = f"{fewer} at a time instead of {config.batch_size}, as many samples per optimizer step as before"
     if config.global_batch_size is not None:
-        return Change("accumulation", f"--batch_size={half}", why)
-    if config.batch_size % 2:
-        half, why = (
-            1,
-            f"1 sample at a time instead of {config.batch_size}, as many per optimizer step as before",
-        )
-    passes = (config.gradient_accumulation_steps or 1) * config.batch_size // half
-    return Change("accumulation", f"--batch_size={half} --gradient_accumulation_steps={passes}", why)
+        return Change("accumulation", f"--batch_size={fewer}", why)
+    passes = (config.gradient_accumulation_steps or 1) * config.batch_size // fewer
+    return Change("accumulation", f"--batch_size={fewer} --gradient_accumulation_steps={passes}", why)
 
 
 def _more_gpus(config: TrainConfig, gpus: int) -> list[Change]:
@@ -164,7 +172,7 @@ def _more_gpus(config: TrainConfig, gpus: int) -> list[Change]:
     return [Change("sharding", "--gpus=2 --parallel.strategy=fsdp", "two GPUs hold half of the model each")]
 
 
-def _other_result(config: TrainConfig, gpu: GPU) -> list[Change]:
+def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
     changes = []
     half = next((dtype for dtype in ("bf16", "fp16") if dtype in gpu.tflops), None)
     if config.precision == "no" and half:
@@ -173,11 +181,122 @@ def _other_result(config: TrainConfig, gpu: GPU) -> list[Change]:
                 "precision", f"--precision={half}", f"matrix products and what they leave behind in {half}"
             )
         )
+    if config.optimizer.type in (None, "adam", "adamw"):
+        changes.append(
+            Change(
+                "8-bit optimizer",
+                "--optimizer.type=adamw_8bit",
+                "Adam's two numbers for each weight in 8 bits",
+            )
+        )
+    if config.weights_dtype == "float32":
+        changes.append(
+            Change("weights", "--weights_dtype=bf16", "weights, gradients and optimizer in half of the bytes")
+        )
+    if not config.lora.r and not config.policy.moves_weights:
+        changes.append(Change("lora", "--lora.r=16", "small matrices are trained beside weights that stay"))
     if config.ema.enable:
         changes.append(Change("average", "--ema.enable=false", "no second copy of the weights"))
     if config.dataset.cache.size is None:
         changes.append(Change("pictures", "--dataset.cache.size=224x224", "train on smaller pictures"))
     if config.batch_size > 1:
-        half_batch = config.batch_size // 2
-        changes.append(Change("batch", f"--batch_size={half_batch}", "fewer samples per optimizer step"))
+        changes.append(Change("batch", f"--batch_size={fewer}", "fewer samples per optimizer step"))
     return changes
+
+
+# Effects.
+
+
+def advise(plan: Plan, hardware: Hardware, config: TrainConfig) -> tuple[list[Change], list[Change]]:
+    """All changes that save something, with what they are predicted to do, and the least harmful that are enough.
+
+    `config` is what was asked for, before a plan settled its batch.
+    """
+    tried = [
+        (change, with_changes(plan, hardware, config, [change]))
+        for change in possible_changes(config, plan.site.gpu, plan.site.world_size, _at_a_time(plan, config))
+    ]
+    changes = in_order(
+        replace(change, effect=_effect(plan, after))
+        for change, after in tried
+        if after is not None and after.peak < plan.peak
+    )
+    return changes, _remedy(plan, hardware, config, changes)
+
+
+def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
+    """The most samples that fit and divide the batch; a few are left, as passes that add up gradients take more."""
+    most = int(0.9 * (plan.largest_batch or 0))
+    return max(
+        (n for n in range(1, config.batch_size) if config.batch_size % n == 0 and n <= most), default=None
+    )
+
+
+def _remedy(plan: Plan, hardware: Hardware, config: TrainConfig, changes: list[Change]) -> list[Change]:
+    """Changes that make it fit together. Savings overlap, so more are added until a plan with all of them does."""
+    chosen = enough(changes, plan.peak - plan.site.gpu.memory)
+    rest = [change for change in changes if change not in chosen]
+    while True:
+        after = with_changes(plan, hardware, config, chosen)
+        if after is not None and after.fits:
+            return chosen
+        more = next((change for change in rest if _goes_with(change, chosen)), None)
+        if more is None:
+            return []
+        rest.remove(more)
+        chosen = [*chosen, more]
+
+
+def _goes_with(change: Change, chosen: list[Change]) -> bool:
+    """Whether it changes another setting than those do."""
+    keys = {key for other in chosen for key in parse_flags(other.setting.split())}
+    return not keys & parse_flags(change.setting.split()).keys()
+
+
+def with_changes(
+    plan: Plan, hardware: Hardware, config: TrainConfig, changes: Iterable[Change]
+) -> Plan | None:
+    """The plan with some changes; None if the policy does not allow them."""
+    flags = parse_flags([word for change in changes for word in change.setting.split()])
+    site = plan.site
+    gpus = int(flags.pop("gpus", site.gpus))
+    if gpus != site.gpus:
+        site = site_of(hardware, site.gpu, gpus, site.nodes, link=site.link)
+        config = replace(config, global_batch_size=plan.split.global_batch)
+    try:
+        changed = applied(config, flags)
+        return make_plan(changed, plan.data, site, hardware, search=False)
+    except (ConfigError, NotImplementedError):
+        return None
+
+
+def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
+    """The settings with some others, as flags say them."""
+    config = copy.deepcopy(config)
+    for key, value in flags.items():
+        *groups, name = key.split(".")
+        owner = config
+        for group in groups:
+            owner = getattr(owner, group)
+        setattr(owner, name, coerce(value, field_types(type(owner))[name], key))
+    size = picture_size(config.dataset.cache.size)
+    if "dataset.cache.size" in flags and size:
+        policy = config.policy
+        smaller = {
+            name: replace(feature, shape=(feature.shape[0], *size))
+            if feature.type is Kind.VISUAL
+            else feature
+            for name, feature in policy.input_features.items()
+        }
+        config.policy = replace(policy, input_features=smaller)
+    config.policy.validate()
+    return config
+
+
+def _effect(before: Plan, after: Plan) -> Effect:
+    samples = after.split.global_batch / before.split.global_batch
+    return Effect(
+        before.peak - after.peak,
+        after.pace.step.seconds / before.pace.step.seconds / samples,
+        after.site.world_size / before.site.world_size,
+    )

@@ -36,8 +36,12 @@ def energy(
 
 def rent(flavor: Flavor, hours: float) -> float:
     """US dollars for so many hours, by the cloud's smallest unit of time."""
-    begun = math.ceil(hours * 3600 / flavor.billed_by_s - 1e-9)
-    return begun * flavor.billed_by_s / 3600 * flavor.usd_per_hour
+    return rent_of(flavor.usd_per_hour, hours, flavor.billed_by_s)
+
+
+def rent_of(usd_per_hour: float, hours: float, billed_by_s: int = 1) -> float:
+    begun = math.ceil(hours * 3600 / billed_by_s - 1e-9)
+    return begun * billed_by_s / 3600 * usd_per_hour
 
 
 def rent_for_gpus(flavor: Flavor, gpus: int, hours: float) -> float:

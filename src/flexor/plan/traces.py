@@ -38,16 +38,22 @@ class Traces:
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
         self.scalable = True
 
-    def at(self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True) -> Trace:
+    def at(
+        self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True, exact: bool = True
+    ) -> Trace:
         """A step with that many samples in each pass, as one process alone does it.
 
-        Without `costs` what its operations cost may be that of another batch size.
+        Without `costs` what its operations cost may be that of another batch size. Unless it is to be `exact`, a pass
+        of one sample is extended from others too.
         """
+        single = (batch_size < LOW and exact) or not self.scalable
         key = (batch_size, accumulation, self._stand_in(gpu.compute_capability))
-        trace = self._scaled.get(key)
-        if trace is None:
-            single = batch_size < LOW or not self.scalable
-            trace = self._traced(*key) if single else self._rescaled(*key, costs=costs)
+        if single:
+            trace = self._traced(*key)
+        elif key in self._scaled:
+            trace = self._scaled[key]
+        else:
+            trace = self._rescaled(*key, costs=costs)
             if costs:
                 self._scaled[key] = trace
         return _with_workspaces(trace, gpu.compute_capability)
@@ -96,10 +102,11 @@ def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
 def _with_workspaces(trace: Trace, capability: Capability) -> Trace:
     """With the workspaces that cuBLAS takes on a card of this kind."""
     size = cublas_workspace(capability)
+    own = [n for n, category in trace.category.items() if category == "workspaces"]
+    if all(event.nbytes == size for event in trace.events if event.what == "born" and event.storage in own):
+        return trace
     events = [
-        event._replace(nbytes=size)
-        if event.what == "born" and trace.category[event.storage] == "workspaces"
-        else event
+        event._replace(nbytes=size) if event.what == "born" and event.storage in own else event
         for event in trace.events
     ]
     return replace(trace, events=events)

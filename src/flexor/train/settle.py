@@ -74,12 +74,20 @@ def scale_learning_rate(config: TrainConfig) -> None:
         )
 
 
+def steps_of(config: TrainConfig, samples: int) -> int:
+    """Optimizer steps of a run, whether it says them or epochs."""
+    assert config.global_batch_size is not None
+    if config.epochs is None:
+        return config.steps
+    return math.ceil(config.epochs * samples / config.global_batch_size)
+
+
 def count_steps(config: TrainConfig, samples: int) -> None:
     """Steps from epochs, if those were given."""
     assert config.global_batch_size is not None
     if config.epochs is None:
         return
-    config.steps = math.ceil(config.epochs * samples / config.global_batch_size)
+    config.steps = steps_of(config, samples)
     log.info(
         "epochs=%g: %d samples in batches of %d make %d steps",
         config.epochs,

@@ -1,0 +1,352 @@
+"""Everything that a run will take, before it is started: memory, time, the host, disk, network, energy and money."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from flexor.config import TrainConfig
+from flexor.errors import ConfigError
+from flexor.plan import money
+from flexor.plan.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
+from flexor.plan.hardware import GPU, Hardware
+from flexor.plan.host import (
+    Data,
+    HostMemory,
+    Loading,
+    Room,
+    Speed,
+    Supply,
+    Together,
+    choose_tier,
+    expected_speed,
+    experiments_at_once,
+    gpu_cache_bytes,
+    host_memory,
+    loading_seconds,
+    supply,
+)
+from flexor.plan.memory import MemoryPlan, MemoryPlanner
+from flexor.plan.network import Exchange, exchange
+from flexor.plan.speeds import Speeds
+from flexor.plan.time import StepTime, step_time
+from flexor.plan.trace import Category, Trace
+from flexor.plan.traces import Traces
+from flexor.policies.base import Kind, PolicyConfig
+from flexor.train.settle import Split, split_batch, steps_of
+
+NODE_LINK = 12.5e9  # bytes/s between nodes unless given: 100 Gbit/s
+FPS = 30.0
+HOURS_PER_MONTH = 160.0  # that a machine of one's own is used: working hours
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine around the GPUs."""
+
+    cores: int
+    memory: int
+    disk: int
+    source: str
+
+
+WORKSTATION = Host(cores=16, memory=64_000_000_000, disk=1_000_000_000_000, source="assumed: a workstation")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run is planned for: so many GPUs on each of some nodes, and what surrounds and costs them."""
+
+    gpu: GPU
+    gpus: int = 1
+    nodes: int = 1
+    link: float | None = None
+    """Bytes/s between GPUs, in one direction; the GPU's own or that of nodes unless given."""
+    host: Host = WORKSTATION
+    usd_per_hour: float | None = None
+    """Of all nodes together; None if nobody rents it out."""
+    billed_by_s: int = 1
+    price_source: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
+    @property
+    def slowest_link(self) -> float | None:
+        return self.link or (min(NODE_LINK, self.gpu.peer_link) if self.nodes > 1 else None)
+
+
+def site_of(
+    hardware: Hardware,
+    gpu: GPU,
+    gpus: int = 1,
+    nodes: int = 1,
+    *,
+    link: float | None = None,
+    price: float | None = None,
+    host: Host | None = None,
+) -> Site:
+    """The cheapest machine that carries these GPUs; if there is none of so many, as many as needed of one."""
+    site = Site(gpu, gpus, nodes, link, host or WORKSTATION)
+    offers, machines = hardware.offers(gpu, gpus), nodes
+    if not offers:
+        offers, machines = hardware.offers(gpu, 1), nodes * gpus
+    if offers:
+        offer = offers[0]
+        each = machines // nodes
+        rented = Host(
+            offer.cores * each,
+            round(offer.ram_gb * each * 1e9),
+            round((offer.disk_gb or 1000) * 1e9),
+            f"{offer.cloud}/{offer.name}",
+        )
+        site = replace(
+            site,
+            host=host or rented,
+            usd_per_hour=offer.usd_per_hour * machines,
+            billed_by_s=offer.billed_by_s,
+            price_source=f"{f'{machines} x ' if machines > 1 else ''}{offer.cloud}/{offer.name}, {offer.as_of}",
+        )
+    if price is not None:
+        site = replace(site, usd_per_hour=price, billed_by_s=1, price_source="given")
+    return site
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run goes, data included."""
+
+    step: StepTime
+    tier: str
+    """Where decoded frames stay."""
+    first: Supply
+    """Loading in the first epoch, on one node."""
+    later: Supply
+    seconds: float
+    """Of the whole run."""
+
+    @property
+    def hours(self) -> float:
+        return self.seconds / 3600
+
+    @property
+    def busy(self) -> float:
+        """Share of the time that a GPU computes."""
+        return min(1.0, self.step.gpu_seconds / (self.step.seconds * self.later.stretch))
+
+
+@dataclass(frozen=True)
+class Money:
+    """US dollars."""
+
+    energy: money.Energy
+    """At home."""
+    rent: float | None
+    own: money.Purchased | None
+    """Of the machine, if it can be bought."""
+    against: money.BuyOrRent | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take on one site."""
+
+    config: TrainConfig
+    """As it will run: batch, accumulation and steps are settled."""
+    data: Data
+    site: Site
+    split: Split
+    memory: MemoryPlan
+    frames_on_gpu: int
+    """Bytes of frames that stay on each GPU, beside `memory`."""
+    fits: bool
+    largest_batch: int | None
+    """Samples in a pass; None if nobody asked."""
+    pace: Pace
+    loading: Loading
+    host_memory: HostMemory
+    disk: Disk
+    kept: Kept
+    checkpoint: int
+    """Bytes of one."""
+    robot: Exchange
+    rate_hz: float
+    together: Together | None
+    """Experiments at once on one GPU; None where several GPUs share one."""
+    money: Money
+    parameters: int
+    trained: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of each GPU."""
+        return self.memory.total + self.frames_on_gpu
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.config.steps * self.split.global_batch / self.pace.seconds
+
+    @property
+    def epochs(self) -> float:
+        return self.config.steps * self.split.global_batch / max(1, self.data.frames)
+
+    @property
+    def data_bound(self) -> bool:
+        return self.pace.later.bound
+
+
+def make_plan(
+    config: TrainConfig,
+    data: Data,
+    site: Site,
+    hardware: Hardware,
+    *,
+    traces: Traces | None = None,
+    speeds: Speeds | None = None,
+    speed: Speed | None = None,
+    rate_hz: float = FPS,
+    executed: int | None = None,
+    search: bool = True,
+) -> Plan:
+    """Plan a run. The policy's features must be filled in.
+
+    `speed`: how fast this data is loaded, if it was measured. `rate_hz`, `executed`: actions per second of the robot,
+    and how many of a chunk it executes. Without `search` the largest batch is left open.
+    """
+    config, split = settled(config, site, data)
+    planner = MemoryPlanner(
+        config, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
+    )
+    trace = planner.trace(split.batch_size, split.accumulation)
+    memory = planner.plan(trace)
+    step = step_time(
+        trace, site.gpu, config=config, share=memory.share, speeds=speeds, link=site.slowest_link
+    )
+    loading = loading_on(site, config, data, split)
+    pace = pace_of(step, config, data, site, split, loading, speed)
+    frames = gpu_cache_bytes(data, loading, config.dataset.cache)
+    fits = memory.total + frames <= site.gpu.memory or (
+        not frames and planner.fits(split.batch_size, split.accumulation)
+    )
+    weights, optimizer = _stays(trace, "weights"), _stays(trace, "optimizer")
+    sharded = memory.share.parts > 1
+    saved = checkpoint_bytes(
+        weights, optimizer, ema=config.ema.enable, sharded=sharded, export=config.checkpoint.export
+    )
+    saved = saved if config.save_checkpoint else 0
+    kept = checkpoints_kept(
+        config.steps, config.save_freq, config.checkpoint.keep_last, config.checkpoint.keep_every
+    )
+    beside = saved // (site.nodes if sharded else 1) if config.checkpoint.asynchronous else 0
+    on_host = host_memory(data, loading, config.dataset.cache, beside)
+    return Plan(
+        config=config,
+        data=data,
+        site=site,
+        split=split,
+        memory=memory,
+        frames_on_gpu=frames,
+        fits=fits,
+        largest_batch=planner.largest_batch(split.accumulation) if search else None,
+        pace=pace,
+        loading=loading,
+        host_memory=on_host,
+        disk=disk_needed(data, loading, config.dataset.cache, saved, kept),
+        kept=kept,
+        checkpoint=saved,
+        robot=_robot(config.policy, rate_hz, executed),
+        rate_hz=rate_hz,
+        together=_together(site, memory, on_host, pace, config) if site.world_size == 1 else None,
+        money=costs(site, pace.hours, pace.busy, hardware),
+        parameters=trace.parameters,
+        trained=trace.trained,
+    )
+
+
+def _stays(trace: Trace, category: Category) -> int:
+    """Bytes of a category that are never given back."""
+    dead = {event.storage for event in trace.events if event.what == "dies"}
+    return sum(
+        event.nbytes
+        for event in trace.events
+        if event.what == "born" and event.storage not in dead and trace.category[event.storage] == category
+    )
+
+
+def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:
+    """The settings as the trainer will settle them on so many processes."""
+    config = copy.copy(config)
+    split = split_batch(config, site.world_size)
+    config.steps = steps_of(config, data.frames)
+    return config, split
+
+
+def loading_on(site: Site, config: TrainConfig, data: Data, split: Split) -> Loading:
+    cache = config.dataset.cache
+    tier = choose_tier(data, cache, site.host.memory, site.host.disk, rgb=False)
+    return Loading(
+        batch_size=split.batch_size,
+        accumulation=split.accumulation,
+        ranks=site.gpus,
+        world_size=site.world_size,
+        workers=config.num_workers,
+        tier=tier,
+        gpu_decoder=config.dataset.decoder == "nvdec",
+    )
+
+
+def pace_of(
+    step: StepTime,
+    config: TrainConfig,
+    data: Data,
+    site: Site,
+    split: Split,
+    loading: Loading,
+    speed: Speed | None = None,
+) -> Pace:
+    """The steps, and what they wait for."""
+    wanted = split.global_batch / site.nodes / step.seconds
+    speed = speed or expected_speed(data)
+    first = supply(data, speed, loading, wanted, site.host.cores)
+    later = supply(data, speed, loading, wanted, site.host.cores, kept=loading.tier != "stream")
+    samples = config.steps * split.global_batch / site.nodes
+    seconds = loading_seconds(samples, -(-data.frames // site.nodes), first, later)
+    return Pace(step, loading.tier, first, later, seconds)
+
+
+def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchange:
+    """What goes to and fro between a robot with this policy and its server."""
+    horizon = len(policy.action_deltas)
+    executed = executed or max(1, min(policy.action_steps, horizon))
+    if not 0 < executed <= horizon:
+        raise ConfigError(f"--executed={executed}: a chunk has {horizon} actions.")
+    state = sum(f.shape[0] for f in policy.input_features.values() if f.type is not Kind.VISUAL)
+    cameras = [(f.shape[1], f.shape[2]) for f in policy.input_features.values() if f.type is Kind.VISUAL]
+    actions = sum(feature.shape[0] for feature in policy.output_features.values())
+    return exchange(
+        cameras, state=state, actions=actions, horizon=horizon, executed=executed, rate_hz=rate_hz
+    )
+
+
+def _together(
+    site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
+) -> Together:
+    machine = Room(site.gpu.memory, site.host.memory, site.host.cores)
+    one = Room(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
+    return experiments_at_once(machine, one, max(0.01, pace.busy))
+
+
+def costs(site: Site, hours: float, busy: float, hardware: Hardware) -> Money:
+    """Energy at home, the rent, and what a machine like it costs."""
+    gpu, count = site.gpu, site.world_size
+    used = money.energy(gpu, count, hours, hardware.prices, busy=busy)
+    rent = None
+    if site.usd_per_hour is not None:
+        rent = money.rent_of(site.usd_per_hour, hours, site.billed_by_s)
+    bought = hardware.purchases.get(gpu.name)
+    own = money.buy(gpu, count, bought, hardware.prices, busy=busy) if bought else None
+    against = None
+    if own and site.usd_per_hour is not None:
+        against = money.buy_or_rent(own, site.usd_per_hour, HOURS_PER_MONTH, hardware.prices)
+    return Money(used, rent, own, against)

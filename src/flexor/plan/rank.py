@@ -1,0 +1,160 @@
+"""The same training on every GPU and number of GPUs: which is cheapest, which is fastest.
+
+The same training means the same samples in every optimizer step: a global batch that is dealt out to the GPUs, in as
+few passes as fit into their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from flexor.config import TrainConfig
+from flexor.plan.hardware import GPU, Hardware
+from flexor.plan.host import Data, Speed
+from flexor.plan.memory import MemoryPlan, MemoryPlanner, Share, context_of
+from flexor.plan.plan import Site, costs, loading_on, pace_of, settled, site_of
+from flexor.plan.speeds import Speeds, load
+from flexor.plan.time import step_time
+from flexor.plan.trace import Trace
+from flexor.plan.traces import LOW, Traces
+from flexor.train.settle import Split
+
+COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A run on one kind of machine."""
+
+    gpu: GPU
+    gpus: int
+    split: Split | None
+    """How the global batch is dealt out; None if not even one sample at a time fits."""
+    peak: int
+    """Bytes of each GPU; with one sample at a time if nothing fits."""
+    step_s: float = 0.0
+    hours: float = 0.0
+    usd: float | None = None
+    """Rent of the whole run."""
+    usd_per_hour: float | None = None
+    energy_usd: float = 0.0
+    spread: float = 0.0
+    bound: str = ""
+    """gpu, host, network or data."""
+
+    @property
+    def fits(self) -> bool:
+        return self.split is not None
+
+
+class Ranking:
+    """Choices for one job. Memory is planned once for GPUs that are alike."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        hardware: Hardware,
+        speeds: Speeds,
+        *,
+        traces: Traces | None = None,
+        speed: Speed | None = None,
+    ):
+        self.config, self.data, self.hardware = config, data, hardware
+        self.speeds, self.speed = speeds, speed
+        self.traces = traces or Traces(config)
+        self._plans: dict[tuple[int | None, int, int, Share], MemoryPlan] = {}
+
+    def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
+        """All that can take the global batch, the cheapest first; then those without a price, the fastest first."""
+        assert self.config.global_batch_size
+        found = [
+            self.choice(gpu, count)
+            for gpu in gpus
+            for count in counts
+            if self.config.global_batch_size % count == 0 and (count == 1 or not gpu.unified)
+        ]
+        return sorted(found, key=_by_cost)
+
+    def choice(self, gpu: GPU, count: int) -> Choice:
+        site = site_of(self.hardware, gpu, count)
+        peak = 0
+        for split in self._splits(count):
+            trace = self.traces.at(split.batch_size, split.accumulation, gpu, exact=False)
+            memory = self._memory(trace, site)
+            peak = memory.total
+            if self._fits(memory, split, site):
+                return self._described(trace, memory, split, site)
+        return Choice(gpu, count, None, peak)
+
+    def _splits(self, count: int) -> Iterator[Split]:
+        """Ways to deal out the global batch, the largest passes first."""
+        assert self.config.global_batch_size
+        share = self.config.global_batch_size // count
+        most = min(share, self.config.batch_size)
+        for passes in range(1, share + 1):
+            if share % passes == 0 and share // passes <= most:
+                yield Split(share // passes, passes, count)
+
+    def _planner(self, site: Site) -> MemoryPlanner:
+        return MemoryPlanner(self.config, site.gpu, world_size=site.world_size, traces=self.traces)
+
+    def _memory(self, trace: Trace, site: Site) -> MemoryPlan:
+        planner = self._planner(site)
+        share = planner.share(trace)
+        capability = site.gpu.compute_capability
+        context = context_of(site.gpu, site.world_size)
+        key = (None if capability is None else context, trace.batch_size, trace.accumulation, share)
+        if key not in self._plans:
+            self._plans[key] = planner.plan(trace)
+        return self._plans[key]
+
+    def _fits(self, memory: MemoryPlan, split: Split, site: Site) -> bool:
+        if memory.total <= site.gpu.memory:
+            return True
+        if memory.allocated + memory.context > site.gpu.memory:
+            return False
+        return self._planner(site).fits(max(LOW, split.batch_size), split.accumulation)
+
+    def _described(self, trace: Trace, memory: MemoryPlan, split: Split, site: Site) -> Choice:
+        speeds = load(site.gpu) or self.speeds
+        config = replace(
+            self.config, batch_size=split.batch_size, gradient_accumulation_steps=split.accumulation
+        )
+        config, _ = settled(config, site, self.data)
+        step = step_time(trace, site.gpu, config=config, share=memory.share, speeds=speeds)
+        loading = loading_on(site, config, self.data, split)
+        pace = pace_of(step, config, self.data, site, split, loading, self.speed)
+        paid = costs(site, pace.hours, pace.busy, self.hardware)
+        return Choice(
+            gpu=site.gpu,
+            gpus=site.gpus,
+            split=split,
+            peak=memory.total,
+            step_s=step.seconds * pace.later.stretch,
+            hours=pace.hours,
+            usd=paid.rent,
+            usd_per_hour=site.usd_per_hour,
+            energy_usd=paid.energy.usd,
+            spread=step.spread,
+            bound="data" if pace.later.bound else step.bound,
+        )
+
+
+def _by_cost(choice: Choice) -> tuple[bool, bool, float, float]:
+    return (
+        not choice.fits,
+        choice.usd is None,
+        choice.usd if choice.usd is not None else choice.hours,
+        choice.hours,
+    )
+
+
+def cheapest(choices: Iterable[Choice]) -> Choice | None:
+    """To rent."""
+    return min((c for c in choices if c.fits and c.usd is not None), key=_by_cost, default=None)
+
+
+def fastest(choices: Iterable[Choice]) -> Choice | None:
+    return min((c for c in choices if c.fits), key=lambda choice: choice.hours, default=None)

@@ -1,0 +1,446 @@
+"""A study of a run as a person reads it, and as a program does."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from flexor.console import table
+from flexor.machine import gigabytes
+from flexor.plan.advise import Change, Harm
+from flexor.plan.memory import MOST
+from flexor.plan.plan import HOURS_PER_MONTH, Plan
+from flexor.plan.rank import Choice, cheapest, fastest
+from flexor.plan.study import Study
+
+SHOWN = 10  # choices in the terminal
+HARMS = {
+    Harm.NONE: "nothing",
+    Harm.TIME: "time",
+    Harm.HARDWARE: "more GPUs",
+    Harm.ROUNDING: "rounding",
+    Harm.LEARNING: "another training",
+}
+
+
+def render(study: Study) -> str:
+    """The answer, then where it comes from."""
+    sections = [
+        answer(study),
+        _changes(study),
+        _memory(study.plan),
+        _time(study.plan),
+        _host(study.plan),
+        _robot(study.plan),
+        _money(study.plan, study),
+        _choices(study),
+        _assumptions(study),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+# The answer.
+
+
+def answer(study: Study) -> str:
+    plan = study.plan
+    gpu, step = plan.site.gpu, plan.pace.step
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = [
+        f"{plan.config.policy.type} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
+        f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
+        f"({plan.epochs:.3g} epochs) {duration(plan.pace.seconds)}"
+        f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
+    ]
+    if plan.data_bound:
+        lines.append(
+            f"Training will wait for data: {plan.pace.later.loaded:.0f} samples/s come, "
+            f"{plan.pace.later.wanted:.0f} could be trained on."
+        )
+    if not plan.fits and study.remedy:
+        lines.append(f"It would fit with {' '.join(change.setting for change in study.remedy)}.")
+    elif not plan.fits:
+        lines.append("No change that is known here makes it fit.")
+    return "\n".join(lines)
+
+
+def machines(plan: Plan) -> str:
+    count, nodes = plan.site.gpus, plan.site.nodes
+    name = plan.site.gpu.name
+    article = "an" if name.startswith(("RTX", "A", "L", "H")) else "a"
+    each = f"{count} {name}" if count > 1 else f"{article} {name}"
+    return f"{nodes} nodes with {each} each" if nodes > 1 else each
+
+
+# What it is made of.
+
+
+def _memory(plan: Plan) -> str:
+    memory, split = plan.memory, plan.split
+    rows: list[list[object]] = [["memory of each GPU", "GB"]]
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    rows += [[f"  {name}", gb(size)] for name, size in parts if size >= 5e6]
+    small = sum(size for _, size in parts if size < 5e6)
+    if small:
+        rows.append(["  everything smaller", gb(small)])
+    rows.append(["  kept by torch's allocator", gb(memory.allocator)])
+    rows.append(["  CUDA's context and libraries", gb(memory.context)])
+    if plan.frames_on_gpu:
+        rows.append(["  frames of the dataset", gb(plan.frames_on_gpu)])
+    rows.append(["  together, at the peak", gb(plan.peak)])
+    where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
+    lines = [
+        table(rows),
+        f"The peak is in: {where}. Batch {split.batch_size}"
+        + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
+        + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
+        + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
+    ]
+    if plan.largest_batch is not None:
+        more = " or more" if plan.largest_batch == MOST else ""
+        lines.append(f"The largest batch that fits is {plan.largest_batch}{more}.")
+    if plan.together:
+        some = plan.together
+        lines.append(
+            f"{some.fit} such runs fit at once ({some.limit} is the limit); "
+            + (
+                f"{some.useful} of them do {some.faster:.1f} times the work of one."
+                if some.useful > 1
+                else "more than one would only share the GPU."
+            )
+        )
+    return "\n".join(lines)
+
+
+BOUNDS = {
+    "gpu": "The GPU's work bounds the step.",
+    "host": "The host bounds the step: it issues operations more slowly than the GPU works them off. Larger batches "
+    "cost little.",
+    "network": "Traffic between GPUs bounds the step.",
+}
+
+
+def _time(plan: Plan) -> str:
+    step = plan.pace.step
+    rows: list[list[object]] = [["time of a step", "ms"]]
+    rows += [[f"  {name}", ms(seconds)] for name, seconds in sorted(step.gpu.items(), key=lambda x: -x[1])]
+    rows.append(["  the GPU's work together", ms(step.gpu_seconds)])
+    rows.append(["  the host, beside it", ms(step.host_seconds)])
+    if step.communication:
+        rows.append(["  traffic between GPUs", ms(step.communication)])
+        rows.append(["  of that, waited for", ms(step.exposed)])
+    rows.append(["  a step", ms(step.seconds)])
+    basis = (
+        "from a calibration of this machine"
+        if step.calibrated
+        else "from data sheets and how far an H200 stays behind its own; `flexor plan --calibrate` measures yours"
+    )
+    return "\n".join(
+        [
+            table(rows),
+            f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data "
+            f"sheet. Times are {basis}.",
+        ]
+    )
+
+
+def _host(plan: Plan) -> str:
+    host, disk, later = plan.host_memory, plan.disk, plan.pace.later
+    rows: list[list[object]] = [["each node", "GB"]]
+    rows += [[f"  memory: {name}", gb(size)] for name, size in asdict(host).items() if size >= 5e6]
+    rows.append(["  memory together", gb(host.total)])
+    rows += [[f"  disk: {name}", gb(size)] for name, size in asdict(disk).items() if size]
+    rows.append(["  disk together, at most", gb(disk.total)])
+    waits = (
+        f"{later.threads} threads in all would be enough ({plan.loading.workers} for each GPU now)"
+        if later.bound
+        else f"{later.threads} of {plan.loading.workers * plan.loading.ranks} loading threads are needed"
+    )
+    first = ""
+    if plan.pace.first.bound and not later.bound:
+        first = f" The first epoch waits for decoding: {plan.pace.first.loaded:.0f} samples/s of {later.wanted:.0f}."
+    return "\n".join(
+        [
+            table(rows),
+            f"Frames: {_tier(plan.pace.tier)}. {waits}; the machine has {plan.site.host.cores} cores and "
+            f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}",
+        ]
+    )
+
+
+def _tier(tier: str) -> str:
+    return {
+        "stream": "decoded anew in each epoch",
+        "ram": "kept in memory",
+        "disk": "kept on disk",
+        "gpu": "kept on the GPU",
+    }[tier]
+
+
+def _robot(plan: Plan) -> str:
+    wire = plan.robot
+    return (
+        f"robot and server: an observation is {gigabytes(wire.raw)} raw or {gigabytes(wire.jpeg)} as JPEG, "
+        f"{wire.per_s:.2g} times a second: {wire.mbit_up(False):.2f} or {wire.mbit_up(True):.2f} Mbit/s up, "
+        f"{wire.mbit_down:.2f} down, at {plan.rate_hz:g} actions a second."
+    )
+
+
+def _money(plan: Plan, study: Study) -> str:
+    paid, site = plan.money, plan.site
+    lines = []
+    if paid.rent is not None and site.usd_per_hour is not None:
+        lines.append(f"rent: {usd(paid.rent)} at {usd(site.usd_per_hour)} an hour ({site.price_source}).")
+    lines.append(
+        f"energy: {paid.energy.kwh:.2f} kWh at {paid.energy.watts:.0f} W, {usd(paid.energy.usd)} at home "
+        f"({study.hardware.prices.kwh:g} USD/kWh)."
+    )
+    if paid.own:
+        lines.append(_buying(plan, study))
+    return "\n".join(lines)
+
+
+def _buying(plan: Plan, study: Study) -> str:
+    own, against = plan.money.own, plan.money.against
+    assert own
+    text = f"buying: {usd(own.usd)} for such a machine"
+    if against is None:
+        return f"{text}; nobody in the list rents it out."
+    if against.hours is None or against.months is None:
+        return f"{text}, which never pays: an hour of it costs more energy than renting."
+    runs = against.hours / plan.pace.hours
+    within = "within" if against.buys else "beyond"
+    return (
+        f"{text}; it has cost less than renting after {against.hours:,.0f} hours ({runs:,.0f} such runs, "
+        f"{against.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} the {study.hardware.prices.years:g} "
+        "years that it is reckoned to last."
+    )
+
+
+def _choices(study: Study) -> str:
+    fitting = [choice for choice in study.choices if choice.fits]
+    if not fitting:
+        return "It fits on none of the GPUs that were compared, not even one sample at a time."
+    shown = fitting[:SHOWN]
+    quick, cheap = fastest(fitting), cheapest(fitting)
+    if quick and quick not in shown:
+        shown.append(quick)
+    rows: list[list[object]] = [["GPU", "count", "batch", "peak GB", "step", "run", "USD", "bound by", ""]]
+    for choice in shown:
+        marks = [word for word, best in (("cheapest", cheap), ("fastest", quick)) if choice is best]
+        rows.append([*_row(choice), " and ".join(marks)])
+    left = len(study.choices) - len(fitting)
+    text = f"the same training (a global batch of {study.plan.split.global_batch}) elsewhere, the cheapest first:"
+    more = f"{len(fitting)} of {len(study.choices)} combinations fit" + (
+        f"; {left} have too little memory." if left else "."
+    )
+    return f"{text}\n{table(rows)}\n{more}"
+
+
+def _row(choice: Choice) -> list[object]:
+    assert choice.split
+    passes = f" x {choice.split.accumulation}" if choice.split.accumulation > 1 else ""
+    return [
+        choice.gpu.name,
+        choice.gpus,
+        f"{choice.split.batch_size}{passes}",
+        gb(choice.peak),
+        duration(choice.step_s),
+        duration(choice.hours * 3600),
+        "-" if choice.usd is None else f"{choice.usd:.2f}",
+        choice.bound,
+    ]
+
+
+def _changes(study: Study) -> str:
+    if not study.changes:
+        return ""
+    rows: list[list[object]] = [["what to change, least harm first", "saves GB", "step takes", "costs", ""]]
+    rows += [_change(change) for change in study.changes]
+    return table(rows)
+
+
+def _change(change: Change) -> list[object]:
+    effect = change.effect
+    assert effect
+    return [change.setting, gb(effect.memory), f"x {effect.time:.2f}", HARMS[change.harm], change.why]
+
+
+def _assumptions(study: Study) -> str:
+    site, lines = study.plan.site, []
+    if study.assumed:
+        lines.append(f"No dataset was named, so this is about {study.assumed}.")
+    figures = [name for name in ("memory_gib", "bandwidth_gb_s", "tdp_w") if not site.gpu.is_checked(name)]
+    figures += [name for name in site.gpu.tflops if not site.gpu.is_checked(name)]
+    if figures:
+        lines.append(f"Figures of the {site.gpu.name} that nobody has checked: {', '.join(figures)}.")
+    return "\n".join(lines)
+
+
+# Numbers.
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.2f}"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def usd(amount: float) -> str:
+    return f"{amount:,.2f} USD" if amount < 100 else f"{amount:,.0f} USD"
+
+
+def plus_minus(spread: float) -> str:
+    return f"(+-{spread:.0%})"
+
+
+def duration(seconds: float) -> str:
+    """As a person would say it."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+# For programs.
+
+
+def to_json(study: Study) -> dict[str, Any]:
+    """Everything, with the unit in each name."""
+    plan = study.plan
+    site, memory, step, pace = plan.site, plan.memory, plan.pace.step, plan.pace
+    result = {
+        "policy": plan.config.policy.type,
+        "gpu": site.gpu.name,
+        "gpus": site.gpus,
+        "nodes": site.nodes,
+        "strategy": memory.share.strategy,
+        "batch_size": plan.split.batch_size,
+        "accumulation": plan.split.accumulation,
+        "global_batch_size": plan.split.global_batch,
+        "steps": plan.config.steps,
+        "epochs": plan.epochs,
+        "parameters": plan.parameters,
+        "trained_parameters": plan.trained,
+        "fits": plan.fits,
+        "largest_batch": plan.largest_batch,
+        "memory": {
+            **{f"{name}_bytes": size for name, size in memory.parts.items()},
+            "allocator_bytes": memory.allocator,
+            "context_bytes": memory.context,
+            "frames_bytes": plan.frames_on_gpu,
+            "allocated_bytes": memory.allocated,
+            "reserved_bytes": memory.reserved,
+            "peak_bytes": plan.peak,
+            "gpu_bytes": site.gpu.memory,
+            "peak_phase": memory.phase,
+            "peak_module": memory.module,
+            "peak_operation": memory.operation,
+        },
+        "time": {
+            "step_s": step.seconds,
+            "spread": step.spread,
+            "calibrated": step.calibrated,
+            "bound": step.bound,
+            "gpu_s": step.gpu,
+            "host_s": step.host,
+            "communication_s": step.communication,
+            "exposed_s": step.exposed,
+            "flops": step.flops,
+            "mfu": step.mfu,
+            "samples_per_s": plan.samples_per_s,
+            "run_s": pace.seconds,
+        },
+        "data": {
+            "frames": plan.data.frames,
+            "tier": pace.tier,
+            "bound": plan.data_bound,
+            "wanted_samples_per_s": pace.later.wanted,
+            "first_epoch_samples_per_s": pace.first.loaded,
+            "later_samples_per_s": pace.later.loaded,
+            "threads_needed": pace.later.threads,
+            "cores_needed": pace.later.cores,
+        },
+        "host": {
+            **{f"memory_{name}_bytes": size for name, size in asdict(plan.host_memory).items()},
+            "memory_bytes": plan.host_memory.total,
+            **{f"disk_{name}_bytes": size for name, size in asdict(plan.disk).items()},
+            "disk_bytes": plan.disk.total,
+            "checkpoint_bytes": plan.checkpoint,
+            "checkpoints_at_most": plan.kept.most,
+            "cores": site.host.cores,
+            "source": site.host.source,
+        },
+        "robot": {
+            "rate_hz": plan.rate_hz,
+            "exchanges_per_s": plan.robot.per_s,
+            "observation_raw_bytes": plan.robot.raw,
+            "observation_jpeg_bytes": plan.robot.jpeg,
+            "answer_bytes": plan.robot.answer,
+            "up_raw_mbit_per_s": plan.robot.mbit_up(False),
+            "up_jpeg_mbit_per_s": plan.robot.mbit_up(True),
+            "down_mbit_per_s": plan.robot.mbit_down,
+        },
+        "experiments": asdict(plan.together) if plan.together else None,
+        "money": {
+            "rent_usd": plan.money.rent,
+            "rent_usd_per_hour": site.usd_per_hour,
+            "rent_source": site.price_source,
+            "energy_kwh": plan.money.energy.kwh,
+            "energy_usd": plan.money.energy.usd,
+            "power_w": plan.money.energy.watts,
+            "buy_usd": plan.money.own.usd if plan.money.own else None,
+            "buying_pays_after_hours": plan.money.against.hours if plan.money.against else None,
+        },
+        "changes": [_change_json(change) for change in study.changes],
+        "remedy": [change.setting for change in study.remedy],
+        "choices": [_choice_json(choice) for choice in study.choices],
+    }
+    return json.loads(json.dumps(_finite(result)))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: what has no end is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _change_json(change: Change) -> dict[str, Any]:
+    assert change.effect
+    return {
+        "name": change.name,
+        "setting": change.setting,
+        "harm": change.harm.name.lower(),
+        "saves_bytes": change.effect.memory,
+        "step_times": change.effect.time,
+        "gpus_times": change.effect.gpus,
+    }
+
+
+def _choice_json(choice: Choice) -> dict[str, Any]:
+    split = choice.split
+    return {
+        "gpu": choice.gpu.name,
+        "gpus": choice.gpus,
+        "fits": choice.fits,
+        "batch_size": split.batch_size if split else None,
+        "accumulation": split.accumulation if split else None,
+        "peak_bytes": choice.peak,
+        "step_s": choice.step_s,
+        "run_s": choice.hours * 3600,
+        "spread": choice.spread,
+        "bound": choice.bound,
+        "rent_usd": choice.usd,
+        "rent_usd_per_hour": choice.usd_per_hour,
+        "energy_usd": choice.energy_usd,
+    }
