@@ -188,6 +188,11 @@ class TrainConfig:
     """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
     compile: bool = False
     """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
+    plan: bool = True
+    """On a GPU: say before the first step what the run will take, and compare at the end."""
+    auto: bool = False
+    """On a GPU: let the plan choose batch size (of the same global batch), precision, recomputing and workers, where
+    they are not given."""
     log_freq: int = 200
     """Steps between two lines of metrics."""
     save_checkpoint: bool = True

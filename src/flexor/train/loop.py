@@ -25,6 +25,7 @@ from flexor.log import log, set_rank
 from flexor.machine import let_gpu_memory_grow
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
+from flexor.plan.preflight import Plan, compare, plan_run
 from flexor.rng import Noise
 from flexor.train import checkpoint
 from flexor.train.build import build_datasets, build_engine, build_loader, build_state, fit_to_dataset
@@ -84,9 +85,11 @@ def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: 
         assert config.output_dir is not None
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
-            state, loader, held_out = _build(config, found, run, processes, device)
+            state, loader, held_out, plan = _build(config, found, run, processes, device)
             with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
                 result = fit(state, run, loader, held_out, stop, dog)
+            if plan is not None and processes.is_main:
+                result.metrics |= compare(plan, result.metrics, device)
         processes.barrier()
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
@@ -117,11 +120,12 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
 
 def _build(
     config: TrainConfig, found: Path | None, run: Run, processes: Processes, device: torch.device
-) -> tuple[TrainState, Loader, Dataset | None]:
-    """The parts of the run, from a checkpoint if one was found."""
+) -> tuple[TrainState, Loader, Dataset | None, Plan | None]:
+    """The parts of the run, from a checkpoint if one was found, and its plan."""
     with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
     config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
+    plan = plan_run(config, training, processes, device)
     split = split_batch(config, processes.world_size)
     scale_learning_rate(config)
     count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
@@ -139,7 +143,7 @@ def _build(
         run.write_config(config)
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
-    return state, loader, held_out
+    return state, loader, held_out, plan
 
 
 def _find_checkpoint(run: Run, must: bool) -> Path | None:

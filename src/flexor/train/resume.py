@@ -27,6 +27,8 @@ MAY_CHANGE = {
     "output_dir",  # the folder may have been moved
     "job_name",
     "num_workers",
+    "plan",
+    "auto",
     "log_freq",
     "save_checkpoint",
     "save_freq",

@@ -1,0 +1,93 @@
+"""A run that plans itself: what it says, what it chooses, and that a plan that fails stops nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexor.config import TrainConfig
+from flexor.plan import preflight
+from flexor.plan.hardware import GPU, Hardware, load_hardware
+from flexor.settings import load_config
+from flexor.train.build import build_datasets, fit_to_dataset
+from flexor.train.processes import Processes
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[GPU]:
+    """The GPU that the machine seems to have; tests may change its memory."""
+    seen = [load_hardware().find("RTX 4090")]
+
+    def here(_: Hardware) -> GPU:
+        return seen[0]
+
+    monkeypatch.setattr(preflight, "gpu_here", here)
+    return seen
+
+
+def run_of(dataset: Path, tiny_act: list[str], *flags: str) -> tuple[TrainConfig, preflight.Dataset]:
+    config = load_config([f"--dataset.root={dataset}", *tiny_act, "--batch_size=32", *flags])
+    training, _ = build_datasets(config.dataset)
+    config.policy = fit_to_dataset(config.policy, training)
+    return config, training
+
+
+def test_a_run_says_what_it_expects(
+    dataset: Path, tiny_act: list[str], gpu: list[GPU], log_lines: list[str]
+) -> None:
+    config, training = run_of(dataset, tiny_act)
+    plan = preflight.plan_run(config, training, Processes(), CUDA)
+    assert plan is not None and plan.fits and plan.split.batch_size == 32
+    assert any(line.startswith("planned:") and "RTX 4090" in line for line in log_lines)
+    figures = preflight.compare(plan, {"samples_per_s": 64.0, "data_wait": 0.5}, torch.device("cpu"))
+    assert figures["step_s"] == pytest.approx(0.25)
+
+
+def test_what_does_not_fit_is_a_warning(
+    dataset: Path, tiny_act: list[str], gpu: list[GPU], log_lines: list[str]
+) -> None:
+    gpu[0] = replace(gpu[0], memory_gib=0.6)
+    config, training = run_of(dataset, tiny_act)
+    plan = preflight.plan_run(config, training, Processes(), CUDA)
+    assert plan is not None and not plan.fits
+    assert any("does not fit" in line for line in log_lines)
+
+
+def test_auto_keeps_the_global_batch_and_what_is_given(
+    dataset: Path, tiny_act: list[str], gpu: list[GPU]
+) -> None:
+    config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512")
+    whole = preflight.plan_run(config, training, Processes(), CUDA)
+    assert whole is not None and (config.batch_size, config.global_batch_size) == (512, 512)
+    assert config.precision == "bf16" and not config.activation_checkpointing and not config.auto
+
+    gpu[0] = replace(gpu[0], memory_gib=(whole.peak - (4 << 20)) / preflight.ROOM / 2**30)
+    config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512", "--num_workers=3")
+    smaller = preflight.plan_run(config, training, Processes(), CUDA)
+    assert smaller is not None and smaller.peak < whole.peak
+    assert config.batch_size < 512 and config.global_batch_size == 512 and config.num_workers == 3
+    assert smaller.split.batch_size * smaller.split.accumulation == 512
+
+
+def test_nothing_is_planned_without_a_gpu(dataset: Path, tiny_act: list[str]) -> None:
+    config, training = run_of(dataset, tiny_act, "--auto=true")
+    before = replace(config)
+    assert preflight.plan_run(config, training, Processes(), torch.device("cpu")) is None
+    assert config == before
+
+
+def test_a_plan_that_fails_stops_nothing(
+    dataset: Path, tiny_act: list[str], log_lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_: Hardware) -> GPU:
+        raise RuntimeError("no such card")
+
+    monkeypatch.setattr(preflight, "gpu_here", unknown)
+    config, training = run_of(dataset, tiny_act)
+    assert preflight.plan_run(config, training, Processes(), CUDA) is None
+    assert any("no such card" in line for line in log_lines)
