@@ -20,7 +20,7 @@ def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:
         e.storage: "weights" if i < built else "batch" for i, e in enumerate(made[:loaded])
     }
     steps = [Step(0, built, loaded, len(made))]
-    return Trace(made, [], category, built, steps, 2, 1, 1, 0, 0, [0])
+    return Trace(made, [], category, built, steps, 2, 1, 1, 0, 0, [(0, 0)])
 
 
 def test_a_replay_worked_out_by_hand():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,20 +118,32 @@ EVERY: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def plain_trace(kind: str) -> Trace:
+    return trace_step(settings(kind), 2, H200)
+
+
 @pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "tdmpc"])
 @pytest.mark.parametrize("way", EVERY)
 def test_every_policy(kind: str, way: str):
     config = settings(kind, **EVERY[way])
     if config.policy.moves_weights and not way.startswith("8 bits"):
         pytest.skip("refused")
-    trace, plain = (trace_step(c, 2, H200) for c in (config, settings(kind)))
+    trace, plain = trace_step(config, 2, H200), plain_trace(kind)
     assert trace.nbytes("optimizer") < plain.nbytes("optimizer")
     assert trace.trained == plain.trained or "lora" in EVERY[way]
 
 
 def test_many_processes_share_what_is_trained(own: Make):
     adapters = 2 * (6 + 100) + 2 * (100 + 100) + 2 * (100 + 6)
-    for strategy, parts in (("ddp", 1), ("fsdp", 4)):
-        config = own(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=strategy))
-        plan = plan_memory(config, H200, 2, world_size=4)
-        assert plan.part("optimizer") < 8 * adapters / parts + 6 * 2 * 512 + 6 * 512  # rounded up
+    ddp, fsdp = (
+        plan_memory(own(lora=LoraConfig(r=2), parallel=ParallelConfig(strategy=s)), H200, 2, world_size=4)
+        for s in ("ddp", "fsdp")
+    )
+    assert ddp.part("gradients") == rounded(4 * adapters)  # one bucket
+    # a gradient and the buffer it is summed in, of what is trained; and this rank's part of all
+    assert fsdp.part("gradients") == 2 * rounded(4 * adapters) + rounded(adapters)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512

@@ -220,7 +220,8 @@ def share_of(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, loca
 
 def _automatic(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> str:
     """As `train.build.pick_strategy` decides it."""
-    need = 4 * trace.parameters + 12 * trace.trained + (4 * trace.trained if config.ema.enable else 0)
+    average = 4 * trace.trained if config.ema.enable else 0
+    need = trace.nbytes("weights") + 3 * trace.gradients + average
     room = gpu.memory // 2
     if need <= room:
         return "ddp"
@@ -239,7 +240,7 @@ def shared_out(trace: Trace, share: Share, config: TrainConfig) -> Trace:
 def _with_buckets(trace: Trace) -> Trace:
     """DDP: gradients live in buckets that are always there; each is computed beside them and copied over."""
     category: dict[int, Category] = dict(trace.category)
-    buckets = _births(_pieces(4 * trace.trained, BUCKET), category, "gradients")
+    buckets = _births(_pieces(trace.gradients, BUCKET), category, "gradients")
     own = {storage for storage, what in trace.category.items() if what == "gradients"}
 
     def change(events: list[Event]) -> list[Event]:
@@ -270,15 +271,15 @@ def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
     """
     parallel: ParallelConfig = config.parallel
     width = 4 if config.precision == "no" else 2
-    *units, rest = trace.units
-    units = sorted(units, reverse=True) or [0]
+    *units, rest = (numbers for numbers, _ in trace.units)
+    units = sorted(units, reverse=True)
     whole = rest + sum(units[:2] if parallel.reshard_after_forward else units)
-    largest = max(units[0], rest)
-    gathered = [whole * width // 4, largest * width // 4, largest]
+    largest = max(trained for _, trained in trace.units)
+    gathered = [whole * width, largest * width, largest * 4]
     category: dict[int, Category] = dict(trace.category)
     added = [
         *_births(gathered[:1], category, "weights"),
-        *_births([*gathered[1:], -(-4 * trace.trained // parts)], category, "gradients"),
+        *_births([*gathered[1:], -(-trace.gradients // parts)], category, "gradients"),
     ]
     on_host = ("weights", "optimizer") if parallel.cpu_offload else ()
 

@@ -155,14 +155,14 @@ class Rehearsal:
             tensor.record_stream(current)
         return batches
 
-    def units(self) -> list[int]:
-        """Bytes of the weights that each block has alone, and what is left of the policy."""
+    def units(self) -> list[tuple[int, int]]:
+        """Numbers that each block has alone, and of these the trained ones; and what is left of the policy."""
         seen: set[int] = set()
         sizes = []
         for unit in [*self.policy.shard_units(), self.policy]:
             own = [p for p in unit.parameters() if id(p) not in seen]
             seen |= {id(p) for p in own}
-            sizes.append(sum(p.numel() * p.element_size() for p in own))
+            sizes.append((sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)))
         return sizes
 
 

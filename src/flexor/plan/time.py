@@ -16,7 +16,7 @@ from flexor.config import TrainConfig
 from flexor.plan.hardware import GPU
 from flexor.plan.memory import Share
 from flexor.plan.ops import Op
-from flexor.plan.speeds import Speeds, assumed, load
+from flexor.plan.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, load
 from flexor.plan.trace import Trace
 
 LINK = 0.75  # of the bandwidth between GPUs, that collectives reach
@@ -77,7 +77,9 @@ def step_time(
     `speeds`: what was measured; otherwise this machine's own calibration for that GPU, or without one the reference.
     `link`: bytes/s of the slowest link between the GPUs, in one direction.
     """
-    speeds = speeds or load(gpu) or assumed()
+    measured = speeds or load(gpu)
+    calibrated = measured is not None and measured.gpu == gpu.name
+    speeds = measured or assumed()
     share = share or Share()
     clocks = _play(trace, gpu, speeds, config)
     communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
@@ -89,11 +91,11 @@ def step_time(
         communication=communication,
         exposed=exposed,
         seconds=seconds,
-        spread=_spread(speeds, clocks, exposed / seconds),
+        spread=_spread(speeds if calibrated else None, clocks) + MORE_LINKS * exposed / seconds,
         bound=_bound(clocks, exposed, seconds),
         flops=flops,
         mfu=flops / seconds / gpu.flops(_unit(config)),
-        calibrated=speeds.gpu == gpu.name,
+        calibrated=calibrated,
     )
 
 
@@ -178,7 +180,7 @@ def _traffic(
         return 0.0, 0.0
     others = (share.world_size - 1) / share.world_size
     if share.strategy == "ddp":
-        seconds = 2 * others * 4 * trace.trained / link
+        seconds = 2 * others * trace.gradients / link
         behind = clocks.backward
     else:
         width = 4 if config.precision == "no" else 2
@@ -198,6 +200,8 @@ def _bound(clocks: Clocks, exposed: float, seconds: float) -> Bound:
     return "host" if sum(clocks.host.values()) > sum(clocks.gpu.values()) else "gpu"
 
 
-def _spread(speeds: Speeds, clocks: Clocks, traffic: float) -> float:
+def _spread(calibration: Speeds | None, clocks: Clocks) -> float:
     by_host = sum(clocks.host.values()) > sum(clocks.gpu.values())
-    return (speeds.spread_host if by_host else speeds.spread_gpu) + MORE_LINKS * traffic
+    if calibration is None:
+        return UNCALIBRATED_HOST if by_host else UNCALIBRATED_GPU
+    return calibration.spread_host if by_host else calibration.spread_gpu

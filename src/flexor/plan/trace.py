@@ -91,8 +91,10 @@ class Trace:
     """Passes that the trace holds: after the second they are alike."""
     parameters: int
     trained: int
-    units: list[int]
-    """Bytes of the weights of each block that is sharded alone; what is left of the policy comes last."""
+    units: list[tuple[int, int]]
+    """Numbers that each block has which is sharded alone, and those trained; what is left of the policy comes last."""
+    gradients: int = 0
+    """Bytes that all that is trained has in gradients."""
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     """Where the policy asked for the value of a tensor; a GPU is waited for there, and the plan took zero."""
@@ -329,6 +331,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
         parameters=sum(p.numel() for p in policy.parameters()),
         trained=sum(p.numel() for p in policy.parameters() if p.requires_grad),
         units=rehearsal.units(),
+        gradients=sum(p.nbytes for p in policy.parameters() if p.requires_grad),
         attention=dict(dialect.attention),
         asked=dialect.asked,
     )
