@@ -12,7 +12,18 @@ from flexor.plan.calibrate import merged, per_operation
 from flexor.plan.hardware import GPU, load_hardware
 from flexor.plan.memory import Share
 from flexor.plan.ops import Op
-from flexor.plan.speeds import KERNEL, Sample, Speeds, assumed, extents, limit, read, sample_of, save
+from flexor.plan.speeds import (
+    KERNEL,
+    UNCALIBRATED_GPU,
+    Sample,
+    Speeds,
+    assumed,
+    extents,
+    limit,
+    read,
+    sample_of,
+    save,
+)
 from flexor.plan.time import step_time, steps_ops
 from flexor.plan.trace import Trace, trace_step
 
@@ -157,9 +168,11 @@ def test_every_gpu_of_the_database_has_a_time(trace: Trace) -> None:
 
 
 def test_only_what_was_measured_on_such_a_gpu_is_a_calibration(trace: Trace, h200: GPU) -> None:
-    other = load_hardware().find("RTX 4090")
-    assert step_time(trace, h200, config=settings("act"), speeds=speeds()).calibrated
-    assert not step_time(trace, other, config=settings("act"), speeds=speeds()).calibrated
+    other, known = load_hardware().find("RTX 4090"), replace(speeds(), spread_gpu=0.05)
+    here = step_time(trace, h200, config=settings("act"), speeds=known)
+    elsewhere = step_time(trace, other, config=settings("act"), speeds=known)
+    assert here.calibrated and here.spread == 0.05
+    assert not elsewhere.calibrated and elsewhere.spread == UNCALIBRATED_GPU
 
 
 # What a calibration makes of measurements.
