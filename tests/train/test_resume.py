@@ -190,6 +190,19 @@ def test_settings_file_edited_by_hand_is_refused_by_name(finished, tmp_path, cap
     assert "seed was 1000, is 1001" in capsys.readouterr().err
 
 
+def test_a_run_from_before_a_setting_was_there_goes_on(finished, tmp_path):
+    """A setting's default is what runs did without it."""
+    cut = runs.cut_back(finished, tmp_path / "cut", 10)
+    saved = cut / "checkpoints" / "000010" / "training_state" / "flexor.json"
+    state = json.loads(saved.read_text())
+    del state["config"]["lora"], state["config"]["weights_dtype"]
+    saved.write_text(json.dumps(state))
+    (saved.parents[1] / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(saved.parents[1], 10, {})
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(finished, cut, STEPS)
+
+
 @pytest.fixture
 def own_data(lowdim, tiny_act, tmp_path) -> tuple[Path, Path]:
     """A run on a dataset that may be changed."""
