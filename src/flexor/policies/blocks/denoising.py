@@ -27,8 +27,6 @@ from flexor.policies.base import (
 from flexor.policies.blocks.adam import AdamSettings
 from flexor.policies.blocks.schedules import DiffusionSettings, Network
 
-SCHEDULES = ("cosine", "constant", "constant_with_warmup")
-
 
 class Objective(Protocol):
     """How noise becomes actions: `DiffusionSchedule`, `FlowMatching`."""
@@ -86,10 +84,6 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
             raise ConfigError(f"{self.type} needs cameras of one size, but there are {listed}.")
 
     def scheduler_preset(self) -> dict[str, Any]:
-        if self.scheduler_name not in SCHEDULES:  # LeRobot has more; what was trained with them can still act
-            raise ConfigError(
-                f"policy.scheduler_name={self.scheduler_name!r}; one of {', '.join(SCHEDULES)}."
-            )
         if self.scheduler_name == "constant":
             return {"type": "constant"}
         return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}
