@@ -60,13 +60,8 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
     """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
 
     def validate(self) -> None:
-        for name in ("n_obs_steps", "horizon", "n_action_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
-        if self.scheduler_warmup_steps < 0:
-            raise ConfigError(
-                f"policy.scheduler_warmup_steps={self.scheduler_warmup_steps} must not be negative."
-            )
+        self.require(1, "n_obs_steps", "horizon", "n_action_steps")
+        self.require(0, "scheduler_warmup_steps")
         future = self.horizon - self.n_obs_steps + 1
         if self.n_action_steps > future:
             raise ConfigError(
