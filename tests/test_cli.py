@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import runs
 
 from flexor import __version__
 from flexor.cli import VERBS, main
@@ -115,10 +116,9 @@ def test_train_json(lowdim, tiny_act, tmp_path, capsys):
 
 def test_logs_go_to_standard_error(lowdim, tiny_act, tmp_path):
     flags = [f"--dataset.root={lowdim}", f"--output_dir={tmp_path / 'run'}", "--steps=1", "--num_workers=1"]
-    command = [sys.executable, "-m", "flexor", "train", *flags, *tiny_act, "--json"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout)["step"] == 1 and found.stdout.count("\n") == 1
-    assert "run folder" in found.stderr and "saved" in found.stderr
+    out, error = runs.Forked(tmp_path / "said", "train", *flags, *tiny_act, "--json").end()
+    assert json.loads(out)["step"] == 1 and out.count("\n") == 1
+    assert "run folder" in error and "saved" in error
 
 
 def test_resume_as_lerobot_does_it(lowdim, tiny_act, tmp_path, capsys):

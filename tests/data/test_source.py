@@ -1,11 +1,8 @@
 """Where datasets come from: folders, fsspec addresses and the Hub."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from samples import write_sample
 from servers import FileServer, Handler
 
 import flexor.data.remote as remote
-from flexor.data.dataset import open_dataset
+from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.ranges import LocalRanges
 from flexor.data.source import find_source
 from flexor.errors import DatasetError
@@ -28,6 +25,24 @@ def samples(tmp_path_factory):
     folder = tmp_path_factory.mktemp("samples")
     root = write_sample(folder / "v3.0")
     return {"v3.0": root, "v2.1": to_v2(root, folder / "v2.1", "v2.1")}
+
+
+@pytest.fixture
+def hub_at(tmp_path, monkeypatch) -> Callable[[str], None]:
+    """Have the Hub answer at an address of this machine; nothing of it is here yet."""
+    for name in ("HF_LEROBOT_HOME", "FLEXOR_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    def answer(address: str) -> None:
+        files = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files)
+
+    return answer
+
+
+NOBODY = "http://127.0.0.1:9"
 
 
 def test_repo_id_is_looked_for_under_lerobots_home(samples, tmp_path, monkeypatch):
@@ -62,27 +77,20 @@ def test_fsspec_address_with_nothing_there():
         open_dataset(root="memory://nowhere")
 
 
-def test_hub_snapshot_in_the_cache_is_used_without_the_hub(samples, tmp_path, monkeypatch):
+def test_hub_snapshot_in_the_cache_is_used_without_the_hub(samples, tmp_path, hub_at):
     """The layout huggingface_hub leaves behind; offline it must do."""
     folder = tmp_path / "hub/datasets--me--sample"
     shutil.copytree(samples["v2.1"], folder / "snapshots" / COMMIT)
     (folder / "refs").mkdir(parents=True)
     (folder / "refs/v2.1").write_text(COMMIT)
-    script = (
-        "from flexor.data.dataset import open_dataset; print(len(open_dataset('me/sample', episodes=[1])))"
-    )
-    assert run(script, tmp_path).stdout.strip() == "12"
+    hub_at(NOBODY)
+    assert len(open_dataset("me/sample", episodes=[1])) == 12
 
 
-def test_unreachable_hub(tmp_path):
-    script = (
-        "from flexor.data.dataset import open_dataset\n"
-        "from flexor.errors import DatasetError\n"
-        "try: open_dataset('me/sample')\n"
-        "except DatasetError as error: print(error)"
-    )
-    message = run(script, tmp_path).stdout
-    assert "me/sample is not (or not whole) in" in message and "--dataset.root" in message
+def test_unreachable_hub(hub_at):
+    hub_at(NOBODY)
+    with pytest.raises(DatasetError, match=r"me/sample is not \(or not whole\) in .*--dataset\.root"):
+        open_dataset("me/sample")
 
 
 class Hub(Handler):
@@ -114,16 +122,12 @@ class Hub(Handler):
 
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_hub_download_is_of_the_selected_episodes_only(samples, tmp_path, version):
-    script = (
-        "from flexor.data.dataset import open_dataset\n"
-        "import numpy as np\n"
-        "dataset = open_dataset('me/sample', episodes=[0])\n"
-        f"print(dataset.version, len(dataset), dataset.read(np.array([3]))['{TOP}'].sum())"
-    )
+def test_hub_download_is_of_the_selected_episodes_only(samples, hub_at, version):
     with FileServer(samples[version], Hub) as server:
-        printed = run(script, tmp_path, server.address).stdout
-    assert printed.split() == [version, "7", pixels(samples[version])]
+        hub_at(server.address)
+        dataset = open_dataset("me/sample", episodes=[0])
+        assert dataset.version == version and len(dataset) == 7
+        np.testing.assert_array_equal(picture(dataset), picture(open_dataset(root=samples[version])))
     fetched = [name for name in server.whole if name.startswith(("file-", "episode_"))]
     videos = [name for name in fetched if name.endswith(".mp4")]
     assert len(videos) == 1 and "000" in videos[0]
@@ -132,35 +136,28 @@ def test_hub_download_is_of_the_selected_episodes_only(samples, tmp_path, versio
 
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 @pytest.mark.parametrize("address", ["me/sample", "hf://datasets/me/sample"])
-def test_hub_streaming_reads_videos_by_ranges(samples, tmp_path, version, address):
+def test_hub_streaming_reads_videos_by_ranges(samples, tmp_path, hub_at, monkeypatch, version, address):
     """Through broken connections and refusals; a local copy is made when asked for, and only then."""
-    script = f"""
-import numpy as np
-import flexor.data.remote as remote
-from flexor.data.dataset import open_dataset
-from flexor.data.source import find_source
-remote.FIRST_WAIT = 0.01
-dataset = open_dataset({address!r}, episodes=[0], streaming=True)
-print(dataset.version, len(dataset), dataset.read(np.array([3]))['{TOP}'].sum())
-print(*[path.name for path in dataset.root.rglob("*.mp4")], sep=",")
-source = find_source({address!r}, None, None, streaming=True)
-[video] = {{n for n in source._listing() if n.endswith("000.mp4")}}
-assert source.streams and source.exists(video) and not source.exists("videos/none.mp4")
-print(source.local(video).stat().st_size == source.size(video) == source.ranges(video).size)
-print(source.ranges(video).name == str(source.local(video)))
-"""
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
     with FileServer(samples[version], Hub) as server:
+        hub_at(server.address)
         server.faults.extend(["drop", 503])
-        printed = run(script, tmp_path, server.address).stdout
-    assert printed.splitlines() == [f"{version} 7 {pixels(samples[version])}", "", "True", "True"]
+        dataset = open_dataset(address, episodes=[0], streaming=True)
+        assert dataset.version == version and len(dataset) == 7
+        np.testing.assert_array_equal(picture(dataset), picture(open_dataset(root=samples[version])))
+        assert not list(dataset.root.rglob("*.mp4"))
+        source = find_source(address, None, None, streaming=True)
+        (video,) = {n for n in source._listing() if n.endswith("000.mp4")}
+        assert source.streams and source.exists(video) and not source.exists("videos/none.mp4")
+        assert source.local(video).stat().st_size == source.size(video) == source.ranges(video).size
+        assert source.ranges(video).name == str(source.local(video))
     assert len(server.requests) == 3 and all(name.endswith("000.mp4") for name, _, _ in server.requests)
     assert sum(name.endswith(".mp4") for name in server.whole) == 1  # the copy
     assert len(list((tmp_path / "blocks").rglob("*-0"))) == 1
 
 
-def pixels(root: Path) -> str:
-    """What the scripts above print of frame 3."""
-    return str(open_dataset(root=root, episodes=[0]).read(np.array([3]))[TOP].sum())
+def picture(dataset: Dataset) -> np.ndarray:
+    return dataset.read(np.array([3]))[TOP]
 
 
 # A web server, through fsspec
@@ -233,22 +230,3 @@ def test_block_cache_is_limited(samples, tmp_path, monkeypatch):
         [name] = source.list("videos", "000.mp4")
         assert source.ranges(name).read(0, 10) == (samples["v3.0"] / name).read_bytes()[:10]
         assert len(list((tmp_path / "blocks").rglob("*-0"))) == kept
-
-
-def run(script: str, home: Path, endpoint: str = "http://127.0.0.1:9") -> subprocess.CompletedProcess:
-    """In a process of its own: huggingface_hub reads the endpoint once, when imported."""
-    settings = {
-        "HF_ENDPOINT": endpoint,
-        "HF_LEROBOT_HOME": str(home),
-        "FLEXOR_CACHE": str(home),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | settings
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-    )

@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import multiprocessing
 import os
 import shutil
 import signal
@@ -10,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import runs
 import torch
 from samples import LENGTHS, write_sample
 
@@ -327,10 +327,9 @@ def deliver(root, ranks, rank, start, stop, queue, kill_at):
 
 def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     """{step: samples and digests of the global batch} of so many processes."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
+    queue = runs.SERVER.Queue()
     processes = [
-        context.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
+        runs.SERVER.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
         for rank in range(ranks)
     ]
     for process in processes:

@@ -1,6 +1,6 @@
-"""`flexor`, but in the first life of the run rank 1 kills itself when it has done some steps.
+"""`flexor`, but in each of the run's first lives rank 1 kills itself when it has done so many steps of that life.
 
-    torchrun --nproc-per-node=2 --max-restarts=1 tests/distributed/crashing.py STEPS train ...
+    torchrun --nproc-per-node=2 --max-restarts=2 tests/distributed/crashing.py STEPS,STEPS train ...
 
 For tests of what starts a run again.
 """
@@ -15,6 +15,7 @@ from flexor.cli import main
 
 if __name__ == "__main__":
     steps, *arguments = sys.argv[1:]
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        trouble.at_call(trouble.STEP, int(steps) + 1, trouble.send(signal.SIGKILL))
+    lives, life = [int(number) for number in steps.split(",")], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if os.environ["RANK"] == "1" and life < len(lives):
+        trouble.before_step(lives[life], trouble.send(signal.SIGKILL))()
     sys.exit(main(arguments))

@@ -16,7 +16,8 @@ import pytest
 import ranks
 import runs
 import torch
-from test_sameness import LOSS_TOLERANCE, STEPS, WEIGHT_TOLERANCE, flags
+from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from test_sameness import flags as fifty_steps
 
 from flexor.errors import ConfigError
 from flexor.settings import load_config
@@ -30,6 +31,7 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
+STEPS = 24
 CONFIGS = Path(__file__).parent / "configs"
 DDP, FSDP1, FSDP2, ZERO2 = (
     [f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2", "deepspeed")
@@ -77,6 +79,10 @@ def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
+def flags(lowdim: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]:
+    return fifty_steps(lowdim, run, tiny_act, f"--steps={STEPS}", *more)
+
+
 def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]:
     return flags(dataset, folder / "run", tiny, "--policy.dropout=0", *more)
 
@@ -85,7 +91,7 @@ def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]
 def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
     """One process, eight samples a step, without Accelerate."""
     folder = tmp_path_factory.mktemp("alone")
-    ranks.run(folder, 1, train(lowdim, folder, tiny_act, "--batch_size=8", "--save_freq=10"))
+    ranks.run(folder, 1, train(lowdim, folder, tiny_act, "--batch_size=8", "--save_freq=4"))
     return folder
 
 
@@ -97,7 +103,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 LAUNCHED = {
-    "ddp": (DDP, "--batch_size=4"),
     "fsdp2": (FSDP2, "--batch_size=4"),
     "zero2": (ZERO2, "--batch_size=2"),
 }
@@ -166,10 +171,10 @@ CHAINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
-    run, legs = runs.cut_back(alone / "run", tmp_path / "run", 10), CHAINS[chain]
+    run, legs = runs.cut_back(alone / "run", tmp_path / "run", 4), CHAINS[chain]
     for number, (count, options) in enumerate(legs):
         need(options or [])
-        stop = STEPS if number == len(legs) - 1 else 18 + 8 * number
+        stop = STEPS if number == len(legs) - 1 else 8 + 4 * number
         resume = ["resume", str(run), f"--batch_size={2 if options is ZERO2 else 4}", f"--steps={stop}"]
         env = told(*options) if options else {}
         started = ranks.Ranks(tmp_path / str(number), count, resume, env=env)
@@ -177,7 +182,7 @@ def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
         assert ("by Accelerate" in started.errors()) == bool(env)
     records = [tmp_path / str(number) for number in range(len(legs))]
     assert ranks.computed(alone, *records) == ranks.computed(alone)
-    assert sorted(ranks.computed(*records)) == list(range(10, STEPS))
+    assert sorted(ranks.computed(*records)) == list(range(4, STEPS))
     assert_same_run(run, alone / "run")
 
 
@@ -268,7 +273,7 @@ def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):
 
 
 def test_precision_of_a_run_can_not_change(alone, tmp_path):
-    run = runs.cut_back(alone / "run", tmp_path / "run", 10)
+    run = runs.cut_back(alone / "run", tmp_path / "run", 4)
     env = told(*DDP, "--mixed_precision=bf16")
     started = ranks.Ranks(tmp_path, 1, ["resume", str(run)], env=env)
     assert started.end() != [0]

@@ -33,8 +33,13 @@ SAME = {
         2,
         [FSDP, "--precision=bf16", "--ema.enable", "--global_batch_size=16"],
     ),
-    "fsdp 2, fp16, async": (2, [FSDP, "--precision=fp16", "--checkpoint.async=true"]),
-    "fsdp 2, in the host's memory": (2, [FSDP, "--parallel.cpu_offload=true", "--activation_checkpointing"]),
+    "fsdp 2, fp16, async, in the host's memory": (
+        2,
+        [
+            *(FSDP, "--precision=fp16", "--checkpoint.async=true"),
+            *("--parallel.cpu_offload=true", "--activation_checkpointing"),
+        ],
+    ),
     "hsdp 2x2, cosine": (4, [HSDP, SHARE2, "--scheduler.type=cosine", "--deterministic"]),
 }
 
@@ -44,51 +49,62 @@ SAME = {
 def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
     count, more = SAME[way]
     whole, cut = tmp_path / "run", tmp_path / "cut"
-    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=12", "--save_freq=5", *more))
-    runs.cut_back(whole, cut, 5)
+    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=8", "--save_freq=4", *more))
+    runs.cut_back(whole, cut, 4)
     ranks.run(tmp_path / "2", count, ["resume", str(cut)])
     assert runs.figures(whole) == runs.figures(cut)
-    assert len(runs.figures(cut)) == 12
-    one, other = ranks.everything(whole, 12), ranks.everything(cut, 12)
+    assert len(runs.figures(cut)) == 8
+    one, other = ranks.everything(whole, 8), ranks.everything(cut, 8)
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert runs.state(whole, 12) == runs.state(cut, 12)
-    folders = [run / "checkpoints" / "000012" / "training_state" for run in (whole, cut)]
+    assert runs.state(whole, 8) == runs.state(cut, 8)
+    folders = [run / "checkpoints" / "000008" / "training_state" for run in (whole, cut)]
     states = [load_file(folder / "rng_state_ranks.safetensors") for folder in folders]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 # R1: other processes
 
+STEPS, LEG = 60, 15
+ELASTIC = [
+    f"--steps={STEPS}",
+    f"--save_freq={LEG}",
+    "--policy.dropout=0",
+    "--ema.enable",
+    "--optimizer.lr=3e-4",
+]
 CHAINS = {
     "4 fsdp, 2 ddp, 1, 4 hsdp": [(4, [FSDP]), (2, [DDP]), (1, [DDP]), (4, [HSDP, SHARE2])],
     "1, 2 fsdp, 4 ddp, 2 hsdp": [(1, []), (2, [FSDP]), (4, [DDP]), (2, [HSDP, SHARE2])],
 }
 
 
+@pytest.fixture(scope="module")
+def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
+    """The same run in one process, from its start to its end."""
+    folder = tmp_path_factory.mktemp("alone")
+    ranks.run(folder, 1, train(lowdim, folder, tiny_act, *ELASTIC, "--batch_size=8"))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
-def test_any_other_processes_go_on_with_the_same_run(chain, lowdim, tiny_act, tmp_path):
-    steps, (first, *others) = 100, CHAINS[chain]
-    more = [f"--steps={steps}", "--save_freq=25", "--policy.dropout=0", "--ema.enable", "--optimizer.lr=3e-4"]
-    alone = tmp_path / "alone"
-    ranks.run(alone, 1, train(lowdim, alone, tiny_act, *more, "--batch_size=8"))
-
-    count, way = first
+def test_any_other_processes_go_on_with_the_same_run(chain, alone, lowdim, tiny_act, tmp_path):
+    (count, way), *others = CHAINS[chain]
     run = tmp_path / "run"
-    begin = train(lowdim, tmp_path, tiny_act, *more, *way, f"--batch_size={8 // count}")
-    ranks.interrupted(tmp_path / "0", count, begin, run, 25)
+    begin = train(lowdim, tmp_path, tiny_act, *ELASTIC, *way, f"--batch_size={8 // count}")
+    ranks.interrupted(tmp_path / "0", count, begin, run, LEG)
     for i, (count, way) in enumerate(others[:-1], 1):
         resume = ["resume", str(run), *way, "--batch_size=8"]
-        ranks.interrupted(tmp_path / str(i), count, resume, run, 25 + 25 * i)
+        ranks.interrupted(tmp_path / str(i), count, resume, run, LEG + LEG * i)
     count, way = others[-1]
     ranks.run(tmp_path / "last", count, ["resume", str(run), *way, "--batch_size=8"])
 
     parts = [tmp_path / str(i) for i in range(len(others))]
     assert ranks.computed(*parts, tmp_path / "last") == ranks.computed(alone)
     assert ranks.losses(run) == pytest.approx(ranks.losses(alone / "run"), rel=20 * LOSS_TOLERANCE)
-    one, other = (ranks.weights(r, steps) for r in (run, alone / "run"))
-    assert ranks.apart(one, other) < 20 * WEIGHT_TOLERANCE  # twice the steps of test_sameness, and chaos
+    one, other = (ranks.weights(r, STEPS) for r in (run, alone / "run"))
+    assert ranks.apart(one, other) < 20 * WEIGHT_TOLERANCE  # more steps than test_sameness, and chaos
     strategies = [
         json.loads(f.read_text())["strategy"] for f in sorted(run.glob("checkpoints/*/*/flexor.json"))
     ]
@@ -184,19 +200,27 @@ def test_a_damaged_shard_is_named(sharded, tmp_path, capsys):
     assert "training_state/sharded/__1_0.distcp is not what was saved" in capsys.readouterr().err
 
 
+MEASURED = [
+    *("--env.type=place", "--env_eval_freq=2", "--eval.n_episodes=3", "--env.max_steps=12"),
+    *("--env.kwargs={image_size: 32}", "--dataset.eval_split=0.25", "--eval_steps=2"),
+    *("--steps=2", "--save_freq=0", "--policy.dropout=0", "--ema.enable"),
+]
+
+
+@pytest.fixture(scope="module")
+def measured_alone(dataset, tiny_act, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("measured")
+    ranks.run(folder, 1, train(dataset, folder, tiny_act, *MEASURED, "--batch_size=4"))
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [DDP, FSDP])
-def test_evaluation_and_held_out_loss_on_many_processes(way, dataset, tiny_act, tmp_path):
+def test_evaluation_and_held_out_loss_on_many_processes(way, measured_alone, dataset, tiny_act, tmp_path):
     """What the weights are worth does not depend on who measures it."""
-    measure = ["--env.type=place", "--env_eval_freq=2", "--eval.n_episodes=3", "--env.max_steps=12"]
-    measure += ["--env.kwargs={image_size: 32}", "--dataset.eval_split=0.25", "--eval_steps=2"]
-    more = ["--steps=2", "--save_freq=0", "--policy.dropout=0", "--ema.enable", *measure]
-    alone = tmp_path / "alone"
-    ranks.run(alone, 1, train(dataset, alone, tiny_act, *more, "--batch_size=4"))
-    ranks.run(tmp_path, 2, train(dataset, tmp_path, tiny_act, *more, way, "--batch_size=2"))
-    found = [
-        {k: v for line in runs.metrics(r) for k, v in line.items()} for r in (alone / "run", tmp_path / "run")
-    ]
+    ranks.run(tmp_path, 2, train(dataset, tmp_path, tiny_act, *MEASURED, way, "--batch_size=2"))
+    both = (measured_alone, tmp_path / "run")
+    found = [{k: v for line in runs.metrics(run) for k, v in line.items()} for run in both]
     assert found[0]["held_out_loss"] == pytest.approx(found[1]["held_out_loss"], rel=1e-4)
     evaluated = [{k: v for k, v in figures.items() if k.startswith("eval_")} for figures in found]
     assert len(evaluated[0]) > 3 and evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)

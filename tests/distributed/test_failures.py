@@ -13,10 +13,12 @@ import ranks
 import runs
 import trouble
 
+from flexor.sim.record import record_dataset
+
 HOST = socket.gethostname()
 HUNG = 70
 KILLED = -signal.SIGKILL
-PATIENCE_S = 5
+PATIENCE_S = 3
 PATIENCE = f"--parallel.timeout_s={PATIENCE_S}"  # a step takes less, also the first one on a busy machine
 DDP = ["--parallel.strategy=ddp"]
 FSDP = ["--parallel.strategy=fsdp"]
@@ -88,7 +90,8 @@ def test_a_rank_that_hangs_while_reading_brings_the_run_down(flags, tmp_path):
 
 def test_a_rank_that_is_frozen_is_named_by_the_other(flags, tmp_path):
     freeze = trouble.before_step(6, trouble.send(signal.SIGSTOP))
-    started = ranks.Ranks(tmp_path / "out", 2, flags(PATIENCE), then={1: freeze})
+    then = {0: trouble.hurry, 1: functools.partial(trouble.hurry, freeze)}
+    started = ranks.Ranks(tmp_path / "out", 2, flags(PATIENCE), then=then)
     _, said = started.all[0].end()
     started.kill()
     assert started.all[0].returncode == HUNG
@@ -134,12 +137,14 @@ LONG = [
 
 
 @pytest.mark.slow
-def test_nothing_trips_while_rank_0_takes_long(dataset, tiny_act, tmp_path):
+def test_nothing_trips_while_rank_0_takes_long(tiny_act, tmp_path):
     """Longer than ranks wait for each other in a step, and than is allowed without progress."""
-    more = ["--steps=3", "--batch_size=2", "--env.type=place", "--env_eval_freq=2", "--env.max_steps=4"]
-    more += ["--eval.n_episodes=1"]
+    seen = "environment_state_agent_pos"  # small steps: patience is short
+    dataset = record_dataset(tmp_path / "data", episodes=2, obs_type=seen)
+    more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {seen}}}"]
+    more += ["--env_eval_freq=2", "--env.max_steps=4", "--eval.n_episodes=1"]
     short = functools.partial(trouble.lose_patience, 1, PATIENCE_S)
-    slow = functools.partial(trouble.lose_patience, 1, PATIENCE_S, LONG, PATIENCE_S + 1.5)
+    slow = functools.partial(trouble.lose_patience, 1, PATIENCE_S, LONG, PATIENCE_S + 1.0)
     started = []
     for strategy in (DDP, FSDP):  # side by side: what they do is wait
         folder = tmp_path / strategy[0]

@@ -339,21 +339,23 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
 def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
     slurm, lowdim, tiny_act, tmp_path, capsys
 ):
-    steps, sharded = 80, ["--steps=80", "--parallel.strategy=fsdp"]
+    steps, sharded = 60, ["--steps=60", "--parallel.strategy=fsdp"]
     whole, run = tmp_path / "whole", tmp_path / "stopped"
-    ranks.run(tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, whole, tiny_act, *sharded)])
-
     words = ["--nodes=2", "--processes-per-node=1", "--json", "--"]
     assert main(["launch", "slurm", *words, *runs.flags(lowdim, run, tiny_act, *sharded)]) == 0
     submitted = json.loads(capsys.readouterr().out)
     job = SlurmJob(submitted["job_id"], Path(submitted["log"]))
-    wait_for_steps(run, 5, job)
+    wait_for_steps(run, 2, job)
     job.preempt()
+    not_stopped = ranks.Ranks(
+        tmp_path / "ranks", 2, ["train", *runs.flags(lowdim, whole, tiny_act, *sharded)]
+    )
     job.start_again(1)
-    wait_for_steps(run, len(runs.metrics(run)) + 5, job)
+    wait_for_steps(run, len(runs.metrics(run)) + 2, job)
     job.time_is_nearly_up()
     job.start_again(2)
     job.wait_for_state("COMPLETED", 2)
+    assert not_stopped.end() == [0, 0], not_stopped.errors()
 
     saved = sorted(checkpoint.complete(run / "checkpoints"))
     assert len(saved) == 3 and saved[-1] == steps, job  # both times it was at work

@@ -159,9 +159,9 @@ def test_small_pictures_are_enlarged(size):
         ({"n_elites": 50}, "n_elites=50"),
         ({"n_gaussian_samples": 0}, "at least 1"),
         ({"q_ensemble_size": 1}, "disagree"),
-        ({"discount": 1.2}, "between 0 and 1"),
+        ({"discount": 1.2}, "from 0 to 1"),
         ({"min_std": 3.0}, "max_std"),
-        ({"max_random_shift_ratio": -0.1}, "negative"),
+        ({"max_random_shift_ratio": -0.1}, "at least 0"),
         ({"input_features": {"observation.force": PolicyFeature(Kind.STATE, (2,))}}, "observation.force"),
         (
             {"input_features": {f"{IMAGE}s.{n}": PolicyFeature(Kind.VISUAL, (3, 64, 64)) for n in "ab"}},

@@ -31,8 +31,8 @@ FLAGS = [
 
 @pytest.mark.slow
 def test_acting_as_learned_from_rewards_beats_acting_untrained(tmp_path):
-    data = record_dataset(tmp_path / "data", episodes=100, obs_type=SEEN)
-    more = ("--steps=400", "--batch_size=64", "--save_freq=0", "--log_freq=100", "--optimizer.lr=2e-3")
+    data = record_dataset(tmp_path / "data", episodes=50, obs_type=SEEN)
+    more = ("--steps=250", "--batch_size=64", "--save_freq=0", "--log_freq=100", "--optimizer.lr=2e-3")
     trained = load_pretrained(str(runs.train(data, tmp_path / "run", FLAGS, *more)))
     learned = play(trained)
     seed_everything("weights", 0)

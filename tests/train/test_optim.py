@@ -10,6 +10,7 @@ from torch import nn
 from flexor.config import OptimizerConfig, SchedulerConfig
 from flexor.errors import ConfigError
 from flexor.policies.act import ACTConfig
+from flexor.policies.diffusion import DiffusionConfig
 from flexor.settings import load_config
 from flexor.train.optim import EMA, build_scheduler, resolve_optimizer, resolve_scheduler, schedule
 
@@ -92,6 +93,17 @@ def test_option_without_meaning_for_the_schedule(given):
 def test_schedule_that_lacks_something():
     with pytest.raises(ConfigError, match=r"scheduler\.num_decay_steps, scheduler\.decay_lr"):
         resolve_scheduler(SchedulerConfig(type="cosine_decay_with_warmup", peak_lr=1.0), ACTConfig())
+
+
+def test_schedule_of_a_policy_that_is_not_here():
+    """A diffusion policy of LeRobot's may name one. Another one can be given."""
+    policy = DiffusionConfig(scheduler_name="polynomial", scheduler_warmup_steps=7)
+    with pytest.raises(ConfigError, match=r"'polynomial' is not here.*--scheduler\.type"):
+        resolve_scheduler(SchedulerConfig(), policy)
+    cosine = SchedulerConfig(type="cosine", num_warmup_steps=3)
+    assert resolve_scheduler(cosine, policy) == cosine
+    policy.scheduler_name = "cosine"
+    assert resolve_scheduler(SchedulerConfig(type="cosine"), policy).num_warmup_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from flexor.batch import ACTION, ENV_STATE, STATE, Batch
 from flexor.errors import ConfigError
 from flexor.policies.base import (
+    MOST_DROPOUT,
     Kind,
     Loss,
     NoiseSource,
@@ -89,11 +90,10 @@ class ACTConfig(PolicyConfig):
     """Learning rate of the image backbone."""
 
     def validate(self) -> None:
-        for name in ("chunk_size", "n_action_steps", "dim_model", "n_heads", "dim_feedforward", "latent_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"policy.dropout={self.dropout} must be at least 0 and less than 1.")
+        self.require(
+            1, "chunk_size", "n_action_steps", "dim_model", "n_heads", "dim_feedforward", "latent_dim"
+        )
+        self.require(0, "dropout", high=MOST_DROPOUT)
         if self.n_obs_steps != 1:
             raise ConfigError(
                 f"policy.n_obs_steps={self.n_obs_steps}: ACT sees one observation; set it to 1."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -25,6 +26,8 @@ class Kind(StrEnum):
     REWARD = "REWARD"
     LANGUAGE = "LANGUAGE"
 
+
+MOST_DROPOUT = 0.99  # all of it would leave nothing to learn from
 
 Normalization = Literal["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]
 
@@ -56,6 +59,14 @@ class PolicyConfig:
 
     def validate(self) -> None:
         """Refuse impossible settings; called before anything is built."""
+
+    def require(self, low: float, *names: str, high: float = inf) -> None:
+        """Refuse those of the settings named that are given and not from `low` to `high`."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                wanted = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
+                raise ConfigError(f"policy.{name}={value} must be {wanted}.")
 
     def optimizer_preset(self) -> dict[str, Any]:
         """The optimizer's settings unless the user gives others."""

@@ -23,33 +23,23 @@ from flexor.policies.blocks.denoising import DenoisingConfig, DenoisingPolicy
 from flexor.policies.blocks.recompute import recompute
 from flexor.policies.blocks.schedules import DiffusionSchedule
 from flexor.policies.blocks.unet1d import ConditionalUnet1d
-from flexor.policies.blocks.vision import RgbEncoder, check_vision
+from flexor.policies.blocks.vision import RgbEncoder, VisionSettings
 
 
 @dataclass
-class DiffusionConfig(DenoisingConfig):
+class DiffusionConfig(VisionSettings, DenoisingConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "diffusion"
 
     drop_n_last_frames: int = 7
     """Frames at the end of an episode that no sample starts from: most of its actions would be padding."""
-    vision_backbone: str = "resnet18"
-    """The ResNet that encodes each camera: resnet18, 34, 50, 101 or 152."""
     resize_shape: tuple[int, int] | None = None
     """Height and width pictures are brought to first."""
     crop_ratio: float = 1.0
     """With policy.resize_shape: the part of height and width that a crop leaves; 1 for no crop."""
     crop_shape: tuple[int, int] | None = None
     """Without policy.resize_shape: height and width that a crop leaves."""
-    crop_is_random: bool = True
-    """In training, crop somewhere; otherwise, and always when acting, in the middle."""
-    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
-    """ImageNet weights the backbone starts from; null for random ones."""
-    use_group_norm: bool = False
-    """Normalise groups of channels in the backbone instead of the batch; needs random weights."""
-    spatial_softmax_num_keypoints: int = 32
-    """Points that the encoder looks for in a picture."""
     use_separate_rgb_encoder_per_camera: bool = True
     """An encoder for each camera instead of one for all."""
     down_dims: tuple[int, ...] = (512, 1024, 2048)
@@ -72,11 +62,7 @@ class DiffusionConfig(DenoisingConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.spatial_softmax_num_keypoints < 1 or self.n_groups < 1:
-            raise ConfigError(
-                f"policy.spatial_softmax_num_keypoints={self.spatial_softmax_num_keypoints} and policy.n_groups="
-                f"{self.n_groups} must be at least 1."
-            )
+        self.require(1, "n_groups")
         self.check_diffusion()
         self._check_unet()
         self._check_pictures()
@@ -120,11 +106,10 @@ class DiffusionConfig(DenoisingConfig):
         shapes = {key: camera.shape for key, camera in self.images.items()}
         if self.resize_shape:
             shapes = dict.fromkeys(shapes, (3, *self.resize_shape))
-        check_vision(self.pretrained_backbone_weights, self.use_group_norm, self.crop, shapes)
+        self.check_vision(shapes)
 
     @property
     def crop(self) -> tuple[int, int] | None:
-        """Height and width that are left of a picture, whichever way they are given."""
         if self.resize_shape is None:
             return self.crop_shape
         if self.crop_ratio == 1:
@@ -156,9 +141,8 @@ class Diffusion(DenoisingPolicy):
         return self.diffusion.unet(x, level, observed)
 
     def load_backbone(self) -> None:
-        if self.config.pretrained_backbone_weights is not None:
-            for encoder in self.diffusion.encoders():
-                encoder.load_imagenet(self.config.pretrained_backbone_weights)
+        for encoder in self.diffusion.encoders():
+            encoder.load_imagenet()
 
     def shard_units(self) -> list[nn.Module]:
         return [*self.diffusion.encoders(), *self.diffusion.unet_blocks]
@@ -175,9 +159,10 @@ class DiffusionModel(nn.Module):
         if config.environment_state:
             observed += config.environment_state.shape[0]
         if config.images:
-            count = len(config.images) if config.use_separate_rgb_encoder_per_camera else 1
-            encoders = [self._encoder(config) for _ in range(count)]
             separate = config.use_separate_rgb_encoder_per_camera
+            shapes = [camera.shape for camera in config.images.values()]
+            built = shapes if separate else shapes[:1]
+            encoders = [RgbEncoder(config, shape, config.resize_shape) for shape in built]
             self.rgb_encoder = nn.ModuleList(encoders) if separate else encoders[0]
             observed += len(config.images) * encoders[0].feature_dim
         unet = ConditionalUnet1d(
@@ -191,18 +176,6 @@ class DiffusionModel(nn.Module):
         )
         self.unet_blocks = unet.blocks()  # a plain list: their names are the U-Net's
         self.unet: Any = torch.compile(unet, mode=config.compile_mode) if config.compile_model else unet
-
-    @staticmethod
-    def _encoder(config: DiffusionConfig) -> RgbEncoder:
-        return RgbEncoder(
-            next(iter(config.images.values())).shape,
-            config.vision_backbone,
-            keypoints=config.spatial_softmax_num_keypoints,
-            group_norm=config.use_group_norm,
-            resize=config.resize_shape,
-            crop=config.crop,
-            random_crop=config.crop_is_random,
-        )
 
     def encoders(self) -> list[RgbEncoder]:
         return [module for module in self.modules() if isinstance(module, RgbEncoder)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from flexor.batch import STATE, Batch
 from flexor.errors import ConfigError
 from flexor.log import log
-from flexor.policies.base import NoiseSource, ParamGroup
+from flexor.policies.base import MOST_DROPOUT, NoiseSource, ParamGroup
 from flexor.policies.blocks.clip import ClipText, ClipVision
 from flexor.policies.blocks.denoising import DenoisingConfig, DenoisingPolicy
 from flexor.policies.blocks.dit import DiffusionTransformer
@@ -31,19 +30,6 @@ from flexor.policies.blocks.vision import center_crop, random_crop
 from flexor.policies.processing import TASK_MASK, TASK_TOKENS
 
 Size = tuple[int, int]  # height, width
-
-COUNTS = ("hidden_dim", "num_layers", "num_heads", "num_integration_steps", "tokenizer_max_length")
-RANGES = {
-    **dict.fromkeys(COUNTS, (1, inf)),
-    "dropout": (0, 0.99),
-    "sigma_min": (0, 1),
-    "timestep_sampling_s": (1e-3, 1),
-    "timestep_sampling_alpha": (1e-3, inf),
-    "timestep_sampling_beta": (1e-3, inf),
-    "timestep_embed_dim": (4, inf),
-    "vision_encoder_lr_multiplier": (0, inf),
-    "drop_n_last_frames": (0, inf),
-}
 
 
 @dataclass
@@ -115,11 +101,15 @@ class MultiTaskDiTConfig(DenoisingConfig):
 
     def validate(self) -> None:
         super().validate()
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                wanted = f"at least {low}" if high == inf else f"from {low} to {high}"
-                raise ConfigError(f"policy.{name}={value} must be {wanted}.")
+        self.require(
+            1, "hidden_dim", "num_layers", "num_heads", "num_integration_steps", "tokenizer_max_length"
+        )
+        self.require(4, "timestep_embed_dim")
+        self.require(0, "vision_encoder_lr_multiplier", "drop_n_last_frames")
+        self.require(0, "dropout", high=MOST_DROPOUT)
+        self.require(0, "sigma_min", high=1)
+        self.require(1e-3, "timestep_sampling_s", high=1)
+        self.require(1e-3, "timestep_sampling_alpha", "timestep_sampling_beta")
         if self.objective == "diffusion":
             self.check_diffusion()
         self._check_sizes()

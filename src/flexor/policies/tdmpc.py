@@ -140,15 +140,10 @@ class TDMPCConfig(PolicyConfig):
     def _check_numbers(self) -> None:
         sizes = ("image_encoder_hidden_dim", "state_encoder_hidden_dim", "latent_dim", "mlp_dim")
         counts = ("horizon", "n_action_steps", "n_action_repeats", "q_ensemble_size", "cem_iterations")
-        for name in (*sizes, *counts, "n_gaussian_samples", "n_elites"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
-        for name in ("n_pi_samples", "min_std", "uncertainty_regularizer_coeff", "max_random_shift_ratio"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must not be negative.")
-        for name in ("discount", "expectile_weight", "target_model_momentum", "gaussian_mean_momentum"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be between 0 and 1.")
+        self.require(1, *sizes, *counts, "n_gaussian_samples", "n_elites")
+        self.require(0, "n_pi_samples", "min_std", "uncertainty_regularizer_coeff", "max_random_shift_ratio")
+        shares = ("discount", "expectile_weight", "target_model_momentum", "gaussian_mean_momentum")
+        self.require(0, *shares, high=1)
         if self.min_std > self.max_std:
             raise ConfigError(f"policy.min_std={self.min_std} is more than policy.max_std={self.max_std}.")
         if self.n_elites > (tried := self.n_gaussian_samples + self.n_pi_samples):

@@ -20,10 +20,19 @@ from torch import Tensor, nn
 
 from flexor.batch import ACTION, STATE, Batch
 from flexor.errors import ConfigError
-from flexor.policies.base import Kind, Loss, NoiseSource, Normalization, ParamGroup, Policy, PolicyConfig
+from flexor.policies.base import (
+    MOST_DROPOUT,
+    Kind,
+    Loss,
+    NoiseSource,
+    Normalization,
+    ParamGroup,
+    Policy,
+    PolicyConfig,
+)
 from flexor.policies.blocks.adam import AdamSettings
 from flexor.policies.blocks.gpt import GPT
-from flexor.policies.blocks.vision import RgbEncoder, check_vision
+from flexor.policies.blocks.vision import RgbEncoder, VisionSettings
 from flexor.policies.blocks.vq import VQVAE, mlp
 
 FOCUS = 2.0  # how much less the focal loss cares about codes that are predicted well
@@ -32,7 +41,7 @@ TOKENS_PER_STEP = 3  # picture, state, and one that asks for actions
 
 
 @dataclass
-class VQBeTConfig(AdamSettings, PolicyConfig):
+class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     """Defaults are those for PushT, as LeRobot sets them."""
 
     type: ClassVar[str] = "vqbet"
@@ -47,18 +56,7 @@ class VQBeTConfig(AdamSettings, PolicyConfig):
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
     )
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
-    vision_backbone: str = "resnet18"
-    """The ResNet that encodes the camera: resnet18, 34, 50, 101 or 152."""
     crop_shape: tuple[int, int] | None = (84, 84)
-    """Height and width that pictures are cropped to; null for whole pictures."""
-    crop_is_random: bool = True
-    """Crop at a random place in training (always in the middle when acting)."""
-    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
-    """ImageNet weights the backbone starts from; null for random ones."""
-    use_group_norm: bool = False
-    """Group instead of batch normalisation in the backbone; needs random weights."""
-    spatial_softmax_num_keypoints: int = 32
-    """Points that the encoder looks for in a picture."""
     n_vqvae_training_steps: int = 20000
     """Optimizer steps of the first phase, which trains the action vocabulary alone (at least one)."""
     vqvae_n_embed: int = 16
@@ -103,18 +101,10 @@ class VQBeTConfig(AdamSettings, PolicyConfig):
         self.input_features = {**self.images, **({STATE: self.state} if self.state else {})}
 
     def validate(self) -> None:
-        positive = (
-            "n_obs_steps",
-            "n_action_pred_token",
-            "action_chunk_size",
-            "spatial_softmax_num_keypoints",
-        )
-        sizes = ("vqvae_n_embed", "vqvae_embedding_dim", "vqvae_enc_hidden_dim", "gpt_input_dim")
-        for name in (*positive, *sizes, "gpt_output_dim", "gpt_n_layer", "gpt_n_head", "gpt_hidden_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name}={getattr(self, name)} must be at least 1.")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"policy.dropout={self.dropout} must be at least 0 and less than 1.")
+        self.require(1, "n_obs_steps", "n_action_pred_token", "action_chunk_size")
+        self.require(1, "vqvae_n_embed", "vqvae_embedding_dim", "vqvae_enc_hidden_dim")
+        self.require(1, "gpt_input_dim", "gpt_output_dim", "gpt_n_layer", "gpt_n_head", "gpt_hidden_dim")
+        self.require(0, "dropout", high=MOST_DROPOUT)
         if self.bet_softmax_temperature <= 0:
             raise ConfigError(
                 f"policy.bet_softmax_temperature={self.bet_softmax_temperature} must be more than 0; "
@@ -132,7 +122,7 @@ class VQBeTConfig(AdamSettings, PolicyConfig):
                 f"policy.n_obs_steps={self.n_obs_steps} and policy.n_action_pred_token={self.n_action_pred_token}."
             )
         cameras = {name: camera.shape for name, camera in self.images.items()}
-        check_vision(self.pretrained_backbone_weights, self.use_group_norm, self.crop_shape, cameras)
+        self.check_vision(cameras)
         if self.output_features and (len(cameras) != 1 or self.state is None):
             raise ConfigError(
                 f"VQ-BeT looks at one camera and {STATE}; here are {', '.join(self.input_features) or 'neither'}. "
@@ -235,8 +225,7 @@ class VQBeT(Policy):
         return actions.view(len(actions), self.config.action_chunk_size, -1)
 
     def load_backbone(self) -> None:
-        if self.config.pretrained_backbone_weights is not None:
-            self.vqbet.rgb_encoder.load_imagenet(self.config.pretrained_backbone_weights)
+        self.vqbet.rgb_encoder.load_imagenet()
 
     def shard_units(self) -> list[nn.Module]:
         return [self.vqbet.rgb_encoder.backbone, *self.vqbet.policy.blocks]
@@ -272,14 +261,7 @@ class VQBeTModel(nn.Module):
         (camera,), state = config.images.values(), config.state
         assert state is not None
         self.camera = next(iter(config.images))
-        self.rgb_encoder = RgbEncoder(
-            camera.shape,
-            config.vision_backbone,
-            keypoints=config.spatial_softmax_num_keypoints,
-            group_norm=config.use_group_norm,
-            crop=config.crop_shape,
-            random_crop=config.crop_is_random,
-        )
+        self.rgb_encoder = RgbEncoder(config, camera.shape)
         self.action_token = nn.Parameter(torch.randn(1, 1, config.gpt_input_dim))
         self.state_projector = mlp(state.shape[0], config.gpt_input_dim)
         self.rgb_feature_projector = mlp(self.rgb_encoder.feature_dim, config.gpt_input_dim)

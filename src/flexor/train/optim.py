@@ -75,6 +75,11 @@ def _class(kind: str) -> Callable[..., torch.optim.Optimizer]:
 def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
     preset = policy.scheduler_preset()
     kind = given.type or preset["type"]
+    if kind not in SCHEDULER_SETTINGS:  # LeRobot's policies can have others
+        raise ConfigError(
+            f"The policy's schedule {kind!r} is not here: give --scheduler.type, one of "
+            f"{', '.join(SCHEDULER_SETTINGS)}."
+        )
     if kind != preset["type"]:
         preset = {}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}

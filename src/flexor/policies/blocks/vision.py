@@ -7,6 +7,7 @@ else, which suits manipulation and keeps the vector small. Parameter names are L
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,6 +21,50 @@ from flexor.policies.blocks.batchnorm import BatchNorm2d
 from flexor.policies.blocks.resnet import ResNet
 
 Size = tuple[int, int]  # height, width
+
+
+@dataclass
+class VisionSettings:
+    """The settings of every policy that sees this way, under LeRobot's names."""
+
+    vision_backbone: str = "resnet18"
+    """The ResNet that encodes a camera: resnet18, 34, 50, 101 or 152."""
+    crop_shape: Size | None = None
+    """Height and width that a crop leaves of a picture; null for all of it."""
+    crop_is_random: bool = True
+    """In training, crop somewhere; otherwise, and always when acting, in the middle."""
+    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
+    """ImageNet weights the backbone starts from; null for random ones."""
+    use_group_norm: bool = False
+    """Normalise groups of channels in the backbone instead of the batch; needs random weights."""
+    spatial_softmax_num_keypoints: int = 32
+    """Points that the encoder looks for in a picture."""
+
+    @property
+    def crop(self) -> Size | None:
+        """Height and width that are left of a picture, whichever way they are given."""
+        return self.crop_shape
+
+    def check_vision(self, cameras: dict[str, tuple[int, ...]]) -> None:
+        """Refuse settings no encoder can have; `cameras` are the sizes of what is cropped, by name."""
+        if self.spatial_softmax_num_keypoints < 1:
+            raise ConfigError(
+                f"policy.spatial_softmax_num_keypoints={self.spatial_softmax_num_keypoints} must be at least 1."
+            )
+        if self.use_group_norm and self.pretrained_backbone_weights is not None:
+            raise ConfigError(
+                "policy.use_group_norm=true replaces the normalisation ImageNet weights were trained with: "
+                "set --policy.pretrained_backbone_weights=null too."
+            )
+        if self.crop is None:
+            return
+        if min(self.crop) < 1:
+            raise ConfigError(f"policy.crop_shape={list(self.crop)} must be at least 1 by 1.")
+        for name, (*_, height, width) in cameras.items():
+            if self.crop[0] > height or self.crop[1] > width:
+                raise ConfigError(
+                    f"policy.crop_shape={list(self.crop)} does not fit into {name}, which is [{height}, {width}]."
+                )
 
 
 class SpatialSoftmax(nn.Module):
@@ -44,30 +89,22 @@ class SpatialSoftmax(nn.Module):
 class RgbEncoder(nn.Module):
     """Pictures [B, ..., 3, H, W] -> features [B, ..., 2 * keypoints]: resize, crop, ResNet, spatial softmax."""
 
-    def __init__(
-        self,
-        image_shape: tuple[int, ...],
-        backbone: str = "resnet18",
-        *,
-        keypoints: int = 32,
-        group_norm: bool = False,
-        resize: Size | None = None,
-        crop: Size | None = None,
-        random_crop: bool = True,
-    ):
+    def __init__(self, settings: VisionSettings, image_shape: tuple[int, ...], resize: Size | None = None):
         super().__init__()
+        self.settings = settings
         channels, *size = image_shape
         if channels != 3:
             raise ConfigError(f"A camera has {channels} channels: a ResNet sees colour pictures with 3.")
         self.resize = resize
-        self.crop = crop
-        self.random_crop = random_crop
-        self.backbone_name = backbone
-        resnet = ResNet(backbone, group_norm_of_16 if group_norm else BatchNorm2d)
+        resnet = ResNet(
+            settings.vision_backbone, group_norm_of_16 if settings.use_group_norm else BatchNorm2d
+        )
         self.backbone = nn.Sequential(*resnet.children())
-        height, width = resnet.feature_map_size(*(crop or resize or size))
+        seen = settings.crop or resize or size
+        height, width = resnet.feature_map_size(*seen)
         if height * width == 1:
-            warn_blind(*(crop or resize or size))
+            warn_blind(*seen)
+        keypoints = settings.spatial_softmax_num_keypoints
         self.pool = SpatialSoftmax(resnet.out_channels, height, width, keypoints)
         self.feature_dim = 2 * keypoints
         self.out = nn.Linear(self.feature_dim, self.feature_dim)
@@ -75,20 +112,23 @@ class RgbEncoder(nn.Module):
     def forward(self, images: Tensor, noise: NoiseSource, name: str = "crop") -> Tensor:
         """`noise` says where pictures are cropped in training, under `name`: once for all of a sample's."""
         batch, middle, size = len(images), images.shape[1:-3], images.shape[-2:]
+        crop = self.settings.crop
         x = images.flatten(0, -4)  # [B * ..., 3, H, W]
         if self.resize is not None and self.resize != tuple(size):
             x = F.interpolate(x, self.resize, mode="bilinear", align_corners=False, antialias=True)
-        if self.crop is not None and self.random_crop and self.training:
-            x = random_crop(x.unflatten(0, (batch, -1)), self.crop, noise, name).flatten(0, 1)
-        elif self.crop is not None:
-            x = center_crop(x, self.crop)
+        if crop is not None and self.settings.crop_is_random and self.training:
+            x = random_crop(x.unflatten(0, (batch, -1)), crop, noise, name).flatten(0, 1)
+        elif crop is not None:
+            x = center_crop(x, crop)
         keypoints = self.pool(self.backbone(x)).flatten(1)
         return F.relu(self.out(keypoints)).unflatten(0, (batch, *middle))
 
-    def load_imagenet(self, weights: str) -> None:
-        """Start the ResNet from published weights; they fit batch normalisation only."""
-        resnet = ResNet(self.backbone_name, BatchNorm2d)
-        resnet.load_imagenet(weights)
+    def load_imagenet(self) -> None:
+        """Start the ResNet from the published weights that the settings name, if they do."""
+        if self.settings.pretrained_backbone_weights is None:
+            return
+        resnet = ResNet(self.settings.vision_backbone, BatchNorm2d)
+        resnet.load_imagenet(self.settings.pretrained_backbone_weights)
         self.backbone.load_state_dict(nn.Sequential(*resnet.children()).state_dict())
 
 
@@ -129,26 +169,3 @@ def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str) -> Tensor:
     columns = left[:, None] + torch.arange(size[1], device=x.device)  # [B, w]
     sample = torch.arange(batch, device=x.device)[:, None, None]
     return x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))
-
-
-def check_vision(
-    backbone_weights: str | None,
-    group_norm: bool,
-    crop: Size | None,
-    cameras: dict[str, tuple[int, ...]],
-) -> None:
-    """Refuse settings no encoder can have; `cameras` are the sizes of what is cropped, by name."""
-    if group_norm and backbone_weights is not None:
-        raise ConfigError(
-            "policy.use_group_norm=true replaces the normalisation ImageNet weights were trained with: "
-            "set --policy.pretrained_backbone_weights=null too."
-        )
-    if crop is None:
-        return
-    if min(crop) < 1:
-        raise ConfigError(f"policy.crop_shape={list(crop)} must be at least 1 by 1.")
-    for name, (*_, height, width) in cameras.items():
-        if crop[0] > height or crop[1] > width:
-            raise ConfigError(
-                f"policy.crop_shape={list(crop)} does not fit into {name}, which is [{height}, {width}]."
-            )
