@@ -31,6 +31,7 @@ from flexor import cli
 from flexor.accelerate_settings import SHARDING
 from flexor.config import GROUPS, ParallelConfig
 from flexor.lerobot_settings import ALIASES, HARMLESS, IGNORED
+from flexor.plan.cli import parser as plan_flags
 from flexor.settings import flatten, load_config, parse_flags, read_file
 from flexor.sim import record
 from flexor.sim.envs import make_env
@@ -176,6 +177,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             assert all(may_change(key) for key in parse_flags(words[1:])), words
         elif verb == "launch":
             assert cli.main([verb, words[0], "--dry-run", *words[1:]]) == 0
+        elif verb == "plan":
+            plan_flags().parse_args(words)
         elif verb == "eval":
             assert cli.main([verb, *words]) == 0
         elif verb == "demo":
@@ -274,6 +277,12 @@ def test_launch_page_names_every_flag(where, capsys):
     section = (ROOT / "docs/launch.md").read_text().partition(f"\n## {where}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags - {"--dry-run", "--json"}
+
+
+def test_plan_page_names_every_flag():
+    flags = set(re.findall(r"^  (--[a-z-]+)", plan_flags().format_help(), re.MULTILINE))
+    rows = re.findall(r"^\| (`--.*?`) \|", (ROOT / "docs/plan.md").read_text(), re.MULTILINE)
+    assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
 
 
 def test_multi_gpu_page_says_what_the_code_does():

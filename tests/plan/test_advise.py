@@ -1,12 +1,13 @@
 """The order of what to change: harm first."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexor.config import TrainConfig
-from flexor.plan.advise import KINDS, Change, Effect, Harm, enough, in_order, possible_changes
+from flexor.plan.advise import KINDS, Change, Effect, Harm, in_order, possible_changes, remedy
 from flexor.plan.hardware import load_hardware
 
 HARDWARE = load_hardware()
@@ -52,25 +53,39 @@ def test_harm_never_falls(changes: list[Change]) -> None:
 
 
 @given(st.lists(CHANGES, max_size=8), st.integers(1, 10**10))
-def test_enough_is_enough_or_all_that_helps(changes: list[Change], missing: int) -> None:
-    chosen = enough(changes, missing)
-    saved = sum(c.effect.memory for c in chosen if c.effect)
-    helping = [c for c in changes if c.effect and c.effect.memory > 0]
-    if sum(c.effect.memory for c in helping if c.effect) < missing:
-        assert len(chosen) == len(helping)
+def test_a_remedy_is_enough_and_nothing_less_harmful_is(changes: list[Change], missing: int) -> None:
+    def fits(some: list[Change]) -> bool:
+        return sum(c.effect.memory for c in some if c.effect) >= missing
+
+    tried = [replace(c, effect=replace(c.effect, fits=fits([c]))) for c in changes if c.effect]
+    chosen = remedy(tried, fits)
+    if chosen:
+        assert fits(chosen)
+        less = [c for c in tried if c.harm < max(c.harm for c in chosen)]
+        assert not any(fits([c]) for c in less)
     else:
-        assert saved >= missing
-        # nothing less harmful would have done
-        less = [c for c in helping if c.harm < max(c.harm for c in chosen)]
-        assert sum(c.effect.memory for c in less if c.effect) < missing
+        assert not any(fits([c]) for c in tried)
+
+
+def enough(missing: int) -> Callable[[list[Change]], bool]:
+    return lambda some: sum(c.effect.memory for c in some if c.effect) >= missing
 
 
 def test_one_change_is_better_than_two_as_harmful() -> None:
     small, large = change("accumulation", 3, time=1.1), change("checkpointing", 10, time=1.3)
-    assert enough([small, large], 8) == [large]
-    assert enough([small, large], 12) == [small, large]
-    assert enough([small, change("lora", 10)], 8) == [change("lora", 10)]  # it is needed anyway
-    assert enough([], 8) == []
+    alone = replace(large, effect=replace(large.effect, fits=True))
+    assert remedy([small, alone], enough(8)) == [alone]
+    assert remedy([small, large], enough(12)) == [small, large]
+    lora = change("lora", 10)
+    lora = replace(lora, effect=replace(lora.effect, fits=True))
+    assert remedy([small, lora], enough(8)) == [lora]  # it is needed anyway
+    assert remedy([], enough(8)) == []
+
+
+def test_changes_of_the_same_setting_do_not_go_together() -> None:
+    fewer = Change("accumulation", "--batch_size=4", "because", Effect(5))
+    smaller = Change("batch", "--batch_size=2", "because", Effect(5))
+    assert remedy([fewer, smaller], enough(8)) == []
 
 
 def test_changes_fit_the_run() -> None:

@@ -8,7 +8,7 @@ by planning again with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -20,6 +20,8 @@ from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.policies.base import Kind
 from flexor.settings import parse_flags
 from flexor.tree import coerce, field_types
+
+WORTH_IT = 0.01  # of the peak that a change saves at least, to be named
 
 
 class Harm(IntEnum):
@@ -65,6 +67,8 @@ class Effect:
     """Times as long as a step takes."""
     gpus: float = 1.0
     """Times as many GPUs."""
+    fits: bool = False
+    """Whether the run fits with this change alone."""
 
 
 @dataclass(frozen=True)
@@ -98,25 +102,30 @@ def in_order(changes: Iterable[Change]) -> list[Change]:
     return sorted(changes, key=key)
 
 
-def enough(changes: Iterable[Change], missing: int) -> list[Change]:
-    """The least harmful changes that together save so many bytes; all that help, if they do not.
+def remedy(changes: Iterable[Change], fits: Callable[[list[Change]], bool]) -> list[Change]:
+    """The least harmful changes that make a run fit together; none if all of them do not.
 
-    One that is enough by itself is better than several as harmful as it. Savings overlap, so plan again with them.
+    One that is enough by itself is better than several as harmful as it. What they save overlaps, so `fits` is asked.
     """
-    helping = [change for change in in_order(changes) if change.effect and change.effect.memory > 0]
+    ordered = in_order(changes)
     chosen: list[Change] = []
-    for change in helping:
-        alone = next((c for c in helping if c.harm == change.harm and _saved([c]) >= missing), None)
+    for harm in sorted({change.harm for change in ordered}):
+        as_harmful = [change for change in ordered if change.harm == harm]
+        alone = next((change for change in as_harmful if change.effect and change.effect.fits), None)
         if alone is not None:
             return [alone]
-        chosen.append(change)
-        if _saved(chosen) >= missing:
-            return chosen
-    return chosen
+        for change in as_harmful:
+            if _goes_with(change, chosen):
+                chosen.append(change)
+                if len(chosen) > 1 and fits(chosen):
+                    return chosen
+    return []
 
 
-def _saved(changes: Iterable[Change]) -> int:
-    return sum(change.effect.memory for change in changes if change.effect)
+def _goes_with(change: Change, chosen: list[Change]) -> bool:
+    """Whether it changes another setting than those do."""
+    keys = {key for other in chosen for key in parse_flags(other.setting.split())}
+    return not keys & parse_flags(change.setting.split()).keys()
 
 
 def possible_changes(
@@ -219,9 +228,14 @@ def advise(plan: Plan, hardware: Hardware, config: TrainConfig) -> tuple[list[Ch
     changes = in_order(
         replace(change, effect=_effect(plan, after))
         for change, after in tried
-        if after is not None and after.peak < plan.peak
+        if after is not None and plan.peak - after.peak > WORTH_IT * plan.peak
     )
-    return changes, _remedy(plan, hardware, config, changes)
+
+    def fits(chosen: list[Change]) -> bool:
+        after = with_changes(plan, hardware, config, chosen)
+        return after is not None and after.fits
+
+    return changes, remedy(changes, fits)
 
 
 def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
@@ -230,27 +244,6 @@ def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
     return max(
         (n for n in range(1, config.batch_size) if config.batch_size % n == 0 and n <= most), default=None
     )
-
-
-def _remedy(plan: Plan, hardware: Hardware, config: TrainConfig, changes: list[Change]) -> list[Change]:
-    """Changes that make it fit together. Savings overlap, so more are added until a plan with all of them does."""
-    chosen = enough(changes, plan.peak - plan.site.gpu.memory)
-    rest = [change for change in changes if change not in chosen]
-    while True:
-        after = with_changes(plan, hardware, config, chosen)
-        if after is not None and after.fits:
-            return chosen
-        more = next((change for change in rest if _goes_with(change, chosen)), None)
-        if more is None:
-            return []
-        rest.remove(more)
-        chosen = [*chosen, more]
-
-
-def _goes_with(change: Change, chosen: list[Change]) -> bool:
-    """Whether it changes another setting than those do."""
-    keys = {key for other in chosen for key in parse_flags(other.setting.split())}
-    return not keys & parse_flags(change.setting.split()).keys()
 
 
 def with_changes(
@@ -299,4 +292,5 @@ def _effect(before: Plan, after: Plan) -> Effect:
         before.peak - after.peak,
         after.pace.step.seconds / before.pace.step.seconds / samples,
         after.site.world_size / before.site.world_size,
+        after.fits,
     )

@@ -21,6 +21,7 @@ from flexor.plan.traces import LOW, Traces
 from flexor.train.settle import Split
 
 COUNTS = (1, 2, 4, 8)
+ALIKE = 1.02  # times as long, which nobody would notice
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class Choice:
 
 
 class Ranking:
-    """Choices for one job. Memory is planned once for GPUs that are alike."""
+    """Choices for one job. Memory is planned once for GPUs that are alike.
+
+    Unless `calibrated`, what was measured on this machine does not count.
+    """
 
     def __init__(
         self,
@@ -60,9 +64,10 @@ class Ranking:
         *,
         traces: Traces | None = None,
         speed: Speed | None = None,
+        calibrated: bool = True,
     ):
         self.config, self.data, self.hardware = config, data, hardware
-        self.speeds, self.speed = speeds, speed
+        self.speeds, self.speed, self.calibrated = speeds, speed, calibrated
         self.traces = traces or Traces(config)
         self._plans: dict[tuple[int | None, int, int, Share], MemoryPlan] = {}
 
@@ -118,7 +123,7 @@ class Ranking:
         return self._planner(site).fits(max(LOW, split.batch_size), split.accumulation)
 
     def _described(self, trace: Trace, memory: MemoryPlan, split: Split, site: Site) -> Choice:
-        speeds = load(site.gpu) or self.speeds
+        speeds = (load(site.gpu) if self.calibrated else None) or self.speeds
         config = replace(
             self.config, batch_size=split.batch_size, gradient_accumulation_steps=split.accumulation
         )
@@ -157,4 +162,7 @@ def cheapest(choices: Iterable[Choice]) -> Choice | None:
 
 
 def fastest(choices: Iterable[Choice]) -> Choice | None:
-    return min((c for c in choices if c.fits), key=lambda choice: choice.hours, default=None)
+    """The cheapest of those that are done first: where the host is the bound, many are alike."""
+    fitting = [choice for choice in choices if choice.fits]
+    least = min((choice.hours for choice in fitting), default=0.0)
+    return min((c for c in fitting if c.hours <= ALIKE * least), key=_by_cost, default=None)
