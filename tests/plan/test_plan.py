@@ -101,9 +101,10 @@ def test_changes_are_planned_and_their_remedy_fits():
     whole = plan_on("RTX 4090", config)
     small = replace(HARDWARE.find("RTX 4090"), memory_gib=0.6 * whole.peak / 2**30)
     site = site_of(HARDWARE, small)
-    plan = make_plan(config, DATA, site, HARDWARE)
+    traces = Traces(config)
+    plan = make_plan(config, DATA, site, HARDWARE, traces=traces)
     assert not plan.fits and plan.largest_batch and plan.largest_batch < 64
-    changes, remedy = advise(plan, HARDWARE, config)
+    changes, remedy = advise(plan, HARDWARE, config, traces)
     names = {change.name: change for change in changes}
     assert {"accumulation", "precision", "lora", "batch"} <= names.keys()
     assert [change.harm for change in changes] == sorted(change.harm for change in changes)

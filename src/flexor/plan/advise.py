@@ -17,6 +17,7 @@ from flexor.data.settings import picture_size
 from flexor.errors import ConfigError
 from flexor.plan.hardware import GPU, Hardware
 from flexor.plan.plan import Plan, make_plan, site_of
+from flexor.plan.traces import Traces
 from flexor.policies.base import Kind
 from flexor.settings import parse_flags
 from flexor.tree import coerce, field_types
@@ -216,13 +217,15 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
 # Effects.
 
 
-def advise(plan: Plan, hardware: Hardware, config: TrainConfig) -> tuple[list[Change], list[Change]]:
+def advise(
+    plan: Plan, hardware: Hardware, config: TrainConfig, traces: Traces
+) -> tuple[list[Change], list[Change]]:
     """All changes that save something, with what they are predicted to do, and the least harmful that are enough.
 
-    `config` is what was asked for, before a plan settled its batch.
+    `config` is what was asked for, before a plan settled its batch; `traces` are those of the plan.
     """
     tried = [
-        (change, with_changes(plan, hardware, config, [change]))
+        (change, with_changes(plan, hardware, config, traces, [change]))
         for change in possible_changes(config, plan.site.gpu, plan.site.world_size, _at_a_time(plan, config))
     ]
     changes = in_order(
@@ -232,7 +235,7 @@ def advise(plan: Plan, hardware: Hardware, config: TrainConfig) -> tuple[list[Ch
     )
 
     def fits(chosen: list[Change]) -> bool:
-        after = with_changes(plan, hardware, config, chosen)
+        after = with_changes(plan, hardware, config, traces, chosen)
         return after is not None and after.fits
 
     return changes, remedy(changes, fits)
@@ -246,8 +249,18 @@ def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
     )
 
 
+# Settings that leave a pass over some samples as it is.
+SAME_PASS = {
+    "batch_size",
+    "gradient_accumulation_steps",
+    "parallel.strategy",
+    "dataset.cache.tier",
+    "dataset.decoder",
+}
+
+
 def with_changes(
-    plan: Plan, hardware: Hardware, config: TrainConfig, changes: Iterable[Change]
+    plan: Plan, hardware: Hardware, config: TrainConfig, traces: Traces, changes: Iterable[Change]
 ) -> Plan | None:
     """The plan with some changes; None if the policy does not allow them."""
     flags = parse_flags([word for change in changes for word in change.setting.split()])
@@ -258,7 +271,8 @@ def with_changes(
         config = replace(config, global_batch_size=plan.split.global_batch)
     try:
         changed = applied(config, flags)
-        return make_plan(changed, plan.data, site, hardware, search=False)
+        traces = Traces(changed, scalable=False) if flags.keys() - SAME_PASS else traces
+        return make_plan(changed, plan.data, site, hardware, traces=traces, search=False)
     except (ConfigError, NotImplementedError):
         return None
 

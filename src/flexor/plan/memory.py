@@ -151,8 +151,6 @@ class MemoryPlanner:
     def largest_batch(self, accumulation: int | None = None) -> int:
         """Most samples in a pass that fit, up to `MOST`; 0 if not even one does."""
         accumulation = accumulation or self.config.gradient_accumulation_steps or 1
-        if not self.fits(1, accumulation):
-            return 0
         fits, too_many = self._bounds(accumulation)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -166,13 +164,13 @@ class MemoryPlanner:
         slope = max(1.0, (of_more - of_less) / (more - less))
         guess = min(max(1, round(more + (room - of_more) / slope)), MOST)
         width = max(1, guess // 32)
-        if guess == 1 or self.fits(guess, accumulation):
+        if self.fits(guess, accumulation):
             while guess + width <= MOST and self.fits(guess + width, accumulation):
                 guess, width = guess + width, 2 * width
             return guess, min(guess + width, MOST + 1)
-        while guess - width > 1 and not self.fits(guess - width, accumulation):
+        while guess - width > 0 and not self.fits(guess - width, accumulation):
             guess, width = guess - width, 2 * width
-        return max(1, guess - width), guess
+        return max(0, guess - width), guess
 
 
 def plan_memory(

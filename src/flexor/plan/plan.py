@@ -215,6 +215,7 @@ def make_plan(
     and how many of a chunk it executes. Without `search` the largest batch is left open.
     """
     config, split = settled(config, site, data)
+    robot = _robot(config.policy, rate_hz, executed)
     planner = MemoryPlanner(
         config, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
     )
@@ -255,7 +256,7 @@ def make_plan(
         disk=disk_needed(data, loading, config.dataset.cache, saved, kept),
         kept=kept,
         checkpoint=saved,
-        robot=_robot(config.policy, rate_hz, executed),
+        robot=robot,
         rate_hz=rate_hz,
         together=_together(site, memory, on_host, pace, config) if site.world_size == 1 else None,
         money=costs(site, pace.hours, pace.busy, hardware),

@@ -21,6 +21,7 @@ from flexor.plan.traces import LOW, Traces
 from flexor.train.settle import Split
 
 COUNTS = (1, 2, 4, 8)
+PROMISING = 8  # GPUs, of which several are looked at
 ALIKE = 1.02  # times as long, which nobody would notice
 
 
@@ -72,17 +73,20 @@ class Ranking:
         self._plans: dict[tuple[int | None, int, int, Share], MemoryPlan] = {}
 
     def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
-        """All that can take the global batch, the cheapest first; then those without a price, the fastest first."""
-        assert self.config.global_batch_size
-        found = [
-            self.choice(gpu, count)
-            for gpu in gpus
-            for count in counts
-            if self.config.global_batch_size % count == 0 and (count == 1 or not gpu.unified)
+        """All that can take the global batch, the cheapest first; then those without a price, the fastest first.
+
+        Several of a GPU are looked at where one of it is among the cheapest or the fastest.
+        """
+        single = sorted((self.choice(gpu, counts[0]) for gpu in gpus), key=_by_cost)
+        quick = sorted(single, key=lambda choice: (not choice.fits, choice.hours))
+        good = {choice.gpu.name: choice.gpu for choice in (*single[:PROMISING], *quick[:PROMISING])}
+        several = [
+            self.choice(gpu, count) for gpu in good.values() if not gpu.unified for count in counts[1:]
         ]
-        return sorted(found, key=_by_cost)
+        return sorted([*single, *several], key=_by_cost)
 
     def choice(self, gpu: GPU, count: int) -> Choice:
+        """The fewest passes that fit."""
         site = site_of(self.hardware, gpu, count)
         peak = 0
         for split in self._splits(count):
@@ -96,7 +100,9 @@ class Ranking:
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to deal out the global batch, the largest passes first."""
         assert self.config.global_batch_size
-        share = self.config.global_batch_size // count
+        share, left = divmod(self.config.global_batch_size, count)
+        if left:
+            return
         most = min(share, self.config.batch_size)
         for passes in range(1, share + 1):
             if share % passes == 0 and share // passes <= most:

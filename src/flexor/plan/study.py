@@ -80,5 +80,5 @@ def study(
         if best is None:
             raise ConfigError(f"No GPU can take a global batch of {batch} on {count} of them.")
         plan = plan_on(best.gpu, best.gpus if count is None else count)
-    changes, remedy = advise(plan, hardware, config) if not plan.fits else ([], [])
+    changes, remedy = advise(plan, hardware, config, traces) if not plan.fits else ([], [])
     return Study(plan, choices, changes, remedy, assumed, hardware, traces)

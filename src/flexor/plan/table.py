@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError
@@ -116,7 +116,8 @@ def offline(kind: str) -> Iterator[PolicyConfig]:
         # what differs between openai/clip-vit-base-patch16 and the defaults of `transformers`
         described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
         (Path(folder) / "config.json").write_text(json.dumps(described))
-        yield replace(config, **dict.fromkeys(names, folder))
+        own: dict[str, Any] = dict.fromkeys(names, folder)
+        yield replace(config, **own)
 
 
 def _line(row: Row, hardware: Hardware) -> str:

@@ -30,13 +30,16 @@ class StandIn:
 
 
 class Traces:
-    """What steps of a run do, by batch size, passes and card."""
+    """What steps of a run do, by batch size, passes and card.
 
-    def __init__(self, config: TrainConfig):
+    Unless they are `scalable`, each batch size is traced by itself, which is quicker if there is but one.
+    """
+
+    def __init__(self, config: TrainConfig, scalable: bool = True):
         self.config = config
         self._made: dict[tuple[int, int, Capability], Trace] = {}
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
-        self.scalable = True
+        self.scalable = scalable
 
     def at(
         self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True, exact: bool = True
@@ -44,10 +47,10 @@ class Traces:
         """A step with that many samples in each pass, as one process alone does it.
 
         Without `costs` what its operations cost may be that of another batch size. Unless it is to be `exact`, a pass
-        of one sample is extended from others too.
+        of one sample is extended from others too, and cards that have fused attention of any kind are alike.
         """
         single = (batch_size < LOW and exact) or not self.scalable
-        key = (batch_size, accumulation, self._stand_in(gpu.compute_capability))
+        key = (batch_size, accumulation, self._stand_in(gpu.compute_capability, exact))
         if single:
             trace = self._traced(*key)
         elif key in self._scaled:
@@ -76,12 +79,15 @@ class Traces:
             self._made[key] = trace_step(self.config, batch_size, StandIn(stands), accumulation)
         return self._made[key]
 
-    def _stand_in(self, capability: Capability) -> Capability:
+    def _stand_in(self, capability: Capability, exact: bool) -> Capability:
         """A card on which torch decides as on this one; one that was traced already, if there is."""
         own = _kind(capability)
         seen = {stands: trace for (_, _, stands), trace in self._made.items()}
         if own in seen:
             return own
+        fused = [stands for stands in seen if stands is not None and stands >= (8, 0)]
+        if fused and not exact and own != (7, 5):
+            return fused[0]
         return next((stands for stands, trace in seen.items() if _alike(trace, stands, own)), own)
 
 
