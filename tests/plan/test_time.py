@@ -173,6 +173,7 @@ def test_only_what_was_measured_on_such_a_gpu_is_a_calibration(trace: Trace, h20
     elsewhere = step_time(trace, other, config=settings("act"), speeds=known)
     assert here.calibrated and here.spread == 0.05
     assert not elsewhere.calibrated and elsewhere.spread == UNCALIBRATED_GPU
+    assert not step_time(trace, h200, config=settings("act"), speeds=assumed()).calibrated
 
 
 # What a calibration makes of measurements.

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +84,8 @@ class Speeds:
     """Relative error seen in whole steps that the GPU bounds."""
     spread_host: float = UNCALIBRATED_HOST
     """In those that the host bounds."""
+    elsewhere: bool = False
+    """Measured on another machine: the host is another, whatever the GPU is."""
 
     def seconds(self, op: Op, gpu: GPU) -> float:
         """How long an operation takes on a GPU."""
@@ -143,7 +145,8 @@ def kind_of(sample: Sample) -> str:
 
 def assumed() -> Speeds:
     """What to go by where nothing was measured."""
-    return _parse(json.loads(resources.files("flexor.plan").joinpath(REFERENCE).read_text()))
+    shipped = _parse(json.loads(resources.files("flexor.plan").joinpath(REFERENCE).read_text()))
+    return replace(shipped, elsewhere=True)
 
 
 def file_of(gpu: GPU) -> Path:

@@ -77,9 +77,8 @@ def step_time(
     `speeds`: what was measured; otherwise this machine's own calibration for that GPU, or without one the reference.
     `link`: bytes/s of the slowest link between the GPUs, in one direction.
     """
-    measured = speeds or load(gpu)
-    calibrated = measured is not None and measured.gpu == gpu.name
-    speeds = measured or assumed()
+    speeds = speeds or load(gpu) or assumed()
+    calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
     share = share or Share()
     clocks = _play(trace, gpu, speeds, config)
     communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
