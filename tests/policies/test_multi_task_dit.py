@@ -129,8 +129,10 @@ def test_a_multiplier_of_zero_freezes_the_cameras(clips):
     case = cases.CASES["ddpm"]
     case = {**case, "settings": {**case["settings"], "vision_encoder_lr_multiplier": 0}}
     policy = make_policy(case, clips).policy
-    assert policy.param_groups()[1].params == []
-    assert not any(p.requires_grad for p in policy.observation_encoder.vision_encoder.parameters())
+    frozen = list(policy.observation_encoder.vision_encoder.parameters())
+    assert not any(p.requires_grad for p in frozen)
+    _, vision = policy.param_groups()  # numbered all the same, as by LeRobot's optimizer
+    assert vision.overrides == {"lr": 0} and list(map(id, vision.params)) == list(map(id, frozen))
 
 
 def test_starts_from_published_weights(clips):

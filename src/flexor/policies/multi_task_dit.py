@@ -197,9 +197,10 @@ class MultiTaskDiT(DenoisingPolicy):
         return [*layers, *self.noise_predictor.transformer_blocks]
 
     def param_groups(self) -> list[ParamGroup]:
-        named = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-        vision = [p for name, p in named if name.startswith("observation_encoder.vision_encoder")]
-        rest = [p for name, p in named if not name.startswith("observation_encoder.vision_encoder")]
+        # a CLIP that sees is among them even if it is frozen: LeRobot's optimizer numbers its parameters too
+        encoders = "observation_encoder.vision_encoder"
+        vision = [p for name, p in self.named_parameters() if name.startswith(encoders)]
+        rest = [p for name, p in self.named_parameters() if p.requires_grad and not name.startswith(encoders)]
         rate = self.config.optimizer_lr * self.config.vision_encoder_lr_multiplier
         return [ParamGroup(rest), ParamGroup(vision, {"lr": rate})]
 
