@@ -18,9 +18,24 @@ from flexor.sim.record import record_dataset
 LOW_DIM_LENGTHS = (11, 9, 13, 10)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in bfloat16 come last: on a CPU that has none, torch computes float32 differently too from then on."""
-    items.sort(key=lambda item: item.get_closest_marker("bfloat16") is not None)
+    """Which tests belong together where two workers share them, and in which order they come.
+
+    Those that start many processes come one after the other, beginning at once, for they take longest. Those of a
+    file share what it makes. Those in bfloat16 come last: on a CPU that has none, torch computes float32 differently
+    too from then on.
+    """
+    groups = {item: _group(item) for item in items}
+    items.sort(key=lambda item: (groups[item] == "bfloat16", groups[item] != "processes"))
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group(item: pytest.Item) -> str:
+    if item.get_closest_marker("bfloat16"):
+        return "bfloat16"
+    return "processes" if item.path.parent.name in ("distributed", "launch") else item.path.stem
 
 
 @pytest.fixture(scope="session", autouse=True)

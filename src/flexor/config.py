@@ -94,6 +94,8 @@ class SchedulerConfig:
     """cosine_decay_with_warmup: the lowest learning rate."""
     num_vqvae_training_steps: int | None = None
     """vqbet: steps at a constant learning rate before the warm-up and the cosine."""
+    num_cycles: float | None = None
+    """vqbet: waves of the cosine in `steps`; with more than 0.5 (default) it comes to zero before the end."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from flexor.errors import ConfigError
 from flexor.train.processes import Processes, find_processes
-from flexor.train.sharding import hsdp_sizes
+from flexor.train.settle import hsdp_sizes
 
 TORCHRUN = {
     "RANK": "5",

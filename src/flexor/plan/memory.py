@@ -14,8 +14,7 @@ from flexor.plan.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.dialect import Card
 from flexor.plan.trace import Category, Event, Step, Trace, trace_step
 from flexor.plan.traces import Traces
-from flexor.train.settle import split_batch
-from flexor.train.sharding import hsdp_sizes
+from flexor.train.settle import hsdp_sizes, split_batch
 
 MOST = 4096  # samples in a pass; nobody wants to know more
 FAR = (

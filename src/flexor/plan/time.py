@@ -1,14 +1,13 @@
 """How long a training step takes on a GPU: its operations one after the other, and the host that issues them.
 
-Two clocks run through the trace. The host's goes on by what it takes to issue an operation; the GPU begins with one
-when the host has issued it and it is done with the one before. Whichever is behind at the end bounds the step. Traffic
-between GPUs hides behind the backward pass as far as it can.
+The host issues a step's operations ahead of the GPU, which works them off. Over many steps the slower of the two sets
+the pace. Traffic between GPUs hides behind the backward pass as far as it can.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,17 +82,16 @@ def step_time(
     clocks = _play(trace, gpu, speeds, config)
     communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
     seconds = max(clocks.seconds, clocks.loading) + exposed
-    flops = sum(op.flops for op in steps_ops(trace))
     return StepTime(
-        gpu=dict(clocks.gpu),
-        host=dict(clocks.host),
+        gpu=clocks.gpu,
+        host=clocks.host,
         communication=communication,
         exposed=exposed,
         seconds=seconds,
         spread=_spread(speeds if calibrated else None, clocks) + MORE_LINKS * exposed / seconds,
         bound=_bound(clocks, exposed, seconds),
-        flops=flops,
-        mfu=flops / seconds / gpu.flops(_unit(config)),
+        flops=clocks.flops,
+        mfu=clocks.flops / seconds / gpu.flops(_unit(config)),
         calibrated=calibrated,
     )
 
@@ -110,6 +108,7 @@ class Clocks:
     """Seconds of the GPU's work in the backward pass."""
     loading: float
     """Of what brings the batches, on a stream of its own."""
+    flops: float
     seconds: float
 
 
@@ -143,32 +142,40 @@ def _passes(ops: list[Op]) -> dict[int, int]:
     return {end: begin}
 
 
+def _alike(ops: Iterable[Op]) -> list[tuple[Op, int]]:
+    """Operations that cost the same, once, and how many there are: few of a step's thousands differ."""
+    groups: dict[tuple, tuple[Op, int]] = {}
+    for op in ops:
+        costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)
+        groups[costs] = (op, groups[costs][1] + 1 if costs in groups else 1)
+    return list(groups.values())
+
+
 def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
-    waits = config.precision == "fp16"  # the scaler asks whether gradients are finite
     kinds: dict[str, float] = defaultdict(float)
-    phases: dict[str, float] = defaultdict(float)
-    device = backward = loading = 0.0
-    host = phases["step"] = speeds.around(config.policy.type)
-    for op in steps_ops(trace):
-        issue = speeds.issue(op, config.policy.type)
-        phases[op.phase] += issue
-        host += issue
-        if waits and op.phase == "optimizer":
-            host, waits = max(host, device), False
-        if op.kind == "view":
-            continue
-        seconds = speeds.seconds(op, gpu)
-        if op.phase == "load":
-            loading += seconds
-            continue
-        kinds[op.kind] += seconds
-        device = max(device, host) + seconds
-        if op.phase == "backward":
-            backward += seconds
+    phases: dict[str, float] = defaultdict(float)  # of the host
+    work: dict[str, float] = defaultdict(float)  # of the GPU, by phase
+    phases["step"] = speeds.around(config.policy.type)
+    flops = 0.0
+    for op, count in _alike(steps_ops(trace)):
+        phases[op.phase] += count * speeds.issue(op, config.policy.type)
+        flops += count * op.flops
+        if op.kind != "view":
+            seconds = count * speeds.seconds(op, gpu)
+            work[op.phase] += seconds
+            if op.phase != "load":
+                kinds[op.kind] += seconds
+    loading = work.pop("load", 0.0)
     # The GPU may be behind by a step; over many of them the slower clock sets the pace.
-    work = sum(kinds.values())
-    pace = device if config.precision == "fp16" else max(host, work)
-    return Clocks(kinds, phases, backward, loading, pace)
+    host, device = sum(phases.values()), sum(work.values())
+    seconds = max(host, device)
+    if (
+        config.precision == "fp16"
+    ):  # before the optimizer the scaler asks whether gradients are finite, and waits
+        after = ("optimizer", "ema")
+        late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
+        seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
+    return Clocks(dict(kinds), dict(phases), work["backward"], loading, flops, seconds)
 
 
 def _traffic(

@@ -27,7 +27,8 @@ from flexor.policies.base import Policy
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine import DTYPES, Engine
 from flexor.train.processes import Processes
-from flexor.train.sharding import ShardedEngine, gather_once, hsdp_sizes, parameters_without_memory
+from flexor.train.settle import hsdp_sizes
+from flexor.train.sharding import ShardedEngine, gather_once, parameters_without_memory
 
 try:
     import accelerate

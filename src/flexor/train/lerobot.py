@@ -10,7 +10,7 @@ from flexor.tree import to_plain
 
 SCHEDULERS = {
     "constant_with_warmup": ("num_warmup_steps",),
-    "vqbet": ("num_warmup_steps", "num_vqvae_training_steps"),
+    "vqbet": ("num_warmup_steps", "num_vqvae_training_steps", "num_cycles"),
     "cosine_decay_with_warmup": ("num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"),
 }
 

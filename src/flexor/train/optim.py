@@ -28,8 +28,9 @@ SCHEDULER_SETTINGS = {
     "constant_with_warmup": {"type", "num_warmup_steps"},
     "cosine": {"type", "num_warmup_steps"},
     "cosine_decay_with_warmup": {"type", "num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"},
-    "vqbet": {"type", "num_warmup_steps", "num_vqvae_training_steps"},
+    "vqbet": {"type", "num_warmup_steps", "num_vqvae_training_steps", "num_cycles"},
 }
+HALF_A_WAVE = 0.5  # cycles of a cosine, from its top to its bottom
 CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
@@ -81,7 +82,7 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
             f"{', '.join(SCHEDULER_SETTINGS)}."
         )
     if kind != preset["type"]:
-        preset = {}
+        preset = {"num_cycles": HALF_A_WAVE} if kind == "vqbet" else {}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in SCHEDULER_SETTINGS[kind]]
     if useless:
@@ -97,6 +98,7 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
 def schedule(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
     """step -> factor on the learning rate. The kinds and formulas are those LeRobot offers."""
     warmup = config.num_warmup_steps or 0
+    cycles = HALF_A_WAVE if config.num_cycles is None else config.num_cycles
 
     def warm(step: int) -> float:
         return step / max(1, warmup)
@@ -108,7 +110,7 @@ def schedule(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
         if step < warmup:
             return warm(step)
         progress = (step - warmup) / max(1, steps - warmup)
-        return max(0.0, 0.5 * (1 + math.cos(math.pi * progress)))
+        return max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * progress)))
 
     def after_vocabulary(step: int) -> float:
         first = config.num_vqvae_training_steps or 0

@@ -113,7 +113,8 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
             f"The dataset is not the one that {found} was trained on (its episodes, lengths or files "
             "differ). Bring that dataset back, or start a new run with --policy.path."
         )
-    default = flatten(TrainConfig(policy=type(config.policy)()).to_dict())  # of settings that are newer than the run
+    # settings that are newer than the run had their defaults
+    default = flatten(TrainConfig(policy=type(config.policy)()).to_dict())
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
     differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
     if differing:

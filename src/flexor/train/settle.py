@@ -34,6 +34,19 @@ class Split:
         return f"batch {self.batch_size} x {self.world_size} process(es) x accumulation {self.accumulation}"
 
 
+def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
+    """Groups, and processes in each."""
+    if shard is None:
+        shard = world // replicate if replicate else local
+    if replicate is None:
+        replicate = max(1, world // shard)
+    if replicate * shard != world:
+        raise ConfigError(
+            f"parallel.dp_replicate={replicate} x parallel.dp_shard={shard} is not the number of processes, {world}."
+        )
+    return replicate, shard
+
+
 def split_batch(config: TrainConfig, world_size: int) -> Split:
     """The global batch, fixed from here on, in the fewest micro-batches of at most `batch_size` samples."""
     given = config.gradient_accumulation_steps

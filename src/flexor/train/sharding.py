@@ -31,6 +31,7 @@ from flexor.policies.base import Policy
 from flexor.policies.pretrained import load_weights
 from flexor.tensors import copy_part
 from flexor.train.engine import DTYPES, Engine
+from flexor.train.settle import hsdp_sizes
 
 
 class ShardedEngine(Engine):
@@ -160,19 +161,6 @@ def gather_once(policy: Policy) -> None:
         if isinstance(block, FSDPModule):
             block.unshard()
             block.reshard()
-
-
-def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
-    """Groups, and processes in each."""
-    if shard is None:
-        shard = world // replicate if replicate else local
-    if replicate is None:
-        replicate = max(1, world // shard)
-    if replicate * shard != world:
-        raise ConfigError(
-            f"parallel.dp_replicate={replicate} x parallel.dp_shard={shard} is not the number of processes, {world}."
-        )
-    return replicate, shard
 
 
 @contextlib.contextmanager
