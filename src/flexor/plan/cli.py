@@ -136,29 +136,17 @@ def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, 
             raise ConfigError(
                 f"--{min(described)}: there is a dataset already, which says that. Leave one of them out."
             )
-        return _opened(load_config(settings))
+        from flexor.plan.facts import open_for_plan
+
+        return *open_for_plan(load_config(settings)), ""
     config = load_config([*settings, "--dataset.repo_id=planned/dataset"])
     return _described(parsed, config)
-
-
-def _opened(config: TrainConfig) -> tuple[TrainConfig, Data, str]:
-    """A dataset that is there, opened as the trainer does."""
-    from dataclasses import replace
-
-    from flexor.plan.facts import facts_of
-    from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
-
-    training, _ = build_datasets(config.dataset)
-    policy = fit_to_dataset(config.policy, training)
-    return replace(config, policy=policy), facts_of(training, list(policy.images), deltas_of(policy)), ""
 
 
 def _described(parsed: argparse.Namespace, config: TrainConfig) -> tuple[TrainConfig, Data, str]:
     from dataclasses import replace
 
-    from flexor.plan.host import Camera, Data
-    from flexor.plan.robot import Robot, parse_cameras
-    from flexor.train.build import deltas_of
+    from flexor.plan.robot import Robot, imagined_data, parse_cameras
 
     number, height, width = parse_cameras(parsed.cameras or "2x480x640")
     robot = Robot(
@@ -169,13 +157,12 @@ def _described(parsed: argparse.Namespace, config: TrainConfig) -> tuple[TrainCo
         14 if parsed.action is None else parsed.action,
     )
     policy = robot.fill_in(config.policy)
-    frames, deltas = parsed.frames or FRAMES, deltas_of(policy)
-    cameras = tuple(Camera(height, width, len(deltas.get(name, [0]))) for name in policy.images)
+    frames = parsed.frames or FRAMES
     said = (
         f"{frames:,} frames, {number} camera(s) of {height}x{width}, {robot.state} numbers of state, "
         f"{robot.action} of action"
     )
-    return replace(config, policy=policy), Data(frames, cameras), said
+    return replace(config, policy=policy), imagined_data(policy, frames), said
 
 
 def _gpus(names: str | None, hardware: Hardware) -> tuple[list[GPU], bool]:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from flexor.config import TrainConfig
 from flexor.data.clips import VideoClip
 from flexor.data.dataset import Dataset
 from flexor.plan.host import PICTURES, Camera, Data
+from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
 
 LOOKED_AT = 8  # episodes whose key frames are counted; encoders do not change their mind within a dataset
+
+
+def open_for_plan(config: TrainConfig) -> tuple[TrainConfig, Data]:
+    """Settings with the features of their dataset filled in, and its facts. Videos on the Hub are not downloaded."""
+    training, _ = build_datasets(replace(config.dataset, streaming=True))
+    policy = fit_to_dataset(config.policy, training)
+    return replace(config, policy=policy), facts_of(training, list(policy.images), deltas_of(policy))
 
 
 def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequence[int]]) -> Data:

@@ -9,7 +9,7 @@ from flexor.config import TrainConfig
 from flexor.errors import ConfigError
 from flexor.plan import money
 from flexor.plan.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
-from flexor.plan.hardware import GPU, Hardware
+from flexor.plan.hardware import GPU, Flavor, Hardware
 from flexor.plan.host import (
     Data,
     HostMemory,
@@ -88,29 +88,35 @@ def site_of(
     host: Host | None = None,
 ) -> Site:
     """The cheapest machine that carries these GPUs; if there is none of so many, as many as needed of one."""
-    site = Site(gpu, gpus, nodes, link, host or WORKSTATION)
+    site = Site(gpu, gpus, nodes, link)
     offers, machines = hardware.offers(gpu, gpus), nodes
     if not offers:
         offers, machines = hardware.offers(gpu, 1), nodes * gpus
     if offers:
-        offer = offers[0]
-        each = machines // nodes
-        rented = Host(
-            offer.cores * each,
-            round(offer.ram_gb * each * 1e9),
-            round((offer.disk_gb or 1000) * 1e9),
-            f"{offer.cloud}/{offer.name}",
-        )
-        site = replace(
-            site,
-            host=host or rented,
-            usd_per_hour=offer.usd_per_hour * machines,
-            billed_by_s=offer.billed_by_s,
-            price_source=f"{f'{machines} x ' if machines > 1 else ''}{offer.cloud}/{offer.name}, {offer.as_of}",
-        )
+        site = rented(site, offers[0], machines)
+    if host is not None:
+        site = replace(site, host=host)
     if price is not None:
         site = replace(site, usd_per_hour=price, billed_by_s=1, price_source="given")
     return site
+
+
+def rented(site: Site, offer: Flavor, machines: int = 1) -> Site:
+    """The same GPUs on so many machines of a cloud: what surrounds them there, and what that costs."""
+    each = machines // site.nodes
+    host = Host(
+        offer.cores * each,
+        round(offer.ram_gb * each * 1e9),
+        round((offer.disk_gb or 1000) * 1e9),
+        f"{offer.cloud}/{offer.name}",
+    )
+    return replace(
+        site,
+        host=host,
+        usd_per_hour=offer.usd_per_hour * machines,
+        billed_by_s=offer.billed_by_s,
+        price_source=f"{f'{machines} x ' if machines > 1 else ''}{offer.cloud}/{offer.name}, {offer.as_of}",
+    )
 
 
 @dataclass(frozen=True)

@@ -86,16 +86,19 @@ class Ranking:
         return sorted([*single, *several], key=_by_cost)
 
     def choice(self, gpu: GPU, count: int) -> Choice:
+        """So many of a GPU, on the cheapest machine that has them."""
+        return self.on(site_of(self.hardware, gpu, count))
+
+    def on(self, site: Site) -> Choice:
         """The fewest passes that fit."""
-        site = site_of(self.hardware, gpu, count)
         peak = 0
-        for split in self._splits(count):
-            trace = self.traces.at(split.batch_size, split.accumulation, gpu, exact=False)
+        for split in self._splits(site.world_size):
+            trace = self.traces.at(split.batch_size, split.accumulation, site.gpu, exact=False)
             memory = self._memory(trace, site)
             peak = memory.total
             if self._fits(memory, split, site):
                 return self._described(trace, memory, split, site)
-        return Choice(gpu, count, None, peak)
+        return Choice(site.gpu, site.gpus, None, peak)
 
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to deal out the global batch, the largest passes first."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from flexor.batch import ACTION, STATE
 from flexor.errors import ConfigError
+from flexor.plan.host import Camera, Data
 from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+from flexor.train.build import deltas_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,18 @@ class Robot:
         )
         policy.validate()
         return policy
+
+
+def imagined_data(policy: PolicyConfig, frames: int) -> Data:
+    """A dataset that has what the policy, whose features are filled in, observes."""
+    deltas = deltas_of(policy)
+    return Data(
+        frames,
+        tuple(
+            Camera(feature.shape[1], feature.shape[2], len(deltas.get(name, [0])))
+            for name, feature in policy.images.items()
+        ),
+    )
 
 
 def parse_cameras(text: str) -> tuple[int, int, int]:
