@@ -36,6 +36,19 @@ class Robot:
         return policy
 
 
+USUAL = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
+
+
+def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:
+    """The first of some usual robots that a policy allows, and the policy's settings for it."""
+    for robot in USUAL:
+        try:
+            return robot, robot.fill_in(policy)
+        except ConfigError as error:
+            refusal = error
+    raise ConfigError(f"policy.type={policy.type} allows none of the usual robots: {refusal}") from refusal
+
+
 def imagined_data(policy: PolicyConfig, frames: int) -> Data:
     """A dataset that has what the policy, whose features are filled in, observes."""
     deltas = deltas_of(policy)

@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexor.config import TrainConfig
-from flexor.errors import ConfigError
 from flexor.plan.hardware import Hardware
-from flexor.plan.host import Camera, Data
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Choice, Ranking, cheapest, fastest
 from flexor.plan.report import duration, gb
-from flexor.plan.robot import Robot
+from flexor.plan.robot import Robot, imagined_data, usual_robot
 from flexor.plan.speeds import assumed
 from flexor.plan.traces import Traces
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.base import PolicyConfig
-from flexor.train.build import deltas_of
 
 BATCH, EPOCHS, FRAMES = 8, 5, 45_000
-ROBOTS = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
-"""What is planned for: the first of these that a policy allows."""
 REFERENCE = "RTX 4090"  # whose memory is shown; others differ by CUDA's context and the kernels of attention
 PRECISIONS: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
 
@@ -71,14 +66,7 @@ def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -
 
 def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
     with offline(kind) as policy:
-        for robot in ROBOTS:
-            try:
-                policy = robot.fill_in(policy)
-            except ConfigError:
-                continue
-            break
-        else:
-            raise AssertionError(f"{kind} allows none of these robots: {ROBOTS}")
+        robot, policy = usual_robot(policy)
         for precision in PRECISIONS:
             config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
             config.precision = precision
@@ -86,11 +74,7 @@ def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
 
 
 def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Row:
-    deltas = deltas_of(config.policy)
-    cameras = tuple(
-        Camera(robot.height, robot.width, len(deltas.get(name, [0]))) for name in config.policy.images
-    )
-    data, traces, speeds = Data(FRAMES, cameras), Traces(config), assumed()
+    data, traces, speeds = imagined_data(config.policy, FRAMES), Traces(config), assumed()
     config.dataset = replace(config.dataset, cache=replace(config.dataset.cache, tier="disk"))
     site = site_of(hardware, hardware.find(REFERENCE))
     plan = make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
