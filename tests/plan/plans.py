@@ -10,7 +10,15 @@ from flexor.policies import policy_class
 from flexor.policies.base import Kind, PolicyFeature
 
 SMALL: dict[str, dict[str, Any]] = {
-    "act": {"chunk_size": 10, "n_action_steps": 10, "dim_model": 64, "n_heads": 4, "dim_feedforward": 128},
+    "act": {
+        "chunk_size": 10,
+        "n_action_steps": 10,
+        "dim_model": 64,
+        "n_heads": 4,
+        "dim_feedforward": 128,
+        "n_encoder_layers": 1,
+        "n_vae_encoder_layers": 1,
+    },
     "diffusion": {"horizon": 8, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": None},
     "vqbet": {"crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
     "tdmpc": {},

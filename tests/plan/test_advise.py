@@ -130,3 +130,14 @@ def test_a_gpu_without_bf16_is_offered_fp16() -> None:
 
 def test_every_kind_has_its_harm() -> None:
     assert set(KINDS.values()) == set(Harm)
+
+
+def test_weights_in_bf16_bring_their_precision_along() -> None:
+    def settings(**more: str) -> list[str]:
+        config = TrainConfig(**more)
+        changes = possible_changes(config, HARDWARE.find("H200"))
+        return [c.setting for c in changes if c.name == "weights"]
+
+    assert settings() == ["--precision=bf16 --weights_dtype=bf16"]
+    assert settings(precision="bf16") == ["--weights_dtype=bf16"]
+    assert not [c for c in possible_changes(TrainConfig(), HARDWARE.find("T4")) if c.name == "weights"]

@@ -18,6 +18,8 @@ def test_what_a_checkpoint_takes() -> None:
     assert checkpoint_bytes(weights, 2 * weights) == pytest.approx(6_248_868_367, rel=1e-4)
     assert checkpoint_bytes(weights, 2 * weights, sharded=True) == pytest.approx(8_335_416_373, rel=1e-3)
     assert checkpoint_bytes(10, 20, ema=True) == 20 + 3 * 10
+    assert checkpoint_bytes(10, 2, lora=True) == 2 + 2 * 10  # adapters merged to act with, and not
+    assert checkpoint_bytes(10, 2, lora=True, sharded=True) == 2 + 2 * 10
     assert checkpoint_bytes(10, 20, ema=True, sharded=True) == 20 + 10 + 10 + 10
     assert checkpoint_bytes(10, 20, sharded=True, export=False) == 30
 

@@ -87,7 +87,7 @@ def test_the_ranking_agrees_with_the_plans():
 def test_what_does_not_fit_at_once_is_dealt_out_in_passes():
     config = settings(size=(256, 256), batch_size=64, global_batch_size=64, steps=1000)
     whole = plan_on("RTX 4090", config)
-    small = replace(HARDWARE.find("RTX 4090"), name="small", memory_gib=0.8 * whole.peak / 2**30)
+    small = replace(HARDWARE.find("RTX 4090"), name="small", memory_gib=0.6 * whole.peak / 2**30)
     ranking = Ranking(config, DATA, HARDWARE, assumed())
     choice = ranking.choice(small, 1)
     assert choice.split and choice.split.accumulation > 1 and choice.split.global_batch == 64

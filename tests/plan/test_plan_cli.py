@@ -21,6 +21,8 @@ SMALL = [
     "--policy.dim_model=64",
     "--policy.n_heads=4",
     "--policy.dim_feedforward=128",
+    "--policy.n_encoder_layers=1",
+    "--policy.n_vae_encoder_layers=1",
     "--policy.chunk_size=10",
 ]
 JOB = [*SMALL, "--policy.n_action_steps=10", "--cameras=1x64x64", "--frames=1000", "--epochs=2"]
@@ -46,6 +48,17 @@ def test_the_answer_comes_first(capsys):
     ):
         assert part in out
     assert "No dataset was named, so this is about 1,000 frames, 1 camera(s) of 64x64" in out
+
+
+def test_compiled_blocks_have_bounds(capsys):
+    _, plain = plan(capsys, "--gpu=4090")
+    code, compiled = plan(capsys, "--gpu=4090", "--compile=true")
+    assert code == 0 and compiled["memory"]["peak_bytes"] == plain["memory"]["peak_bytes"]
+    assert (
+        0 < compiled["time"]["compiled_at_best_s"] < compiled["time"]["at_best_s"] <= plain["time"]["step_s"]
+    )
+    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true"])
+    assert "Compiled blocks" in capsys.readouterr().out
 
 
 def test_json_has_units_and_adds_up(capsys):

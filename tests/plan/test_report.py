@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from flexor.plan.as_json import _finite
 from flexor.plan.html import Axes, thinned, ticks
-from flexor.plan.report import _finite, duration, usd
+from flexor.plan.report import duration, usd
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,25 @@ def test_a_step_that_the_host_bounds_is_what_issuing_takes(trace: Trace, h200: G
     assert time.at_best == pytest.approx(time.gpu_seconds)
 
 
+def test_compiling_can_save_no_more_than_what_the_passes_move(trace: Trace, h200: GPU) -> None:
+    time = step_time(trace, h200, config=settings("act"), speeds=speeds())
+    passes = [op for op in steps_ops(trace) if op.phase in ("forward", "backward")]
+    moved = sum(limit(op, h200) for op in passes if op.kind == "memory")
+    assert time.compiled_at_best == pytest.approx(time.gpu_seconds - moved)
+    assert time.compiled_at_best > sum(seconds for kind, seconds in time.gpu.items() if kind != "memory")
+
+
+def test_fp16_waits_before_the_optimizer(trace: Trace, h200: GPU) -> None:
+    slow = {"any": {**FREE["any"], "optimizer": 1.0}}  # the GPU is done long before the host is
+    config = settings("act")
+    whole, waiting = (
+        step_time(trace, h200, config=replace(config, precision=precision), speeds=speeds(slow))
+        for precision in ("bf16", "fp16")
+    )
+    late = sum(limit(op, h200) for op in steps_ops(trace) if op.phase == "optimizer" and op.kind != "view")
+    assert waiting.seconds == pytest.approx(whole.seconds + whole.gpu_seconds - late)
+
+
 def test_making_the_optimizer_state_is_not_part_of_every_step(trace: Trace) -> None:
     names = [op.name for op in steps_ops(trace) if op.phase == "optimizer"]
     assert "zeros_like" not in names and any(name.startswith("_fused_adam") for name in names)

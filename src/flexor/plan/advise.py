@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from flexor.config import TrainConfig
+from flexor.config import TrainConfig, validate_weights
 from flexor.data.settings import picture_size
 from flexor.errors import ConfigError
 from flexor.plan.hardware import GPU, Hardware
@@ -199,10 +199,11 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
                 "Adam's two numbers for each weight in 8 bits",
             )
         )
-    if config.weights_dtype == "float32":
-        changes.append(
-            Change("weights", "--weights_dtype=bf16", "weights, gradients and optimizer in half of the bytes")
+    if config.weights_dtype == "float32" and "bf16" in gpu.tflops:
+        setting = (
+            "--weights_dtype=bf16" if config.precision == "bf16" else "--precision=bf16 --weights_dtype=bf16"
         )
+        changes.append(Change("weights", setting, "weights, gradients and optimizer in half of the bytes"))
     if not config.lora.r and not config.policy.moves_weights:
         changes.append(Change("lora", "--lora.r=16", "small matrices are trained beside weights that stay"))
     if config.ema.enable:
@@ -297,6 +298,7 @@ def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
         }
         config.policy = replace(policy, input_features=smaller)
     config.policy.validate()
+    validate_weights(config)
     return config
 
 

@@ -81,14 +81,14 @@ def plan(arguments: list[str]) -> int:
         print(hardware_guide(hardware), end="")
         return 0
     study = _study(parsed, settings, hardware)
-    from flexor.plan import report
+    from flexor.plan import as_json, report
 
     if parsed.html:
         from flexor.plan.html import page
 
         parsed.html.write_text(page(study))
         log.info("wrote %s", parsed.html)
-    print(json.dumps(report.to_json(study)) if parsed.json else report.render(study))
+    print(json.dumps(as_json.to_json(study)) if parsed.json else report.render(study))
     return 0 if study.plan.fits else 1
 
 

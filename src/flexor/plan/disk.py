@@ -34,17 +34,23 @@ def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_eve
 
 
 def checkpoint_bytes(
-    weights: int, optimizer: int, *, ema: bool = False, sharded: bool = False, export: bool = True
+    weights: int,
+    optimizer: int,
+    *,
+    ema: bool = False,
+    lora: bool = False,
+    sharded: bool = False,
+    export: bool = True,
 ) -> int:
     """One checkpoint. `weights`, `optimizer`: bytes of the whole state, over all ranks.
 
-    Whole: the weights to act with, the optimizer; with a moving average, which then is what acts, that and the raw
-    weights too. Sharded: all of that once, and the weights to act with beside it.
+    Whole: the weights to act with and the optimizer. If those that act are an average or have adapters merged into
+    them, the raw weights too, and the average. Sharded: all of that once, and the weights to act with beside it.
     """
     state = optimizer + weights * (2 if ema else 1)
     if sharded:
         return state + (weights if export else 0)
-    return optimizer + weights * (3 if ema else 1)
+    return state + (weights if ema or lora else 0)
 
 
 @dataclass(frozen=True)

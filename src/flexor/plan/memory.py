@@ -17,10 +17,8 @@ from flexor.plan.traces import Traces
 from flexor.train.settle import hsdp_sizes, split_batch
 
 MOST = 4096  # samples in a pass; nobody wants to know more
-FAR = (
-    32,
-    64,
-)  # samples in a pass by which a peak is extended: with few, what does not grow with them may be the peak
+# Samples in a pass by which a peak is extended: with few, what does not grow with them may be the peak.
+FAR = (32, 64)
 
 CONTEXT = 500 * MIB  # of CUDA, and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
@@ -77,6 +75,10 @@ class MemoryPlan:
 
     def part(self, name: str) -> int:
         return self.parts.get(name, 0)
+
+    def within(self, memory: int) -> MemoryPlan:
+        """The same on a GPU where it just fits: torch gives back what it does not use when there is no more."""
+        return replace(self, allocator=min(self.allocator, memory - self.allocated - self.context))
 
 
 class MemoryPlanner:

@@ -236,10 +236,17 @@ def make_plan(
     fits = memory.total + frames <= site.gpu.memory or (
         not frames and planner.fits(split.batch_size, split.accumulation)
     )
+    if fits:
+        memory = memory.within(site.gpu.memory - frames)
     weights, optimizer = _stays(trace, "weights"), _stays(trace, "optimizer")
     sharded = memory.share.parts > 1
     saved = checkpoint_bytes(
-        weights, optimizer, ema=config.ema.enable, sharded=sharded, export=config.checkpoint.export
+        weights,
+        optimizer,
+        ema=config.ema.enable,
+        lora=config.lora.r > 0,
+        sharded=sharded,
+        export=config.checkpoint.export,
     )
     saved = saved if config.save_checkpoint else 0
     kept = checkpoints_kept(

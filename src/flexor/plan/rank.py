@@ -97,7 +97,7 @@ class Ranking:
             memory = self._memory(trace, site)
             peak = memory.total
             if self._fits(memory, split, site):
-                return self._described(trace, memory, split, site)
+                return self._described(trace, memory.within(site.gpu.memory), split, site)
         return Choice(site.gpu, site.gpus, None, peak)
 
     def _splits(self, count: int) -> Iterator[Split]:

@@ -1,11 +1,8 @@
-"""A study of a run as a person reads it, and as a program does."""
+"""A study of a run as a person reads it."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import asdict
-from typing import Any
 
 from flexor.console import table
 from flexor.machine import gigabytes
@@ -137,13 +134,19 @@ def _time(plan: Plan) -> str:
         if step.calibrated
         else "from data sheets and how far an H200 stays behind its own; `flexor plan --calibrate` measures yours"
     )
-    return "\n".join(
-        [
-            table(rows),
-            f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data "
-            f"sheet. Times are {basis}.",
-        ]
-    )
+    lines = [
+        table(rows),
+        f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data sheet. "
+        f"Times are {basis}.",
+    ]
+    if plan.config.compile:
+        lines.append(
+            f"Compiled blocks: memory and time are those of the policy as it is, which is the most it takes; at best, "
+            f"if all that can be joined is, a step takes {ms(step.compiled_at_best)} ms."
+        )
+    elif step.bound == "host":
+        lines.append(f"If issuing took no time, as with CUDA graphs, it would be {ms(step.at_best)} ms.")
+    return "\n".join(lines)
 
 
 def _host(plan: Plan) -> str:
@@ -271,7 +274,9 @@ def _change(change: Change) -> list[object]:
 def _assumptions(study: Study) -> str:
     site, lines = study.plan.site, []
     if study.assumed:
-        lines.append(f"No dataset was named, so this is about {study.assumed}.")
+        lines.append(
+            f"No dataset was named, so this is about {study.assumed}; its files are not counted among what is on disk."
+        )
     figures = [name for name in ("memory_gib", "bandwidth_gb_s", "tdp_w") if not site.gpu.is_checked(name)]
     figures += [name for name in site.gpu.tflops if not site.gpu.is_checked(name)]
     if figures:
@@ -307,140 +312,3 @@ def duration(seconds: float) -> str:
     if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
-
-
-# For programs.
-
-
-def to_json(study: Study) -> dict[str, Any]:
-    """Everything, with the unit in each name."""
-    plan = study.plan
-    site, memory, step, pace = plan.site, plan.memory, plan.pace.step, plan.pace
-    result = {
-        "policy": plan.config.policy.type,
-        "gpu": site.gpu.name,
-        "gpus": site.gpus,
-        "nodes": site.nodes,
-        "strategy": memory.share.strategy,
-        "batch_size": plan.split.batch_size,
-        "accumulation": plan.split.accumulation,
-        "global_batch_size": plan.split.global_batch,
-        "steps": plan.config.steps,
-        "epochs": plan.epochs,
-        "parameters": plan.parameters,
-        "trained_parameters": plan.trained,
-        "fits": plan.fits,
-        "largest_batch": plan.largest_batch,
-        "memory": {
-            **{f"{name}_bytes": size for name, size in memory.parts.items()},
-            "allocator_bytes": memory.allocator,
-            "context_bytes": memory.context,
-            "frames_bytes": plan.frames_on_gpu,
-            "allocated_bytes": memory.allocated,
-            "reserved_bytes": memory.reserved,
-            "peak_bytes": plan.peak,
-            "gpu_bytes": site.gpu.memory,
-            "peak_phase": memory.phase,
-            "peak_module": memory.module,
-            "peak_operation": memory.operation,
-        },
-        "time": {
-            "step_s": step.seconds,
-            "spread": step.spread,
-            "calibrated": step.calibrated,
-            "bound": step.bound,
-            "gpu_s": step.gpu,
-            "host_s": step.host,
-            "communication_s": step.communication,
-            "exposed_s": step.exposed,
-            "flops": step.flops,
-            "mfu": step.mfu,
-            "samples_per_s": plan.samples_per_s,
-            "run_s": pace.seconds,
-        },
-        "data": {
-            "frames": plan.data.frames,
-            "tier": pace.tier,
-            "bound": plan.data_bound,
-            "wanted_samples_per_s": pace.later.wanted,
-            "first_epoch_samples_per_s": pace.first.loaded,
-            "later_samples_per_s": pace.later.loaded,
-            "threads_needed": pace.later.threads,
-            "cores_needed": pace.later.cores,
-        },
-        "host": {
-            **{f"memory_{name}_bytes": size for name, size in asdict(plan.host_memory).items()},
-            "memory_bytes": plan.host_memory.total,
-            **{f"disk_{name}_bytes": size for name, size in asdict(plan.disk).items()},
-            "disk_bytes": plan.disk.total,
-            "checkpoint_bytes": plan.checkpoint,
-            "checkpoints_at_most": plan.kept.most,
-            "cores": site.host.cores,
-            "source": site.host.source,
-        },
-        "robot": {
-            "rate_hz": plan.rate_hz,
-            "exchanges_per_s": plan.robot.per_s,
-            "observation_raw_bytes": plan.robot.raw,
-            "observation_jpeg_bytes": plan.robot.jpeg,
-            "answer_bytes": plan.robot.answer,
-            "up_raw_mbit_per_s": plan.robot.mbit_up(False),
-            "up_jpeg_mbit_per_s": plan.robot.mbit_up(True),
-            "down_mbit_per_s": plan.robot.mbit_down,
-        },
-        "experiments": asdict(plan.together) if plan.together else None,
-        "money": {
-            "rent_usd": plan.money.rent,
-            "rent_usd_per_hour": site.usd_per_hour,
-            "rent_source": site.price_source,
-            "energy_kwh": plan.money.energy.kwh,
-            "energy_usd": plan.money.energy.usd,
-            "power_w": plan.money.energy.watts,
-            "buy_usd": plan.money.own.usd if plan.money.own else None,
-            "buying_pays_after_hours": plan.money.against.hours if plan.money.against else None,
-        },
-        "changes": [_change_json(change) for change in study.changes],
-        "remedy": [change.setting for change in study.remedy],
-        "choices": [_choice_json(choice) for choice in study.choices],
-    }
-    return json.loads(json.dumps(_finite(result)))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: what has no end is null."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _change_json(change: Change) -> dict[str, Any]:
-    assert change.effect
-    return {
-        "name": change.name,
-        "setting": change.setting,
-        "harm": change.harm.name.lower(),
-        "saves_bytes": change.effect.memory,
-        "step_times": change.effect.time,
-        "gpus_times": change.effect.gpus,
-    }
-
-
-def _choice_json(choice: Choice) -> dict[str, Any]:
-    split = choice.split
-    return {
-        "gpu": choice.gpu.name,
-        "gpus": choice.gpus,
-        "fits": choice.fits,
-        "batch_size": split.batch_size if split else None,
-        "accumulation": split.accumulation if split else None,
-        "peak_bytes": choice.peak,
-        "step_s": choice.step_s,
-        "run_s": choice.hours * 3600,
-        "spread": choice.spread,
-        "bound": choice.bound,
-        "rent_usd": choice.usd,
-        "rent_usd_per_hour": choice.usd_per_hour,
-        "energy_usd": choice.energy_usd,
-    }

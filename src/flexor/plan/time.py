@@ -31,6 +31,8 @@ class StepTime:
 
     gpu: dict[str, float]
     """Of the GPU's work, by kind: matmul, convolution, attention, memory."""
+    fusible: float
+    """Of that, what a compiler could join with its neighbours at most: traffic with memory in both passes."""
     host: dict[str, float]
     """That the host needs to issue it, by phase of the step."""
     communication: float
@@ -61,6 +63,11 @@ class StepTime:
         """If issuing took no time, as with CUDA graphs."""
         return self.gpu_seconds + self.exposed
 
+    @property
+    def compiled_at_best(self) -> float:
+        """If issuing took no time, and all that compiling can join disappeared."""
+        return self.at_best - self.fusible
+
 
 def step_time(
     trace: Trace,
@@ -84,6 +91,7 @@ def step_time(
     seconds = max(clocks.seconds, clocks.loading) + exposed
     return StepTime(
         gpu=clocks.gpu,
+        fusible=clocks.fusible,
         host=clocks.host,
         communication=communication,
         exposed=exposed,
@@ -106,6 +114,7 @@ class Clocks:
     host: dict[str, float]
     backward: float
     """Seconds of the GPU's work in the backward pass."""
+    fusible: float
     loading: float
     """Of what brings the batches, on a stream of its own."""
     flops: float
@@ -156,7 +165,7 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
     phases: dict[str, float] = defaultdict(float)  # of the host
     work: dict[str, float] = defaultdict(float)  # of the GPU, by phase
     phases["step"] = speeds.around(config.policy.type)
-    flops = 0.0
+    flops = fusible = 0.0
     for op, count in _alike(steps_ops(trace)):
         phases[op.phase] += count * speeds.issue(op, config.policy.type)
         flops += count * op.flops
@@ -165,6 +174,8 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
             work[op.phase] += seconds
             if op.phase != "load":
                 kinds[op.kind] += seconds
+            if op.kind == "memory" and op.phase in ("forward", "backward"):
+                fusible += seconds
     loading = work.pop("load", 0.0)
     # The GPU may be behind by a step; over many of them the slower clock sets the pace.
     host, device = sum(phases.values()), sum(work.values())
@@ -175,7 +186,7 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
         after = ("optimizer", "ema")
         late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
-    return Clocks(dict(kinds), dict(phases), work["backward"], loading, flops, seconds)
+    return Clocks(dict(kinds), dict(phases), work["backward"], fusible, loading, flops, seconds)
 
 
 def _traffic(
