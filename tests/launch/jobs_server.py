@@ -3,8 +3,13 @@
 import json
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 TOKEN = "hf_" + "x" * 34
 JOB_ID = "6877a5f2b1e2c3d4e5f60718"
@@ -24,6 +29,7 @@ class JobsServer:
         self.refuse: dict[str, tuple[int, str]] = {}
         self.log_faults: deque[int | str] = deque()
         self.buckets: set[str] = set()  # their paths
+        self.usd_per_minute = dict.fromkeys(HARDWARE, 0.01)
         self.lines: list[str] = []
         self.outcome: dict[str, Any] = {"stage": "COMPLETED", "message": None}
         self.may_end = threading.Event()  # the job runs until this is set
@@ -45,6 +51,18 @@ class JobsServer:
 
     def bodies(self, method: str, path: str) -> list[Any]:
         return [body for m, p, body in self.requests if (m, p) == (method, path)]
+
+
+@contextmanager
+def logged_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[JobsServer]:
+    """A Hub, and a user who is logged in there and has the datasets in folder/datasets."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(folder / "datasets"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "no-token"))
+    with JobsServer() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+        yield server
 
 
 class _QuietServer(ThreadingHTTPServer):
@@ -77,7 +95,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/api/whoami-v2":
             self._send({"type": "user", "name": "ann", "orgs": []})
         elif path == "/api/jobs/hardware":
-            self._send([_hardware(name, gpu) for name, gpu in HARDWARE.items()])
+            self._send([_hardware(name, gpu, owner.usd_per_minute[name]) for name, gpu in HARDWARE.items()])
         elif path.removeprefix("/api/datasets/") in DATASETS:
             self._send({"id": path.removeprefix("/api/datasets/"), "sha": "0" * 40, "siblings": []})
         elif self.command == "POST" and path.startswith("/api/buckets/ann/"):
@@ -137,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         """Nothing: the tests look at `requests`."""
 
 
-def _hardware(name: str, gpu: tuple[str, str, str] | None) -> dict[str, Any]:
+def _hardware(name: str, gpu: tuple[str, str, str] | None, usd: float) -> dict[str, Any]:
     accelerator = None
     if gpu:
         accelerator = dict(zip(("quantity", "model", "vram"), gpu)) | {
@@ -151,7 +169,7 @@ def _hardware(name: str, gpu: tuple[str, str, str] | None) -> dict[str, Any]:
         "ram": "30 GB",
         "accelerator": accelerator,
     }
-    return described | {"unitCostMicroUSD": 10_000, "unitCostUSD": 0.01, "unitLabel": "minute"}
+    return described | {"unitCostMicroUSD": round(usd * 1e6), "unitCostUSD": usd, "unitLabel": "minute"}
 
 
 def _job(spec: dict[str, Any]) -> dict[str, Any]:

@@ -14,31 +14,32 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs_server import JOB_ID, TOKEN, JobsServer
+from jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 
 from flexor import __version__
 from flexor.errors import ConfigError, FlexorError
-from flexor.launch.hf_jobs import choose_flavor, launch_hf_jobs
+from flexor.launch.hf_jobs import launch_hf_jobs
 from flexor.launch.hf_request import read_seconds
 from flexor.settings import load_config
 
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")
+GIVEN = ("--flavor=l4x1", "--timeout=1h")  # so that nothing is planned; `test_hf_plan.py` leaves them out
 
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    with JobsServer() as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    with logged_in(monkeypatch, tmp_path) as server:
         yield server
+
+
+def launch(arguments: list[str]) -> int:
+    return launch_hf_jobs([*GIVEN, *arguments])
 
 
 def submitted(hub: JobsServer, *arguments: str) -> dict[str, Any]:
     """What the Hub is asked to run."""
-    assert launch_hf_jobs(["--detach", *arguments]) == 0
+    assert launch(["--detach", *arguments]) == 0
     (body,) = hub.bodies(*SUBMIT)
     return body
 
@@ -52,7 +53,7 @@ def last_command(body: dict[str, Any]) -> list[str]:
 
 
 def test_the_request(hub, log_lines):
-    body = submitted(hub, "--flavor=l4x1", "--", "train", PENS, "--steps=9", "--output_dir=runs/pens")
+    body = submitted(hub, "--timeout=24h", "--", "train", PENS, "--steps=9", "--output_dir=runs/pens")
     words = last_command(body)
     assert body["command"][:2] == ["bash", "-c"]
     assert f"pip install --quiet flexor=={__version__}" in body["command"][2]
@@ -118,23 +119,10 @@ def test_a_machine_without_gpus(hub):
     assert body["environment"] == {}
 
 
-def test_the_flavor_grows_with_the_policy(log_lines):
-    def flavor(*flags: str) -> str:
-        return choose_flavor(load_config([PENS, *flags]))
-
-    assert flavor() == "l4x1"
-    assert "--flavor" in log_lines[-1] and "million parameters" in log_lines[-1]
-    assert flavor("--policy.dim_model=4096", "--policy.dim_feedforward=16384") == "l40sx1"
-    assert (
-        flavor("--policy.dim_model=8192", "--policy.dim_feedforward=65536", "--policy.n_encoder_layers=12")
-        == "h200x4"
-    )
-
-
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_an_unknown_flavor(hub, more):
     with pytest.raises(ConfigError, match=r"'h100'.*cpu-basic.*l4x1"):
-        launch_hf_jobs([*more, "--flavor=h100", "--", PENS])
+        launch([*more, "--flavor=h100", "--", PENS])
     assert not hub.bodies(*SUBMIT)
 
 
@@ -163,7 +151,7 @@ def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
     assert body["secrets"] == secrets
     assert f"'flexor[wandb]=={__version__}'" in body["command"][2]
     sent = len(hub.requests)
-    assert launch_hf_jobs(["--dry-run", *arguments]) == 0
+    assert launch(["--dry-run", *arguments]) == 0
     assert len(hub.requests) == sent
     out, error = capsys.readouterr()
     shown = json.loads(out[out.index("{") :])
@@ -185,7 +173,7 @@ def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
 )
 def test_secrets_that_are_missing_or_would_be_seen(hub, arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        launch_hf_jobs(arguments)
+        launch(arguments)
     assert TOKEN not in str(caught.value)
     assert not hub.bodies(*SUBMIT)
 
@@ -193,7 +181,7 @@ def test_secrets_that_are_missing_or_would_be_seen(hub, arguments, message):
 def test_without_a_login(hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ConfigError, match=r"HF_TOKEN.*hf auth login"):
-        launch_hf_jobs(["--", PENS])
+        launch(["--", PENS])
     assert not hub.requests
 
 
@@ -213,7 +201,7 @@ def test_local_things_are_refused(hub, tmp_path, monkeypatch):
         (["--bucket=mine", "--", PENS], "--bucket=mine: give OWNER/NAME"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            launch_hf_jobs(arguments)
+            launch(arguments)
     assert not hub.bodies(*SUBMIT)
 
 
@@ -224,7 +212,7 @@ def test_a_local_policy_is_refused(hub, lowdim, tiny_act, tmp_path):
     flags = [f"--dataset.root={lowdim}", f"--output_dir={run}", *tiny_act, "--steps=1", "--num_workers=0"]
     assert main(["train", *flags]) == 0
     with pytest.raises(ConfigError, match=r"policy.path=.* on this machine"):
-        launch_hf_jobs(["--", PENS, f"--policy.path={run}"])
+        launch(["--", PENS, f"--policy.path={run}"])
     assert not hub.requests
 
 
@@ -236,7 +224,7 @@ def test_a_remote_root_is_not_refused(hub):
 
 def test_a_dataset_that_is_not_on_the_hub(hub):
     with pytest.raises(ConfigError, match=r"ann/cups is no dataset.*hf upload ann/cups"):
-        launch_hf_jobs(["--", "--dataset.repo_id=ann/cups"])
+        launch(["--", "--dataset.repo_id=ann/cups"])
     assert not hub.bodies(*SUBMIT)
 
 
@@ -271,7 +259,7 @@ def test_files_of_settings_and_episodes_go_along(hub, tmp_path):
 
 def test_the_log_to_the_end(hub, capsys, log_lines):
     hub.lines = ["installing", "step 1", "step 2"]
-    assert launch_hf_jobs(["--", PENS, "--output_dir=x"]) == 0
+    assert launch(["--", PENS, "--output_dir=x"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:3] == hub.lines
     assert "COMPLETED" in out[3] and "hf buckets sync hf://buckets/ann/flexor-runs/x x" in out[4]
@@ -282,21 +270,21 @@ def test_a_log_that_breaks_off(hub, capsys):
     """In mid-line of the stream, and by a status that the client gives up on."""
     hub.lines = [f"step {n}" for n in range(20)]
     hub.log_faults.extend([5, 502, 12])
-    assert launch_hf_jobs(["--", PENS]) == 0
+    assert launch(["--", PENS]) == 0
     assert capsys.readouterr().out.splitlines()[:20] == hub.lines
     assert not hub.log_faults
 
 
 def test_a_job_that_fails(hub, capsys):
     hub.outcome = {"stage": "ERROR", "message": "Job timeout"}
-    assert launch_hf_jobs(["--", PENS, "--output_dir=x"]) == 1
+    assert launch(["--", PENS, "--output_dir=x"]) == 1
     out = capsys.readouterr().out
     assert "ERROR: Job timeout" in out and "--output_dir=x" in out
 
 
 def test_json(hub, capsys):
     hub.lines = ["step 1"]
-    assert launch_hf_jobs(["--json", "--flavor=l4x1", "--timeout=1h", "--", PENS, "--output_dir=x"]) == 0
+    assert launch(["--json", "--", PENS, "--output_dir=x"]) == 0
     out, error = capsys.readouterr()
     assert "step 1" in error
     assert json.loads(out) == {
@@ -314,7 +302,7 @@ def test_json(hub, capsys):
 
 def test_detached(hub, capsys):
     hub.may_end.clear()
-    assert launch_hf_jobs(["--detach", "--", PENS]) == 0
+    assert launch(["--detach", "--", PENS]) == 0
     out = capsys.readouterr().out
     assert (
         f"hf jobs logs --follow --namespace ann {JOB_ID}" in out
@@ -327,7 +315,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     hub.lines = ["step 1"]
     hub.may_end.clear()
     process = subprocess.Popen(
-        [sys.executable, "-m", "flexor", "launch", "hf-jobs", "--", PENS],
+        [sys.executable, "-m", "flexor", "launch", "hf-jobs", *GIVEN, "--", PENS],
         env={**os.environ, "HF_ENDPOINT": hub.address, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -423,20 +411,20 @@ def losses(run: Path) -> list[float]:
 def test_refusals(hub, status, said):
     hub.refuse["POST /api/jobs/ann"] = (status, "the reason")
     with pytest.raises(FlexorError, match=said) as caught:
-        launch_hf_jobs(["--namespace=ann", "--", PENS])
+        launch(["--namespace=ann", "--", PENS])
     assert "the reason" in str(caught.value) and TOKEN not in str(caught.value)
 
 
 def test_a_token_that_is_not_accepted(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_old")
     with pytest.raises(FlexorError, match=r"does not accept your token.*hf auth login"):
-        launch_hf_jobs(["--", PENS])
+        launch(["--", PENS])
 
 
 def test_a_job_that_may_not_be_watched_any_more(hub):
     hub.log_faults.append(403)
     with pytest.raises(FlexorError, match=rf"{JOB_ID}, which goes on.*settings/tokens.*/jobs/ann/{JOB_ID}"):
-        launch_hf_jobs(["--", PENS])
+        launch(["--", PENS])
 
 
 def test_no_network(hub, monkeypatch):
@@ -445,4 +433,4 @@ def test_no_network(hub, monkeypatch):
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
         with pytest.raises(FlexorError, match=f"Can't reach {address}"):
-            launch_hf_jobs(["--", PENS])
+            launch(["--", PENS])

@@ -3,26 +3,24 @@
 A job's machine is thrown away when the job ends, so a private bucket of the user's is mounted into it and
 `keep.py` copies there what training finishes. Started again with the same --output_dir, it goes on from
 there. Whatever can be found wrong is found before the job is sent, because from then on it costs money.
-What training will need is not predicted yet: the GPU is chosen by the policy's size, the time is a day.
+The machine and the time are the plan's, unless the user gives them (`hf_plan.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from flexor import __version__
-from flexor.batch import ACTION, STATE
 from flexor.config import TrainConfig
 from flexor.console import print_result
 from flexor.errors import ConfigError, FlexorError
 from flexor.launch.hf_follow import explained, follow
+from flexor.launch.hf_plan import offers_of, settle_machine
 from flexor.launch.hf_request import (
     BUCKET,
     Machine,
@@ -35,33 +33,31 @@ from flexor.launch.hf_request import (
     shown,
 )
 from flexor.log import log
-from flexor.policies import policy_class
-from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+from flexor.plan.hardware import Flavor, load_hardware
 from flexor.sim.record import BUILTIN
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, JobHardwareInfo, JobInfo
-
-# Training takes 16 bytes per parameter (weight, gradient, two moments of the optimizer), and its activations.
-BYTES_PER_PARAMETER, ACTIVATIONS_GB = 16, 8
-GPU_GB = {"l4x1": 24, "l40sx1": 48, "a100-large": 80, "h200": 141, "h200x4": 564, "h200x8": 1128}
 
 
 def launch_hf_jobs(arguments: list[str]) -> int:
     """`flexor launch hf-jobs ...`: 0 if the job completed or is left alone, 1 if it failed, 130 after Ctrl-C."""
     options, words = _parse(arguments)
     training = settle(words)
-    machine = _machine(options, training.config)
+    secrets = read_secrets(options.secret, training.config)
     if options.dry_run:
-        _check_flavor(machine.flavor, _flavors_of_client())
-        machine.namespace = machine.namespace or "YOUR-NAME"
+        options.namespace = options.namespace or "YOUR-NAME"
+        machine = _machine(options, training, secrets, _offers(_flavors_of_client()))
         print(json.dumps(shown(build_request(training, machine)), indent=2))
         return 0
-    api = _client(machine.secrets["HF_TOKEN"])
-    with explained(api.endpoint, machine.namespace):
-        machine.namespace = machine.namespace or api.whoami()["name"]
+    api = _client(secrets["HF_TOKEN"])
+    with explained(api.endpoint, options.namespace):
+        options.namespace = options.namespace or api.whoami()["name"]
+        _check_dataset(api, training.config)
+        known = {hardware.name: hardware for hardware in api.list_jobs_hardware()}
+        machine = _machine(options, training, secrets, _offers(known, known.values()))
         request = build_request(training, machine)
-        _check_on_hub(api, training.config, machine)
+        log.info("%s: %s", machine.flavor, _describe(known[machine.flavor], machine.seconds / 3600))
         bucket = request["volumes"][0].source
         api.create_bucket(bucket, private=True, exist_ok=True)
         job = api.run_job(**request)
@@ -80,8 +76,12 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--flavor", default="", help="the machine (`hf jobs hardware`); unless given, by the policy's size")
-    add("--timeout", default="24h", help="when the job is ended: seconds, 90m, 6h or 2d; unless given, 24h")
+    add(
+        "--flavor",
+        default="",
+        help="the machine (`hf jobs hardware`); unless given, the cheapest by the plan",
+    )
+    add("--timeout", help="when the job is ended: seconds, 90m, 6h or 2d; unless given, by the plan")
     add("--image", default="python:3.12", help="Docker image with bash and Python; unless given, python:3.12")
     add("--package", help="what pip installs there; unless given, this version of flexor")
     add("--namespace", default="", help="organisation that runs it and pays; unless given, you")
@@ -110,49 +110,26 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words[1:] if words[:1] == ["train"] else words
 
 
-def _machine(options: argparse.Namespace, config: TrainConfig) -> Machine:
-    secrets = read_secrets(options.secret, config)
+def _machine(
+    options: argparse.Namespace, training: Training, secrets: dict[str, str], offers: dict[str, Flavor | None]
+) -> Machine:
+    """`offers`: what there is, each as far as the plan knows it."""
+    if options.flavor and options.flavor not in offers:
+        raise ConfigError(f"There is no flavor {options.flavor!r}. There are: {', '.join(offers)}.")
+    env = read_env(options.env, secrets)
+    seconds = None if options.timeout is None else read_seconds(options.timeout)
+    known = [offer for offer in offers.values() if offer is not None]
+    flavor, seconds = settle_machine(training, options.flavor, seconds, known)
     return Machine(
         namespace=options.namespace,
-        flavor=options.flavor or choose_flavor(config),
-        seconds=read_seconds(options.timeout),
+        flavor=flavor,
+        seconds=seconds,
         image=options.image,
         package=options.package,
         bucket=options.bucket,
-        env=read_env(options.env, secrets),
+        env=env,
         secrets=secrets,
     )
-
-
-def choose_flavor(config: TrainConfig) -> str:
-    """The cheapest machine whose GPUs hold the training of a policy of this size."""
-    parameters = _count_parameters(config.policy)
-    needed = parameters * BYTES_PER_PARAMETER / 1e9 + ACTIVATIONS_GB
-    flavor = next((name for name, gb in GPU_GB.items() if gb >= needed), list(GPU_GB)[-1])
-    log.info(
-        "flavor %s: a policy of %.0f million parameters takes about %.0f GB to train (%d bytes for each, and "
-        "%d GB); --flavor overrides it",
-        flavor,
-        parameters / 1e6,
-        needed,
-        BYTES_PER_PARAMETER,
-        ACTIVATIONS_GB,
-    )
-    return flavor
-
-
-def _count_parameters(policy: PolicyConfig) -> int:
-    """A policy whose dataset is not at hand gets usual features: they hardly change its size."""
-    camera, vector = PolicyFeature(Kind.VISUAL, (3, 224, 224)), (14,)
-    inputs = {"observation.images.camera": camera, STATE: PolicyFeature(Kind.STATE, vector)}
-    outputs = {ACTION: PolicyFeature(Kind.ACTION, vector)}
-    filled = dataclasses.replace(
-        policy,
-        input_features=policy.input_features or inputs,
-        output_features=policy.output_features or outputs,
-    )
-    with torch.device("meta"):
-        return sum(p.numel() for p in policy_class(policy.type)(filled).parameters())
 
 
 def _client(token: str) -> HfApi:
@@ -169,15 +146,18 @@ def _flavors_of_client() -> list[str]:
     return [flavor.value for flavor in JobHardware]
 
 
-def _check_flavor(flavor: str, known: Sequence[str]) -> None:
-    if flavor not in known:
-        raise ConfigError(f"There is no flavor {flavor!r}. There are: {', '.join(known)}.")
+def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dict[str, Flavor | None]:
+    """What is on offer, by name, with the Hub's own prices where it says them; None for what has no plan."""
+    known = offers_of(load_hardware())
+    offers = {name: known.get(name) for name in names}
+    for hardware in prices:
+        offer = offers[hardware.name]
+        if offer is not None and hardware.unit_label == "minute":
+            offers[hardware.name] = replace(offer, usd_per_hour=60 * hardware.unit_cost_usd)
+    return offers
 
 
-def _check_on_hub(api: HfApi, config: TrainConfig, machine: Machine) -> None:
-    """What can be refused before it costs something, and what it may cost."""
-    known = {hardware.name: hardware for hardware in api.list_jobs_hardware()}
-    _check_flavor(machine.flavor, list(known))
+def _check_dataset(api: HfApi, config: TrainConfig) -> None:
     repo = config.dataset.repo_id
     on_hub = repo is not None and repo != BUILTIN and config.dataset.root is None
     if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
@@ -185,7 +165,6 @@ def _check_on_hub(api: HfApi, config: TrainConfig, machine: Machine) -> None:
             f"dataset.repo_id={repo} is no dataset on the Hub that you can read, so the job can't read it. "
             f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
         )
-    log.info("%s: %s", machine.flavor, _describe(known[machine.flavor], machine.seconds / 3600))
 
 
 def _describe(hardware: JobHardwareInfo, hours: float) -> str:

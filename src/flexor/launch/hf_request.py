@@ -28,6 +28,7 @@ MOUNT = PurePosixPath("/flexor-runs")  # where the bucket is in the job
 WORK = PurePosixPath("/tmp")  # the disk of the job's machine
 SETTINGS = WORK / "settings.yaml"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
+SAVING = 600  # seconds before a job is ended that the run has to save itself and be copied
 SHORTEST_SECRET = 8  # shorter ones may well occur in other words
 
 
@@ -37,8 +38,10 @@ class Training:
 
     config: TrainConfig
     name: str  # of the run's folder in the bucket
-    words: list[str]  # flags of `flexor train`
+    flags: dict[str, Any]  # of `flexor train`
     settings: str | None  # the text of a settings file
+    gpus: int | None = None  # of the machine's; all unless given
+    on_cpu: bool = False
 
 
 @dataclass
@@ -78,7 +81,15 @@ def settle(words: Sequence[str]) -> Training:
     if config.policy.device is not None:  # there may be another
         flags["policy.device"] = "null"
     flags |= {"output_dir": str(WORK / name), "resume": "auto"}
-    return Training(config, name, _as_words(flags | processes), settings)
+    gpus = str(processes.get("gpus", "all"))
+    return Training(
+        config,
+        name,
+        flags | processes,
+        settings,
+        gpus=int(gpus) if gpus.isdigit() else None,
+        on_cpu="processes" in processes,
+    )
 
 
 def _as_words(flags: dict[str, Any]) -> list[str]:
@@ -177,20 +188,20 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
 
 def _script(training: Training, machine: Machine) -> str:
     """What the job does, in bash."""
-    words = list(training.words)
-    if machine.has_gpu and not any(word.startswith(("--gpus=", "--processes=")) for word in words):
-        words.append("--gpus=all")
+    flags = dict(training.flags)
+    if machine.has_gpu and not {"gpus", "processes"} & flags.keys():
+        flags["gpus"] = "all"
     package = machine.package or _own_package(training.config)
     if Path(package).exists():
         raise ConfigError(f"--package={package} is on this machine, where the job can't see it: give a URL.")
     lines = ["set -e", f"python -m pip install --quiet {shlex.quote(package)}"]
     if training.settings is not None:
         lines.append(f"printf %s {shlex.quote(training.settings)} > {SETTINGS}")
-    stop = machine.seconds - min(600, machine.seconds // 10)  # the rest is for saving and copying
+    stop = machine.seconds - min(SAVING, machine.seconds // 10)
     # bash counts SECONDS since its own start: what installing took
     keep = f"exec python -m flexor.launch.keep --seconds=$(({stop} - SECONDS))"
     folders = shlex.join([str(MOUNT / training.name), str(WORK / training.name)])
-    lines.append(f"{keep} {folders} -- train {shlex.join(words)}")
+    lines.append(f"{keep} {folders} -- train {shlex.join(_as_words(flags))}")
     return "\n".join(lines)
 
 
