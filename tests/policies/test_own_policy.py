@@ -159,6 +159,37 @@ def test_a_module_and_an_entry_point(kind, package, dataset, project, monkeypatc
     assert policy_class("act").__module__ == "flexor.policies.act"
 
 
+# Planning
+
+# Each weight and bias of the docs' policy with a width of 8, for a state and an action of 3 numbers.
+SIZES = [3 * 32 * 25, 32, 32 * 64 * 9, 64, 64 * 64 * 9, 64, 64 * 8 * 8 * 8, 8]  # it sees,
+SIZES += [(8 + 3) * 8, 8, 8 * 8, 8, 8 * 8 * 3, 8 * 3]  # and decides
+BLOCK = 512  # bytes, by which torch hands out a GPU's memory
+
+
+@pytest.mark.parametrize("kind", ["my_policy.py:MyPolicy", "robots.grasp:MyPolicy", "grasp"])
+def test_it_is_planned_like_any_other(kind, package, dataset, capsys):
+    flags = [f"--policy.type={kind}", "--policy.width=8", f"--dataset.root={dataset}", "--gpu=4090", "--json"]
+    assert main(["plan", *flags]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == plan["trained_parameters"] == sum(SIZES) and plan["fits"]
+    weights = sum(-(-4 * size // BLOCK) * BLOCK for size in SIZES)  # each tensor by itself
+    assert plan["memory"]["weights_bytes"] == weights
+    # Adam's two moments of each weight, and of each tensor the number of its step
+    assert plan["memory"]["optimizer_bytes"] == 2 * weights + BLOCK * len(SIZES)
+
+
+def test_what_it_does_with_values_is_named_where_a_plan_has_none(project, dataset, capsys):
+    line = "        mse = mean_over_valid"
+    checked = CODE.replace(line, f"        assert error.isfinite().all(), 'not a number'\n{line}")
+    (project / "my_policy.py").write_text(checked)
+    number = checked.splitlines().index("        assert error.isfinite().all(), 'not a number'") + 1
+    assert main(["plan", TINY[0], f"--dataset.root={dataset}", "--gpu=4090"]) == 2
+    said = capsys.readouterr().err
+    assert f"AssertionError: not a number ({project}/my_policy.py, line {number})" in said
+    assert "A plan has no data" in said
+
+
 # Mistakes
 
 

@@ -9,6 +9,7 @@ seconds.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,9 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config import TrainConfig
 from flexor.data import planes
+from flexor.errors import ConfigError, FlexorError
 from flexor.plan.dialect import Card, CudaDialect
 from flexor.plan.ops import Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.workspaces import cublas_workspace, scratch
+from flexor.policies import POLICIES, policy_class
+from flexor.policies.own import described
 
 aten = torch.ops.aten
 
@@ -300,6 +304,23 @@ def _alike_pieces_once() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _explained(kind: str) -> Iterator[None]:
+    """What a user's own policy raises without data, said as such; an error of a policy here is a mistake of ours."""
+    try:
+        yield
+    except FlexorError:
+        raise
+    except Exception as error:
+        if kind in POLICIES:
+            raise
+        what = described(error, inspect.getsourcefile(policy_class(kind)))
+        raise ConfigError(
+            f"policy.type={kind} can't be planned: {what}. A plan has no data: conditions on values of tensors are "
+            "false there, and numbers read from tensors zero."
+        ) from error
+
+
 def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
     """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
 
@@ -313,7 +334,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     dialect = CudaDialect(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
-    with torch.random.fork_rng(devices=[]), tracker, dialect.speak():
+    with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
         rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
         built = len(tracker.events)
         with tracker.modules(rehearsal.policy):

@@ -75,12 +75,16 @@ def _import(kind: str, where: str) -> ModuleType:
             f"policy.type={kind}: there is no module {error.name}. Install it, or set PYTHONPATH to where it is."
         ) from error
     except Exception as error:  # whatever the user's code does
-        frames = traceback.extract_tb(error.__traceback__)
-        last = ([frame for frame in frames if frame.filename == where] or frames)[-1]
         raise ConfigError(
-            f"policy.type={kind}: {where} can't be imported: {type(error).__name__}: {error} "
-            f"({last.filename}, line {last.lineno})."
+            f"policy.type={kind}: {where} can't be imported: {described(error, where)}."
         ) from error
+
+
+def described(error: Exception, file: str | None) -> str:
+    """An error of the user's code, with the line of their file that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def _import_file(kind: str, file: Path) -> ModuleType:
