@@ -44,19 +44,24 @@ def _names(text: str) -> frozenset[str]:
 # it is given; `cat` and `stack` widen inside their kernels.
 LOWER = _names(
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution addmm addmv addr matmul "
-    "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul multi_dot prelu linalg_vecdot "
+    "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot prelu linalg_vecdot "
     "scaled_dot_product_attention"
 )
 WIDEN = _names(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus "
-    "layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ square "
+    "softplus layer_norm native_layer_norm group_norm frobenius_norm nuclear_norm cosine_similarity poisson_nll_loss "
     "cosine_embedding_loss nll_loss nll_loss2d nll_loss_nd hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
     "huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
     "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss norm "
-    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d upsample_linear1d "
-    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 )
-WIDEN_RESULT = _names("prod softmax log_softmax cumprod cumsum linalg_vector_norm sum")
+if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):  # not in every torch
+    WIDEN |= {"rms_norm"}
+WIDEN_RESULT = _names(
+    "prod softmax log_softmax cumprod cumsum linalg_norm linalg_vector_norm linalg_matrix_norm sum"
+)
 WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add")
 
 # Functions written in Python that call others; those must be seen too.
@@ -327,6 +332,8 @@ class CudaDialect(TorchFunctionMode):
         ops = torch.ops.aten
         if backend == "flash":
             return ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        if backend == "math" and dropout_p > 0:
+            return _attention_by_parts(q, k, v, bias, dropout_p, is_causal, scale)
         if backend == "math":
             return ops._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
         fused = getattr(ops, f"_scaled_dot_product_{backend}_attention")
@@ -347,6 +354,32 @@ def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
         return mask
     shown, hidden = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -math.inf))
     return torch.where(mask, shown, hidden)
+
+
+def _attention_by_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of plain operations, with CUDA's dropout: that within torch's own would be the meta device's."""
+    dtype = q.dtype
+    if dtype in HALF:
+        q, k, v = q.float(), k.float(), v.float()
+    root = math.sqrt(scale or 1 / math.sqrt(q.shape[-1]))
+    q = q * root
+    if is_causal:
+        past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        bias = _as_bias(past, q)
+    scores = q @ (k.transpose(-2, -1) * root)
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.native_dropout(torch._safe_softmax(scores, -1), dropout, True)[0]
+    out, _ = (weights @ v).to(dtype), weights.to(dtype)  # torch's own gives the weights too
+    return out
 
 
 def _aligned(bias: Tensor) -> Tensor:
