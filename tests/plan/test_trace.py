@@ -256,7 +256,7 @@ def test_autocast_casts_products_keeps_copies_of_weights_and_widens_losses():
         assert len(dialect._casts) == 1
         assert y.dtype == torch.bfloat16
         assert F.layer_norm(y, (4,)).dtype == torch.float32
-        assert F.l1_loss(y, y).dtype == torch.float32
+        assert F.l1_loss(y, y).dtype == y.square().dtype == torch.float32
         assert y.softmax(-1).dtype == y.sum().dtype == torch.float32
         assert (y + y).dtype == torch.bfloat16
         with torch.autocast("meta", enabled=False):
@@ -279,6 +279,15 @@ def test_autocast_casts_products_keeps_copies_of_weights_and_widens_losses():
 def test_attention_kernels(dtype, width, mask, capability, backend):
     q = torch.empty(1, 2, 8, width, dtype=dtype, device="meta")
     assert attention_backend(q, q, q, q if mask else None, capability) == backend
+
+
+def test_dropout_within_plain_attention_keeps_a_mask_of_bytes():
+    q = torch.empty(2, 4, 6, 30, device="meta", requires_grad=True)  # 30: no kernel takes it
+    with Tracker("meta") as tracker, speaking():
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    weights = 2 * 4 * 6 * 6
+    assert [event.nbytes for event in tracker.events if event.nbytes == weights] == [weights]
+    assert "native_dropout" in [op.name for op in tracker.ops]
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 9), (7, 5), None])
