@@ -186,7 +186,7 @@ def planned(case: Case, gpu: GPU, speeds: Speeds | None) -> dict[str, Any]:
     config = case.config()
     started = time.perf_counter()
     trace = trace_step(config, case.batch, gpu, case.accumulation)
-    memory = MemoryPlanner(config, gpu, expandable=True).plan(trace)
+    memory = MemoryPlanner(config, gpu).plan(trace)
     took = time.perf_counter() - started
     out = {
         "allocated": memory.allocated,
@@ -217,7 +217,7 @@ def assumed_or_none() -> Speeds | None:
 
 
 def largest(case: Case, gpu: GPU) -> int:
-    return MemoryPlanner(case.config(), gpu, expandable=True).largest_batch(1)
+    return MemoryPlanner(case.config(), gpu).largest_batch(1)
 
 
 def compare(gpu: GPU, cases: list[Case], speeds: Speeds, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:

@@ -28,8 +28,6 @@ WORTH_IT = 0.01  # of the peak that a change saves at least, to be named
 class Harm(IntEnum):
     """What a change does to a run."""
 
-    NONE = 0
-    """The same result in the same time."""
     TIME = 1
     """The same result, later."""
     HARDWARE = 2
@@ -41,7 +39,6 @@ class Harm(IntEnum):
 
 
 KINDS = {
-    "segments": Harm.NONE,
     "frames": Harm.TIME,
     "decoder": Harm.TIME,
     "accumulation": Harm.TIME,

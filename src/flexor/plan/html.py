@@ -11,6 +11,7 @@ from flexor.plan.memory import MemoryPlanner
 from flexor.plan.report import duration, render
 from flexor.plan.study import Study
 from flexor.plan.time import step_time
+from flexor.policies.own import short_name
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 64, 40, 16
 POINTS = 600  # of a curve; a step has thousands of operations
@@ -34,7 +35,7 @@ circle { fill: var(--line); } circle.best { fill: var(--mark); } text.name { fil
 def page(study: Study) -> str:
     """The whole file."""
     plan = study.plan
-    title = f"{plan.config.policy.type} on {plan.site.gpu.name}"
+    title = f"{short_name(plan.config.policy.type)} on {plan.site.gpu.name}"
     figures = [
         ("Memory over a step", memory_plot(study)),
         ("Time of a step against batch size", batch_plot(study)),

@@ -82,7 +82,10 @@ class MemoryPlan:
 
 
 class MemoryPlanner:
-    """Memory of a run for any batch size. The first plan takes two traces, all others next to nothing."""
+    """Memory of a run for any batch size. The first plan takes two traces, all others next to nothing.
+
+    `expandable`: torch's allocator has segments that grow, which is what the trainer tells it.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class MemoryPlanner:
         *,
         world_size: int = 1,
         local_world_size: int | None = None,
-        expandable: bool = False,
+        expandable: bool = True,
         traces: Traces | None = None,
     ):
         self.config, self.gpu, self.expandable = config, gpu, expandable
@@ -181,7 +184,7 @@ def plan_memory(
     *,
     world_size: int = 1,
     local_world_size: int | None = None,
-    expandable: bool = False,
+    expandable: bool = True,
 ) -> MemoryPlan:
     """The memory of a run on one of its GPUs, from a single trace; for many batch sizes use a `MemoryPlanner`."""
     planner = MemoryPlanner(

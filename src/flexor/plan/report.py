@@ -11,10 +11,10 @@ from flexor.plan.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
 from flexor.plan.rank import Choice, cheapest, fastest
 from flexor.plan.study import Study
+from flexor.policies.own import short_name
 
 SHOWN = 10  # choices in the terminal
 HARMS = {
-    Harm.NONE: "nothing",
     Harm.TIME: "time",
     Harm.HARDWARE: "more GPUs",
     Harm.ROUNDING: "rounding",
@@ -46,7 +46,7 @@ def answer(study: Study) -> str:
     gpu, step = plan.site.gpu, plan.pace.step
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{plan.config.policy.type} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
+        f"{short_name(plan.config.policy.type)} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
         f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
         f"({plan.epochs:.3g} epochs) {duration(plan.pace.seconds)}"
         f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
