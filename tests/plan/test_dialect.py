@@ -176,4 +176,4 @@ def test_autocast_knows_the_same_functions():
             "rnn_relu_cell",
             "rnn_tanh_cell",
         ),  # no policy has them
-    } | ({"linalg_vecdot"} - ours)
+    }
