@@ -20,21 +20,18 @@ LOW_DIM_LENGTHS = (11, 9, 13, 10)
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests belong together where two workers share them, and in which order they come.
+    """Which tests belong together where two workers share them, and which come first.
 
-    Those that start many processes come one after the other, beginning at once, for they take longest. Those of a
-    file share what it makes. Those in bfloat16 come last: on a CPU that has none, torch computes float32 differently
-    too from then on.
+    Those of a file share what it makes. Those that start many processes come one after the other, and begin at once,
+    for they take longest.
     """
     groups = {item: _group(item) for item in items}
-    items.sort(key=lambda item: (groups[item] == "bfloat16", groups[item] != "processes"))
+    items.sort(key=lambda item: groups[item] != "processes")
     for item, group in groups.items():
         item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("bfloat16"):
-        return "bfloat16"
     return "processes" if item.path.parent.name in ("distributed", "launch") else item.path.stem
 
 
@@ -54,6 +51,14 @@ def ordinary_priority() -> Iterator[None]:
     yield
     if sys.platform.startswith("linux"):
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.fixture(autouse=True)
+def same_kernels() -> Iterator[None]:
+    """A product in bfloat16 on a CPU that has none makes torch do without oneDNN, and compute float32 differently."""
+    torch.backends.mkldnn.set_flags(True)
+    yield
+    torch.backends.mkldnn.set_flags(True)
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,6 @@ def test_starts_from_imagenet_weights(tmp_path, monkeypatch):
         assert torch.equal(encoder.backbone[7][1].bn2.running_var, state["layer4.1.bn2.running_var"])
 
 
-@pytest.mark.bfloat16
 def test_bfloat16_keeps_positions_exact():
     pool = SpatialSoftmax(6, 30, 40, 2)
     features = torch.randn(2, 6, 30, 40)

@@ -76,13 +76,7 @@ def small(request, lowdim, dataset, tmp_path_factory) -> Small:
 
 @pytest.mark.parametrize(
     "more",
-    [
-        [],
-        pytest.param(
-            ["--precision=bf16", "--gradient_accumulation_steps=2", "--ema.enable"],
-            marks=pytest.mark.bfloat16,
-        ),
-    ],
+    [[], ["--precision=bf16", "--gradient_accumulation_steps=2", "--ema.enable"]],
 )
 def test_resumed_run_is_bitwise_the_uninterrupted_one(more, small, tmp_path):
     if small.data.name == "place" and more:

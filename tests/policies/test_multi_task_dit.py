@@ -180,7 +180,6 @@ def test_the_same_seed_makes_the_same_policy(clips):
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
-@pytest.mark.bfloat16
 def test_bfloat16(clips):
     made, batch = batch_of("flow", clips)
     policy, noise = made.policy.train(), Noise(0, 0, torch.arange(2))

@@ -172,7 +172,6 @@ def test_codes_move_to_the_vectors_mapped_to_them():
     assert torch.allclose(codebook.cluster_size, torch.full((1, 3), 20.0), atol=0.1)
 
 
-@pytest.mark.bfloat16
 @pytest.mark.parametrize("step", [0, 2])
 def test_lower_precision_stays_near(step):
     policy = make()

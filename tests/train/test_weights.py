@@ -25,8 +25,6 @@ from plans import settings
 
 LOWER = ["--precision=bf16", "--weights_dtype=bf16"]
 STEPS = 6
-# those that compute in bfloat16 come last: see conftest
-pytestmark = pytest.mark.bfloat16
 
 
 def dtypes(tensors: dict[str, torch.Tensor]) -> dict[str, set[torch.dtype]]:

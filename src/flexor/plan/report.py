@@ -44,9 +44,10 @@ def render(study: Study) -> str:
 def answer(study: Study) -> str:
     plan = study.plan
     gpu, step = plan.site.gpu, plan.pace.step
+    policy = short_name(plan.config.policy.type)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{short_name(plan.config.policy.type)} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
+        f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
         f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
         f"({plan.epochs:.3g} epochs) {duration(plan.pace.seconds)}"
         f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
