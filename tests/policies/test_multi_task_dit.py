@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from flexor.errors import ConfigError, FlexorError
 from flexor.policies.blocks.flow import FlowMatching, beta, integrate
+from flexor.policies.empty import parameters_without_memory
 from flexor.policies.multi_task_dit import MultiTaskDiT
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.policies.processing import Tokenize
 from flexor.rng import Noise, seed_everything
-from flexor.train.sharding import parameters_without_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 import multi_task_dit_cases as cases

@@ -36,6 +36,18 @@ def test_cosine():
     assert found[10] == pytest.approx(0)
 
 
+def test_vqbet_is_constant_for_the_vocabulary_and_then_as_lerobot_has_it():
+    common = {"type": "vqbet", "num_warmup_steps": 2, "num_vqvae_training_steps": 5}
+    found = factors(12, 13, **common)
+    assert found[:8] == [1, 1, 1, 1, 1, 0, 0.5, 1]
+    assert found[12] == pytest.approx(0.5)  # half way, for the wave is as long as both phases
+    assert found[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 2 / 10)))
+    twice = factors(12, 13, **common, num_cycles=1.0)
+    assert twice[:8] == found[:8] and twice[12] == pytest.approx(0)
+    resolved = resolve_scheduler(SchedulerConfig(type="vqbet"), ACTConfig())
+    assert resolved.num_cycles == 0.5
+
+
 def test_cosine_decay_with_warmup_as_openpi_has_it():
     common = {"type": "cosine_decay_with_warmup", "num_warmup_steps": 4, "peak_lr": 1e-4, "decay_lr": 1e-5}
     found = factors(100, 61, num_decay_steps=40, **common)

@@ -20,12 +20,12 @@ from flexor.plan.eight_bit import AdamW8bit
 from flexor.plan.ops import Phase
 from flexor.plan.trace import Category, Event, Step
 from flexor.policies.base import Kind, Policy, PolicyConfig
+from flexor.policies.empty import parameters_without_memory
 from flexor.policies.processing import TASK_MASK, TASK_TOKENS, Normalize, Pipeline, ToDevice
 from flexor.train.build import deltas_of, make_policy
 from flexor.train.engine import Engine
 from flexor.train.optim import EMA, build_optimizer, build_scheduler, resolve_optimizer, resolve_scheduler
 from flexor.train.settle import Split
-from flexor.train.sharding import parameters_without_memory
 from flexor.train.state import TrainState
 
 META = torch.device("meta")

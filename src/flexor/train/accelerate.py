@@ -24,11 +24,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 from flexor.config import ParallelConfig
 from flexor.errors import ConfigError
 from flexor.policies.base import Policy
+from flexor.policies.empty import parameters_without_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine import DTYPES, Engine
 from flexor.train.processes import Processes
 from flexor.train.settle import hsdp_sizes
-from flexor.train.sharding import ShardedEngine, gather_once, parameters_without_memory
+from flexor.train.sharding import ShardedEngine, gather_once
 
 try:
     import accelerate

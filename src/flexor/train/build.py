@@ -24,6 +24,7 @@ from flexor.policies import policy_class
 from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
 from flexor.policies.blocks.lora import add_adapters
 from flexor.policies.blocks.recompute import recompute
+from flexor.policies.empty import parameters_without_memory
 from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
 from flexor.rng import seed_everything
@@ -81,8 +82,6 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
 
 def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:
     """ddp if weights, gradients and Adam's state fit into half of the smallest device; the rest is for activations."""
-    from flexor.train.sharding import parameters_without_memory
-
     with parameters_without_memory():
         parameters = list(make_policy(config).parameters())
     trained = [p for p in parameters if p.requires_grad]

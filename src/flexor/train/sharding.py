@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from flexor.errors import ConfigError
 from flexor.policies.base import Policy
+from flexor.policies.empty import parameters_without_memory
 from flexor.policies.pretrained import load_weights
 from flexor.tensors import copy_part
 from flexor.train.engine import DTYPES, Engine
@@ -161,21 +162,3 @@ def gather_once(policy: Policy) -> None:
         if isinstance(block, FSDPModule):
             block.unshard()
             block.reshard()
-
-
-@contextlib.contextmanager
-def parameters_without_memory() -> Iterator[None]:
-    """Modules made inside have parameters on the meta device; buffers, which are computed, are real."""
-    register = nn.Module.register_parameter
-
-    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            empty = torch.empty_like(parameter, device="meta")
-            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_empty  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,27 @@
+"""Policies whose parameters take no memory: to be filled part by part, or never."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Modules made inside have parameters on the meta device; buffers, which are computed, are real."""
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            empty = torch.empty_like(parameter, device="meta")
+            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
