@@ -30,7 +30,6 @@ from flexor.plan.rehearsal import META
 without_cuda = pytest.mark.skipif(
     torch.version.cuda is not None, reason="fake tensors of a build with CUDA take kernels that others lack"
 )
-pytestmark = pytest.mark.xdist_group("dialect")  # one process of fake tensors serves all
 
 Calls = Counter[tuple[str, str, tuple[Result, ...]]]  # phase, operation, results
 
@@ -168,12 +167,6 @@ def test_autocast_knows_the_same_functions():
         *("_convolution", "cudnn_convolution", "cudnn_convolution_transpose"),  # are called within torch only
         *("_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
         "binary_cross_entropy",  # is refused
-        *(
-            "conv_tbc",
-            "vdot",
-            "lstm_cell",
-            "gru_cell",
-            "rnn_relu_cell",
-            "rnn_tanh_cell",
-        ),  # no policy has them
+        # no policy has them
+        *("conv_tbc", "vdot", "lstm_cell", "gru_cell", "rnn_relu_cell", "rnn_tanh_cell"),
     }
