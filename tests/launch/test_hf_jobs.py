@@ -19,7 +19,7 @@ from jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 from flexor import __version__
 from flexor.errors import ConfigError, FlexorError
 from flexor.launch.hf_jobs import launch_hf_jobs
-from flexor.launch.hf_request import read_seconds
+from flexor.launch.hf_request import MOUNT, WORK, read_seconds
 from flexor.settings import load_config
 
 PENS = "--dataset.repo_id=ann/pens"
@@ -59,7 +59,7 @@ def test_the_request(hub, log_lines):
     assert f"pip install --quiet flexor=={__version__}" in body["command"][2]
     train = words[words.index("--") + 1 :]
     assert train[0] == "train" and {PENS, "--steps=9", "--resume=auto", "--gpus=all"} < set(train)
-    assert "--output_dir=/tmp/runs-pens" in train and "/flexor-runs/runs-pens" in words
+    assert f"--output_dir={WORK}/runs-pens" in train and f"{MOUNT}/runs-pens" in words
     assert body["flavor"] == "l4x1" and body["dockerImage"] == "python:3.12"
     assert body["timeoutSeconds"] == 24 * 3600
     assert body["secrets"] == {"HF_TOKEN": TOKEN}

@@ -238,17 +238,8 @@ def make_plan(
     )
     if fits:
         memory = memory.within(site.gpu.memory - frames)
-    weights, optimizer = _stays(trace, "weights"), _stays(trace, "optimizer")
     sharded = memory.share.parts > 1
-    saved = checkpoint_bytes(
-        weights,
-        optimizer,
-        ema=config.ema.enable,
-        lora=config.lora.r > 0,
-        sharded=sharded,
-        export=config.checkpoint.export,
-    )
-    saved = saved if config.save_checkpoint else 0
+    saved = _checkpoint(trace, config, sharded) if config.save_checkpoint else 0
     kept = checkpoints_kept(
         config.steps, config.save_freq, config.checkpoint.keep_last, config.checkpoint.keep_every
     )
@@ -275,6 +266,17 @@ def make_plan(
         money=costs(site, pace.hours, pace.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
+    )
+
+
+def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
+    return checkpoint_bytes(
+        _stays(trace, "weights"),
+        _stays(trace, "optimizer"),
+        ema=config.ema.enable,
+        lora=config.lora.r > 0,
+        sharded=sharded,
+        export=config.checkpoint.export,
     )
 
 

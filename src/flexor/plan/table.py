@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flexor.config import TrainConfig
+from flexor.plan.cli import FRAMES
 from flexor.plan.hardware import Hardware
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Choice, Ranking, cheapest, fastest
@@ -21,7 +22,7 @@ from flexor.plan.traces import Traces
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.base import PolicyConfig
 
-BATCH, EPOCHS, FRAMES = 8, 5, 45_000
+BATCH, EPOCHS = 8, 5
 REFERENCE = "RTX 4090"  # whose memory is shown; others differ by CUDA's context and the kernels of attention
 PRECISIONS: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
 

@@ -180,9 +180,8 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
     # The GPU may be behind by a step; over many of them the slower clock sets the pace.
     host, device = sum(phases.values()), sum(work.values())
     seconds = max(host, device)
-    if (
-        config.precision == "fp16"
-    ):  # before the optimizer the scaler asks whether gradients are finite, and waits
+    if config.precision == "fp16":
+        # before the optimizer the scaler asks whether gradients are finite, and waits
         after = ("optimizer", "ema")
         late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)

@@ -134,7 +134,6 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
             "type": "vqbet",
             "num_warmup_steps": self.scheduler_warmup_steps,
             "num_vqvae_training_steps": self.n_vqvae_training_steps,
-            "num_cycles": 0.5,
         }
 
     @property

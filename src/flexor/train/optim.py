@@ -82,12 +82,14 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
             f"{', '.join(SCHEDULER_SETTINGS)}."
         )
     if kind != preset["type"]:
-        preset = {"num_cycles": HALF_A_WAVE} if kind == "vqbet" else {}
+        preset = {}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in SCHEDULER_SETTINGS[kind]]
     if useless:
         raise ConfigError(f"scheduler.{useless[0]} has no meaning for scheduler.type={kind}.")
     config = SchedulerConfig(**{**preset, "type": kind, **named})
+    if kind == "vqbet" and config.num_cycles is None:
+        config.num_cycles = HALF_A_WAVE
     if kind == "cosine_decay_with_warmup":
         missing = [n for n in ("num_decay_steps", "peak_lr", "decay_lr") if getattr(config, n) is None]
         if missing:
