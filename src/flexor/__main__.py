@@ -2,6 +2,6 @@
 
 import sys
 
-from flexor.cli import main
+from flexor.cli import program
 
-sys.exit(main())
+sys.exit(program())

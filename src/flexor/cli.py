@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -34,6 +35,13 @@ Train robot policies on LeRobot datasets.
 
 `flexor VERB --help` says more. Verbs that report take --json: one JSON object on standard output.
 """
+
+
+def program() -> int:
+    """`main` in a process of its own."""
+    code = main()
+    gc.freeze()  # at the end Python would look for garbage in all that was imported, for half a second
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +107,11 @@ def _take(arguments: list[str], *flags: str) -> bool:
 def plan(arguments: list[str]) -> int:
     from flexor.plan.cli import plan as run
 
-    return run(arguments)
+    gc.disable()  # a plan ends before there is much garbage, and looking for it would take a tenth of the time
+    try:
+        return run(arguments)
+    finally:
+        gc.enable()
 
 
 def train(arguments: list[str]) -> int:

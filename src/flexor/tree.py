@@ -76,8 +76,11 @@ def to_plain(value: Any) -> Any:
     return value
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def field_types(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 

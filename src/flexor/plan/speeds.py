@@ -68,7 +68,7 @@ def _type(op: Op) -> str:
     return str(op.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Speeds:
     """What was measured on one machine."""
 
@@ -87,10 +87,6 @@ class Speeds:
     elsewhere: bool = False
     """Measured on another machine: the host is another, whatever the GPU is."""
 
-    def seconds(self, op: Op, gpu: GPU) -> float:
-        """How long an operation takes on a GPU."""
-        return limit(op, gpu) * self._times(op)
-
     def issue(self, op: Op, policy: str) -> float:
         """How long the host takes to issue it."""
         phases = self.host.get(policy, self.host["any"])
@@ -100,7 +96,8 @@ class Speeds:
         """How long the host takes for a step apart from operations."""
         return self.host.get(policy, self.host["any"])["step"]
 
-    def _times(self, op: Op) -> float:
+    def times(self, op: Op) -> float:
+        """How many times as long as its limit an operation takes."""
         at = (op.name, _type(op), extents(op))
         if at not in self._known:
             self._known[at] = self._looked_up(op, np.array(at[2]))

@@ -6,8 +6,9 @@ the pace. Traffic between GPUs hides behind the backward pass as far as it can.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,7 @@ from flexor.config import TrainConfig
 from flexor.plan.hardware import GPU
 from flexor.plan.memory import Share
 from flexor.plan.ops import Op
-from flexor.plan.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, load
+from flexor.plan.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
 from flexor.plan.trace import Trace
 
 LINK = 0.75  # of the bandwidth between GPUs, that collectives reach
@@ -151,13 +152,15 @@ def _passes(ops: list[Op]) -> dict[int, int]:
     return {end: begin}
 
 
-def _alike(ops: Iterable[Op]) -> list[tuple[Op, int]]:
-    """Operations that cost the same, once, and how many there are: few of a step's thousands differ."""
+@functools.lru_cache(maxsize=32)
+def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
+    """Operations that cost the same, once; how many there are, for few of a step's thousands differ, and how many
+    times as long as their limit they take."""
     groups: dict[tuple, tuple[Op, int]] = {}
-    for op in ops:
+    for op in steps_ops(trace):
         costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)
         groups[costs] = (op, groups[costs][1] + 1 if costs in groups else 1)
-    return list(groups.values())
+    return [(op, count, speeds.times(op)) for op, count in groups.values()]
 
 
 def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
@@ -166,11 +169,11 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
     work: dict[str, float] = defaultdict(float)  # of the GPU, by phase
     phases["step"] = speeds.around(config.policy.type)
     flops = fusible = 0.0
-    for op, count in _alike(steps_ops(trace)):
+    for op, count, times in _different(trace, speeds):
         phases[op.phase] += count * speeds.issue(op, config.policy.type)
         flops += count * op.flops
         if op.kind != "view":
-            seconds = count * speeds.seconds(op, gpu)
+            seconds = count * times * limit(op, gpu)
             work[op.phase] += seconds
             if op.phase != "load":
                 kinds[op.kind] += seconds

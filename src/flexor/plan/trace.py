@@ -27,8 +27,10 @@ from flexor.data import planes
 from flexor.errors import ConfigError, FlexorError
 from flexor.plan.dialect import Card, CudaDialect
 from flexor.plan.ops import Op, Phase, describe, is_view, operator_name, tensors_in
+from flexor.plan.shortcuts import Repeats, without_compiler
 from flexor.plan.workspaces import cublas_workspace, scratch
 from flexor.policies import POLICIES, policy_class
+from flexor.policies.base import PolicyConfig
 from flexor.policies.own import described
 
 aten = torch.ops.aten
@@ -79,7 +81,7 @@ class Step:
     end: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     events: list[Event]
     ops: list[Op]
@@ -136,10 +138,12 @@ class Tracker(TorchDispatchMode):
         if function is aten.add.Tensor and self._summed_in_place(*args[:2]):
             self._note(aten.add_.Tensor, args, [args[0]])
             return args[0]
-        if function in WITHOUT_META and self.device == "meta":
+        if self.device != "meta":
+            out = function(*args, **kwargs)
+        elif function in WITHOUT_META:
             out = WITHOUT_META[function](*args)
         else:
-            out = function(*args, **kwargs)
+            out = REPEATS.call(function, args, kwargs)
         self._note(function, [*args, *kwargs.values()], list(tensors_in(out)))
         return out
 
@@ -253,6 +257,9 @@ WITHOUT_META: dict[Any, Any] = {
 }
 
 
+REPEATS = Repeats()
+
+
 def _storage_references(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
@@ -275,11 +282,25 @@ def _references_of_an_owned_gradient() -> tuple[int, int]:
     return max(seen[1:] or seen)
 
 
+def _make_tables(policy: PolicyConfig) -> None:
+    """Tables of colours are made once in a process, and kept: they belong to no step."""
+    from flexor.plan.rehearsal import loaded_batch
+
+    sizes = frozenset(feature.shape for feature in policy.input_features.values())
+    if sizes not in _TABLES:
+        loaded_batch(policy, 1)
+        _TABLES.add(sizes)
+
+
+_TABLES: set[frozenset] = set()
+
+
+@without_compiler()
 def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> list[Event]:
     """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
     from flexor.plan.rehearsal import loaded_batch
 
-    loaded_batch(config.policy, 1)
+    _make_tables(config.policy)
     with (tracker := Tracker("meta")), _alike_pieces_once():
         tracker.phase = "load"
         batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
@@ -321,15 +342,16 @@ def _explained(kind: str) -> Iterator[None]:
         ) from error
 
 
+@without_compiler()
 def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
     """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
 
     The policy's features must be filled in, as `train.build.fit_to_dataset` does. `accumulation`: forward passes per
     step; what the settings say unless given.
     """
-    from flexor.plan.rehearsal import Rehearsal, loaded_batch
+    from flexor.plan.rehearsal import Rehearsal
 
-    loaded_batch(config.policy, 1)  # tables of colours are made once in a process, and kept
+    _make_tables(config.policy)
     tracker = Tracker("meta", gpu.compute_capability)
     dialect = CudaDialect(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")

@@ -7,6 +7,7 @@ workspace of cuBLAS.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from flexor.config import TrainConfig
@@ -59,7 +60,7 @@ class Traces:
             trace = self._rescaled(*key, costs=costs)
             if costs:
                 self._scaled[key] = trace
-        return _with_workspaces(trace, gpu.compute_capability)
+        return _with_workspaces(trace, cublas_workspace(gpu.compute_capability))
 
     def _rescaled(self, batch_size: int, accumulation: int, stands: Capability, *, costs: bool) -> Trace:
         passes = min(accumulation, PASSES)
@@ -105,9 +106,9 @@ def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
     return None not in (card, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
 
 
-def _with_workspaces(trace: Trace, capability: Capability) -> Trace:
-    """With the workspaces that cuBLAS takes on a card of this kind."""
-    size = cublas_workspace(capability)
+@functools.lru_cache(maxsize=32)
+def _with_workspaces(trace: Trace, size: int) -> Trace:
+    """With workspaces of cuBLAS as large as those on another card."""
     own = [n for n, category in trace.category.items() if category == "workspaces"]
     if all(event.nbytes == size for event in trace.events if event.what == "born" and event.storage in own):
         return trace
