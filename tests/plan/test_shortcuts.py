@@ -131,7 +131,7 @@ def test_memory_of_what_is_known_is_bounded(monkeypatch):
 def test_the_compiler_is_itself_afterwards(then):
     """In a process of its own: in this one the compiler may be there already."""
     code = f"""
-import sys, torch
+import inspect, sys, torch
 from flexor.plan.shortcuts import NoCompiler, without_compiler
 with without_compiler():
     assert isinstance(sys.modules["torch._dynamo"], NoCompiler)
@@ -143,6 +143,7 @@ with without_compiler():
     told = torch.optim.Optimizer.zero_grad.__wrapped__
     assert told.__dynamo_disable is told
     torch.empty(3, device="meta").exp()
+    inspect.getmodule(inspect.currentframe())  # looks at every module
     assert isinstance(sys.modules["torch._dynamo"], NoCompiler), "something asked for more"
     {then or "pass"}
 assert {bool(then)} == ("torch._dynamo" in sys.modules)
@@ -158,5 +159,19 @@ assert compiled(torch.ones(3)) == 6 and len(calls) == 1
 optimizer.step()
 optimizer.zero_grad()
 assert told.__dynamo_disable is not told
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_library_can_be_imported_meanwhile():
+    """A policy may import one when it is made."""
+    pytest.importorskip("transformers")
+    code = """
+import torch
+from flexor.plan.shortcuts import without_compiler
+with without_compiler():
+    from transformers.models.clip.modeling_clip import CLIPTextModel
+import torch._dynamo
+assert torch._dynamo.__file__
 """
     subprocess.run([sys.executable, "-c", code], check=True)

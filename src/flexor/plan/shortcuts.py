@@ -34,6 +34,8 @@ class NoCompiler(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":  # that is how one looks through all modules
+            raise AttributeError(name)
         self.step_aside()
         return getattr(importlib.import_module(COMPILER), name)
 
