@@ -6,7 +6,7 @@ import pytest
 
 from flexor.plan.as_json import _finite
 from flexor.plan.html import Axes, thinned, ticks
-from flexor.plan.report import duration, usd
+from flexor.plan.report import duration, number, usd
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,7 @@ from flexor.plan.report import duration, usd
     [
         (0.0123, "12.3 ms"),
         (0.9, "900 ms"),
+        (0.9996, "1,000 ms"),
         (59, "59 s"),
         (600, "10 min"),
         (7200, "2.0 h"),
@@ -22,6 +23,10 @@ from flexor.plan.report import duration, usd
 )
 def test_durations(seconds: float, said: str):
     assert duration(seconds) == said
+
+
+def test_numbers_have_no_powers_of_ten():
+    assert [number(x) for x in (0.1234, 17.82, 99.96, 1138.2)] == ["0.123", "17.8", "100", "1,138"]
 
 
 def test_money():

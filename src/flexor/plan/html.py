@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexor.plan.memory import MemoryPlanner
-from flexor.plan.report import duration, render
+from flexor.plan.report import duration, number, render
 from flexor.plan.study import Study
 from flexor.plan.time import step_time
 from flexor.policies.own import short_name
@@ -63,7 +63,7 @@ def memory_plot(study: Study) -> str:
     room = (plan.site.gpu.memory - plan.memory.context) / 1e9
     top = max(size for _, size in points) * 1.1
     axes = Axes((0, points[-1][0]), (0, max(top, room) if room < 2 * top else top))
-    drawn = axes.frame("operation", "GB allocated", "{:.0f}".format, "{:.3g}".format) + axes.line(points)
+    drawn = axes.frame("operation", "GB allocated", "{:.0f}".format, number) + axes.line(points)
     if room <= axes.y[1]:
         drawn += axes.level(room, f"what the {plan.site.gpu.name} has")
     return svg(drawn)
@@ -101,7 +101,7 @@ def cost_plot(study: Study) -> str:
     hours = [math.log10(choice.hours) for choice, _ in priced]
     dollars = [math.log10(cost) for _, cost in priced]
     axes = Axes(_widened(hours), _widened(dollars))
-    drawn = axes.frame("time of the run", "USD", lambda x: duration(10**x * 3600), lambda y: f"{10**y:.3g}")
+    drawn = axes.frame("time of the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
     named: list[tuple[float, float]] = []
     for (choice, cost), x, y in zip(priced, hours, dollars):
         best = _is_best(x, y, hours, dollars)

@@ -49,7 +49,7 @@ def answer(study: Study) -> str:
     lines = [
         f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
         f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
-        f"({plan.epochs:.3g} epochs) {duration(plan.pace.seconds)}"
+        f"({number(plan.epochs)} epochs) {duration(plan.pace.seconds)}"
         f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
     ]
     if plan.data_bound:
@@ -304,12 +304,17 @@ def plus_minus(spread: float) -> str:
     return f"(+-{spread:.0%})"
 
 
+def number(value: float) -> str:
+    """To three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def duration(seconds: float) -> str:
     """As a person would say it."""
     if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
+        return f"{number(seconds * 1e3)} ms"
     if seconds < 120:
-        return f"{seconds:.3g} s"
+        return f"{number(seconds)} s"
     if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
