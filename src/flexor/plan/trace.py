@@ -11,19 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config import TrainConfig
-from flexor.data import planes
 from flexor.errors import ConfigError, FlexorError
 from flexor.plan.dialect import Card, CudaDialect
 from flexor.plan.ops import Op, Phase, describe, is_view, operator_name, tensors_in
@@ -301,28 +298,12 @@ def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> li
     from flexor.plan.rehearsal import loaded_batch
 
     _make_tables(config.policy)
-    with (tracker := Tracker("meta")), _alike_pieces_once():
+    with (tracker := Tracker("meta")):
         tracker.phase = "load"
         batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
         events = list(tracker.events)
     del batches
     return events
-
-
-@contextmanager
-def _alike_pieces_once() -> Iterator[None]:
-    """A piece of a batch that is like the two before it takes their memory again: it need not be looked at."""
-    convert, seen = planes._some_to_rgb, Counter[int]()
-
-    def once(format: planes.PlaneFormat, part: Tensor, pixels: Tensor, *rest: Any) -> None:
-        if pixels.storage_offset() == 0:  # the first of a camera's
-            seen.clear()
-        seen[len(part)] += 1
-        if seen[len(part)] <= 2:
-            convert(format, part, pixels, *rest)
-
-    with mock.patch.object(planes, "_some_to_rgb", once):
-        yield
 
 
 @contextmanager
