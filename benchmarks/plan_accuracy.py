@@ -5,7 +5,8 @@
 Over policies, batch sizes, precisions, recomputing, accumulation, moving averages, frozen parts, LoRA and bfloat16
 weights: peak of torch's allocator, peak of the process, and time of a step, uncalibrated and calibrated. Then for each
 policy the largest batch that the plan says fits, and 10 % more than the smallest that it says does not.
-Plans are made in processes that do not see the GPU; every run is measured in a process of its own.
+Plans are made in processes that do not see the GPU; every run is measured in a process of its own. Results are written
+as they come; the same command again goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from flexor.plan.measure import Measured
 from flexor.plan.memory import MemoryPlanner
 from flexor.plan.robot import Robot
 from flexor.plan.speeds import Speeds, assumed, read, save
+from flexor.plan.table import describe_clip
 from flexor.plan.time import step_time
 from flexor.plan.trace import trace_step
 from flexor.settings import load_config
@@ -73,12 +76,10 @@ class Case:
 
 
 def clip_folder() -> Path:
-    """The shape of the CLIP that multi_task_dit takes by default, without its weights."""
+    """The CLIP that multi_task_dit takes by default, one for all processes."""
     folder = Path(tempfile.gettempdir()) / "clip-vit-base-patch16"
-    if not (folder / "config.json").is_file():
-        from transformers import CLIPConfig
-
-        CLIPConfig(vision_config={"patch_size": 16}).save_pretrained(folder)
+    folder.mkdir(exist_ok=True)
+    describe_clip(folder)
     return folder
 
 
@@ -220,39 +221,38 @@ def largest(case: Case, gpu: GPU) -> int:
     return MemoryPlanner(case.config(), gpu).largest_batch(1)
 
 
-def compare(gpu: GPU, cases: list[Case], speeds: Speeds, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+Row = dict[str, Any]
+
+
+def compare(gpu: GPU, cases: list[Case], speeds: Speeds, pool: ProcessPoolExecutor) -> Iterator[Row]:
     plans = [pool.submit(planned, case, gpu, speeds) for case in cases]
-    rows = []
     for plan in plans:
         plan.result()  # so that all cores are free while the GPU is measured
     for case, plan in zip(cases, plans):
-        rows.append({"case": str(case), "planned": plan.result(), "measured": in_own_process(measured, case)})
-        print(line(rows[-1]), flush=True)
-    return rows
+        row = {"case": str(case), "planned": plan.result(), "measured": in_own_process(measured, case)}
+        print(line(row), flush=True)
+        yield row
 
 
-def check_largest(gpu: GPU, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    rows = []
-    for case, size in zip(LARGEST, pool.map(largest, LARGEST, [gpu] * len(LARGEST))):
+def check_largest(gpu: GPU, cases: list[Case], pool: ProcessPoolExecutor) -> Iterator[Row]:
+    for case, size in zip(cases, pool.map(largest, cases, [gpu] * len(cases))):
         over = -(-11 * (size + 1) // 10)
         does = in_own_process(fits, replace(case, batch=size))
         does_not = in_own_process(fits, replace(case, batch=over))
         right = does.get("fits") is True and does_not.get("fits") is False
-        rows.append(
-            {
-                "case": str(case),
-                "largest": size,
-                "fits": does,
-                "over": over,
-                "over_fits": does_not,
-                "right": right,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        row = {
+            "case": str(case),
+            "largest": size,
+            "fits": does,
+            "over": over,
+            "over_fits": does_not,
+            "right": right,
+        }
+        print(json.dumps(row), flush=True)
+        yield row
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     plan, real = row["planned"], row["measured"]
     if "error" in real:
         return f"{row['case']:60} {real['error']}"
@@ -272,14 +272,16 @@ def off(planned: float, measured: float) -> float:
     return planned / measured - 1
 
 
-def bound(row: dict[str, Any]) -> str:
+def bound(row: Row) -> str:
     """By the plan: which of the two has more to do."""
     times = row["planned"]["calibrated"]
     return "host" if times["host"] > times["gpu"] else "gpu"
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[Row]) -> dict[str, Any]:
     good = [row for row in rows if "error" not in row["measured"]]
+    if not good:
+        return {"cases": 0, "failed": len(rows)}
 
     def errors(name: str) -> dict[str, float]:
         some = [abs(off(row["planned"][name], row["measured"][name])) for row in good]
@@ -309,7 +311,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("plan_accuracy.json"))
-    parser.add_argument("--speeds", type=Path, help="a calibration of this GPU; measured anew unless given")
+    parser.add_argument("--speeds", type=Path, help="a calibration of this GPU; otherwise beside the results")
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
     parser.add_argument("--no-largest", action="store_true")
     parser.add_argument("--plan-processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -317,27 +319,38 @@ def main() -> None:
     gpu = in_own_process(this_gpu)
     if not isinstance(gpu, GPU):
         sys.exit(f"There is no GPU here that is known: {gpu}")
-    path = args.speeds or args.out.with_suffix(".speeds.json")
-    took = in_own_process(calibrated, gpu, path) if args.speeds is None else {}
-    if "error" in took:
-        sys.exit(f"The calibration failed: {took['error']}")
-    speeds = read(path)
-    cases = [case for case in CASES if args.only in str(case)]
     result: dict[str, Any] = {
         "gpu": gpu.name,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        "calibration": took,
+        "calibration": {},
+        "rows": [],
+        "largest": [],
     }
+    if args.out.is_file():
+        result = json.loads(args.out.read_text())
+    path = args.speeds or args.out.with_suffix(".speeds.json")
+    if not path.is_file():
+        result["calibration"] = in_own_process(calibrated, gpu, path)
+    if "error" in result["calibration"]:
+        sys.exit(f"The calibration failed: {result['calibration']['error']}")
+    speeds = read(path)
+
+    def left(cases: list[Case], rows: str) -> list[Case]:
+        done = [row["case"] for row in result[rows]]
+        return [case for case in cases if args.only in str(case) and str(case) not in done]
+
     workers = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.plan_processes, workers, initializer=see_no_gpu) as pool:
-        rows = compare(gpu, cases, speeds, pool)
-        result |= {"summary": summary(rows), "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1))
-        print(json.dumps(result["summary"], indent=1), flush=True)
-        if not args.no_largest:
-            result["largest"] = check_largest(gpu, pool)
+        for row in compare(gpu, left(CASES, "rows"), speeds, pool):
+            result["rows"].append(row)
+            result["summary"] = summary(result["rows"])
             args.out.write_text(json.dumps(result, indent=1))
+        print(json.dumps(result.get("summary"), indent=1), flush=True)
+        if not args.no_largest:
+            for row in check_largest(gpu, left(LARGEST, "largest"), pool):
+                result["largest"].append(row)
+                args.out.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

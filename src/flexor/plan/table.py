@@ -98,11 +98,15 @@ def offline(kind: str) -> Iterator[PolicyConfig]:
         yield config
         return
     with tempfile.TemporaryDirectory(prefix="clip-vit-base-patch16-") as folder:
-        # what differs between openai/clip-vit-base-patch16 and the defaults of `transformers`
-        described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
-        (Path(folder) / "config.json").write_text(json.dumps(described))
+        describe_clip(Path(folder))
         own: dict[str, Any] = dict.fromkeys(names, folder)
         yield replace(config, **own)
+
+
+def describe_clip(folder: Path) -> None:
+    """The shape of openai/clip-vit-base-patch16, where it differs from what `transformers` assumes."""
+    described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
+    (folder / "config.json").write_text(json.dumps(described))
 
 
 def _line(row: Row, hardware: Hardware) -> str:
