@@ -156,8 +156,8 @@ def this_gpu() -> GPU | None:
 def measured(case: Case) -> dict[str, Any]:
     with Measured(case.config(), case.batch, case.accumulation) as run:
         memory = run.memory()
-        rough = run.steps(2)
-        seconds = run.steps(max(4, min(20, int(0.7 / rough))))
+        rough = run.steps(1)
+        seconds = run.steps(max(2, min(8, int(0.3 / rough))))
         return {"seconds": seconds, **asdict(memory), "host": run.host(5)}
 
 

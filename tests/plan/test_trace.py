@@ -302,3 +302,14 @@ def test_values_are_zero_and_noted():
         assert not torch.ones((), dtype=torch.bool, device="meta")
         assert torch.ones(1).item() == 1  # a real tensor has one
     assert dialect.asked == ["item", "__bool__"]
+
+
+def test_values_that_come_from_the_host_are_noted():
+    with speaking() as dialect:
+        there = torch.empty(3, device="meta")
+        for made in (torch.tensor(1.0, device="meta"), torch.as_tensor([1, 2], device="meta")):
+            assert made.device.type == "meta"
+        assert there.new_tensor([1.0]).device.type == "meta"
+        torch.tensor(1.0), torch.as_tensor(there), torch.as_tensor(there, device="meta"), there.new_zeros(2)
+        torch.arange(3, device="meta"), torch.full((3,), 2.0, device="meta")
+    assert dialect.asked == ["tensor", "as_tensor", "new_tensor"]

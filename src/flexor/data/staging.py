@@ -40,9 +40,15 @@ class Staged:
         if self.decoded is not None:
             parts.append(self.decoded)
         if self.keeper is not None and self.kept is not None:
-            parts.append(self.keeper.planes[torch.from_numpy(self.kept).to(device)])
+            parts.append(self.keeper.planes[_index_on(device, self.kept)])
         planes = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return rgb_on_device(self.format, planes)[torch.from_numpy(self.index).to(device)]
+        return rgb_on_device(self.format, planes)[_index_on(device, self.index)]
+
+
+def _index_on(device: torch.device, index: np.ndarray) -> Tensor:
+    """From memory that is not pinned it would be copied only when the GPU has done all it was given before."""
+    host = torch.from_numpy(index)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class Stager:

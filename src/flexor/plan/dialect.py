@@ -78,6 +78,10 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# What brings values from the host, and waits until they are there.
+MADE_OF_VALUES = {"tensor", "as_tensor", "new_tensor", "asarray"}
+
+
 def attention_backend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capability: tuple[int, int] | None
 ) -> Backend:
@@ -108,7 +112,9 @@ class CudaDialect(TorchFunctionMode):
         super().__init__()
         self.capability, self.device = capability, device
         self.lower: torch.dtype | None = None  # what autocast casts to; None while it is off
-        self.asked: list[str] = []  # values that the policy asked for, which a GPU would be waited for
+        self.asked: list[
+            str
+        ] = []  # values that came from or to the policy, for which a GPU would be waited for
         self.attention: dict[tuple, Backend] = {}
         self.on_cast: Callable[[Tensor], None] = lambda copy: None  # a weight was copied to be cast
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy
@@ -243,6 +249,10 @@ class CudaDialect(TorchFunctionMode):
             return function(*args, **kwargs)
         if name in VALUES or name == "item":
             return self._value(name, function, args)
+        if name in MADE_OF_VALUES and not isinstance(args[-1], Tensor):
+            like = args[0].device if isinstance(args[0], Tensor) else "cpu"
+            if torch.device(kwargs.get("device") or like).type == self.device:
+                self.asked.append(name)
         if (
             isinstance(function, types.FunctionType)
             and function.__module__ in WRITTEN_IN_PYTHON

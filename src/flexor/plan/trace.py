@@ -100,7 +100,8 @@ class Trace:
     """Bytes that all that is trained has in gradients."""
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
-    """Where the policy asked for the value of a tensor; a GPU is waited for there, and the plan took zero."""
+    """Where a step asked for the value of a tensor, which the plan took to be zero, or made a tensor of values: a GPU
+    is waited for there."""
 
     def nbytes(self, category: Category) -> int:
         """Bytes asked for in a category that are never given back, such as weights; gradients: of one step."""
@@ -340,6 +341,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
         rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
         built = len(tracker.events)
+        dialect.asked.clear()
         with tracker.modules(rehearsal.policy):
             steps = [rehearsal.step(number) for number in rehearsal.steps_to_see()]
     policy = rehearsal.policy

@@ -8,7 +8,6 @@ from enum import StrEnum
 from math import inf
 from typing import Any, ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
@@ -206,8 +205,6 @@ class Policy(nn.Module):
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """error [B, H, A] -> [B], whose mean over the global batch is the mean over its unpadded steps."""
     valid = ~is_pad  # [B, H]
-    steps = batch.get(VALID_STEPS)
-    if steps is None:
-        steps = valid.sum(1).float().mean()
-    steps = torch.as_tensor(steps, device=error.device).clamp(min=1e-6)
+    given: float | None = batch.get(VALID_STEPS)  # not as a tensor: bringing one to a GPU would wait for it
+    steps = valid.sum(1).float().mean().clamp(min=1e-6) if given is None else max(given, 1e-6)
     return (error * valid[..., None]).sum((1, 2)) / (steps * error.shape[-1])

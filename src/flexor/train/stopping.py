@@ -78,10 +78,25 @@ def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, sai
     return error
 
 
+class OnTheWay:
+    """Tensors that come to the host, which waits for them and not for what the GPU was given after them."""
+
+    def __init__(self, *tensors: Tensor):
+        self._host = [tensor.detach().to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
+        on_gpu = [tensor.device for tensor in tensors if tensor.is_cuda]
+        self._event = torch.cuda.current_stream(on_gpu[0]).record_event() if on_gpu else None
+
+    def arrived(self) -> list[Any]:
+        """Their values, as numbers and lists."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.tolist() for tensor in self._host]
+
+
 class Watch:
     """Stops a run whose loss is no longer a number, and has all ranks stop at the same step.
 
-    A step's figures are looked at when the next step has been queued, so that no step waits for the GPU, and before
+    A step's figures are looked at when the next step has been queued, so that the GPU always has work, and before
     anything is saved. They are sums over all ranks: what one rank sees, all see.
     """
 
@@ -89,7 +104,7 @@ class Watch:
         self.run, self.engine = run, engine
         # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
         self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
-        self.seen: tuple[int, list[dict[str, Any]], Tensor, Tensor, Tensor] | None = None
+        self.seen: tuple[int, list[dict[str, Any]], OnTheWay] | None = None
         self.stopping: signal.Signals | None = None
 
     def see(
@@ -101,32 +116,34 @@ class Watch:
         told: signal.Signals | None,
     ) -> None:
         self.check()
+        over_all = loss[None]
         if self.engine.world_size == 1:
             self.stopping = told
-            self.seen = (step, batches, loss, norm, loss[None])
         else:
-            signals = [float(told is number) for number in StopSignal.SIGNALS]
-            over_all = torch.cat((loss[None], loss.new_tensor(signals)))
-            self.seen = (step, batches, loss, norm, self.engine.sum(over_all))
+            signals = loss.new_zeros(len(StopSignal.SIGNALS))
+            if told is not None:
+                signals[StopSignal.SIGNALS.index(told)] = 1
+            over_all = self.engine.sum(torch.cat((over_all, signals)))
+        self.seen = (step, batches, OnTheWay(over_all, norm, loss))
 
     def check(self) -> None:
         if self.seen is None:
             return
-        step, batches, own, norm, over_all = self.seen
+        step, batches, figures = self.seen
         self.seen = None
-        loss, *signals = over_all.tolist()
+        (loss, *signals), norm, own = figures.arrived()
         for number, count in zip(StopSignal.SIGNALS, signals):
             if count:
                 self.stopping = number
-        finite = bool(torch.isfinite(norm))
+        finite = math.isfinite(norm)
         if finite:
             self.overflows_left = self.overflows_allowed
         elif math.isfinite(loss):
             self.overflows_left -= 1
         if math.isfinite(loss) and (finite or self.overflows_left >= 0):
             return
-        what, value = ("gradient", norm.item()) if math.isfinite(loss) else ("loss", loss)
-        self._stop(step, what, value, batches, float(own))
+        what, value = ("gradient", norm) if math.isfinite(loss) else ("loss", loss)
+        self._stop(step, what, value, batches, own)
 
     def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
         """All ranks come here at the same step, so they can tell each other whose batch it was."""

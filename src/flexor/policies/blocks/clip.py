@@ -52,8 +52,13 @@ class ClipText(nn.Module):
         self.max_length: int = settings.max_position_embeddings
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        before = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        attend = (
+            before & mask[:, None, None].bool()
+        )  # whole: `transformers` would ask whether anything is masked
         with torch.no_grad():
-            out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=mask)
+            out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=attend)
         return self.projection(out.pooler_output)
 
     def load_pretrained(self) -> None:

@@ -1,0 +1,67 @@
+"""The host issues a step's work and goes on: nothing in it may wait for the GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from flexor.plan.measure import Stopwatch
+from flexor.plan.rehearsal import Rehearsal
+from flexor.plan.trace import trace_step
+from flexor.policies import POLICIES
+from flexor.train.stopping import OnTheWay
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from multi_task_dit_clip import make_clips
+from plans import H200, settings
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.fixture(params=POLICIES)
+def config(request, tmp_path):
+    if request.param != "multi_task_dit":
+        return settings(request.param, precision="bf16")
+    make_clips(tmp_path)
+    clips = dict.fromkeys(("vision_encoder_name", "text_encoder_name"), str(tmp_path / "tiny-clip"))
+    return settings("multi_task_dit", (32, 32), clips, precision="bf16")
+
+
+def test_no_policy_asks_for_values_or_brings_them(config):
+    asked = trace_step(config, 2, H200).asked
+    once = ["item"] if config.policy.type == "vqbet" else []  # whether its vocabulary is there, as it begins
+    assert asked == once
+
+
+@needs_gpu
+def test_torch_sees_no_step_wait(config):
+    device = torch.device("cuda", 0)
+    run = Rehearsal(config, 2, 1, Stopwatch(), device)
+    number = run.steps_to_see()[-1]
+    for _ in range(2):
+        run.step(number)  # what is made once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.step(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_values_arrive():
+    arrived = OnTheWay(torch.tensor([1.0, 0.0]), torch.tensor(2.5), nn.Parameter(torch.tensor(float("nan"))))
+    (loss, signal), norm, own = arrived.arrived()
+    assert (loss, signal, norm) == (1, 0, 2.5) and own != own
+
+
+@needs_gpu
+def test_values_arrive_while_the_gpu_works_on():
+    loss = torch.full((1,), 3.0, device="cuda")
+    torch.cuda.synchronize()
+    on_the_way = OnTheWay(loss)
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    assert on_the_way.arrived() == [[3.0]]
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
