@@ -65,13 +65,6 @@ DIFFERENCES = (
         ("native_batch_norm_backward",),
     ),
     Difference(
-        "a number becomes a tensor: on the meta device it is made there",
-        ("act bf16 recomputed",),
-        None,
-        ("_to_copy",),
-        ((), "float32"),
-    ),
-    Difference(
         "the schedule's table is on the host, and the meta device has it for its own",
         ("diffusion",),
         None,
