@@ -90,20 +90,19 @@ class Repeats:
         if not in_place and not _makes_tensors(function):
             return function(*args, **kwargs)
         key = (function, _described(args), _described(tuple(kwargs.items())))
-        known = self._known.get(key, key)
-        if isinstance(known, Result):
-            return known.make()
-        if isinstance(known, list):
-            return tuple(one.make() for one in known)
-        if known is not key and in_place:
-            return args[0]
-        out = function(*args, **kwargs)
-        if known is key:
+        if key not in self._known:
+            out = function(*args, **kwargs)
             if len(self._known) >= self.MOST:
                 self._known.clear()
             given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
             self._known[key] = None if in_place else _results(out, given)
-        return out
+            return out
+        if in_place:
+            return args[0]
+        known = self._known[key]
+        if known is None:
+            return function(*args, **kwargs)
+        return known.make() if isinstance(known, Result) else tuple(one.make() for one in known)
 
 
 @functools.cache
