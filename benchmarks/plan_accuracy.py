@@ -328,7 +328,13 @@ def main() -> None:
         "largest": [],
     }
     if args.out.is_file():
-        result = json.loads(args.out.read_text())
+        before = json.loads(args.out.read_text())
+        if (before["gpu"], before["torch"]) != (result["gpu"], result["torch"]):
+            sys.exit(
+                f"{args.out} is of {before['gpu']} and torch {before['torch']}: name another file in --out."
+            )
+        result = before
+        result["rows"] = [row for row in result["rows"] if "error" not in row["measured"]]
     path = args.speeds or args.out.with_suffix(".speeds.json")
     if not path.is_file():
         result["calibration"] = in_own_process(calibrated, gpu, path)

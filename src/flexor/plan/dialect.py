@@ -112,9 +112,7 @@ class CudaDialect(TorchFunctionMode):
         super().__init__()
         self.capability, self.device = capability, device
         self.lower: torch.dtype | None = None  # what autocast casts to; None while it is off
-        self.asked: list[
-            str
-        ] = []  # values that came from or to the policy, for which a GPU would be waited for
+        self.asked: list[str] = []  # values from the GPU or from the host, which a run would wait for
         self.attention: dict[tuple, Backend] = {}
         self.on_cast: Callable[[Tensor], None] = lambda copy: None  # a weight was copied to be cast
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy

@@ -51,7 +51,7 @@ class NoCompiler(ModuleType):
 def without_compiler() -> Iterator[None]:
     """An optimizer's step, and much of what torch has in Python, imports the compiler to say that it is not for it.
 
-    That takes longer than a plan.
+    That takes longer than the rehearsal.
     """
     if COMPILER in sys.modules:
         yield

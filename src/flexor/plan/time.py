@@ -152,10 +152,10 @@ def _passes(ops: list[Op]) -> dict[int, int]:
     return {end: begin}
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
-    """Operations that cost the same, once; how many there are, for few of a step's thousands differ, and how many
-    times as long as their limit they take."""
+    """Few of a step's thousands of operations differ: each of those, how many are like it, and how many times as long
+    as its limit it takes."""
     groups: dict[tuple, tuple[Op, int]] = {}
     for op in steps_ops(trace):
         costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)

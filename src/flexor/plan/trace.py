@@ -284,13 +284,8 @@ def _make_tables(policy: PolicyConfig) -> None:
     """Tables of colours are made once in a process, and kept: they belong to no step."""
     from flexor.plan.rehearsal import loaded_batch
 
-    sizes = frozenset(feature.shape for feature in policy.input_features.values())
-    if sizes not in _TABLES:
+    with Tracker("meta"):
         loaded_batch(policy, 1)
-        _TABLES.add(sizes)
-
-
-_TABLES: set[frozenset] = set()
 
 
 @without_compiler()

@@ -106,7 +106,7 @@ def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
     return None not in (card, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=8)
 def _with_workspaces(trace: Trace, size: int) -> Trace:
     """With workspaces of cuBLAS as large as those on another card."""
     own = [n for n, category in trace.category.items() if category == "workspaces"]
