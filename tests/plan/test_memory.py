@@ -9,7 +9,7 @@ from plans import H200, Gpu, settings
 
 from flexor.config import EMAConfig, ParallelConfig
 from flexor.plan.allocator import MIB, CachingAllocator, replay
-from flexor.plan.memory import MemoryPlanner, context_of, plan_memory
+from flexor.plan.memory import SPARE, MemoryPlanner, context_of, plan_memory, usable
 from flexor.plan.trace import Event, Step, Trace, trace_step
 
 
@@ -48,6 +48,14 @@ def test_a_replay_worked_out_by_hand():
     }
     # 4, 8 and 6 share 20 MiB, 30 is alone, and batches have small segments
     assert peak.reserved == (20 + 30 + 2) * MIB
+
+
+def test_a_batch_goes_when_another_phase_of_training_begins():
+    trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
+    trace.events += [Event("born", 3, 40 * MIB, -1), Event("born", 4, 90 * MIB, -1), Event("dies", 4, 0, -1)]
+    trace.category |= {3: "batch", 4: "activations"}
+    trace.steps.append(Step(9, 3, 4, 6))
+    assert replay(trace, steps=3).allocated == 512 + (40 + 90) * MIB
 
 
 def test_two_batches_are_there_while_the_next_one_comes():
@@ -147,9 +155,9 @@ def test_auto_takes_ddp_if_half_of_the_memory_is_enough():
 
 def test_the_largest_batch_fits_and_one_more_does_not(planner: MemoryPlanner):
     wanted = planner.at(40).reserved + context_of(H200)
-    small = MemoryPlanner(planner.config, Gpu(wanted), traces=planner.traces)
+    small = MemoryPlanner(planner.config, Gpu(round(wanted / (1 - SPARE)) + 1), traces=planner.traces)
     largest = small.largest_batch()
-    assert largest >= 40
+    assert usable(small.gpu) >= wanted and largest >= 40
     assert small.fits(largest) and not small.fits(largest + 1)
 
 

@@ -245,6 +245,7 @@ class _Player:
         self.trace, self.memory = trace, memory
         self.blocks: dict[int, Block | None] = {}
         self.held: dict[str, int] = defaultdict(int)
+        self.batches: list[int] = []  # storages of the last step's
         self.peak = Peak(0, 0, {}, 0, 0, [])
 
     def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
@@ -282,11 +283,12 @@ class _Player:
     def step(self, step: Step, again: bool) -> None:
         """One optimizer step. Its batches come while those of the step before are still there."""
         events = self.trace.events
-        old = {key: self.blocks.pop(key) for key in self._batches(step) if key in self.blocks}
+        old = {key: self.blocks.pop(key) for key in self.batches if key in self.blocks}
         self.peak.timeline.clear()
         self.play(events[step.start : step.loaded], step.number)
         for storage in list(old):
             self._free(storage, old)
+        self.batches = self._batches(step)
         until = self._last_use(step)
         self.play(events[step.loaded : until], step.number, fresh=not again)
 
@@ -302,7 +304,7 @@ class _Player:
 
     def _last_use(self, step: Step) -> int:
         """The trace lets go of its batches at the very end of the step; a run does when it has the next ones."""
-        events, batches, at = self.trace.events, set(self._batches(step)), step.end
+        events, batches, at = self.trace.events, set(self.batches), step.end
         while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:
             at -= 1
         return at
