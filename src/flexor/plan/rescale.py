@@ -1,8 +1,8 @@
 """The trace of any batch size from those of two.
 
 What a step does is the same for every batch size from two on; sizes of tensors, FLOPs and extents are a constant plus
-a part for each sample. So every event is extended by itself. The *peak* can't be: it is the largest of many lines,
-and which one that is changes with the batch size.
+a part for each sample. So every event is extended by itself (what a sum over many rows takes besides is counted anew).
+The *peak* can't be: it is the largest of many lines, and which one that is changes with the batch size.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flexor.config import TrainConfig
-from flexor.plan.ops import Op
+from flexor.plan.ops import OVER_ROWS, Op
 from flexor.plan.trace import Event, Step, Trace, trace_loading
+from flexor.plan.workspaces import partial_sums
 
 Number = TypeVar("Number", int, float)
 
@@ -27,6 +28,9 @@ def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, co
         raise NotAlike
     line = Line(low.batch_size, high.batch_size, batch_size)
     events = [line.event(a, b) for a, b in zip(low.events, high.events)]
+    for at, event in enumerate(events):
+        if event.what == "scratch" and low.ops[event.op].detail == OVER_ROWS:
+            events[at] = event._replace(nbytes=line.op(low.ops[event.op], high.ops[event.op]).scratch)
     ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)] if costs else low.ops
     scaled = replace(low, events=events, ops=ops, category=dict(low.category), batch_size=batch_size)
     return _load_anew(scaled, config)
@@ -52,7 +56,7 @@ class Line:
             raise NotAlike
         if a.read == b.read and a.written == b.written and a.flops == b.flops:
             return a
-        return replace(
+        scaled = replace(
             a,
             flops=self.number(float(a.flops), float(b.flops)),
             read=self.number(a.read, b.read),
@@ -61,6 +65,9 @@ class Line:
             extent=self.shape(a.extent, b.extent),
             shapes=tuple(self.shape(x, y) for x, y in zip(a.shapes, b.shapes)),
         )
+        if a.detail == OVER_ROWS:
+            scaled.scratch = partial_sums(scaled)
+        return scaled
 
     def shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.number(x, y) for x, y in zip(a, b))

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError, FlexorError
 from flexor.plan.dialect import Card, CudaDialect
-from flexor.plan.ops import Op, Phase, describe, is_view, operator_name, tensors_in
+from flexor.plan.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.shortcuts import Repeats, without_compiler
 from flexor.plan.workspaces import cublas_workspace, scratch
 from flexor.policies import POLICIES, policy_class
@@ -158,9 +158,9 @@ class Tracker(TorchDispatchMode):
         if op.kind == "matmul":
             self._multiply()
         if not is_view(function):  # what a view shows was there before
-            for out in outs:
+            for out in reversed(outs) if op.name == "native_dropout" else outs:  # whose mask comes first
                 self.track(out)
-        if op.scratch:
+        if op.scratch or op.detail == OVER_ROWS:  # which may take something with more rows
             self._event("scratch", 0, op.scratch)
 
     def _event(self, what: What, storage: int, nbytes: int) -> None:
