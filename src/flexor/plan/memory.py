@@ -23,6 +23,7 @@ FAR = (32, 64)
 CONTEXT = 500 * MIB  # of CUDA, and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
 NCCL = 300 * MIB  # buffers and kernels of its own; 200 to 500 MiB, depending on links
+SPARE = 0.01  # of a GPU's memory
 BUCKET = 25 * MIB  # of gradients, that DDP sends at once
 
 # What is shared out by FSDP.
@@ -141,7 +142,7 @@ class MemoryPlanner:
     def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
         """Whether it runs at all, even if torch has to give back what it has cached now and then."""
         trace = self.trace(batch_size, accumulation, costs=False)
-        capacity = self.gpu.memory - context_of(self.gpu, self.world_size)
+        capacity = usable(self.gpu) - context_of(self.gpu, self.world_size)
         try:
             replay(
                 shared_out(trace, self.share(trace), self.config),
@@ -164,7 +165,7 @@ class MemoryPlanner:
     def _bounds(self, accumulation: int) -> tuple[int, int]:
         """A batch size that fits and one that does not, on both sides of where a straight line leads."""
         (less, of_less), (more, of_more) = ((size, self.at(size, accumulation).allocated) for size in FAR)
-        room = self.gpu.memory - context_of(self.gpu, self.world_size)
+        room = usable(self.gpu) - context_of(self.gpu, self.world_size)
         slope = max(1.0, (of_more - of_less) / (more - less))
         guess = min(max(1, round(more + (room - of_more) / slope)), MOST)
         width = max(1, guess // 32)
@@ -200,6 +201,11 @@ def context_of(gpu: Card, world_size: int = 1) -> int:
         return 0
     context = CONTEXT_HOPPER if gpu.compute_capability[0] in (9, 10) else CONTEXT
     return context + (NCCL if world_size > 1 else 0)
+
+
+def usable(gpu: Card) -> int:
+    """Bytes that a process may take. To the last one nothing fits: allocators leave gaps, and others want some too."""
+    return round(gpu.memory * (1 - SPARE))
 
 
 # Many processes.

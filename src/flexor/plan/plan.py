@@ -26,7 +26,7 @@ from flexor.plan.host import (
     loading_seconds,
     supply,
 )
-from flexor.plan.memory import MemoryPlan, MemoryPlanner
+from flexor.plan.memory import MemoryPlan, MemoryPlanner, usable
 from flexor.plan.network import Exchange, exchange
 from flexor.plan.speeds import Speeds
 from flexor.plan.time import StepTime, step_time
@@ -233,11 +233,11 @@ def make_plan(
     loading = loading_on(site, config, data, split)
     pace = pace_of(step, config, data, site, split, loading, speed)
     frames = gpu_cache_bytes(data, loading, config.dataset.cache)
-    fits = memory.total + frames <= site.gpu.memory or (
+    fits = memory.total + frames <= usable(site.gpu) or (
         not frames and planner.fits(split.batch_size, split.accumulation)
     )
     if fits:
-        memory = memory.within(site.gpu.memory - frames)
+        memory = memory.within(usable(site.gpu) - frames)
     sharded = memory.share.parts > 1
     saved = _checkpoint(trace, config, sharded) if config.save_checkpoint else 0
     kept = checkpoints_kept(

@@ -107,8 +107,9 @@ def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[s
     """The plan against what happened, in the log and as figures for the summary of the run."""
     memory = torch.cuda.max_memory_allocated(device)
     rate = metrics.get("samples_per_s")
-    figures: dict[str, float] = {"planned_allocated_bytes": plan.memory.allocated, "allocated_bytes": memory}
-    text = f"memory {gigabytes(plan.memory.allocated)} planned, {gigabytes(memory)} taken"
+    planned = plan.memory.allocated + plan.frames_on_gpu
+    figures: dict[str, float] = {"planned_allocated_bytes": planned, "allocated_bytes": memory}
+    text = f"memory {gigabytes(planned)} planned, {gigabytes(memory)} taken"
     if rate:
         actual = plan.split.global_batch / rate * (1 - metrics.get("data_wait", 0.0))
         figures |= {"planned_step_s": plan.pace.step.seconds, "step_s": actual}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from flexor.config import TrainConfig
 from flexor.plan.hardware import GPU, Hardware
 from flexor.plan.host import Data, Speed
-from flexor.plan.memory import MemoryPlan, MemoryPlanner, Share, context_of
+from flexor.plan.memory import MemoryPlan, MemoryPlanner, Share, context_of, usable
 from flexor.plan.plan import Site, costs, loading_on, pace_of, settled, site_of
 from flexor.plan.speeds import Speeds, load
 from flexor.plan.time import step_time
@@ -97,7 +97,7 @@ class Ranking:
             memory = self._memory(trace, site)
             peak = memory.total
             if self._fits(memory, split, site):
-                return self._described(trace, memory.within(site.gpu.memory), split, site)
+                return self._described(trace, memory.within(usable(site.gpu)), split, site)
         return Choice(site.gpu, site.gpus, None, peak)
 
     def _splits(self, count: int) -> Iterator[Split]:
@@ -125,9 +125,9 @@ class Ranking:
         return self._plans[key]
 
     def _fits(self, memory: MemoryPlan, split: Split, site: Site) -> bool:
-        if memory.total <= site.gpu.memory:
+        if memory.total <= usable(site.gpu):
             return True
-        if memory.allocated + memory.context > site.gpu.memory:
+        if memory.allocated + memory.context > usable(site.gpu):
             return False
         return self._planner(site).fits(max(LOW, split.batch_size), split.accumulation)
 
