@@ -179,3 +179,17 @@ def test_data_without_rewards_is_refused(tmp_path, capsys):
     data = write_lowdim(tmp_path / "data", reward=False)
     code = main(["train", *runs.flags(data, tmp_path / "run", FLAGS, "--steps=1")])
     assert code != 0 and REWARD in capsys.readouterr().err
+
+
+def test_each_picture_is_moved_by_pixels_of_its_own_and_the_border_repeated():
+    pictures = batch(5)[IMAGE]
+    pad = round(TINY.max_random_shift_ratio * 32)
+    moved = policy()._shift(pictures, Noise(0, 0, torch.arange(5)))
+    padded = torch.nn.functional.pad(pictures.flatten(0, 1), (pad,) * 4, "replicate").unflatten(0, (5, -1))
+    places = []
+    for b in range(5):
+        for t in range(pictures.shape[1]):
+            windows = padded[b, t].unfold(1, 32, 1).unfold(2, 32, 1)  # [C, top, left, 32, 32]
+            same = (windows == moved[b, t][:, None, None]).all(-1).all(-1).all(0)
+            places += [tuple(place) for place in same.nonzero().tolist()]
+    assert pad > 0 and len(places) == 20 and len(set(places)) > 5

@@ -287,8 +287,10 @@ class TDMPC(Policy):
         pad = round(self.config.max_random_shift_ratio * size[0])
         if pad == 0:
             return pictures
-        padded = F.pad(pictures.flatten(0, 1), (pad,) * 4, "replicate").unflatten(0, (-1, steps))
-        moved = [random_crop(padded[:, t : t + 1], size, noise, f"shift/{t}") for t in range(steps)]
+        moved = []
+        for t in range(steps):  # a step at a time: CUDA can't pad more than 2^31 numbers
+            padded = F.pad(pictures[:, t], (pad,) * 4, "replicate")
+            moved.append(random_crop(padded[:, None], size, noise, f"shift/{t}"))
         return torch.cat(moved, 1)
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
