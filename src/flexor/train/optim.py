@@ -161,10 +161,12 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
         averages, values = [], []
-        for name, value in model.state_dict().items():
+        for name, value in model.state_dict(
+            keep_vars=True
+        ).items():  # not detached: that takes longer than the rest
             if value.is_floating_point():
                 averages.append(local(self.average[name]))
-                values.append(_exact(local(value.detach())))
+                values.append(_exact(local(value)))
             else:
                 self.average[name].copy_(value)
         torch._foreach_lerp_(averages, values, 1 - decay)
