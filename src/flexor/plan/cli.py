@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     faces.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's GPU for a minute; plans use it from then on",
+        help="measure this machine's GPU and host for two or three minutes; plans use it from then on",
     )
     flags.add_argument(
         "--bench", type=Path, metavar="FILE", help="what `flexor bench data` measured of this data"

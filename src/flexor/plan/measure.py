@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -68,9 +68,9 @@ class Measured:
         self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
         for number in self.run.steps_to_see():
             self.run.step(number)
-        self._steps(WARM_UP)
+        self.window(WARM_UP)
 
-    def __enter__(self) -> Measured:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -82,10 +82,13 @@ class Measured:
 
     def steps(self, count: int) -> float:
         """Seconds of a step: what is usual, for other programs want the host too."""
-        return statistics.median(self._steps(count) for _ in range(WINDOWS))
+        return statistics.median(self.windows(count))
 
-    def _steps(self, count: int) -> float:
-        """Over some of them, with nothing waited for in between."""
+    def windows(self, count: int) -> list[float]:
+        return [self.window(count) for _ in range(WINDOWS)]
+
+    def window(self, count: int) -> float:
+        """Seconds of a step, over some of them, with nothing waited for in between."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(count):
