@@ -5,8 +5,12 @@
 Over policies, batch sizes, precisions, recomputing, accumulation, moving averages, frozen parts, LoRA and bfloat16
 weights: peak of torch's allocator, peak of the process, and time of a step, uncalibrated and calibrated. Then for each
 policy the largest batch that the plan says fits, and 10 % more than the smallest that it says does not.
-Plans are made in processes that do not see the GPU; every run is measured in a process of its own. Results are written
-as they come; the same command again goes on where it was stopped.
+Plans are made in processes that do not see the GPU; every run is measured in a process of its own. Where the host is
+the bound, time is measured in several rounds over all of them: a shared machine is slow for a while, and quick again.
+Results are written as they come; the same command again goes on where it was stopped. What was measured can be compared
+with plans made anew, which takes no GPU:
+
+    python benchmarks/plan_accuracy.py --replan benchmarks/results/plan_accuracy_h200_2026-11-16.json
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import torch
 from flexor.config import TrainConfig
 from flexor.plan import calibrate
 from flexor.plan.hardware import GPU, gpu_here, load_hardware
-from flexor.plan.measure import Measured
+from flexor.plan.measure import WINDOWS, Measured
 from flexor.plan.memory import MemoryPlanner
 from flexor.plan.robot import Robot
 from flexor.plan.speeds import Speeds, assumed, read, save
@@ -44,6 +48,7 @@ from flexor.settings import load_config
 ROBOTS = {
     "one": Robot(cameras=1, height=240, width=320),
     "square": Robot(cameras=1, height=224, width=224),
+    "large": Robot(cameras=1, height=448, width=448),
     **calibrate.ROBOTS,
     "multi_task_dit": Robot(),
 }
@@ -118,11 +123,13 @@ CASES = [
     Case("multi_task_dit", 32, BF16),
     Case("multi_task_dit", 32, f"{BF16} --policy.vision_encoder_lr_multiplier=0"),
 ]
+TOGETHER = 8  # cases that are timed again in one process
+BY_NAME = {str(case): case for case in CASES}
 LARGEST = [
     Case("act", 0, BF16),
     Case("diffusion", 0, BF16),
     Case("vqbet", 0, "--policy.crop_shape=null", "square"),
-    Case("tdmpc", 0, "", "square"),
+    Case("tdmpc", 0, "", "large"),
     Case("multi_task_dit", 0, BF16),
 ]
 
@@ -156,9 +163,21 @@ def this_gpu() -> GPU | None:
 def measured(case: Case) -> dict[str, Any]:
     with Measured(case.config(), case.batch, case.accumulation) as run:
         memory = run.memory()
-        rough = run.steps(1)
-        seconds = run.steps(max(2, min(8, int(0.3 / rough))))
-        return {"seconds": seconds, **asdict(memory), "host": run.host(5)}
+        times = timed(run)
+        return {"seconds": statistics.median(times), "times": times, **asdict(memory), "host": run.host(5)}
+
+
+def times_of(cases: list[Case]) -> list[list[float]]:
+    """One after the other in one process, which takes less time than one for each."""
+    found = []
+    for case in cases:
+        with Measured(case.config(), case.batch, case.accumulation) as run:
+            found.append(timed(run))
+    return found
+
+
+def timed(run: Measured) -> list[float]:
+    return run.windows(max(2, min(8, int(0.3 / run.window(1)))))
 
 
 def fits(case: Case) -> dict[str, Any]:
@@ -225,13 +244,35 @@ Row = dict[str, Any]
 
 
 def compare(gpu: GPU, cases: list[Case], speeds: Speeds, pool: ProcessPoolExecutor) -> Iterator[Row]:
-    plans = [pool.submit(planned, case, gpu, speeds) for case in cases]
-    for plan in plans:
-        plan.result()  # so that all cores are free while the GPU is measured
-    for case, plan in zip(cases, plans):
-        row = {"case": str(case), "planned": plan.result(), "measured": in_own_process(measured, case)}
+    for case, plan in zip(cases, plans(gpu, cases, speeds, pool)):
+        row = {"case": str(case), "planned": plan, "measured": in_own_process(measured, case)}
         print(line(row), flush=True)
         yield row
+
+
+def plans(gpu: GPU, cases: list[Case], speeds: Speeds, pool: ProcessPoolExecutor) -> list[dict[str, Any]]:
+    """All at once: then the cores are free while the GPU is measured."""
+    return list(pool.map(planned, cases, [gpu] * len(cases), [speeds] * len(cases)))
+
+
+def another_round(rows: list[Row], number: int) -> Iterator[list[Row]]:
+    """Measures those again that the host bounds, until all of them were in that many rounds."""
+    left = [
+        row
+        for row in rows
+        if "error" not in row["measured"]
+        and len(row["measured"]["times"]) < WINDOWS * (number if bound(row) == "host" else 1)
+    ]
+    for at in range(0, len(left), TOGETHER):
+        some = left[at : at + TOGETHER]
+        found = in_own_process(times_of, [BY_NAME[row["case"]] for row in some])
+        if isinstance(found, dict):
+            sys.exit(f"Could not be measured again: {found['error']}")
+        for row, times in zip(some, found):
+            row["measured"]["times"] += times
+            row["measured"]["seconds"] = statistics.median(row["measured"]["times"])
+            print(line(row), flush=True)
+        yield some
 
 
 def check_largest(gpu: GPU, cases: list[Case], pool: ProcessPoolExecutor) -> Iterator[Row]:
@@ -310,12 +351,43 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("plan_accuracy.json"))
+    parser.add_argument("--out", type=Path, help="where results go; unless given: plan_accuracy.json")
     parser.add_argument("--speeds", type=Path, help="a calibration of this GPU; otherwise beside the results")
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
     parser.add_argument("--no-largest", action="store_true")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="in which time is measured if the host bounds it"
+    )
+    parser.add_argument("--replan", type=Path, metavar="RESULTS", help="compare those with the plans of now")
     parser.add_argument("--plan-processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
+    workers = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.plan_processes, workers, initializer=see_no_gpu) as pool:
+        if args.replan:
+            replan(args, pool)
+        else:
+            measure(args, args.out or Path("plan_accuracy.json"), pool)
+
+
+def beside(results: Path) -> Path:
+    """The calibration that belongs to some results."""
+    return results.with_suffix(".speeds.json")
+
+
+def replan(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    result = json.loads(args.replan.read_text())
+    rows = [row for row in result["rows"] if args.only in row["case"]]
+    gpu, speeds = load_hardware().find(result["gpu"]), read(args.speeds or beside(args.replan))
+    for row, plan in zip(rows, plans(gpu, [BY_NAME[row["case"]] for row in rows], speeds, pool)):
+        row["planned"] = plan
+        print(line(row))
+    result |= {"rows": rows, "summary": summary(rows)}
+    print(json.dumps(result["summary"], indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1))
+
+
+def measure(args: argparse.Namespace, out: Path, pool: ProcessPoolExecutor) -> None:
     gpu = in_own_process(this_gpu)
     if not isinstance(gpu, GPU):
         sys.exit(f"There is no GPU here that is known: {gpu}")
@@ -327,15 +399,13 @@ def main() -> None:
         "rows": [],
         "largest": [],
     }
-    if args.out.is_file():
-        before = json.loads(args.out.read_text())
+    if out.is_file():
+        before = json.loads(out.read_text())
         if (before["gpu"], before["torch"]) != (result["gpu"], result["torch"]):
-            sys.exit(
-                f"{args.out} is of {before['gpu']} and torch {before['torch']}: name another file in --out."
-            )
+            sys.exit(f"{out} is of {before['gpu']} and torch {before['torch']}: name another file in --out.")
         result = before
         result["rows"] = [row for row in result["rows"] if "error" not in row["measured"]]
-    path = args.speeds or args.out.with_suffix(".speeds.json")
+    path = args.speeds or beside(out)
     if not path.is_file():
         result["calibration"] = in_own_process(calibrated, gpu, path)
     if "error" in result["calibration"]:
@@ -346,17 +416,21 @@ def main() -> None:
         done = [row["case"] for row in result[rows]]
         return [case for case in cases if args.only in str(case) and str(case) not in done]
 
-    workers = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.plan_processes, workers, initializer=see_no_gpu) as pool:
-        for row in compare(gpu, left(CASES, "rows"), speeds, pool):
-            result["rows"].append(row)
-            result["summary"] = summary(result["rows"])
-            args.out.write_text(json.dumps(result, indent=1))
-        print(json.dumps(result.get("summary"), indent=1), flush=True)
-        if not args.no_largest:
-            for row in check_largest(gpu, left(LARGEST, "largest"), pool):
-                result["largest"].append(row)
-                args.out.write_text(json.dumps(result, indent=1))
+    def write() -> None:
+        result["summary"] = summary(result["rows"])
+        out.write_text(json.dumps(result, indent=1))
+
+    for row in compare(gpu, left(CASES, "rows"), speeds, pool):
+        result["rows"].append(row)
+        write()
+    if not args.no_largest:
+        for row in check_largest(gpu, left(LARGEST, "largest"), pool):
+            result["largest"].append(row)
+            write()
+    for number in range(2, args.rounds + 1):
+        for _ in another_round(result["rows"], number):
+            write()
+    print(json.dumps(result.get("summary"), indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_speeds_come_back_from_their_file_as_they_were(tmp_path, h200: GPU) -> N
 def test_the_reference_is_there_and_no_operation_beats_its_limit_by_much() -> None:
     reference = assumed()
     assert reference.gpu == "H200" and len(reference.samples) > 1000
-    slow = [sample for sample in reference.samples if sample.times > 0.5]
+    slow = [sample for sample in reference.samples if sample.times > 0.45]  # the smallest kernels take 1 us
     assert len(slow) > 0.95 * len(reference.samples)
 
 
