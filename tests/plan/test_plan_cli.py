@@ -61,6 +61,29 @@ def test_compiled_blocks_have_bounds(capsys):
     assert "Compiled blocks" in capsys.readouterr().out
 
 
+def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\n"
+        "from flexor.policies.act import ACT, ACTConfig\n"
+        "@dataclass\n"
+        "class OwnConfig(ACTConfig): pass\n"
+        "class Own(ACT):\n"
+        "    Config = OwnConfig\n"
+        "    def loss(self, batch, noise):\n"
+        "        found = super().loss(batch, noise)\n"
+        "        if found.per_sample.mean() > 1e9:\n"
+        "            raise ValueError\n"
+        "        return found\n"
+    )
+    assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090"]) == 0
+    assert "makes the host wait for the GPU: bool in own.py, line 9. Then" in capsys.readouterr().out
+    assert plan(capsys, f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == [
+        "bool in own.py, line 9"
+    ]
+    assert plan(capsys, "--gpu=4090")[1]["time"]["waits"] == []
+
+
 def test_json_has_units_and_adds_up(capsys):
     code, found = plan(capsys, "--gpu=4090")
     assert code == 0 and found["fits"] and found["steps"] == 250

@@ -77,6 +77,7 @@ def _time(plan: Plan) -> dict[str, Any]:
         "compiled_at_best_s": step.compiled_at_best,
         "flops": step.flops,
         "mfu": step.mfu,
+        "waits": list(plan.waits),
         "samples_per_s": plan.samples_per_s,
         "run_s": plan.pace.seconds,
     }

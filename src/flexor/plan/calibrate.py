@@ -28,6 +28,7 @@ from flexor.plan.robot import Robot
 from flexor.plan.speeds import VIEW, Sample, Speeds, sample_of
 from flexor.plan.time import step_time, steps_ops
 from flexor.plan.trace import Trace, trace_step
+from flexor.plan.traces import Traces
 from flexor.policies import policy_class
 
 ROBOTS = {
@@ -39,7 +40,7 @@ ROBOTS = {
 PRECISIONS = ("no", "bf16")
 BATCHES = (4, 32)
 LEAST = 0.05  # relative error that is stated at least: machines are not the same every day
-STEPS = 8
+STEPS = 4  # in each of the windows of time that are looked at
 FEW = 4  # steps in which the host is looked at
 
 # A policy with less to remember and the same operations, for the host.
@@ -67,7 +68,8 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
         for kind in ROBOTS:
             for precision in PRECISIONS:
                 config = settings(kind, precision)
-                planner = MemoryPlanner(config, replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB))
+                room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
+                planner = MemoryPlanner(config, room, traces=Traces(config, scalable=False))
                 for batch in (size for size in BATCHES if planner.fits(size)):
                     say(f"{kind}, {'float32' if precision == 'no' else precision}, batch {batch}")
                     trace = planner.trace(batch)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -24,8 +26,28 @@ from torch.overrides import TorchFunctionMode
 from flexor.plan.kernels import Mish, RMSNorm
 
 HALF = (torch.float16, torch.bfloat16)
+INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))  # code that passes questions on
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
+
+
+class Asked(NamedTuple):
+    """A place where the host waits for the GPU: it asks for a value, or makes a tensor of values."""
+
+    name: str
+    """Of the operation, such as `item`."""
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.name.strip('_')} in {Path(self.file).name}, line {self.line}"
+
+
+def _asked(name: str) -> Asked:
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame = frame.f_back
+    return Asked(name, "", 0) if frame is None else Asked(name, frame.f_code.co_filename, frame.f_lineno)
 
 
 class Card(Protocol):
@@ -112,7 +134,7 @@ class CudaDialect(TorchFunctionMode):
         super().__init__()
         self.capability, self.device = capability, device
         self.lower: torch.dtype | None = None  # what autocast casts to; None while it is off
-        self.asked: list[str] = []  # values from the GPU or from the host, which a run would wait for
+        self.asked: list[Asked] = []
         self.attention: dict[tuple, Backend] = {}
         self.on_cast: Callable[[Tensor], None] = lambda copy: None  # a weight was copied to be cast
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy
@@ -250,7 +272,7 @@ class CudaDialect(TorchFunctionMode):
         if name in MADE_OF_VALUES and not isinstance(args[-1], Tensor):
             like = args[0].device if isinstance(args[0], Tensor) else "cpu"
             if torch.device(kwargs.get("device") or like).type == self.device:
-                self.asked.append(name)
+                self.asked.append(_asked(name))
         if (
             isinstance(function, types.FunctionType)
             and function.__module__ in WRITTEN_IN_PYTHON
@@ -289,7 +311,7 @@ class CudaDialect(TorchFunctionMode):
         tensor = args[0]
         if not isinstance(tensor, Tensor) or tensor.device.type != "meta":
             return function(*args)
-        self.asked.append(name)
+        self.asked.append(_asked(name))
         as_is = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
         return VALUES.get(name, as_is)(0)
 

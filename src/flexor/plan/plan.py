@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError
@@ -183,6 +184,8 @@ class Plan:
     money: Money
     parameters: int
     trained: int
+    waits: tuple[str, ...]
+    """Where a policy of the user's own makes the host wait for the GPU."""
 
     @property
     def peak(self) -> int:
@@ -266,7 +269,14 @@ def make_plan(
         money=costs(site, pace.hours, pace.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
+        waits=_waits(trace),
     )
+
+
+def _waits(trace: Trace) -> tuple[str, ...]:
+    """Ours do so only as they begin (`tests/train/test_waiting.py`)."""
+    ours = str(Path(__file__).parents[1])
+    return tuple(dict.fromkeys(str(a) for a in trace.asked if a.file and not a.file.startswith(ours)))
 
 
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:

@@ -140,6 +140,11 @@ def _time(plan: Plan) -> str:
         f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data sheet. "
         f"Times are {basis}.",
     ]
+    if plan.waits:
+        lines.append(
+            f"The policy makes the host wait for the GPU: {'; '.join(plan.waits)}. Then the two do not overlap, and a "
+            f"step takes up to {ms(step.gpu_seconds + step.host_seconds)} ms."
+        )
     if plan.config.compile:
         lines.append(
             f"Compiled blocks: memory and time are those of the policy as it is, which is the most it takes; at best, "

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config import TrainConfig
 from flexor.errors import ConfigError, FlexorError
-from flexor.plan.dialect import Card, CudaDialect
+from flexor.plan.dialect import Asked, Card, CudaDialect
 from flexor.plan.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.shortcuts import Repeats, without_compiler
 from flexor.plan.workspaces import cublas_workspace, scratch
@@ -99,9 +99,8 @@ class Trace:
     gradients: int = 0
     """Bytes that all that is trained has in gradients."""
     attention: dict[tuple, str] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
-    """Where a step asked for the value of a tensor, which the plan took to be zero, or made a tensor of values: a GPU
-    is waited for there."""
+    asked: list[Asked] = field(default_factory=list)
+    """Where a step waits for the GPU. Values that it asked for were taken to be zero."""
 
     def nbytes(self, category: Category) -> int:
         """Bytes asked for in a category that are never given back, such as weights; gradients: of one step."""

@@ -70,10 +70,8 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     taps = math.prod(weight.shape[2:])
     if taps == 1 and not backward and (x.shape[2:] == y.shape[2:] or x.shape[1] <= 64):
         return 0  # a product of matrices as they are
-    half = op.dtype in HALF
-    lanes = 8 if half else 4 if backward else 1
-    channels = x.shape[1] if x.shape[1] > lanes else lanes
-    copies = nbytes(x) * channels // x.shape[1] + nbytes(y)
+    lanes = 8 if op.dtype in HALF else 4 if backward else 1
+    copies = nbytes(x) * max(x.shape[1], lanes) // x.shape[1] + nbytes(y)
     if not x.is_contiguous():
         copies += nbytes(x)
     if taps > 1:
@@ -118,7 +116,7 @@ def _power(value: int) -> int:
 def _indices(indices: Sequence[Tensor | None]) -> int:
     """Several that are not laid out alike are copied until they are."""
     given = torch.broadcast_tensors(*(index for index in indices if index is not None))
-    if len({index.stride() for index in given}) == 1:
+    if len({index.stride() for index in given}) < 2:
         return 0
     return sum(index.numel() * 8 for index in given if not index.is_contiguous())
 
