@@ -109,11 +109,12 @@ def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[s
     rate = metrics.get("samples_per_s")
     planned = plan.memory.allocated + plan.frames_on_gpu
     figures: dict[str, float] = {"planned_allocated_bytes": planned, "allocated_bytes": memory}
-    text = f"memory {gigabytes(planned)} planned, {gigabytes(memory)} taken"
+    bound = " at most" if plan.config.compile else ""
+    text = f"memory {gigabytes(planned)} planned{bound}, {gigabytes(memory)} taken"
     if rate:
         actual = plan.split.global_batch / rate * (1 - metrics.get("data_wait", 0.0))
         figures |= {"planned_step_s": plan.pace.step.seconds, "step_s": actual}
-        text += f"; a step {1e3 * plan.pace.step.seconds:.0f} ms planned, {1e3 * actual:.0f} taken"
+        text += f"; a step {1e3 * plan.pace.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} taken"
     log.info("%s", text)
     return figures
 
