@@ -217,7 +217,7 @@ def planned(case: Case, gpu: GPU, speeds: Speeds | None) -> dict[str, Any]:
         "parts": memory.parts,
         "planning_seconds": took,
     }
-    for name, of in (("uncalibrated", assumed_or_none()), ("calibrated", speeds)):
+    for name, of in (("uncalibrated", assumed()), ("calibrated", speeds)):
         if of is not None:
             step = step_time(trace, gpu, config=config, speeds=of)
             out[name] = {
@@ -227,13 +227,6 @@ def planned(case: Case, gpu: GPU, speeds: Speeds | None) -> dict[str, Any]:
                 "spread": step.spread,
             }
     return out
-
-
-def assumed_or_none() -> Speeds | None:
-    try:
-        return assumed()
-    except FileNotFoundError:
-        return None
 
 
 def largest(case: Case, gpu: GPU) -> int:
@@ -304,7 +297,6 @@ def line(row: Row) -> str:
     times = " ".join(
         f"{name} {plan[name]['seconds'] * 1e3:7.1f} {off(plan[name]['seconds'], real['seconds']):+6.1%}"
         for name in ("uncalibrated", "calibrated")
-        if name in plan
     )
     return f"{row['case']:60} {memory}  {real['seconds'] * 1e3:7.1f} ms {times} {bound(row)}"
 
@@ -332,7 +324,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         some = [
             abs(off(row["planned"][kind]["seconds"], row["measured"]["seconds"]))
             for row in good
-            if kind in row["planned"] and bound(row) == by
+            if bound(row) == by
         ]
         return {"cases": len(some), "median": statistics.median(some), "worst": max(some)} if some else {}
 

@@ -22,8 +22,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the description of a CLIP
     from plan_accuracy import BY_NAME, planned
 
     from flexor.plan.hardware import load_hardware
