@@ -6,7 +6,8 @@ Over policies, batch sizes, precisions, recomputing, accumulation, moving averag
 weights: peak of torch's allocator, peak of the process, and time of a step, uncalibrated and calibrated. Then for each
 policy the largest batch that the plan says fits, and 10 % more than the smallest that it says does not.
 Plans are made in processes that do not see the GPU; every run is measured in a process of its own. Where the host is
-the bound, time is measured in several rounds over all of them: a shared machine is slow for a while, and quick again.
+the bound, time is measured in several rounds over all of them (then some in one process): a shared machine is slow for
+a while, and quick again.
 Results are written as they come; the same command again goes on where it was stopped. What was measured can be compared
 with plans made anew, which takes no GPU:
 

@@ -60,6 +60,7 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
     """What plans for this GPU and its host should go by."""
     samples: list[Sample] = []
     checks: list[Check] = []
+    room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
     say("policies for the host")
     with contextlib.ExitStack() as stack:
         hosts = [
@@ -68,7 +69,6 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
         for kind in ROBOTS:
             for precision in PRECISIONS:
                 config = settings(kind, precision)
-                room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
                 planner = MemoryPlanner(config, room, traces=Traces(config, scalable=False))
                 for batch in (size for size in BATCHES if planner.fits(size)):
                     say(f"{kind}, {'float32' if precision == 'no' else precision}, batch {batch}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -275,7 +276,7 @@ def make_plan(
 
 def _waits(trace: Trace) -> tuple[str, ...]:
     """Ours do so only as they begin (`tests/train/test_waiting.py`)."""
-    ours = str(Path(__file__).parents[1])
+    ours = str(Path(__file__).parents[1]) + os.sep
     return tuple(dict.fromkeys(str(a) for a in trace.asked if a.file and not a.file.startswith(ours)))
 
 
@@ -358,7 +359,7 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
 def _together(
     site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
 ) -> Together:
-    machine = Room(site.gpu.memory, site.host.memory, site.host.cores)
+    machine = Room(usable(site.gpu), site.host.memory, site.host.cores)
     one = Room(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
     return experiments_at_once(machine, one, max(0.01, pace.busy))
 

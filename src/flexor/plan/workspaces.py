@@ -21,9 +21,8 @@ CUBLAS = (2 * 4096 + 8 * 16) * 1024
 CUBLAS_HOPPER = 32 << 20  # and Blackwell's large parts
 
 TABLE_ROW = 4 * 8  # bytes per element that sorting the tokens of an embedding takes, and their count
-LAYER_NORM_PARTS = 2 * 132  # partial sums of the gradients of scale and shift
-
 MULTIPROCESSORS = 132  # of an H200; a smaller GPU splits work into fewer parts, and takes less for them
+LAYER_NORM_PARTS = 2 * MULTIPROCESSORS  # partial sums of the gradients of scale and shift
 TILE = 128 * 128 * 4  # bytes of a part of a product, in float32
 PARTS = 16  # of a weight's gradient, that are computed side by side and added up
 THREADS = 2048  # of a multiprocessor

@@ -161,9 +161,8 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
         averages, values = [], []
-        for name, value in model.state_dict(
-            keep_vars=True
-        ).items():  # not detached: that takes longer than the rest
+        state = model.state_dict(keep_vars=True)  # not detached: that takes longer than the rest
+        for name, value in state.items():
             if value.is_floating_point():
                 averages.append(local(self.average[name]))
                 values.append(_exact(local(value)))
