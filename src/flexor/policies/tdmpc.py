@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.batch import ACTION, ENV_STATE, MEMORY, REWARD, STATE, Batch
@@ -287,10 +286,9 @@ class TDMPC(Policy):
         pad = round(self.config.max_random_shift_ratio * size[0])
         if pad == 0:
             return pictures
-        moved = []
-        for t in range(steps):  # a step at a time: CUDA can't pad more than 2^31 numbers
-            padded = F.pad(pictures[:, t], (pad,) * 4, "replicate")
-            moved.append(random_crop(padded[:, None], size, noise, f"shift/{t}"))
+        moved = [
+            random_crop(pictures[:, t : t + 1], size, noise, f"shift/{t}", border=pad) for t in range(steps)
+        ]
         return torch.cat(moved, 1)
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -154,18 +154,21 @@ def center_crop(x: Tensor, size: Size) -> Tensor:
     return x[..., top : top + size[0], left : left + size[1]]
 
 
-def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str) -> Tensor:
+def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str, border: int = 0) -> Tensor:
     """Another place for each sample: [B, N, C, H, W] -> [B, N, C, h, w].
 
-    A sample's pictures (of several moments) are cropped alike, so that only what moved has moved.
+    A sample's images (of several moments) are cropped alike, so that only what moved has moved. Crops may reach
+    `border` pixels beyond the edge, whose pixels are repeated there.
     """
-    batch = len(x)
-    slack = [have - want for have, want in zip(x.shape[-2:], size)]
+    batch, (height, width) = len(x), x.shape[-2:]
+    slack = [have + 2 * border - want for have, want in zip((height, width), size)]
     top, left = (
         noise.integers(f"{name}/{side}", (batch,), space + 1).to(x.device)
         for side, space in zip(("top", "left"), slack)
     )
-    rows = top[:, None] + torch.arange(size[0], device=x.device)  # [B, h]
-    columns = left[:, None] + torch.arange(size[1], device=x.device)  # [B, w]
+    rows = top[:, None] + torch.arange(size[0], device=x.device) - border  # [B, h]
+    columns = left[:, None] + torch.arange(size[1], device=x.device) - border  # [B, w]
+    if border:  # not F.pad: CUDA can't pad tensors of more than 2^31 numbers
+        rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     sample = torch.arange(batch, device=x.device)[:, None, None]
     return x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))
