@@ -101,7 +101,7 @@ def _torch(problems: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "cudnn": torch.backends.cudnn.version() if gpus else None,
         "gpus": gpus,
         "mps": torch.backends.mps.is_available(),
         "threads": torch.get_num_threads(),

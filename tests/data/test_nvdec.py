@@ -16,6 +16,8 @@ from flexor.data.video import decode_frames, index_video
 from flexor.errors import DatasetError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TOO_OLD = nvdec._no_software(av.__version__, ["cuda"])
+needs_new_pyav = pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
 
 
 def kind(height=480, width=640, layout="yuv420p"):
@@ -88,6 +90,7 @@ def pictures(count, height=34, width=50):
         yield av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
 
 
+@needs_new_pyav
 def test_frames_go_to_their_rows_whatever_the_order(monkeypatch):
     monkeypatch.setattr(nvdec, "CHUNK", 4)
     frames = list(pictures(11))
@@ -132,6 +135,7 @@ def on_cpu(index, frames):
     return rows
 
 
+@needs_new_pyav
 def test_decoding_goes_through_the_decoder_of_the_thread(tmp_path, monkeypatch):
     """All but the hardware: an NvDecoder with a decoder of the CPU, whose frames are made NV12."""
 

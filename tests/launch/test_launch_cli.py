@@ -19,7 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "train_multi_gpu.sh"
 
 @pytest.fixture
 def no_gpu(monkeypatch):
+    """Whatever there is: torch counts GPUs once, so that hiding them from it may come too late."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +122,10 @@ class Loader(Planner):
             prefetch=self._prefetch(),
             counters=self._counters,
         )
-        for batches in feed.steps(start, stop):
-            self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
-            yield [batcher.to_device(batch) for batch in batches]
+        with closing(feed.steps(start, stop)) as steps:  # its threads end when this iterator is closed
+            for batches in steps:
+                self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
+                yield [batcher.to_device(batch) for batch in batches]
 
     def sync(self) -> None:
         """Bring kept frames to the disk in the background, so that they outlive a loss of power."""

@@ -64,6 +64,20 @@ def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
         local(own).copy_(local(values[name]))
 
 
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, GPUs do not round float32 to TF32: how much that changes an action depends on the batch size."""
+    settings = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in settings]
+    for part in settings:
+        part.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for part, allowed in zip(settings, before):
+            part.allow_tf32 = allowed
+
+
 @torch.no_grad()
 def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> float:
     """Mean loss over held-out samples, evenly spread if there are more than `max_samples`; each rank does a part."""
@@ -103,15 +117,16 @@ def play(
     assert env.type is not None
 
     make = functools.partial(make_env, env.type, task=env.task, package=env.package, **env.kwargs)
-    episodes = rollout(
-        make,
-        actor,
-        seeds,
-        env.max_steps,
-        batch_size=settings.batch_size or min(25, settings.n_episodes),
-        record=recorded,
-        progress=progress,
-    )
+    with full_float32():
+        episodes = rollout(
+            make,
+            actor,
+            seeds,
+            env.max_steps,
+            batch_size=settings.batch_size or min(25, settings.n_episodes),
+            record=recorded,
+            progress=progress,
+        )
     for episode in episodes:
         if videos and episode.frames:
             outcome = "success" if episode.success else "failure"
