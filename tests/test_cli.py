@@ -165,7 +165,9 @@ def test_eval_repeats_exactly(run, capsys):
         found.append(only_json(capsys))
     assert found[0] == found[1]
     rewards = ("mean_return", "mean_max_reward")  # with another batch size by other kernels, in float32
-    assert [found[0][name] for name in rewards] == pytest.approx([found[2][name] for name in rewards], rel=1e-4)
+    assert [found[0][name] for name in rewards] == pytest.approx(
+        [found[2][name] for name in rewards], rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("path", [["--policy.path={}"], ["--policy.path", "{}"], ["{}"]])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, Generic
 
@@ -57,7 +57,7 @@ class Feed(Generic[T]):
         self.failure: BaseException | None = None
         self.changed = threading.Condition(threading.RLock())
 
-    def steps(self, start: int, stop: int) -> Iterator[T]:
+    def steps(self, start: int, stop: int) -> Generator[T]:
         self.taken = start
         self.crew = Crew(self.threads, "loader")
         steps: deque[Step[T]] = deque()

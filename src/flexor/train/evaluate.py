@@ -67,7 +67,7 @@ def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
 @contextmanager
 def full_float32() -> Iterator[None]:
     """Inside, GPUs do not round float32 to TF32: how much that changes an action depends on the batch size."""
-    settings = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    settings: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [part.allow_tf32 for part in settings]
     for part in settings:
         part.allow_tf32 = False
