@@ -2,10 +2,15 @@
 
 import logging
 import sys
+import threading
+from collections.abc import Iterable
+from functools import cache
 
 from tqdm import tqdm
 
 log = logging.getLogger("flexor")
+
+EXAMPLES = 3  # of a warning that applies to many things
 
 
 class _AboveBars(logging.Handler):
@@ -15,8 +20,13 @@ class _AboveBars(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+_rank = 0
+
+
 def set_rank(rank: int, world_size: int) -> None:
     """Of many processes the first one talks; the others only warn, and say who they are."""
+    global _rank
+    _rank = rank
     for handler in log.handlers if world_size > 1 else []:
         who = f"[rank {rank}] " if rank else ""
         handler.setFormatter(_formatter(who))
@@ -36,3 +46,47 @@ def setup_logging(verbose: bool = False) -> None:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
+
+
+def warn_once(text: str, *values: object) -> None:
+    """Warn of what every process of a run finds: the first one says it, once."""
+    if _rank == 0:
+        _warn_once(text % values if values else text)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
+
+
+def with_examples(text: str, examples: Iterable[str]) -> str:
+    """A text about many things, with the first few of them, on lines that fit a terminal."""
+    examples = list(examples)
+    lines = [text, *(f"  {example}" for example in examples[:EXAMPLES])]
+    if len(examples) > EXAMPLES:
+        lines.append(f"  and {len(examples) - EXAMPLES} more")
+    return "\n".join(lines)
+
+
+class Repeats:
+    """Warnings that may repeat: collected from any thread, and told once, with a count and examples."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._examples: dict[str, dict[str, None]] = {}
+        self._told: dict[str, int] = {}
+
+    def add(self, text: str, example: str) -> None:
+        """`text` has a place for the count: "%d episodes ..."."""
+        with self._lock:
+            self._examples.setdefault(text, {})[example] = None
+
+    def tell(self, last: bool = False) -> None:
+        """Say what is new; of what was said before, only in the end that there was more of it."""
+        with self._lock:
+            new = [t for t, found in self._examples.items() if len(found) > self._told.get(t, 0)]
+            new = [text for text in new if last or text not in self._told]
+            told = [with_examples(text % len(self._examples[text]), self._examples[text]) for text in new]
+            self._told |= {text: len(self._examples[text]) for text in new}
+        for text in told:
+            log.warning("%s", text)

@@ -128,8 +128,8 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     use_amp = coerce(flat.pop("policy.use_amp", False), bool, "policy.use_amp")
     if use_amp and "precision" not in flat:
         flat["precision"] = "bf16"
-    if "dataset.episodes" in flat:
-        flat["dataset.episodes"] = _read_episodes(flat["dataset.episodes"])
+    for key in {"dataset.episodes", "dataset.exclude_episodes"} & flat.keys():
+        flat[key] = _read_episodes(key, flat[key])
     tree = nest(flat)
     policy_settings = tree.pop("policy", {})
     policy = _build_policy(policy_settings, flat.get("policy_path"))
@@ -170,12 +170,12 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
     return policy
 
 
-def _read_episodes(value: Any) -> Any:
+def _read_episodes(key: str, value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("@"):
         return value
     try:
         return json.loads(Path(value[1:]).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"dataset.episodes={value}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
+            f"{key}={value}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
         ) from error

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import picture, write_video
 
+from flexor.data.frame_match import nearest
 from flexor.data.video import decode, index_video
 from flexor.errors import DatasetError
 
@@ -95,7 +96,7 @@ def test_times_are_those_of_the_file_and_not_number_by_rate(tmp_path):
     path = write_video(tmp_path / "uneven.mp4", PICTURES[:8], pts, Fraction(1, 100), **X264, bf="2")
     index = index_video(path)
     np.testing.assert_allclose(index.times, np.array(pts) / 100, atol=1e-3)
-    frame, distance = index.nearest(np.array([0.0, 0.104, 0.129, 0.16, 9.0]))
+    frame, distance = nearest(index.times, np.array([0.0, 0.104, 0.129, 0.16, 9.0]))
     assert frame.tolist() == [0, 2, 3, 5, 7]
     np.testing.assert_allclose(distance, [0.07, 0.004, 0.019, 0, 8.7], atol=2e-3)
     _, pixels = sequential(path)

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
+from flexor.data.frame_match import nearest
 from flexor.data.dataset import open_dataset
 from flexor.data.encode import EpisodeEncoder, VideoSettings, encode_png
 from flexor.data.video import index_video
@@ -89,7 +90,7 @@ def test_frames_lie_where_the_metadata_says(tmp_path, codec, fps):
     rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     for row in rows:
         wanted = row[f"videos/{TOP}/from_timestamp"] + np.arange(row["length"]) / fps
-        assert index.nearest(wanted)[1].max() < 1e-4
+        assert nearest(index.times, wanted)[1].max() < 1e-4
         assert np.abs(keys - wanted[0]).min() < 1e-9, "an episode begins on a key frame"
         span = row[f"videos/{TOP}/to_timestamp"] - row[f"videos/{TOP}/from_timestamp"]
         assert span == pytest.approx(row["length"] / fps, abs=1e-6)

@@ -18,6 +18,9 @@ from flexor.data.problems import CheckReport
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns every dataset has; the reader derives those that are not there."""
 
+REPAIR_CLOCK = (
+    "none needed to train with Flexor, if no frame was dropped; `flexor data repair` sets the clock right"
+)
 RECORD_AGAIN = "leave the episode out, or repair the column from the original recording"
 
 
@@ -190,17 +193,20 @@ class _File:
         period = 1 / self.layout.fps
         drift = np.abs(clock - clock[0] - np.arange(len(clock)) * period)
         back = np.flatnonzero(np.diff(clock) <= 0)
-        fix = "leave the episode out, or set `timestamp` to frame_index / fps if no frame was dropped"
         if len(back):
             what = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
-            self._error("clock-backwards", what, fix, episode, "timestamp")
+            self._warn_of_clock("clock-backwards", what, episode)
         elif drift.max() > period / 2:
             frame = int(np.argmax(drift > period / 2))
             what = (
                 f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
                 f"{self.layout.fps:g} fps, more than half a frame from frame {frame} on"
             )
-            self._error("clock-drift", what, fix, episode, "timestamp")
+            self._warn_of_clock("clock-drift", what, episode)
+
+    def _warn_of_clock(self, kind: str, what: str, episode: Episode) -> None:
+        place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
+        self.report.warning(kind, what, REPAIR_CLOCK, **place)
 
     def _check_numbers(self, episode: Episode, rows: np.ndarray) -> None:
         for name, values in self._columns.items():

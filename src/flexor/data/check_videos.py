@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -10,7 +11,9 @@ from threading import Lock
 import numpy as np
 
 from flexor.console import Progress
-from flexor.data.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check_tables import REPAIR_CLOCK
+from flexor.data.frame_match import NoMatch, match_frames, own_frames
+from flexor.data.layout import FETCH_AGAIN, Episode, Layout, Span
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
 from flexor.data.scan import VideoScan, scan_video
@@ -170,25 +173,31 @@ def _check_frames(
     if not layout.fps:
         return False
     span, half, seconds = episode.videos[camera], 0.5 / layout.fps, episode.length / layout.fps
-    own = (scan.times >= span.start - half) & (scan.times < span.start + seconds - half)
+    order = np.argsort(scan.times, kind="stable")
+    first, end = own_frames(scan.times[order], span.start, _stop(span), layout.fps)
+    if span.stop is not None and end - first != episode.length:  # then by the time that its rows take
+        first, end = own_frames(scan.times[order], span.start, span.start + seconds, layout.fps)
+    own, count = order[first:end], end - first
     if scan.decodes is not None and not scan.decodes[own].all():
-        bad = np.sort(scan.times[own & ~scan.decodes])
-        first = round((bad[0] - span.start) * layout.fps)
-        what = f"{len(bad)} of {own.sum()} frames do not decode; the first is frame {first} of the episode"
+        bad = np.flatnonzero(~scan.decodes[own])
+        what = f"{len(bad)} of {count} frames do not decode; the first is frame {bad[0]} of the episode"
         report.error("video-undecodable", what, FETCH_AGAIN, **place)
-    if own.sum() < episode.length:
-        what = f"the video has {own.sum()} of the {episode.length} frames the table has rows for"
+    if count < episode.length:
+        what = f"the video has {count} of the {episode.length} frames the table has rows for"
         report.error("video-frames", what, FETCH_AGAIN, **place)
         return False
-    alone = span.stop is None
-    extra = int((len(scan.times) if alone else own.sum()) - episode.length)
-    if extra > 0:
+    if count > episode.length:
+        extra = count - episode.length
         what = f"the video has {extra} frames more than the table has rows ({episode.length})"
         report.warning("video-frames", what, "none needed, unless rows were lost", **place)
     if span.stop is not None and abs(span.stop - span.start - seconds) > half:
         what = f"its span in the file is {span.stop - span.start:.3f} s, but its frames take {seconds:.3f} s"
         report.warning("video-span", what, "correct to_timestamp in meta/episodes", **place)
     return True
+
+
+def _stop(span: Span) -> float:
+    return math.nan if span.stop is None else span.stop
 
 
 def _check_clock(
@@ -200,34 +209,25 @@ def _check_clock(
     report: CheckReport,
     place: dict,
 ) -> None:
-    """Does every row's timestamp lead to a frame, and to one of the episode's own?"""
-    if clock is None or not len(clock) or not np.isfinite(clock).all():
+    """Which frame is a row's, and do the timestamps agree?"""
+    if clock is None or len(clock) != episode.length or not len(clock):
         return
-    start, half = episode.videos[camera].start, 0.5 / layout.fps
-    stop = start + episode.length / layout.fps - half
-
-    def astray(wanted: np.ndarray) -> np.ndarray:
-        return (wanted < start - half) | (wanted >= stop) | (_distance(scan.times, wanted) > half)
-
-    wanted, late = start + clock, float(clock[0])
-    lost = astray(wanted)
-    if not lost.any():
-        _check_jitter(wanted, _distance(scan.times, wanted), report, place)
-    elif late > half and len(clock) == episode.length and not astray(wanted - late).any():
-        what = (  # the reader sets this right, see VideoClip
-            f"the clock starts at {late:.3f} s instead of 0, so {lost.sum()} of {len(clock)} rows "
-            "point past its video, which has a frame for every row: it is read from its first frame on"
-        )
-        report.warning("clock-offset", what, f"subtract {late:.3f} from the column `timestamp`", **place)
-    else:
-        row = int(np.argmax(lost))
-        nearest = float(_distance(scan.times, wanted[row : row + 1])[0])
+    span, times = episode.videos[camera], np.sort(scan.times)
+    half = 0.5 / layout.fps
+    try:
+        match = match_frames(times, clock, span.start, _stop(span), layout.fps, half)
+    except NoMatch as error:
+        fix = "leave the episode out, or fetch its video again"
+        report.error("clock-video", f"in the video {error}", fix, **place)
+        return
+    if match.seconds_off:
         what = (
-            f"{lost.sum()} of {len(clock)} rows have no frame of their own at their time; the first is "
-            f"row {row} at {clock[row]:.3f} s, the nearest frame {nearest:.3f} s away"
+            f"timestamps lie up to {match.seconds_off:.3f} s from the video, which has a frame for every row: "
+            "frame i is read for row i"
         )
-        fix = "leave the episode out, or set `timestamp` to frame_index / fps if the frames are in order"
-        report.error("clock-video", what, fix, **place)
+        report.warning("clock-video", what, REPAIR_CLOCK, **place)
+    else:
+        _check_jitter(span.start + clock, np.abs(times[match.numbers] - span.start - clock), report, place)
 
 
 def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
@@ -239,11 +239,3 @@ def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport,
             f"frame, so every row gets its own here; LeRobot refuses more than {LEROBOT_TOLERANCE * 1e3:g} ms"
         )
         report.warning("clock-jitter", what, "none needed to train with Flexor", **place)
-
-
-def _distance(times: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Seconds from each wanted time to the nearest frame."""
-    times = np.sort(times)
-    after = np.searchsorted(times, wanted).clip(0, len(times) - 1)
-    before = (after - 1).clip(0)
-    return np.minimum(np.abs(times[after] - wanted), np.abs(times[before] - wanted))

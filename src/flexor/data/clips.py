@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Protocol
 
 import av
@@ -12,13 +12,14 @@ import numpy as np
 import pyarrow as pa
 from av.video.reformatter import VideoReformatter
 
-from flexor.data.metadata import Feature, broken, read_parquet
+from flexor.data.frame_match import FrameBy, NoMatch, match_frames
+from flexor.data.metadata import Feature, read_parquet
 from flexor.data.source import Source
 from flexor.data.video import Sink, VideoIndex, decode_frames, index_video
 from flexor.errors import DatasetError
-from flexor.log import log
+from flexor.log import Repeats
 
-__all__ = ["Clip", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+__all__ = ["Clip", "FrameRule", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
 
 
 # decode(distinct numbers ascending, sink) gives number i to sink(i, frame), and {i: reason} for the broken.
@@ -61,36 +62,39 @@ class VideoFile:
     def _check_size(self, index: VideoIndex) -> None:
         _, height, width = self.feature.chw
         if (index.height, index.width) != (height, width):
-            raise broken(
-                self.source,
-                self.name,
-                f"pictures are {index.height}x{index.width}, but meta/info.json declares {height}x{width} "
-                f"for {self.feature.name}: correct its shape there",
+            raise DatasetError(
+                f"{self.name}: images are {index.height}x{index.width}, but meta/info.json declares "
+                f"{height}x{width} for {self.feature.name}: correct its shape there"
             )
 
 
-@cache  # told once per camera: what ails one episode's clock usually ails them all
-def _warn_of_late_clock(dataset: str, camera: str, seconds: float) -> None:
-    log.warning(
-        "%s: %s: the timestamps of an episode start at %.2f s and run past the end of its video, which has a "
-        "frame for every row: such episodes are read from their first frame on",
-        dataset,
-        camera,
-        seconds,
-    )
+BY_INDEX = (
+    "%d clips have timestamps that do not fit their video, which has a frame for every row:\n"
+    "  frame i is taken for row i (--dataset.frame_by=time goes by the timestamps)"
+)
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """How the clips of a dataset find the frames of their rows."""
+
+    fps: float
+    tolerance_s: float
+    frame_by: FrameBy = "auto"
+    repeats: Repeats = field(default_factory=Repeats)
+    """Clips whose timestamps are of no use are noted here."""
 
 
 @dataclass(eq=False)
 class VideoClip:
-    """An episode inside of a video file: the frames nearest to start + timestamp."""
+    """An episode inside of a video file."""
 
     file: VideoFile
     episode: int
     start: float
     stop: float
     times: np.ndarray  # [length] the episode's timestamps
-    fps: float
-    tolerance_s: float
+    rule: FrameRule
     _numbers: np.ndarray | None = None
 
     @property
@@ -101,7 +105,7 @@ class VideoClip:
     def numbers(self) -> np.ndarray:
         """The file's frame number of every frame of the episode."""
         if self._numbers is None:  # two threads may both compute it: the result is the same
-            self._numbers = self._resolve()
+            self._numbers = self._match()
         return self._numbers
 
     def starts(self) -> np.ndarray:
@@ -114,44 +118,20 @@ class VideoClip:
         numbers = self.numbers[frames]  # two may be the same, where the recording's clock stumbled
         return self.file, partial(decode_frames, self.file.index), numbers
 
-    def _resolve(self) -> np.ndarray:
+    def _match(self) -> np.ndarray:
+        times, rule = self.file.index.times, self.rule
         try:
-            index = self.file.index
-        except DatasetError as error:
-            raise DatasetError(f"episode {self.episode}, camera {self.file.feature.name}: {error}") from error
-        wanted = self.start + self.times.astype(np.float64)
-        numbers, distance = index.nearest(wanted)
-        if self._runs_over(index, wanted, distance):
-            numbers, distance = index.nearest(wanted - self.times[0])
-            _warn_of_late_clock(str(self.file.source), self.file.feature.name, round(float(self.times[0]), 2))
-        if (distance > self.tolerance_s).any():
-            raise self._too_far(index, wanted, distance)
-        return numbers
-
-    def _runs_over(self, index: VideoIndex, wanted: np.ndarray, distance: np.ndarray) -> bool:
-        """Whether the episode's clock starts late, so that its last rows have no frame of their own.
-
-        Only a clock that would otherwise be an error (or read the next episode's frames) is set right.
-        """
-        half = 0.5 / self.fps
-        if self.times[0] < half:
-            return False
-        stop = np.inf if np.isnan(self.stop) else self.stop - half
-        own = np.count_nonzero((index.times >= self.start - half) & (index.times < stop))
-        return own == len(self.times) and bool(wanted[-1] >= stop or distance[-1] > self.tolerance_s)
-
-    def _too_far(self, index: VideoIndex, wanted: np.ndarray, distance: np.ndarray) -> DatasetError:
-        frame = int(np.argmax(distance > self.tolerance_s))
-        count = int((distance > self.tolerance_s).sum())
-        return broken(
-            self.file.source,
-            self.file.name,
-            f"episode {self.episode}, frame {frame} ({count} frames in all): it should be at "
-            f"{wanted[frame]:.4f} s, but the nearest of the file's {len(index)} frames (the last is at "
-            f"{index.times[-1]:.4f} s) is {distance[frame]:.4f} s away, and {self.tolerance_s:.4f} s is "
-            f"allowed. The video is cut short or does not belong to this episode; if the recording's clock "
-            f"is merely unsteady, raise tolerance_s",
-        )
+            match = match_frames(
+                times, self.times, self.start, self.stop, rule.fps, rule.tolerance_s, rule.frame_by
+            )
+        except NoMatch as error:
+            raise DatasetError(f"{self.file.name} does not fit episode {self.episode}: {error}") from error
+        if match.seconds_off:
+            camera = self.file.feature.name
+            rule.repeats.add(
+                BY_INDEX, f"episode {self.episode}, {camera}: up to {match.seconds_off:.2f} s off"
+            )
+        return match.numbers
 
 
 class ImageFiles:
@@ -182,7 +162,10 @@ class ImageFiles:
 def _bytes_of(pictures: pa.Array) -> pa.Array:
     if isinstance(pictures, pa.ChunkedArray):
         pictures = pa.concat_arrays(pictures.chunks)
-    return pictures.field("bytes") if pa.types.is_struct(pictures.type) else pictures
+    if pa.types.is_struct(pictures.type) and pictures.type.get_field_index("bytes") >= 0:
+        pictures = pictures.field("bytes")
+    is_bytes = pa.types.is_binary(pictures.type) or pa.types.is_large_binary(pictures.type)
+    return pictures if is_bytes else pa.nulls(len(pictures), pa.binary())  # each is found to be no image
 
 
 @dataclass(eq=False)

@@ -17,14 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from flexor.data.clips import Clip, ImageClip, ImageFiles, VideoClip, VideoFile
+from flexor.data.bad_episodes import BadEpisodes, missing_files, unreadable_clips, video_cameras
+from flexor.data.clips import Clip, FrameRule, ImageClip, ImageFiles, VideoClip, VideoFile
+from flexor.data.frame_match import FrameBy
 from flexor.data.frames import FrameStore
-from flexor.data.metadata import Feature, Metadata, broken, read_metadata
+from flexor.data.metadata import BrokenFile, Feature, Metadata, read_metadata
 from flexor.data.source import Source, find_source
 from flexor.data.table import FrameTable, fill_in, read_table
 from flexor.data.windows import window_rows
 from flexor.errors import DatasetError
-from flexor.log import log
+from flexor.log import warn_once
 
 __all__ = ["Dataset", "Episodes", "Feature", "open_dataset"]
 
@@ -75,6 +77,9 @@ class Dataset:
 
     strings: dict[str, list[str]]
     episodes: Episodes
+    skipped: dict[int, str]
+    """Episodes that were asked for and can't be read, and why; only with on_bad_episode="skip"."""
+
     store: FrameStore
     source: Source
     files: list[str]
@@ -165,6 +170,8 @@ class Dataset:
             "lengths": self.episodes.length.tolist(),
             "sizes": [list(self._file_sizes[i].values()) for i in self.episodes.index.tolist()],
         }
+        if self.skipped:  # the same episodes by choice are another run: it would not take up what comes back
+            identity["skipped"] = sorted(self.skipped)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
@@ -214,6 +221,9 @@ def open_dataset(
     streaming: bool = False,
     size: tuple[int, int] | None = None,
     remote_bytes: int | None = None,
+    exclude_episodes: Sequence[int] | None = None,
+    frame_by: FrameBy = "auto",
+    on_bad_episode: str = "raise",
 ) -> Dataset:
     """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
 
@@ -223,26 +233,36 @@ def open_dataset(
 
     `tolerance_s` is how far from its timestamp a frame may lie: half a frame period, unless given.
     LeRobot allows 1e-4 s, on which many real recordings fail (its issues 933 and 1875) though no other
-    frame is nearer; beyond half a period the nearest frame is another row's.
+    frame is nearer; beyond half a period the nearest frame is another row's. `frame_by` says whether
+    timestamps count at all, see `frame_match.py`.
+
+    Episodes that can't be read are an error, or with `on_bad_episode="skip"` left out, named in `skipped`.
     """
     source = find_source(repo_id, root, revision, streaming, remote_bytes)
     name = repo_id or str(source)
     meta = read_metadata(source)
-    selected = list(range(len(meta.episodes.index)))
-    if episodes is not None:
-        selected = _checked_episodes(episodes, meta.episodes.index, name)
+    selected = _selected(meta, episodes, exclude_episodes, name)
     if not selected:
-        raise broken(source, "meta/info.json", "the dataset has no episode")
+        raise BrokenFile(source, "meta/info.json", "the dataset has no episode")
     source.fetch(_files(meta, selected))
+    bad = BadEpisodes(name, on_bad_episode)
+    videos, absent = video_cameras(source, meta, selected)
+    selected = bad.add(missing_files(source, meta, videos, selected), selected)
     table = read_table(source, meta.features, meta.episodes, selected)
+    selected = bad.add(table.bad, selected)
+    absent = {**table.missing, **absent}
     columns = dict(table.columns)
-    fill_in(columns, table, meta.fps, _first_tasks(meta, table))
-    cameras, absent = _cameras(source, meta, table)
+    fill_in(name, columns, table, meta.fps, _first_tasks(meta, table))
+    cameras = [n for n, feature in meta.features.items() if feature.is_camera and n not in absent]
     for feature_name, why in absent.items():
-        log.warning("%s: feature %s cannot be read: %s", name, feature_name, why)
-    tolerance = 0.5 / meta.fps if tolerance_s is None else tolerance_s
-    clips = _clips(source, meta, table, columns["timestamp"], cameras, tolerance)
-    return Dataset(
+        warn_once("%s: feature %s can't be read: %s", name, feature_name, why)
+    rule = FrameRule(meta.fps, 0.5 / meta.fps if tolerance_s is None else tolerance_s, frame_by)
+    clips = _clips(source, meta, table, columns["timestamp"], cameras, rule)
+    if on_bad_episode == "skip":
+        selected = bad.add(unreadable_clips(clips), selected)
+    bad.tell()
+    rule.repeats.tell()
+    dataset = Dataset(
         repo_id=name,
         root=source.root,
         version=meta.version,
@@ -261,14 +281,33 @@ def open_dataset(
             [meta.episodes.tasks[i] for i in table.episode],
             (np.cumsum(meta.episodes.length) - meta.episodes.length)[table.episode],
         ),
-        store=FrameStore(clips, meta.episodes.length, size, source.streams),
+        skipped=bad.reasons,
+        store=FrameStore(clips, meta.episodes.length, size, source.streams, rule),
         source=source,
         files=_files(meta, list(range(len(meta.episodes.index)))),
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
+    return dataset if len(selected) == len(table.episode) else dataset.select(selected)
 
 
-def _checked_episodes(episodes: Sequence[int], valid: np.ndarray, name: str) -> list[int]:
+def _selected(
+    meta: Metadata, episodes: Sequence[int] | None, exclude: Sequence[int] | None, name: str
+) -> list[int]:
+    """The episodes asked for less those that are not wanted."""
+    there = meta.episodes.index
+    wanted = there.tolist() if episodes is None else _checked_episodes(episodes, there, name, "episodes")
+    if not exclude:
+        return wanted
+    unwanted = set(_checked_episodes(exclude, there, name, "exclude_episodes"))
+    left = [episode for episode in wanted if episode not in unwanted]
+    if not left:
+        raise DatasetError(f"{name}: --dataset.exclude_episodes leaves none of its {len(wanted)} episodes")
+    return left
+
+
+def _checked_episodes(
+    episodes: Sequence[int], valid: np.ndarray, name: str, setting: str = "episodes"
+) -> list[int]:
     """The episodes asked for, once each and in order; it is an error to ask for what is not there."""
     wanted = sorted({int(episode) for episode in episodes})
     there = set(valid.tolist())
@@ -277,16 +316,18 @@ def _checked_episodes(episodes: Sequence[int], valid: np.ndarray, name: str) -> 
         extent = f"{valid.min()} to {valid.max()}" if len(valid) else "none"
         if len(there) and len(there) != valid.max() - valid.min() + 1:
             extent = f"{sorted(there)}"
-        raise DatasetError(f"{name} has no episodes {wrong}: valid are {extent}. Correct --dataset.episodes")
+        raise DatasetError(f"{name} has no episodes {wrong}: valid are {extent}. Correct --dataset.{setting}")
     if not wanted:
-        raise DatasetError(f"{name}: the list of episodes is empty. Leave --dataset.episodes out to read all")
+        raise DatasetError(
+            f"{name}: the list of episodes is empty. Leave --dataset.{setting} out to read all"
+        )
     return wanted
 
 
 def _files(meta: Metadata, selected: list[int]) -> list[str]:
     files = [meta.episodes.data_file[i] for i in selected]
     for spans in meta.episodes.videos.values():
-        files += [spans.file[i] for i in selected]
+        files += [file for i in selected if (file := spans.file[i])]
     return list(dict.fromkeys(files))
 
 
@@ -294,40 +335,6 @@ def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:
     """Task index [E] by the episodes' own metadata, for tables without a task_index column."""
     number = {task: i for i, task in enumerate(meta.tasks)}
     return np.array([number.get(next(iter(meta.episodes.tasks[i]), ""), 0) for i in table.episode], np.int64)
-
-
-def _cameras(source: Source, meta: Metadata, table: FrameTable) -> tuple[list[str], dict[str, str]]:
-    """The cameras that can be read, as declared in order, and every feature that cannot, with the reason."""
-    cameras, absent = [], dict(table.missing)
-    for name, feature in meta.features.items():
-        if not feature.is_camera or name in absent:
-            continue
-        why = _why_unreadable(source, meta, feature, table.episode)
-        if why:
-            absent[name] = why
-        else:
-            cameras.append(name)
-    return cameras, absent
-
-
-def _why_unreadable(source: Source, meta: Metadata, feature: Feature, selected: np.ndarray) -> str | None:
-    """Why a declared camera cannot be read; one that misses only some of its files is an error."""
-    if feature.is_depth:
-        return "it is a depth map, which Flexor does not read yet"
-    if feature.is_image:
-        return None
-    spans = meta.episodes.videos.get(feature.name)
-    if spans is None:
-        return "the episode metadata does not say where its videos are"
-    files = list(dict.fromkeys(spans.file[i] for i in selected.tolist()))
-    missing = [file for file in files if not source.exists(file)]
-    if len(missing) == len(files):
-        return f"it is declared but has no video files ({files[0]} is missing)"
-    if missing:
-        raise broken(
-            source, missing[0], f"the file is missing ({len(missing)} of {len(files)} for {feature.name})"
-        )
-    return None
 
 
 def _present(
@@ -349,7 +356,7 @@ def _clips(
     table: FrameTable,
     timestamps: np.ndarray,
     cameras: list[str],
-    tolerance: float,
+    rule: FrameRule,
 ) -> dict[tuple[str, int], Clip]:
     clips: dict[tuple[str, int], Clip] = {}
     end = np.cumsum(table.length)
@@ -364,10 +371,11 @@ def _clips(
                 continue
             spans = meta.episodes.videos[camera]
             name = spans.file[episode]
+            assert name is not None, "an episode without a video is not read"
             video = videos.setdefault(name, VideoFile(source, name, feature))
             times = timestamps[end[i] - table.length[i] : end[i]]
             start, stop = float(spans.start[episode]), float(spans.stop[episode])
-            clips[camera, episode] = VideoClip(video, episode, start, stop, times, meta.fps, tolerance)
+            clips[camera, episode] = VideoClip(video, episode, start, stop, times, rule)
     return clips
 
 
@@ -379,7 +387,8 @@ def _file_sizes(
     by_episode = {}
     for episode in episodes.tolist():
         files = [meta.episodes.data_file[episode]]
-        files += [meta.episodes.videos[c].file[episode] for c in cameras if c in meta.episodes.videos]
+        spans = [meta.episodes.videos[camera] for camera in cameras if camera in meta.episodes.videos]
+        files += [file for span in spans if (file := span.file[episode])]
         for file in files:
             if file not in sizes:
                 sizes[file] = source.size(file)

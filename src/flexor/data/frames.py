@@ -19,12 +19,13 @@ from torch import Tensor
 
 from flexor.console import Progress
 from flexor.data import nvdec
-from flexor.data.clips import Clip, VideoClip
+from flexor.data.clips import Clip, FrameRule, VideoClip
 from flexor.data.gpu import GPUFrames
 from flexor.data.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
 from flexor.data.pool import Slot
 from flexor.data.video import Sink, read_ahead
 from flexor.errors import DatasetError, SourceError
+from flexor.log import Repeats
 
 PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
 
@@ -52,13 +53,16 @@ class FrameStore:
         lengths: np.ndarray,
         size: tuple[int, int] | None = None,
         remote: bool = False,
+        rule: FrameRule | None = None,
     ):
         """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to;
-        `remote` if videos are read over a network."""
+        `remote` if videos are read over a network; `rule` of the clips."""
         self.clips = clips
         self.ends = np.cumsum(lengths)
         self.size = size
         self.remote = remote
+        self.frame_by = rule.frame_by if rule else "auto"
+        self.repeats = rule.repeats if rule else Repeats()
         self.rgb = False
         self.caches: Mapping[str, Keeper] = {}
         self._formats: dict[str, PlaneFormat] = {}
@@ -106,6 +110,7 @@ class FrameStore:
         if bad:
             first = min(bad)
             raise DatasetError(f"{self.where(camera, int(missing[first]))}: {bad[first]}")
+        self.repeats.tell()
         return out
 
     def kept(self, camera: str, ids: np.ndarray) -> np.ndarray:
@@ -301,4 +306,5 @@ def fill_cache(
             done += count
             if progress:
                 progress(done, total)
+    store.repeats.tell()
     return broken

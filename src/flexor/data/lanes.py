@@ -103,7 +103,7 @@ def units_of(
         except DatasetError as error:
             if on_bad_frame == "raise":
                 raise
-            log.warning("%s", error)
+            store.repeats.add("%d clips can't be read, and their samples are left out:", str(error))
             return np.arange(episodes.start[i], episodes.end[i])
 
     with ThreadPoolExecutor(INDEXERS, thread_name_prefix="index") as threads:
@@ -111,6 +111,7 @@ def units_of(
             camera: np.concatenate(list(threads.map(starts, [(camera, i) for i in range(len(episodes))])))
             for camera in deltas
         }
+    store.repeats.tell()
     lengths = np.maximum(1, episodes.length - drop_last_frames)
     return build_units(
         lengths, list(found.values()), list(deltas.values()), rows=episodes.length, least=least

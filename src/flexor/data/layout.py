@@ -7,8 +7,9 @@ what it stumbles over into a report; `flexor data check` and `flexor data info` 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.data import stats as statistics
+from flexor.data.file_names import FileNames
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
-from flexor.data.writer import DATA_PATH, VIDEO_PATH
 from flexor.errors import DatasetError
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
-V2_DATA_PATH = "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet"
-V2_VIDEO_PATH = "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4"
 FETCH_AGAIN = "fetch or copy the file again; if it is lost, train on the other episodes"
 FETCH_META = "fetch or copy meta/ again: without it the dataset cannot be opened"
 
@@ -93,9 +92,15 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
             "convert the dataset with LeRobot's conversion scripts",
             file="meta/info.json",
         )
+    try:
+        names = FileNames(info, is_v3)
+    except ValueError as error:
+        fix = "correct the template in meta/info.json, or take it from the original dataset"
+        report.error("path-template", str(error), fix, file="meta/info.json")
+        return layout
     rows = list(_episode_rows_v3(layout, report) if is_v3 else _read_jsonl(layout, "episodes", report))
-    make = _episode_v3 if is_v3 else _episode_v2
-    for row in sorted(rows, key=lambda row: row.get("episode_index", -1)):
+    make = partial(_episode_v3 if is_v3 else _episode_v2, layout, names)
+    for row in sorted(rows, key=_number):
         _add_episode(layout, make, row, report)
     layout.tasks = _tasks_v3(layout, report) if is_v3 else _tasks_v2(layout, report)
     layout.stats = _read_stats(layout, report)
@@ -122,16 +127,24 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
             report.error("info-field", what, fix, feature=name, file="meta/info.json")
 
 
-def _add_episode(layout: Layout, make: Any, row: dict[str, Any], report: CheckReport) -> None:
+def _number(row: dict[str, Any]) -> int:
+    """The episode's number; -1 if there is none."""
+    number = row.get("episode_index")
+    return number if isinstance(number, int) else -1
+
+
+def _add_episode(
+    layout: Layout, make: Callable[[dict[str, Any]], Episode], row: dict[str, Any], report: CheckReport
+) -> None:
     try:
-        layout.episodes.append(make(layout, row))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        report.error(
-            "episode-metadata",
-            f"its metadata cannot be used: {type(error).__name__}: {error}",
-            "repair meta/, or take it from the original dataset",
-            episode=row.get("episode_index"),
-        )
+        layout.episodes.append(make(row))
+        return
+    except KeyError as error:
+        what = f"its metadata has no {error.args[0]}"
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"its metadata can't be used: {error}"
+    fix = "take meta/ from the original dataset, or leave the episode out"
+    report.error("episode-metadata", what, fix, episode=None if _number(row) < 0 else _number(row))
 
 
 def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, Any]]:
@@ -149,36 +162,30 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
             report.error("episodes-unreadable", what, FETCH_META, file=file)
 
 
-def _episode_v3(layout: Layout, row: dict[str, Any]) -> Episode:
-    data_path = layout.info.get("data_path") or DATA_PATH
-    video_path = layout.info.get("video_path") or VIDEO_PATH
-    data_file = data_path.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
+def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+    index = int(row["episode_index"])
     episode = Episode(
-        index=int(row["episode_index"]),
+        index=index,
         length=int(row["length"]),
         tasks=list(row.get("tasks") or []),
-        data_file=data_file,
+        data_file=names.data(index, row["data/chunk_index"], row["data/file_index"]),
         first_row=int(row.get("dataset_from_index", _next_row(layout))),
     )
     for feature in layout.video_features:
         prefix = f"videos/{feature.name}/"
         if row.get(prefix + "file_index") is None:
             continue
-        chunk, number = row[prefix + "chunk_index"], row[prefix + "file_index"]
-        file = video_path.format(video_key=feature.name, chunk_index=chunk, file_index=number)
+        file = names.video(feature.name, index, row[prefix + "chunk_index"], row[prefix + "file_index"])
         start, stop = float(row[prefix + "from_timestamp"]), float(row[prefix + "to_timestamp"])
         episode.videos[feature.name] = Span(file, start, stop)
     return episode
 
 
-def _episode_v2(layout: Layout, row: dict[str, Any]) -> Episode:
+def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
     index = int(row["episode_index"])
-    place = {"episode_index": index, "episode_chunk": index // int(layout.info.get("chunks_size") or 1000)}
-    video_path = layout.info.get("video_path") or V2_VIDEO_PATH
-    videos = {f.name: Span(video_path.format(video_key=f.name, **place)) for f in layout.video_features}
-    data_file = (layout.info.get("data_path") or V2_DATA_PATH).format(**place)
+    videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
-    return Episode(index, int(row["length"]), tasks, data_file, _next_row(layout), videos)
+    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos)
 
 
 def _next_row(layout: Layout) -> int:

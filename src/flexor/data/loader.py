@@ -139,6 +139,7 @@ class Loader(Planner):
 
     def close(self) -> None:
         """Let go of kept frames; those on disk stay there."""
+        self.dataset.store.repeats.tell(last=True)
         if self._syncing is not None:
             self._syncing.join()
         caches, self.dataset.store.caches = self.dataset.store.caches, {}

@@ -5,7 +5,8 @@ share a file. Nothing above this module asks which version it is reading.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,15 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.data import stats as statistics
+from flexor.data.file_names import FileNames
 from flexor.data.source import Source
 from flexor.errors import DatasetError
+from flexor.log import warn_once
 
 __all__ = [
+    "BrokenFile",
     "EpisodeFiles",
     "Feature",
     "Metadata",
     "VideoSpans",
-    "broken",
     "parquet_columns",
     "read_metadata",
     "read_parquet",
@@ -32,6 +35,7 @@ __all__ = [
 Stats = dict[str, dict[str, np.ndarray]]
 
 CAMERA_CHANNELS = (1, 3, 4)
+MOST_TASKS = 10_000_000  # beyond that a number is no number of a task
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ class Feature:
 class VideoSpans:
     """Where one camera's episodes lie: file, and the episode's time span in it."""
 
-    file: list[str]
+    file: list[str | None]  # None where the metadata does not say
     start: np.ndarray  # [E] seconds into the file at which the episode's clock is zero
     stop: np.ndarray  # [E] seconds; nan where the file is the episode's alone
 
@@ -105,9 +109,12 @@ class Metadata:
     episodes: EpisodeFiles
 
 
-def broken(source: Source, file: str, what: str) -> DatasetError:
-    """An error about one file of a dataset, with the way to find out more."""
-    return DatasetError(f"{source}: {file}: {what}. Run `flexor data check {source}`")
+class BrokenFile(DatasetError):
+    """An error about one file of a dataset, with the way to find out more. `short` is the heart of it."""
+
+    def __init__(self, source: Source, file: str, what: str):
+        super().__init__(f"{source}: {file}: {what}. Run `flexor data check {source}`")
+        self.short = f"{file}: {what}"
 
 
 def read_metadata(source: Source) -> Metadata:
@@ -115,19 +122,24 @@ def read_metadata(source: Source) -> Metadata:
     version = str(info.get("codebase_version", "missing"))
     try:
         features = {name: _feature(name, spec) for name, spec in info["features"].items()}
-        fps = float(info["fps"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise broken(source, "meta/info.json", f"field {error} is missing or malformed") from error
-    readers: dict[str, Callable[[Source, dict, dict[str, Feature]], tuple[EpisodeFiles, list[str]]]]
+        fps = _frame_rate(info["fps"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BrokenFile(source, "meta/info.json", f"field {error} is missing or malformed") from error
+    readers: dict[str, Callable[[Source, FileNames, list[str]], tuple[EpisodeFiles, list[str]]]]
     readers = {"v3.0": _read_v3, "v2.1": _read_v2, "v2.0": _read_v2}
     if version not in readers:
-        raise broken(
+        raise BrokenFile(
             source,
             "meta/info.json",
             f"codebase_version is {version!r}; Flexor reads {', '.join(readers)}. "
             f"Convert the dataset with LeRobot's conversion scripts",
         )
-    episodes, tasks = readers[version](source, info, features)
+    try:
+        names = FileNames(info, v3=version == "v3.0")
+    except ValueError as error:
+        raise BrokenFile(source, "meta/info.json", str(error)) from error
+    videos = [name for name, feature in features.items() if feature.is_video]
+    episodes, tasks = readers[version](source, names, videos)
     _check_totals(source, info, episodes)
     robot_type = info.get("robot_type")
     return Metadata(version, fps, robot_type, features, tasks, _read_stats(source, features), episodes)
@@ -148,64 +160,122 @@ def parquet_columns(source: Source, name: str) -> list[str]:
 def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
     path = source.local(name)
     if not path.is_file():
-        raise broken(source, name, "the file is missing")
+        raise BrokenFile(source, name, "the file is missing")
     try:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise broken(source, name, f"the file is damaged or cut short ({error})") from error
+        raise BrokenFile(source, name, f"the file is damaged or cut short ({error})") from error
 
 
 def _feature(name: str, spec: dict[str, Any]) -> Feature:
     info = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
     is_depth = bool(info.get("is_depth_map") or info.get("video.is_depth_map"))
-    return Feature(name, spec["dtype"], tuple(spec.get("shape") or (1,)), spec.get("names"), is_depth)
+    shape = tuple(int(size) for size in spec.get("shape") or (1,))
+    return Feature(name, str(spec["dtype"]), shape, spec.get("names"), is_depth)
 
 
-def _read_v3(source: Source, info: dict, features: dict[str, Feature]) -> tuple[EpisodeFiles, list[str]]:
+def _frame_rate(value: Any) -> float:
+    if not 0 < float(value) < math.inf:
+        raise ValueError(f"fps={value}")
+    return float(value)
+
+
+def _read_v3(source: Source, names: FileNames, cameras: list[str]) -> tuple[EpisodeFiles, list[str]]:
     files = source.list("meta/episodes", ".parquet")
     if not files:
-        raise broken(source, "meta/episodes/", "there is no parquet file in it")
-    videos = [name for name, feature in features.items() if feature.is_video]
-    rows: dict[str, list] = {}
-    for file in files:
-        table = read_parquet(source, file, _episode_columns(source, file, videos))
-        for name in table.column_names:
-            rows.setdefault(name, []).extend(table[name].to_pylist())
-    order = np.argsort(np.array(rows["episode_index"]), kind="stable")
-    rows = {name: [values[i] for i in order] for name, values in rows.items()}
-    chunks = zip(rows["data/chunk_index"], rows["data/file_index"])
-    data_file = [info["data_path"].format(chunk_index=c, file_index=f) for c, f in chunks]
-    spans = {name: _spans_v3(rows, info, name) for name in videos if f"videos/{name}/file_index" in rows}
-    episodes = EpisodeFiles(
-        np.array(rows["episode_index"], np.int64),
-        np.array(rows["length"], np.int64),
-        [list(tasks or []) for tasks in rows["tasks"]],
-        data_file,
-        spans,
-    )
-    return episodes, _read_tasks_v3(source)
-
-
-def _episode_columns(source: Source, file: str, videos: list[str]) -> list[str]:
-    """The columns to read of an episodes file: its statistics are most of it, and not wanted."""
+        raise BrokenFile(source, "meta/episodes/", "there is no parquet file in it")
     needed = ["episode_index", "length", "tasks", "data/chunk_index", "data/file_index"]
     parts = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
-    present = set(parquet_columns(source, file))
-    missing = [name for name in needed if name not in present]
-    if missing:
-        raise broken(source, file, f"columns {missing} are missing")
-    video_columns = [f"videos/{name}/{part}" for name in videos for part in parts]
-    return needed + [name for name in video_columns if name in present]
+    optional = [f"videos/{camera}/{part}" for camera in cameras for part in parts]
+    columns: dict[str, list] = {name: [] for name in (*needed, *optional)}
+    for file in files:
+        present = parquet_columns(source, file)  # statistics are most of it, and not wanted
+        missing = [name for name in needed if name not in present]
+        if missing:
+            raise BrokenFile(source, file, f"columns {missing} are missing")
+        table = read_parquet(source, file, [name for name in columns if name in present])
+        for name, values in columns.items():
+            values += table[name].to_pylist() if name in present else [None] * table.num_rows
+    rows = _Rows(source, "meta/episodes", columns)
+    index, length = rows.integers("episode_index"), rows.integers("length")
+    place = zip(index.tolist(), columns["data/chunk_index"], columns["data/file_index"])
+    spans = {}
+    for camera in cameras:
+        column = {part: columns[f"videos/{camera}/{part}"] for part in parts}
+        if any(number is not None for number in column["file_index"]):
+            where = zip(index.tolist(), column["chunk_index"], column["file_index"])
+            spans[camera] = VideoSpans(
+                [None if None in at else names.video(camera, *at) for at in where],
+                rows.seconds(f"videos/{camera}/from_timestamp"),
+                rows.seconds(f"videos/{camera}/to_timestamp"),
+            )
+    try:
+        data_file = [names.data(*at) for at in place]
+    except (ValueError, TypeError) as error:
+        raise BrokenFile(source, "meta/episodes", str(error)) from error
+    episodes = EpisodeFiles(index, length, [_texts(tasks) for tasks in columns["tasks"]], data_file, spans)
+    return _in_order(source, episodes), _read_tasks_v3(source)
 
 
-def _spans_v3(rows: dict[str, list], info: dict, name: str) -> VideoSpans:
-    where = zip(rows[f"videos/{name}/chunk_index"], rows[f"videos/{name}/file_index"])
-    return VideoSpans(
-        [info["video_path"].format(video_key=name, chunk_index=c, file_index=f) for c, f in where],
-        np.array(rows[f"videos/{name}/from_timestamp"], np.float64),
-        np.array(rows[f"videos/{name}/to_timestamp"], np.float64),
+@dataclass(frozen=True)
+class _Rows:
+    """Columns of the episode metadata, of which nothing is sure."""
+
+    source: Source
+    file: str
+    columns: Mapping[str, list]
+
+    def integers(self, name: str) -> np.ndarray:
+        for row, value in enumerate(self.columns[name]):
+            if not isinstance(value, int) or value < 0:
+                raise BrokenFile(
+                    self.source, self.file, f"{name} of row {row} is {value!r}, not a whole number"
+                )
+        return np.array(self.columns[name], np.int64)
+
+    def seconds(self, name: str) -> np.ndarray:
+        """nan where there are none."""
+        values = self.columns[name]
+        return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
+
+
+def _texts(tasks: Any) -> list[str]:
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    return [str(task) for task in tasks] if isinstance(tasks, list | tuple) else []
+
+
+def _in_order(source: Source, episodes: EpisodeFiles) -> EpisodeFiles:
+    """By their numbers, which must be 0, 1, 2, ...; what the metadata says twice counts once."""
+    order = np.argsort(episodes.index, kind="stable")
+    keep = [order[i] for i in range(len(order)) if i == 0 or not _same(episodes, order[i - 1], order[i])]
+    if len(keep) < len(order):
+        warn_once("%s: the metadata has %d episodes twice", source, len(order) - len(keep))
+    index = episodes.index[keep]
+    if len(index) and not (index == np.arange(len(index))).all():
+        what = (
+            f"episodes are not numbered 0 to {len(index) - 1}, each once. `flexor data repair` renumbers them"
+        )
+        raise BrokenFile(source, "the episode metadata", what)
+    return EpisodeFiles(
+        index,
+        episodes.length[keep],
+        [episodes.tasks[i] for i in keep],
+        [episodes.data_file[i] for i in keep],
+        {
+            camera: VideoSpans([spans.file[i] for i in keep], spans.start[keep], spans.stop[keep])
+            for camera, spans in episodes.videos.items()
+        },
     )
+
+
+def _same(episodes: EpisodeFiles, one: int, other: int) -> bool:
+    def facts(i: int) -> tuple:
+        spans = episodes.videos.values()
+        videos = [(s.file[i], np.nan_to_num(s.start[i]), np.nan_to_num(s.stop[i])) for s in spans]
+        return int(episodes.index[i]), int(episodes.length[i]), episodes.data_file[i], videos
+
+    return facts(one) == facts(other)
 
 
 def _read_tasks_v3(source: Source) -> list[str]:
@@ -215,77 +285,100 @@ def _read_tasks_v3(source: Source) -> list[str]:
     # pandas wrote the task strings as an index, whose column name depends on who wrote it.
     text = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
     if not text or "task_index" not in table.column_names:
-        raise broken(source, "meta/tasks.parquet", f"columns {table.column_names}: no task and task_index")
-    return _by_index(zip(table["task_index"].to_pylist(), table[text[0]].to_pylist()))
+        raise BrokenFile(
+            source, "meta/tasks.parquet", f"columns {table.column_names}: no task and task_index"
+        )
+    pairs = zip(table["task_index"].to_pylist(), table[text[0]].to_pylist())
+    return _by_index(source, "meta/tasks.parquet", pairs)
 
 
-def _read_v2(source: Source, info: dict, features: dict[str, Feature]) -> tuple[EpisodeFiles, list[str]]:
-    rows = sorted(_read_jsonl(source, "meta/episodes.jsonl"), key=lambda row: row["episode_index"])
-    index = np.array([row["episode_index"] for row in rows], np.int64)
-    per_chunk = int(info.get("chunks_size") or 1000)
-
-    def files(template: str, **more: str) -> list[str]:
-        return [
-            template.format(episode_chunk=i // per_chunk, episode_index=i, **more) for i in index.tolist()
-        ]
-
-    alone = np.full(len(index), np.nan)
+def _read_v2(source: Source, names: FileNames, cameras: list[str]) -> tuple[EpisodeFiles, list[str]]:
+    file = "meta/episodes.jsonl"
+    lines = _read_jsonl(source, file)
+    columns = {name: [line.get(name) for line in lines] for name in ("episode_index", "length", "tasks")}
+    rows = _Rows(source, file, columns)
+    index, length = rows.integers("episode_index"), rows.integers("length")
+    start, stop = np.zeros(len(index)), np.full(len(index), np.nan)  # a file is its episode's alone
     spans = {
-        name: VideoSpans(files(info["video_path"], video_key=name), np.zeros(len(index)), alone)
-        for name, feature in features.items()
-        if feature.is_video and info.get("video_path")
+        camera: VideoSpans([names.video(camera, i) for i in index.tolist()], start, stop)
+        for camera in cameras
     }
-    length = np.array([row["length"] for row in rows], np.int64)
-    tasks = [list(row.get("tasks") or []) for row in rows]
-    task_rows = _read_jsonl(source, "meta/tasks.jsonl") if source.exists("meta/tasks.jsonl") else []
-    names = _by_index((row["task_index"], row["task"]) for row in task_rows)
-    return EpisodeFiles(index, length, tasks, files(info["data_path"]), spans), names
+    data_file = [names.data(i) for i in index.tolist()]
+    episodes = EpisodeFiles(index, length, [_texts(tasks) for tasks in columns["tasks"]], data_file, spans)
+    file = "meta/tasks.jsonl"
+    pairs = [(line.get("task_index"), line.get("task")) for line in _read_jsonl(source, file, needed=False)]
+    return _in_order(source, episodes), _by_index(source, file, pairs)
 
 
-def _by_index(pairs: Any) -> list[str]:
-    tasks = dict(pairs)
+def _by_index(source: Source, file: str, pairs: Iterable[tuple[Any, Any]]) -> list[str]:
+    tasks = {}
+    for number, text in pairs:
+        if not isinstance(number, int) or not 0 <= number < MOST_TASKS or not isinstance(text, str):
+            raise BrokenFile(source, file, f"{text!r} with task_index {number!r} is no task with its number")
+        tasks[number] = text
     return [tasks.get(i, "") for i in range(max(tasks, default=-1) + 1)]
 
 
 def _check_totals(source: Source, info: dict, episodes: EpisodeFiles) -> None:
-    frames, count = int(episodes.length.sum()), len(episodes.index)
-    if "total_episodes" in info and info["total_episodes"] != count:
-        what = f"total_episodes is {info['total_episodes']}, but the episode metadata has {count}"
-        raise broken(source, "meta/info.json", what)
-    if "total_frames" in info and info["total_frames"] != frames:
-        what = f"total_frames is {info['total_frames']}, but the episodes' lengths add up to {frames}"
-        raise broken(source, "meta/info.json", what)
-    if count and not (episodes.index == np.arange(count)).all():
-        raise broken(source, "the episode metadata", f"episodes are not numbered 0 to {count - 1}")
+    counted = {"total_episodes": len(episodes.index), "total_frames": int(episodes.length.sum())}
+    for name, count in counted.items():
+        if name in info and info[name] != count:
+            warn_once(
+                "%s: meta/info.json says %s is %s, but the episode metadata adds up to %s. What the metadata "
+                "has is read; if episodes are missing, fetch the dataset again",
+                *(source, name, info[name], count),
+            )
 
 
 def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
-    if source.exists("meta/stats.json"):
-        stats = statistics.from_json(_read_json(source, "meta/stats.json"))
-    elif source.exists("meta/episodes_stats.jsonl"):
-        rows = sorted(_read_jsonl(source, "meta/episodes_stats.jsonl"), key=lambda r: r["episode_index"])
-        stats = statistics.aggregate_stats([statistics.from_json(row["stats"]) for row in rows])
-    else:
+    """Statistics by feature. Those that can't be used are as good as none: training computes its own."""
+    file = "meta/stats.json" if source.exists("meta/stats.json") else "meta/episodes_stats.jsonl"
+    if not source.exists(file):
         return {}
-    for name, group in stats.items():
-        if name in features and features[name].is_camera:
-            stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
+    try:
+        if file == "meta/stats.json":
+            stats = statistics.from_json(_read_json(source, file))
+        else:
+            rows = sorted(_read_jsonl(source, file), key=lambda row: row["episode_index"])
+            stats = statistics.aggregate_stats([statistics.from_json(row["stats"]) for row in rows])
+        for name, group in stats.items():
+            for value in group.values():
+                if value.dtype.kind not in "biuf":
+                    raise ValueError(f"{name} has values that are no numbers")
+            if name in features and features[name].is_camera:
+                stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
+    except (DatasetError, LookupError, TypeError, ValueError, AttributeError) as error:
+        warn_once(
+            "%s: the statistics in %s can't be used (%s: %s). `flexor data stats DIR --write` computes them",
+            *(source, file, type(error).__name__, error),
+        )
+        return {}
     return stats
 
 
 def _read_json(source: Source, name: str) -> dict:
-    return _parse(source, name, json.loads)
+    found = _parse(source, name, json.loads)
+    if not isinstance(found, dict):
+        raise BrokenFile(source, name, f"this is a {type(found).__name__}, not a JSON object")
+    return found
 
 
-def _read_jsonl(source: Source, name: str) -> list[dict]:
-    return _parse(source, name, lambda text: [json.loads(line) for line in text.splitlines() if line.strip()])
+def _read_jsonl(source: Source, name: str, needed: bool = True) -> list[dict]:
+    """A JSON object per line."""
+    if not needed and not source.exists(name):
+        return []
+    rows = _parse(source, name, lambda text: [json.loads(line) for line in text.splitlines() if line.strip()])
+    wrong = [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]
+    if wrong:
+        raise BrokenFile(source, name, f"line {wrong[0]} is not a JSON object")
+    return rows
 
 
 def _parse(source: Source, name: str, parser: Callable[[str], Any]) -> Any:
     path = source.local(name)
     if not path.is_file():
-        raise broken(source, name, "the file is missing")
+        raise BrokenFile(source, name, "the file is missing")
     try:
         return parser(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise broken(source, name, f"this is not valid JSON ({error})") from error
+        raise BrokenFile(source, name, f"this is not valid JSON ({error})") from error

@@ -47,6 +47,14 @@ class DatasetConfig:
     """Branch, tag or commit on the Hub."""
     episodes: list[int] | None = None
     """Use only these episodes: a list, or @file with one (as `flexor data check` writes)."""
+    exclude_episodes: list[int] | None = None
+    """Leave these episodes out: a list, or @file with one."""
+    on_bad_episode: Literal["raise", "skip"] = "raise"
+    """An episode that can't be read (a file is missing, cut short or not what the metadata says): stop and name
+    it, or leave it out. Counted."""
+    frame_by: Literal["auto", "time", "index"] = "auto"
+    """Which frame of a video is a row's: the one at its timestamp, or frame i for row i. auto: by index where a
+    video has as many frames as its episode has rows."""
     eval_split: float = 0.0
     """Share of episodes per task held out for the held-out loss."""
     use_imagenet_stats: bool = True

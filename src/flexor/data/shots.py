@@ -16,9 +16,6 @@ from flexor.data.frames import FrameStore
 from flexor.data.pool import Slot
 from flexor.data.steps import Piece, Step
 from flexor.errors import DatasetError
-from flexor.log import log
-
-TOLD = 10  # broken clips that are named in the log; the rest are counted
 
 
 @dataclass(eq=False)
@@ -49,7 +46,7 @@ class ShotFinder:
 
     def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
         self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
-        self._told: set[str] = set()
+        self._told: set[tuple[str, int]] = set()
 
     def find(self, step: Step) -> tuple[np.ndarray, list[Shots]]:
         """Which sample stands at each place of the step [b], and what each camera shows."""
@@ -76,7 +73,8 @@ class ShotFinder:
         if not good:
             raise DatasetError(
                 f"step {number}: none of its {len(order)} samples decodes. Run `flexor data check` on the "
-                "dataset, and leave the bad episodes out with --dataset.episodes."
+                "dataset, and leave the bad episodes out with --dataset.exclude_episodes or "
+                "--dataset.on_bad_episode=skip."
             )
         for i in broken:
             order[i] = next((g for g in good if g > i), good[0])
@@ -96,19 +94,20 @@ class ShotFinder:
             stand_ins[place] = self._nearest(camera, frame, piece)
 
     def _tell(self, camera: str, frame: int, reason: str) -> None:
-        where = self.store.where(camera, frame)
+        store = self.store
+        episode = int(store.episode_of(np.array([frame]))[0])
         if self.on_bad_frame == "raise":
             raise DatasetError(
-                f"{where}: {reason}. Leave the episode out, or choose --dataset.on_bad_frame=skip"
+                f"{store.where(camera, frame)}: {reason}. Leave the episode out with "
+                f"--dataset.exclude_episodes=[{episode}], or choose --dataset.on_bad_frame=skip"
             )
-        clip = where.rpartition(",")[0]
-        if clip not in self._told and len(self._told) < TOLD:
-            self._told.add(clip)
+        if (camera, episode) not in self._told:
+            self._told.add((camera, episode))
             done = (
-                "its samples are left out" if self.on_bad_frame == "skip" else "the nearest frame stands in"
+                "their samples are left out" if self.on_bad_frame == "skip" else "the nearest frame stands in"
             )
-            more = "; more of this is only counted" if len(self._told) == TOLD else ""
-            log.warning("%s does not decode: %s; %s%s", where, reason, done, more)
+            place = f"episode {episode}, {camera}, frame {frame - store.first_of(episode)}"
+            store.repeats.add(f"%d clips have frames that do not decode; {done}:", f"{place}: {reason}")
 
     def _decode_late(self, step: Step, stand_ins: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:
         """Decode what is neither in a piece nor kept, here and now; returns samples that are broken."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
 
-from flexor.data.metadata import EpisodeFiles, Feature, broken, parquet_columns, read_parquet
+from flexor.data.metadata import BrokenFile, EpisodeFiles, Feature, parquet_columns, read_parquet
 from flexor.data.source import Source
-from flexor.log import log
+from flexor.log import warn_once
 
 __all__ = ["FrameTable", "read_table"]
 
@@ -29,17 +29,20 @@ class FrameTable:
     episode: np.ndarray  # [E] episode index, in row order
     length: np.ndarray  # [E] rows
     first_row: np.ndarray  # [E] the episode's first row in its own file
+    bad: dict[int, str]
+    """Selected episodes that can't be read, and why: they are in none of the above."""
 
 
 @dataclass
 class _Piece:
     """What one file contributes."""
 
-    columns: dict[str, np.ndarray]
-    strings: dict[str, list[str]]
-    episode: list[int]
-    length: list[int]
-    first_row: list[int]
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    strings: dict[str, list[str]] = field(default_factory=dict)
+    episode: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    first_row: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
 
 
 def read_table(
@@ -50,15 +53,23 @@ def read_table(
     for episode in selected:
         by_file.setdefault(episodes.data_file[episode], []).append(episode)
     files = sorted(by_file)
-    present = parquet_columns(source, files[0])
+    first, present = _first_readable(source, files)
     wanted = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
-    missing = {n: _why_missing(f, files[0]) for n, f in features.items() if _is_missing(f, present, wanted)}
+    missing = {n: _why_missing(f, first) for n, f in features.items() if _is_missing(f, present, wanted)}
 
     def read(file: str) -> _Piece:
-        return _read_file(source, file, wanted, episodes, by_file[file])
+        try:
+            return _read_file(source, file, wanted, episodes, by_file[file])
+        except BrokenFile as error:
+            return _Piece(bad=dict.fromkeys(by_file[file], error.short))
 
     with ThreadPoolExecutor(READERS) as pool:
-        pieces = list(pool.map(read, files))
+        found = list(pool.map(read, files))
+    pieces = [piece for piece in found if piece.episode]
+    bad = {episode: why for piece in found for episode, why in piece.bad.items()}
+    if not pieces:  # nothing to make columns of
+        none = np.empty(0, np.int64)
+        return FrameTable({}, {}, missing, none, none, none, bad)
     columns = {
         name: np.concatenate([piece.columns[name] for piece in pieces])
         for name, feature in wanted.items()
@@ -76,10 +87,23 @@ def read_table(
         np.array([e for piece in pieces for e in piece.episode], np.int64),
         np.array([n for piece in pieces for n in piece.length], np.int64),
         np.array([r for piece in pieces for r in piece.first_row], np.int64),
+        bad,
     )
 
 
-def fill_in(columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_of: np.ndarray) -> None:
+def _first_readable(source: Source, files: list[str]) -> tuple[str, list[str]]:
+    """A file to learn the columns from."""
+    for file in files:
+        try:
+            return file, parquet_columns(source, file)
+        except BrokenFile:
+            continue  # said of each episode in it
+    return files[0], []
+
+
+def fill_in(
+    name: str, columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_of: np.ndarray
+) -> None:
     """Add LeRobot's own columns where a dataset lacks them; everything else relies on them.
 
     `task_of` [E] is the task index of each episode in row order.
@@ -94,11 +118,11 @@ def fill_in(columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_
         "task_index": lambda: np.repeat(task_of, length),
         "timestamp": lambda: (frame / fps).astype(np.float32),
     }
-    added = [name for name in derived if name not in columns]
-    for name in added:
-        columns[name] = derived[name]()
+    added = [column for column in derived if column not in columns]
+    for column in added:
+        columns[column] = derived[column]()
     if added:
-        log.warning("the dataset has no column %s: derived from the episode lengths", ", ".join(added))
+        warn_once("%s: no column %s: derived from the episode lengths", name, ", ".join(added))
 
 
 def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]) -> bool:
@@ -121,9 +145,11 @@ def _read_file(
     present = parquet_columns(source, file)
     lacking = [name for name in wanted if name not in present]
     if lacking:
-        raise broken(source, file, f"columns {lacking} are missing, though other data files have them")
+        raise BrokenFile(source, file, f"columns {lacking} are missing, though other data files have them")
     table = read_parquet(source, file, list(dict.fromkeys([*wanted, *_index_column(present)])))
-    spans = _episode_spans(source, file, table, episodes, selected)
+    spans, bad = _episode_spans(file, table, episodes, selected)
+    if not spans:
+        return _Piece(bad=bad)
     columns, strings = {}, {}
     for name, feature in wanted.items():
         if feature.is_numeric:
@@ -134,7 +160,7 @@ def _read_file(
             texts = table[name].to_pylist()
             strings[name] = [text for _, first, n in spans for text in texts[first : first + n]]
     index, first_row, length = (list(part) for part in zip(*spans))
-    return _Piece(columns, strings, index, length, first_row)
+    return _Piece(columns, strings, index, length, first_row, bad)
 
 
 def _index_column(present: list[str]) -> list[str]:
@@ -142,26 +168,31 @@ def _index_column(present: list[str]) -> list[str]:
 
 
 def _episode_spans(
-    source: Source, file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
-) -> list[tuple[int, int, int]]:
-    """(episode, first row, rows) of the selected episodes of one file, in row order."""
+    file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
+) -> tuple[list[tuple[int, int, int]], dict[int, str]]:
+    """(episode, first row, rows) of the selected episodes of one file, in row order; and what is wrong with others."""
     if "episode_index" in table.column_names:
         index = table["episode_index"].to_numpy()
+        if index.dtype.kind not in "iuf":
+            return [], dict.fromkeys(
+                selected, f"{file}: the column episode_index holds {index.dtype}, not numbers"
+            )
     else:
         index = np.full(table.num_rows, selected[0])  # v2 without the column: the file is the episode's
-    spans = []
+    spans, bad = [], {}
     runs = _runs(index)
     for episode in selected:
         found = runs.get(episode, [])
         rows, expected = sum(length for _, length in found), int(episodes.length[episode])
         if rows != expected:
-            raise broken(source, file, f"episode {episode} has {rows} rows, but its metadata says {expected}")
-        if len(found) > 1:
-            raise broken(source, file, f"the rows of episode {episode} do not lie together")
-        spans += [(episode, first, length) for first, length in found]
-    if not spans:
-        raise broken(source, file, f"episodes {selected} have no rows")
-    return sorted(spans, key=lambda span: span[1])
+            bad[episode] = f"{file} has {rows} rows of it, but its metadata says {expected}"
+        elif not rows:
+            bad[episode] = "it has no rows"
+        elif len(found) > 1:
+            bad[episode] = f"its rows do not lie together in {file}"
+        else:
+            spans.append((episode, *found[0]))
+    return sorted(spans, key=lambda span: span[1]), bad
 
 
 def _runs(index: np.ndarray) -> dict[int, list[tuple[int, int]]]:
@@ -180,16 +211,27 @@ def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Featu
     if isinstance(values, pa.ChunkedArray):  # an empty column
         values = pa.concat_arrays(values.chunks) if values.chunks else pa.array([], values.type)
     rows = len(values)
-    while isinstance(values, pa.ExtensionArray) or pa.types.is_nested(values.type):
+    while isinstance(values, pa.ExtensionArray) or _is_list(values.type):
         values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
+    if not (
+        pa.types.is_integer(values.type)
+        or pa.types.is_floating(values.type)
+        or pa.types.is_boolean(values.type)
+    ):
+        what = f"column {feature.name} holds {values.type}, but meta/info.json declares {feature.dtype}"
+        raise BrokenFile(source, file, what)
     if values.null_count:
-        raise broken(source, file, f"column {feature.name} has {values.null_count} empty values")
+        raise BrokenFile(source, file, f"column {feature.name} has {values.null_count} empty values")
     shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
     flat = values.to_numpy(zero_copy_only=False)
     if flat.size != int(np.prod(shape)):
         what = f"column {feature.name} holds {flat.size} numbers in {rows} rows, not {feature.shape} each"
-        raise broken(source, file, what)
+        raise BrokenFile(source, file, what)
     return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _item_dtype(stored: np.dtype) -> type:

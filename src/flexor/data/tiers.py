@@ -190,7 +190,11 @@ def _keys(dataset: Dataset, cache: CacheConfig, cameras: Sequence[str]) -> dict[
     store = dataset.store
     return {
         camera: CacheKey(
-            f"{content} {store.format(camera).layout}", camera, store.size, quality, dataset.repo_id
+            f"{content} {store.format(camera).layout} {store.frame_by}",
+            camera,
+            store.size,
+            quality,
+            dataset.repo_id,
         )
         for camera in cameras
     }

@@ -69,16 +69,6 @@ class VideoIndex:
         """Packets where decoding may start."""
         return np.flatnonzero(self.key)
 
-    def nearest(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The frame nearest to each time, and how far away it is in seconds."""
-        times = np.asarray(times, np.float64)
-        after = np.searchsorted(self.times, times).clip(1, max(len(self) - 1, 1))
-        before = after - 1
-        after = np.minimum(after, len(self) - 1)
-        # <=: the earlier of two equally near frames, as an argmin over all of them would pick.
-        frame = np.where(times - self.times[before] <= self.times[after] - times, before, after)
-        return frame, np.abs(self.times[frame] - times)
-
 
 def index_video(file: str | Path | Ranges) -> VideoIndex:
     """Read where the packets of a video file are, from its tables: no picture is read, none decoded."""

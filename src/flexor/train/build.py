@@ -17,7 +17,7 @@ from flexor.data.loader import Loader
 from flexor.data.settings import DatasetConfig, OrderConfig, picture_size
 from flexor.data.stats import compute_stats
 from flexor.data.tiers import open_loader
-from flexor.errors import ConfigError
+from flexor.errors import ConfigError, DatasetError
 from flexor.log import log
 from flexor.machine import gigabytes, total_memory
 from flexor.policies import policy_class
@@ -52,11 +52,27 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         streaming=config.streaming,
         size=picture_size(config.cache.size),
         remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
+        exclude_episodes=config.exclude_episodes,
+        frame_by=config.frame_by,
+        on_bad_episode=config.on_bad_episode,
     )
     if not config.eval_split:
         return dataset, None
     training, held_out = split_episodes(dataset, config.eval_split)
     return dataset.select(training), dataset.select(held_out)
+
+
+def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
+    """All ranks must have left out the same episodes: each reads for itself, perhaps from a disk of its own."""
+    found = processes.gather(sorted(dataset.skipped))
+    other = next((rank for rank, skipped in enumerate(found) if skipped != found[0]), None)
+    if other is not None:
+        differing = sorted({*found[0]} ^ {*found[other]})
+        raise DatasetError(
+            f"{dataset.repo_id}: ranks 0 and {other} can't read the same episodes: {differing} are left out by one "
+            "of them only. Give all nodes the same files, or name what to leave out with "
+            "--dataset.exclude_episodes."
+        )
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:

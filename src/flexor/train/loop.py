@@ -28,7 +28,14 @@ from flexor.monitor.trackers import Trackers
 from flexor.plan.preflight import Plan, compare, plan_run
 from flexor.rng import Noise
 from flexor.train import checkpoint
-from flexor.train.build import build_datasets, build_engine, build_loader, build_state, fit_to_dataset
+from flexor.train.build import (
+    build_datasets,
+    build_engine,
+    build_loader,
+    build_state,
+    check_same_episodes,
+    fit_to_dataset,
+)
 from flexor.train.engine import check_devices, pick_device
 from flexor.train.evaluate import evaluate, held_out_loss
 from flexor.train.introduce import introduce
@@ -124,6 +131,7 @@ def _build(
     """The parts of the run, from a checkpoint if one was found, and its plan."""
     with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
+    check_same_episodes(training, processes)
     config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
     plan = plan_run(config, training, processes, device)
     split = split_batch(config, processes.world_size)
@@ -186,7 +194,7 @@ def fit(
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
-                result.metrics |= _log(state, meters, trackers, bar, epoch, loader.troubles())
+                result.metrics |= _log(state, meters, trackers, bar, epoch, loader)
             if held_out is not None and _due(state.step, config.eval_steps, last):
                 with dog.patiently("the held-out loss"):
                     values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
@@ -251,11 +259,12 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 
 def _log(
-    state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float, troubles: dict[str, int]
+    state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float, loader: Loader
 ) -> dict[str, Any]:
-    counts = {
-        name: sum(told.get(name, 0) for told in state.engine.processes.gather(troubles)) for name in TROUBLES
-    }
+    loader.dataset.store.repeats.tell()
+    found = state.engine.processes.gather(loader.troubles())
+    counts = {name: sum(told.get(name, 0) for told in found) for name in TROUBLES}
+    counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
     values = {
         **meters.report(state.engine),

@@ -1,0 +1,74 @@
+"""Where the files of a dataset lie: the templates `data_path` and `video_path` of meta/info.json, filled in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from string import Formatter
+from typing import Any
+
+V3 = {
+    "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "video_path": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+}
+V2 = {
+    "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+}
+"""What LeRobot writes, and what is meant where a dataset has no template."""
+
+# `chunk_index` and `episode_chunk` are two versions' names of one thing, so a template may have either.
+V3_FIELDS = ("chunk_index", "file_index", "episode_index", "episode_chunk")
+V2_FIELDS = ("episode_chunk", "episode_index", "chunk_index")
+
+
+class FileNames:
+    """The names of a dataset's files. A template that can't be used is a ValueError that says what is wrong."""
+
+    def __init__(self, info: dict[str, Any], v3: bool):
+        self._v3 = v3
+        self._per_chunk = _positive(info.get("chunks_size"), 1000)
+        defaults, fields = (V3, V3_FIELDS) if v3 else (V2, V2_FIELDS)
+        self._data = _checked("data_path", info.get("data_path"), defaults, fields)
+        self._video = _checked("video_path", info.get("video_path"), defaults, (*fields, "video_key"))
+
+    def data(self, episode: int, chunk: int | None = None, file: int | None = None) -> str:
+        """The table an episode lies in; v3.0 metadata says in which chunk and file."""
+        return self._data(**self._place(episode, chunk, file))
+
+    def video(self, camera: str, episode: int, chunk: int | None = None, file: int | None = None) -> str:
+        return self._video(video_key=camera, **self._place(episode, chunk, file))
+
+    def _place(self, episode: int, chunk: int | None, file: int | None) -> dict[str, int]:
+        if not self._v3:
+            chunk = episode // self._per_chunk
+            return {"episode_index": episode, "episode_chunk": chunk, "chunk_index": chunk}
+        if chunk is None or file is None:
+            raise ValueError(f"episode {episode}: the metadata does not say in which chunk and file it lies")
+        place = {"chunk_index": int(chunk), "file_index": int(file)}
+        return place | {"episode_index": episode, "episode_chunk": int(chunk)}
+
+
+def _positive(value: object, default: int) -> int:
+    return int(value) if isinstance(value, int | float) and value >= 1 else default
+
+
+def _checked(
+    name: str, template: object, defaults: dict[str, str], fields: tuple[str, ...]
+) -> Callable[..., str]:
+    """The template as a function of its fields."""
+    if template is None:
+        template = defaults[name]
+    if not isinstance(template, str):
+        raise ValueError(f"{name} is {template!r}, not a template such as {defaults[name]!r}")
+    try:
+        used = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        unknown = [field for field in used if field not in fields]
+        if unknown:
+            raise ValueError(f"the field {{{unknown[0]}}} is unknown")
+        template.format(**{field: "camera" if field == "video_key" else 0 for field in fields})
+    except (ValueError, LookupError) as error:
+        raise ValueError(
+            f"{name} is {template!r}: {error}. Fields of this version are "
+            f"{', '.join(f'{{{field}}}' for field in fields)}"
+        ) from error
+    return template.format
