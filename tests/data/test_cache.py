@@ -14,13 +14,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kept import KEY, LAYOUT, SLOT, SPAWN, check, filled, filling, jpeg, open_cache, own_folders, planes
 
 from flexor.data import cache as cache_module
 from flexor.data import cache_files, caches
 from flexor.data.cache import FrameCache
 from flexor.data.caches import CacheKey, list_caches
 from flexor.errors import DatasetError
+from support.frame_caches import (
+    KEY,
+    LAYOUT,
+    SLOT,
+    SPAWN,
+    check,
+    filled,
+    filling,
+    jpeg,
+    open_cache,
+    own_folders,
+    planes,
+)
 
 
 @pytest.fixture(autouse=True)

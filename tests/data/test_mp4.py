@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import picture, write_sample, write_video
 
 from flexor.data.mp4 import Packets, Unsupported, read_packets
 from flexor.data.ranges import LocalRanges
 from flexor.errors import DatasetError
+from support.samples import picture, write_sample, write_video
 
 PICTURES = [picture(i // 10, i % 13) for i in range(40)]
 X264 = {"crf": "20", "b-adapt": "0", "sc_threshold": "0"}

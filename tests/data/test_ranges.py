@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import FileServer
 
 import flexor.data.ranges as ranges
 import flexor.data.remote as remote
@@ -20,6 +19,7 @@ from flexor.data.blocks import BLOCK, BlockCache
 from flexor.data.ranges import LocalRanges, RemoteRanges
 from flexor.data.remote import HubFile, fsspec_file, http_options
 from flexor.errors import DatasetError, SourceError
+from support.file_server import FileServer
 
 CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 12345)
 PLACES = st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 3 * BLOCK))

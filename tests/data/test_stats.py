@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import TOP, write
 
 from flexor.data import stats
 from flexor.data.dataset import open_dataset
 from flexor.errors import DatasetError
+from support.written import TOP, write
 
 WAVE = np.sin(np.arange(120, dtype=np.float64)).reshape(40, 3).astype(np.float32)
 

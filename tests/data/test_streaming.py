@@ -9,9 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import runs
 import torch
-from samples import LENGTHS, write_sample
 
 from flexor.batch import SAMPLE_ID
 from flexor.data.dataset import open_dataset
@@ -21,6 +19,8 @@ from flexor.data.tiers import open_loader
 from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
+from support import runs
+from support.samples import LENGTHS, write_sample
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 WINDOWS = {

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from samples import picture, write_video
 
 from flexor.data.video import decode, index_video
 from flexor.errors import DatasetError
+from support.samples import picture, write_video
 
 PICTURES = [picture(i // 10, i % 13) for i in range(40)]
 X264 = {"crf": "20", "b-adapt": "0", "sc_threshold": "0"}

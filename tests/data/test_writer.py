@@ -7,13 +7,13 @@ import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 from flexor.data.dataset import open_dataset
 from flexor.data.encode import EpisodeEncoder, VideoSettings, encode_png
 from flexor.data.video import index_video
 from flexor.data.writer import DatasetWriter
 from flexor.errors import DatasetError
+from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 
 def assert_reads_back(root, still=False):

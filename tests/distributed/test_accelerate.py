@@ -13,14 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
 import torch
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from test_sameness import flags as fifty_steps
 
 from flexor.errors import ConfigError
 from flexor.settings import load_config
+from support import environment, ranks, runs
 
 pytest.importorskip("accelerate")
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -75,7 +74,7 @@ def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         timeout=240,
-        env=runs.ENVIRONMENT,
+        env=environment.for_cpu(),
     )
 
 

@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
 import torch
 from safetensors.torch import load_file
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
@@ -14,6 +12,7 @@ from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from flexor.cli import main
 from flexor.policies.pretrained import load_pretrained
 from flexor.train import checkpoint
+from support import ranks, runs
 
 FSDP, HSDP, DDP = (f"--parallel.strategy={name}" for name in ("fsdp", "hsdp", "ddp"))
 SHARE2 = "--parallel.dp_shard=2"

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import runs
-import trouble
 
 from flexor.sim.record import record_dataset
+from support import ranks, runs, trouble
 
 HOST = socket.gethostname()
 HUNG = 70

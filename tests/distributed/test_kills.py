@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
-import trouble
+
+from support import ranks, runs, trouble
 
 STEPS = 16
 WRITE_SHARD = "torch.distributed.checkpoint:FileSystemWriter.write_data"

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
+
+from support import ranks, runs
 
 STEPS = 50
 # Sums in another order: float32 rounds differently, and 50 steps of Adam carry that on.

@@ -6,9 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
-import trouble
+
+from support import ranks, runs, trouble
 
 STEPS = 10
 DDP = "--parallel.strategy=ddp"

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 
 from flexor import __version__
 from flexor.errors import ConfigError, FlexorError
 from flexor.launch.hf_jobs import launch_hf_jobs
 from flexor.launch.hf_request import MOUNT, WORK, read_seconds
 from flexor.settings import load_config
+from support.jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")

@@ -9,17 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slurm_node
-from slurm_node import SlurmJob
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
-import runs
 
 from flexor.cli import main
 from flexor.launch.slurm import Job, batch_script, parser, seconds, submit, write
 from flexor.train import checkpoint
+from support import ranks, runs, slurm_node
+from support.slurm_node import SlurmJob
 
 # The script
 

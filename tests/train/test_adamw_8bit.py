@@ -2,19 +2,14 @@
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.train.saved import OPTIMIZER, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
 EIGHT = ["--optimizer.type=adamw_8bit", "--policy.dim_feedforward=512"]  # matrices that are large enough

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
 from flexor.cli import main
 from flexor.train import checkpoint
+from support import runs
 
 STEPS = 10
 EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]

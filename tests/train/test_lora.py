@@ -1,10 +1,8 @@
 """Adapters: what is trained and what stays, the same run after a resume and on many processes, and what is saved."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -17,9 +15,7 @@ from flexor.rng import Noise
 from flexor.settings import load_config
 from flexor.train.build import make_policy
 from flexor.train.saved import RAW_MODEL, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
 HEAD = "--lora.full_training_modules=[action_head]"

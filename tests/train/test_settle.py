@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-import runs
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from flexor.cli import main
 from flexor.errors import ConfigError
 from flexor.settings import load_config
 from flexor.train.settle import count_steps, scale_learning_rate, split_batch
+from support import runs
 
 numbers = st.integers(1, 64)
 

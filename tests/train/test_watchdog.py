@@ -16,13 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import ENVIRONMENT, SERVER
 
 from flexor.errors import FlexorError
 from flexor.log import setup_logging
 from flexor.train import watchdog
 from flexor.train.heartbeats import PREFIX, Heartbeat, Moment
 from flexor.train.watchdog import HUNG, Watchdog
+from support import environment
+from support.runs import SERVER
 
 TIMEOUT_S = 2.0
 FOREVER_S = 600.0
@@ -350,7 +351,7 @@ def alone(seconds: float) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=environment.for_cpu(),
     )
 
 

@@ -1,10 +1,8 @@
 """Weights in bfloat16: what is kept in it and what is not, the same run after a resume, and what is saved."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -17,11 +15,8 @@ from flexor.sim.record import record_dataset
 from flexor.train.build import make_policy
 from flexor.train.optim import EMA
 from flexor.train.saved import EMA_STATE, OPTIMIZER, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
-import ranks
-from plans import settings
+from support import ranks, runs
+from support.plans import settings
 
 LOWER = ["--precision=bf16", "--weights_dtype=bf16"]
 STEPS = 6

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import runs
 import torch
 
 from flexor.batch import SAMPLE_ID
 from flexor.rng import Noise
 from flexor.train import checkpoint
 from flexor.train.saved import open_tensors
+from support import runs
 
 
 def free_port() -> int:

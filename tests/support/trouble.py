@@ -12,12 +12,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import ranks
-import runs
 import torch
 
 from flexor.train import checkpoint, loop, watchdog
 from flexor.train.processes import Processes
+from support import ranks, runs
 
 STEP = "flexor.train.loop:optimizer_step"
 READ = "flexor.data.loader:Loader.plan"

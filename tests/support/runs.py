@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.train import checkpoint
+from support import environment
 
 FIGURES = ("loss", "grad_norm", "lr", "l1_loss", "kld_loss")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def flags(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> list[str]:
@@ -63,6 +63,7 @@ def _become(folder: Path, arguments: Sequence[str], before: Callable[[], Any] | 
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
         if before:
             before()
@@ -117,7 +118,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=environment.for_cpu(),
     )
 
 
