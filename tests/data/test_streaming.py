@@ -20,6 +20,7 @@ from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
 from support import runs
+from support.limits import LIMIT_S
 from support.samples import LENGTHS, write_sample
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -335,9 +336,9 @@ def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     for process in processes:
         process.start()
     last = stop - 1 if kill_at < 0 else kill_at
-    parts = [queue.get(timeout=120) for _ in range((last + 1 - start) * ranks)]
+    parts = [queue.get(timeout=LIMIT_S) for _ in range((last + 1 - start) * ranks)]
     for process in processes:
-        process.join(60)
+        process.join(LIMIT_S)
     found: dict[int, list] = {}
     for number, _, samples, digests in sorted(parts):
         found.setdefault(number, []).extend(zip(samples, digests))

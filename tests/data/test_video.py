@@ -3,7 +3,7 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.data.video import decode, index_video
@@ -55,7 +55,7 @@ def test_every_frame_is_the_one_of_a_sequential_decode(videos, kind):
 
 
 @pytest.mark.parametrize("kind", ["B-frames", "open GOP", "AV1", "HEVC, open GOP"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(frames=st.lists(st.integers(0, 39), max_size=12))
 def test_any_order_and_repeats(videos, kind, frames):
     _, pixels = sequential(videos[kind])

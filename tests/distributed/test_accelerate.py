@@ -20,6 +20,7 @@ from test_sameness import flags as fifty_steps
 from flexor.errors import ConfigError
 from flexor.settings import load_config
 from support import environment, ranks, runs
+from support.limits import LIMIT_S
 
 pytest.importorskip("accelerate")
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -73,7 +74,7 @@ def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[s
         [*command, "-m", "flexor", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_S,
         env=environment.for_cpu(),
     )
 

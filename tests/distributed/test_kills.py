@@ -44,7 +44,7 @@ def test_killed_again_and_again_while_saving(asynchronous, whole, lowdim, tiny_a
     for life in range(2):
         more = newest(run) + 1
         living = ranks.Ranks(tmp_path / f"life{life}", 2, [*command, "--save_freq=1"])
-        living.all[0].wait_for(lambda more=more: newest(run) >= more, 120)
+        living.all[0].wait_for(lambda more=more: newest(run) >= more)
         time.sleep(rng.random() * 0.2)
         living.kill()
         runs.assert_checkpoints_whole(run)

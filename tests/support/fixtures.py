@@ -9,10 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from flexor.log import log
 from flexor.sim.record import record_dataset
 from support.samples import write_lowdim
+
+# The same examples in every run, and however long they take: a machine may be busy. Fixtures that live as long as one
+# test are fine for all examples, as ours are only folders.
+settings.register_profile(
+    "flexor",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("flexor")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -77,9 +77,9 @@ class Ranks:
             before = functools.partial(enter, own, folder, (then or {}).get(rank))
             self.all.append(runs.Forked(folder / str(rank), *arguments, before=before))
 
-    def end(self, seconds: float = 120) -> list[int | None]:
+    def end(self) -> list[int | None]:
         """Exit codes, when all are done."""
-        self.output = [rank.end(seconds) for rank in self.all]
+        self.output = [rank.end() for rank in self.all]
         return [rank.returncode for rank in self.all]
 
     def errors(self) -> str:
@@ -138,5 +138,5 @@ def everything(run: Path, step: int) -> dict[str, torch.Tensor]:
 def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, step: int) -> None:
     """Killed at no particular moment after a checkpoint was saved."""
     ranks = Ranks(folder, count, arguments)
-    ranks.all[0].wait_for(lambda: step in checkpoint.complete(run / "checkpoints"), 120)
+    ranks.all[0].wait_for(lambda: step in checkpoint.complete(run / "checkpoints"))
     ranks.kill()

@@ -17,10 +17,10 @@ import torch
 from flexor.train import checkpoint, loop, watchdog
 from flexor.train.processes import Processes
 from support import ranks, runs
+from support.limits import FOREVER_S
 
 STEP = "flexor.train.loop:optimizer_step"
 READ = "flexor.data.loader:Loader.plan"
-FOREVER_S = 600.0
 
 
 def at_call(target: str, call: int, what: Callable[[], Any]) -> None:

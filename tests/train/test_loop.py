@@ -214,7 +214,7 @@ def test_evaluation_in_the_loop(dataset, tiny_act, tmp_path):
     st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 12),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_retention(every, steps, keep_last, keep_every):
     import tempfile
 
