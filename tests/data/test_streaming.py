@@ -19,7 +19,7 @@ from flexor.data.tiers import open_loader
 from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
-from support import runs
+from support import runs, selection
 from support.limits import LIMIT_S
 from support.samples import LENGTHS, write_sample
 
@@ -328,6 +328,7 @@ def deliver(root, ranks, rank, start, stop, queue, kill_at):
 
 def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     """{step: samples and digests of the global batch} of so many processes."""
+    selection.must_be_marked()
     queue = runs.SERVER.Queue()
     processes = [
         runs.SERVER.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
@@ -346,6 +347,7 @@ def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_killed_ranks_go_on_as_another_number_of_ranks(root):
     whole = run_ranks(root, 1, 0, 8)
     before = run_ranks(root, 3, 0, 8, kill_at=4)

@@ -31,6 +31,8 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 24
 CONFIGS = Path(__file__).parent / "configs"
 DDP, FSDP1, FSDP2, ZERO2 = (

@@ -11,6 +11,8 @@ import pytest
 
 from support import ranks, runs, trouble
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 16
 WRITE_SHARD = "torch.distributed.checkpoint:FileSystemWriter.write_data"
 

@@ -13,6 +13,8 @@ import pytest
 
 from support import environment, ranks, runs, trouble
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 12
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
 CRASHING = ["-m", "support.crashing_flexor", "3,7"]  # before the first checkpoint, and after it

@@ -9,6 +9,8 @@ import pytest
 
 from support import ranks, runs, trouble
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 10
 DDP = "--parallel.strategy=ddp"
 FSDP = "--parallel.strategy=fsdp"

@@ -100,6 +100,7 @@ def test_one_process_is_this_one(no_gpu, capsys):
         assert "flexor resume: nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_a_mistake_in_the_settings_is_said_and_not_repeated_by_restarts(tmp_path):
     """Two real processes of Flexor."""
     arguments = ["launch", "local", "--processes=2", "--max-restarts=1", "resume", str(tmp_path / "nowhere")]

@@ -249,6 +249,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_batch_norm_sees_the_batch_of_all_processes(dataset, tmp_path):
     common = ["--steps=2", "--save_freq=0", "--optimizer.eps=1e-4", "--policy.resize_shape=[64,64]"]
     for name, processes, size in (("alone", 1, 4), ("many", 2, 2)):

@@ -109,6 +109,7 @@ def train(small: Small, folder: Path, processes: int, *more: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
 def test_any_number_of_processes_computes_the_same_run(way, small, alone, tmp_path):
     processes, more = WAYS[way]

@@ -52,6 +52,7 @@ SERVER.set_forkserver_preload(
         "torch._dynamo",  # what the first optimizer imports
         "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
+        "support.trouble",
     ]
 )
 

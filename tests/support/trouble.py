@@ -84,6 +84,14 @@ def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: fl
         at_call(target, 1, functools.partial(time.sleep, asleep))
 
 
+def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, step: int, more: int) -> None:
+    """A run whose ranks are killed once the checkpoint of a step is there, after at most `more` steps of this life."""
+    stay = before_step(more, functools.partial(time.sleep, FOREVER_S))
+    started = ranks.Ranks(folder, count, arguments, then=dict.fromkeys(range(count), stay))
+    started.all[0].wait_for(lambda: step in saved_steps(run))
+    started.kill()
+
+
 def spoil_batch(step: int) -> None:
     """NaN in one sample that this rank computes."""
     function = loop.optimizer_step

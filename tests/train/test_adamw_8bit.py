@@ -49,6 +49,7 @@ def test_its_absence_is_named(lowdim, tiny_act, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_it_is_not_shared_out(lowdim, tiny_act, tmp_path):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, *EIGHT, "--parallel.strategy=fsdp", "--steps=1")
     started = ranks.Ranks(tmp_path / "1", 2, ["train", *flags])

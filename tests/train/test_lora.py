@@ -157,6 +157,7 @@ def test_another_rank_is_another_run(tuned):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("begin", ["checkpoint", "afresh"])
 def test_many_processes_train_the_same_adapters(strategy, begin, base, lowdim, tiny_act, tmp_path):

@@ -22,9 +22,11 @@ from flexor.log import setup_logging
 from flexor.train import watchdog
 from flexor.train.heartbeats import PREFIX, Heartbeat, Moment
 from flexor.train.watchdog import HUNG, Watchdog
-from support import environment
+from support import environment, selection
 from support.limits import FOREVER_S, LIMIT_S
 from support.runs import SERVER
+
+pytestmark = pytest.mark.ranks
 
 TIMEOUT_S = 2.0
 KILLED = -signal.SIGKILL
@@ -74,6 +76,7 @@ class Play:
     """Ranks in processes of their own that do a scene."""
 
     def __init__(self, folder: Path, scene: Scene, world_size: int):
+        selection.must_be_marked()
         self.folder = folder
         self.ranks = [
             SERVER.Process(target=become, args=(folder, rank, world_size, scene))

@@ -105,6 +105,7 @@ def test_evaluation_acts_with_such_weights(tiny_act, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "more"), [("ddp", []), ("fsdp", ["--lora.r=2"]), ("ddp", ["--lora.r=2", "--ema.enable"])]
 )
@@ -118,6 +119,7 @@ def test_many_processes_train_alike(strategy, more, lowdim, tiny_act, tmp_path):
     assert ranks.losses(tmp_path / "many") == pytest.approx(ranks.losses(tmp_path / "alone"), rel=2e-2)
 
 
+@pytest.mark.ranks
 def test_trained_weights_of_two_types_are_not_shared_out(lowdim, tiny_act, tmp_path):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, *LOWER, "--parallel.strategy=fsdp", "--steps=1")
     ranked = ranks.Ranks(tmp_path / "1", 2, ["train", *flags])
