@@ -50,16 +50,16 @@ SAME = {
 def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
     count, more = SAME[way]
     whole, cut = tmp_path / "run", tmp_path / "cut"
-    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=8", "--save_freq=4", *more))
-    runs.cut_back(whole, cut, 4)
+    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=4", "--save_freq=2", *more))
+    runs.cut_back(whole, cut, 2)
     ranks.run(tmp_path / "2", count, ["resume", str(cut)])
     assert runs.figures(whole) == runs.figures(cut)
-    assert len(runs.figures(cut)) == 8
-    one, other = ranks.everything(whole, 8), ranks.everything(cut, 8)
+    assert len(runs.figures(cut)) == 4
+    one, other = ranks.everything(whole, 4), ranks.everything(cut, 4)
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert runs.state(whole, 8) == runs.state(cut, 8)
-    folders = [run / "checkpoints" / "000008" / "training_state" for run in (whole, cut)]
+    assert runs.state(whole, 4) == runs.state(cut, 4)
+    folders = [run / "checkpoints" / "000004" / "training_state" for run in (whole, cut)]
     states = [load_file(folder / "rng_state_ranks.safetensors") for folder in folders]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
