@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 
 from flexor import __version__
 from flexor.cli import VERBS, main
+from support import runs
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 A `bash` block is run: a page's blocks one after the other in one shell, in a folder that has the dataset
 and the run which the README makes. `flexor` is a stand-in that calls the program with the same arguments,
-except that numbers of steps and episodes are smaller and the network is tiny (see quick_flexor.py). A `console`
+except that numbers of steps and episodes are smaller and the network is tiny (see support/quick_flexor.py). A `console`
 block can't run here (downloads, accounts, GPUs, make); its `flexor` commands must at least parse, and so must the
 flags of those who launch them. A `python` block that begins with a file's name (`# my_policy.py`) is that file.
 
@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -38,6 +37,7 @@ from flexor.sim.envs import make_env
 from flexor.train import report
 from flexor.train.resume import may_change
 from flexor.train.settle import split_batch
+from support.limits import LIMIT_S, wait_for
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,7 +84,7 @@ def run_page(page: Path, folder: Path, path: Path) -> None:
         env={**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, f"{name_of(page)}:\n{script}\n\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
@@ -98,15 +98,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     short = tempfile.mkdtemp(prefix="flexor")  # a socket's path may have a hundred characters, pytest's more
     bin_folder, address = folder / "bin", Path(short) / "socket"
     bin_folder.mkdir()
-    python = [sys.executable, str(ROOT / "tests/quick_flexor.py")]
+    python = [sys.executable, "-m", "support.quick_flexor"]
     script = bin_folder / "flexor"
     script.write_text(f'#!/bin/sh\nexec {shlex.join([*python, "call", str(address)])} "$@"\n')
     script.chmod(0o755)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*python, "serve", str(address), str(demonstrations)], env=environment) as server:
-        while not address.exists():
-            assert server.poll() is None, "the stand-in for flexor did not start"
-            time.sleep(0.05)
+    with subprocess.Popen([*python, "serve", str(address), str(demonstrations)]) as server:
+        wait_for(lambda: address.exists() or server.poll() is not None)
+        assert server.poll() is None, "the stand-in for flexor did not start"
         yield bin_folder
         server.terminate()
     shutil.rmtree(short)

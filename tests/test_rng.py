@@ -20,7 +20,7 @@ def draw(kind: str, ids=IDS, seed: int = 1, step: int = 2, name: str = "x", shap
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.permutations(range(12)), st.integers(1, 11))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_sample_keeps_its_noise_wherever_it_is_drawn(kind, order, cut):
     whole = draw(kind)
     assert torch.equal(draw(kind, IDS[order]), whole[order])
@@ -70,7 +70,6 @@ def test_samples_and_positions_are_independent():
 
 
 @given(st.integers(1, 10_000))
-@settings(deadline=None)
 def test_integers_stay_below(high):
     x = Noise(0, 0, torch.arange(50)).integers("t", (50, 20), high)
     assert x.dtype == torch.int64 and x.min() >= 0 and x.max() < high

@@ -94,6 +94,7 @@ def test_policy_mode_loads_what_the_policy_trains_with(root, tmp_path, tiny_act)
     assert report["bytes_delivered"] > without_actions["bytes_delivered"]
 
 
+@pytest.mark.ranks
 def test_ranks_add_up_to_a_node(root, tmp_path):
     report = bench(root, tmp_path / "out.json", "--ranks=2", "--num_workers=1", "--dataset.cache.tier=stream")
     assert report["ranks"] == 2 and report["threads"] == 2

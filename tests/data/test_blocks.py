@@ -7,6 +7,7 @@ from pathlib import Path
 
 import flexor.data.blocks as blocks
 from flexor.data.blocks import BLOCK, BlockCache
+from support.limits import LIMIT_S
 
 
 def used(folder: Path) -> int:
@@ -64,7 +65,7 @@ for i in range(60):
         cache.put("file", n, bytes([n]) * BLOCK)
 """
     running = [subprocess.Popen([sys.executable, "-c", script, str(i)]) for i in range(4)]
-    assert [process.wait(60) for process in running] == [0] * 4
+    assert [process.wait(LIMIT_S) for process in running] == [0] * 4
     assert not list(tmp_path.rglob("*.partial"))
     cache = BlockCache(tmp_path, 12 * BLOCK)
     cache.put("file", 99, b"x" * BLOCK)

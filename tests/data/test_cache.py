@@ -14,13 +14,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kept import KEY, LAYOUT, SLOT, SPAWN, check, filled, filling, jpeg, open_cache, own_folders, planes
 
 from flexor.data import cache as cache_module
 from flexor.data import cache_files, caches
 from flexor.data.cache import FrameCache
 from flexor.data.caches import CacheKey, list_caches
 from flexor.errors import DatasetError
+from support.frame_caches import (
+    KEY,
+    LAYOUT,
+    SLOT,
+    SPAWN,
+    check,
+    filled,
+    filling,
+    jpeg,
+    open_cache,
+    own_folders,
+    planes,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +70,7 @@ def test_views_outlive_the_cache(folder):
         assert (view == planes([7])[0]).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=6), st.booleans()), max_size=8))
 def test_any_history(tmp_path_factory, history):
     """Put and reopen in any order: there is what was put, and nothing else."""

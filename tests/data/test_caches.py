@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from kept import KEY, SLOT, check, filled, filling, open_cache, own_folders
 
 from flexor.data import caches
 from flexor.data.caches import CacheKey, list_caches, make_room, prune
+from support.frame_caches import KEY, SLOT, check, filled, filling, open_cache, own_folders
 
 
 @pytest.fixture(autouse=True)

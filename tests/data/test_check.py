@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from legacy import to_v2
-from written import LENGTHS, SIDE, STILL, TOP, write
 
 from flexor.data.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.problems import CheckReport, ranges
 from flexor.data.scan import scan_video
 from flexor.errors import DatasetError
+from support.legacy import to_v2
+from support.written import LENGTHS, SIDE, STILL, TOP, write
 
 DATA = "data/chunk-000/file-000.parquet"
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"

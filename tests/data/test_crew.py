@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from flexor.data.crew import Crew
+from support.limits import LIMIT_S
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -15,7 +16,7 @@ def test_the_most_urgent_job_is_next(threads):
     finished = threading.Event()
     crew.submit((10,), finished.set)
     gate.set()
-    assert finished.wait(10)
+    assert finished.wait(LIMIT_S)
     crew.close()
     assert sorted(done) == [(1, 0), (2, 0), (2, 1), (5, 1), (9, 0)]
     assert threads > 1 or done == sorted(done)
@@ -32,7 +33,7 @@ def test_closing_drops_what_waits_and_leaves_no_thread():
     crew.submit((0,), lambda: (started.set(), gate.wait()))
     for i in range(5):
         crew.submit((i,), lambda i=i: done.append(i))
-    assert started.wait(10)
+    assert started.wait(LIMIT_S)
     threading.Timer(0.05, gate.set).start()
     crew.close()
     assert done == []

@@ -7,13 +7,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from legacy import to_v2
-from samples import FEATURES, LENGTHS, picture, write_sample
-from written import write
 
 from flexor.data.dataset import open_dataset
 from flexor.data.metadata import Feature
 from flexor.errors import DatasetError
+from support.legacy import to_v2
+from support.samples import FEATURES, LENGTHS, picture, write_sample
+from support.written import write
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 START = np.cumsum(LENGTHS) - LENGTHS

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 import av
 import numpy as np
 import pytest
-from samples import picture
 
 from flexor.data.clips import decode_image
 from flexor.data.encode import encode_png
 from flexor.data.frames import FrameStore, fill_cache
 from flexor.errors import DatasetError
+from support.samples import picture
 
 LENGTHS = np.array([5, 3, 4])
 

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from legacy import to_v2
+
+from support.legacy import to_v2
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden/data"

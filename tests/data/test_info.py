@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from legacy import to_v2
-from written import LENGTHS, SIDE, STILL, TOP, write
 
 from flexor.data.dataset import open_dataset
 from flexor.data.info import describe, render
 from flexor.errors import DatasetError
+from support.legacy import to_v2
+from support.written import LENGTHS, SIDE, STILL, TOP, write
 
 
 def test_a_described_dataset(tmp_path):

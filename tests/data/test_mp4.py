@@ -8,13 +8,13 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import picture, write_sample, write_video
 
 from flexor.data.mp4 import Packets, Unsupported, read_packets
 from flexor.data.ranges import LocalRanges
 from flexor.errors import DatasetError
+from support.samples import picture, write_sample, write_video
 
 PICTURES = [picture(i // 10, i % 13) for i in range(40)]
 X264 = {"crf": "20", "b-adapt": "0", "sc_threshold": "0"}
@@ -180,7 +180,7 @@ def patched(path: Path, target: Path, box: bytes, offset: int, value: bytes) -> 
 @pytest.mark.parametrize(
     "kind", ["h264, GOP 10", "h264, B-frames", "h264, open GOP", "mpeg4, B-frames", "av1, GOP 20"]
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40)
 @given(start=st.floats(0, 1.1), length=st.floats(0.01, 1.5))
 def test_any_single_edit(video, folder, kind, start, length):
     """Cut in the middle of groups, before the first and after the last frame."""
@@ -268,7 +268,7 @@ def test_packets_past_the_end(video, folder):
     assert len(found) == 40 and (found.offset + found.size > end).sum() == 10
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(place=st.floats(0, 1, exclude_max=True), value=st.binary(min_size=1, max_size=4))
 def test_damaged_tables_never_crash(video, folder, place, value):
     data = bytearray(video("h264, B-frames").read_bytes())

@@ -63,7 +63,7 @@ def test_no_gpu_no_nvdec():
     assert supported("h264", kind(), GPU) == "torch sees no NVIDIA GPU"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(n=st.integers(1, 4), height=st.integers(1, 9), width=st.integers(1, 9), seed=st.integers(0, 99))
 def test_nv12_to_planes(n, height, width, seed):
     rng = np.random.default_rng(seed)

@@ -207,7 +207,7 @@ def test_a_frame_of_other_colours_is_brought_to_the_cameras():
     assert far.mean() < 2.5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(level=st.integers(0, 255), u=st.integers(0, 255), v=st.integers(0, 255), full_range=st.booleans())
 def test_jpeg_keeps_numbers_and_not_colours(level, u, v, full_range):
     format = PlaneFormat(32, 48, "yuv420p", "bt709", full_range)

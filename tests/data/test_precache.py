@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kept import filled, own_folders
 
 from flexor.cli import main
 from flexor.data import caches
 from flexor.data.dataset import open_dataset
 from flexor.data.precache import precache
 from flexor.errors import DatasetError
+from support.frame_caches import filled, own_folders
 
 CAMERA = "observation.image"
 

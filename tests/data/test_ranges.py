@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from servers import FileServer
 
 import flexor.data.ranges as ranges
 import flexor.data.remote as remote
@@ -20,6 +19,8 @@ from flexor.data.blocks import BLOCK, BlockCache
 from flexor.data.ranges import LocalRanges, RemoteRanges
 from flexor.data.remote import HubFile, fsspec_file, http_options
 from flexor.errors import DatasetError, SourceError
+from support.file_server import FileServer
+from support.limits import LIMIT_S, wait_for
 
 CONTENT = np.random.default_rng(0).bytes(5 * BLOCK + 12345)
 PLACES = st.tuples(st.integers(0, len(CONTENT)), st.integers(0, 3 * BLOCK))
@@ -35,7 +36,7 @@ def local(tmp_path_factory) -> Path:
     return path
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 @given(place=PLACES)
 def test_local_bytes(local, place):
     offset, count = place
@@ -122,7 +123,7 @@ def opened(client: str, server: FileServer, folder: Path, limit: int = 1 << 30) 
 
 
 @CLIENTS
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(place=PLACES)
 def test_remote_bytes(client, server, tmp_path, place):
     offset, count = place
@@ -178,7 +179,7 @@ def test_read_ahead_is_there_when_it_is_wanted(server, tmp_path):
     file = opened("hub", server, tmp_path)
     file.ahead(BLOCK + 1, 2 * BLOCK)
     file.ahead(10 * BLOCK, BLOCK)  # past the end: nothing to do
-    until(lambda: all(file._cache.has(file._file.identity, n) for n in (1, 2, 3)))
+    wait_for(lambda: all(file._cache.has(file._file.identity, n) for n in (1, 2, 3)))
     assert file.read(BLOCK + 1, 2 * BLOCK) == CONTENT[BLOCK + 1 : 3 * BLOCK + 1]
     assert server.requests == [("file.bin", BLOCK, 4 * BLOCK)]
     file.ahead(BLOCK + 1, BLOCK)
@@ -192,7 +193,7 @@ def test_read_ahead_is_bounded(server, tmp_path, monkeypatch):
     file = opened("hub", server, tmp_path)
     for n in range(5):
         file.ahead(n * BLOCK, BLOCK)
-    until(lambda: ranges._read_ahead._bytes == 0)
+    wait_for(lambda: ranges._read_ahead._bytes == 0)
     assert len(server.requests) == 2
 
 
@@ -200,18 +201,11 @@ def test_read_ahead_that_fails_is_told_to_the_reader(server, tmp_path):
     file = opened("hub", server, tmp_path)
     server.faults.append(404)
     file.ahead(0, 1)
-    until(lambda: ranges._read_ahead._bytes == 0)
+    wait_for(lambda: ranges._read_ahead._bytes == 0)
     server.faults.append(404)
     with pytest.raises(DatasetError, match="status 404"):
         file.read(0, 1)
     assert file.read(0, 1) == CONTENT[:1]  # and nothing stays locked
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 # What goes wrong on the way
@@ -376,4 +370,4 @@ class Never:
         threading.Event().wait()
 RemoteRanges(Never(), BlockCache(Path({str(tmp_path)!r}), 0)).ahead(0, 10)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT_S)

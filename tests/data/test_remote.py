@@ -5,8 +5,6 @@ import threading
 
 import pytest
 import torch
-from samples import write_sample
-from servers import FileServer
 
 from flexor.batch import SAMPLE_ID
 from flexor.data import blocks, ranges, remote
@@ -14,6 +12,8 @@ from flexor.data.dataset import open_dataset
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from flexor.data.tiers import open_loader
 from flexor.errors import SourceError
+from support.file_server import FileServer
+from support.samples import write_sample
 
 pytest.importorskip("aiohttp")
 CAMERAS = ["observation.images.top", "observation.images.wrist"]

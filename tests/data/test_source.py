@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from legacy import to_v2
-from samples import write_sample
-from servers import FileServer, Handler
 
 import flexor.data.remote as remote
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.ranges import LocalRanges
 from flexor.data.source import find_source
 from flexor.errors import DatasetError
+from support.file_server import FileServer, Handler
+from support.legacy import to_v2
+from support.samples import write_sample
 
 TOP = "observation.images.top"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

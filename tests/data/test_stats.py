@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from written import TOP, write
 
 from flexor.data import stats
 from flexor.data.dataset import open_dataset
 from flexor.errors import DatasetError
+from support.written import TOP, write
 
 WAVE = np.sin(np.arange(120, dtype=np.float64)).reshape(40, 3).astype(np.float32)
 
@@ -85,7 +85,7 @@ def test_large_images_are_thinned_out():
     assert stats.pixel_counts(np.zeros((480, 640, 3), np.uint8)).sum() == 120 * 160 * 3
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=60),
     cut=st.integers(1, 59),
@@ -106,7 +106,7 @@ def test_running_equals_whole(values, cut, offset):
     assert whole.min() - width <= quantiles[0] and quantiles[-1] <= whole.max() + width
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 1000))
 def test_merged_moments_equal_those_of_all_frames(lengths, seed):
     data = np.random.default_rng(seed).normal(3, 2, (sum(lengths), 4))

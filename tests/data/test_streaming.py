@@ -9,9 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import runs
 import torch
-from samples import LENGTHS, write_sample
 
 from flexor.batch import SAMPLE_ID
 from flexor.data.dataset import open_dataset
@@ -21,6 +19,9 @@ from flexor.data.tiers import open_loader
 from flexor.data.units import Units
 from flexor.data.video import index_video
 from flexor.errors import ConfigError, DatasetError
+from support import runs, selection
+from support.limits import LIMIT_S
+from support.samples import LENGTHS, write_sample
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
 WINDOWS = {
@@ -327,6 +328,7 @@ def deliver(root, ranks, rank, start, stop, queue, kill_at):
 
 def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     """{step: samples and digests of the global batch} of so many processes."""
+    selection.must_be_marked()
     queue = runs.SERVER.Queue()
     processes = [
         runs.SERVER.Process(target=deliver, args=(root, ranks, rank, start, stop, queue, kill_at))
@@ -335,9 +337,9 @@ def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
     for process in processes:
         process.start()
     last = stop - 1 if kill_at < 0 else kill_at
-    parts = [queue.get(timeout=120) for _ in range((last + 1 - start) * ranks)]
+    parts = [queue.get(timeout=LIMIT_S) for _ in range((last + 1 - start) * ranks)]
     for process in processes:
-        process.join(60)
+        process.join(LIMIT_S)
     found: dict[int, list] = {}
     for number, _, samples, digests in sorted(parts):
         found.setdefault(number, []).extend(zip(samples, digests))
@@ -345,6 +347,7 @@ def run_ranks(root, ranks, start, stop, kill_at=-1) -> dict[int, list]:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_killed_ranks_go_on_as_another_number_of_ranks(root):
     whole = run_ranks(root, 1, 0, 8)
     before = run_ranks(root, 3, 0, 8, kill_at=4)

@@ -46,7 +46,7 @@ def frames_decoded(unit_samples, lengths, rows, start, deltas):
     st.none() | st.integers(12, 60),
     st.integers(0, 10**6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_sample_is_in_one_unit_and_decoding_is_counted(episodes, deltas, least, most, seed):
     lengths = np.array([length for length, _ in episodes])
     rows = lengths + np.array([extra for _, extra in episodes])  # the last rows start no sample

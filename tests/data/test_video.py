@@ -3,13 +3,13 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import picture, write_video
 
 from flexor.data.frame_match import nearest
 from flexor.data.video import decode, index_video
 from flexor.errors import DatasetError
+from support.samples import picture, write_video
 
 PICTURES = [picture(i // 10, i % 13) for i in range(40)]
 X264 = {"crf": "20", "b-adapt": "0", "sc_threshold": "0"}
@@ -56,7 +56,7 @@ def test_every_frame_is_the_one_of_a_sequential_decode(videos, kind):
 
 
 @pytest.mark.parametrize("kind", ["B-frames", "open GOP", "AV1", "HEVC, open GOP"])
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(frames=st.lists(st.integers(0, 39), max_size=12))
 def test_any_order_and_repeats(videos, kind, frames):
     _, pixels = sequential(videos[kind])

@@ -7,7 +7,6 @@ import av
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 from flexor.data.frame_match import nearest
 from flexor.data.dataset import open_dataset
@@ -15,6 +14,7 @@ from flexor.data.encode import EpisodeEncoder, VideoSettings, encode_png
 from flexor.data.video import index_video
 from flexor.data.writer import DatasetWriter
 from flexor.errors import DatasetError
+from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 
 def assert_reads_back(root, still=False):

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
 import torch
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
-from test_sameness import flags as fifty_steps
+from test_sameness import flags as sameness_flags
 
 from flexor.errors import ConfigError
 from flexor.settings import load_config
+from support import environment, ranks, runs
+from support.limits import LIMIT_S
 
 pytest.importorskip("accelerate")
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -31,7 +31,9 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-STEPS = 24
+pytestmark = pytest.mark.ranks
+
+STEPS = 12
 CONFIGS = Path(__file__).parent / "configs"
 DDP, FSDP1, FSDP2, ZERO2 = (
     [f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2", "deepspeed")
@@ -74,13 +76,13 @@ def launch(options: list[str], *arguments: str) -> subprocess.CompletedProcess[s
         [*command, "-m", "flexor", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
-        env=runs.ENVIRONMENT,
+        timeout=LIMIT_S,
+        env=environment.for_cpu(),
     )
 
 
 def flags(lowdim: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]:
-    return fifty_steps(lowdim, run, tiny_act, f"--steps={STEPS}", *more)
+    return sameness_flags(lowdim, run, tiny_act, f"--steps={STEPS}", *more)
 
 
 def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]:
@@ -91,7 +93,7 @@ def train(dataset: Path, folder: Path, tiny: list[str], *more: str) -> list[str]
 def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
     """One process, eight samples a step, without Accelerate."""
     folder = tmp_path_factory.mktemp("alone")
-    ranks.run(folder, 1, train(lowdim, folder, tiny_act, "--batch_size=8", "--save_freq=4"))
+    ranks.run(folder, 1, train(lowdim, folder, tiny_act, "--batch_size=8", "--save_freq=2"))
     return folder
 
 
@@ -150,14 +152,14 @@ BITWISE = {"ddp": DDP, "fsdp": FSDP2}
 @pytest.mark.parametrize("strategy", BITWISE)
 def test_what_accelerate_computes_is_bitwise_what_we_compute(strategy, lowdim, tiny_act, tmp_path):
     """In half precision, with dropout, a moving average and accumulation."""
-    more = ("--steps=8", "--ema.enable", "--scheduler.type=cosine", "--gradient_accumulation_steps=2")
+    more = ("--steps=4", "--ema.enable", "--scheduler.type=cosine", "--gradient_accumulation_steps=2")
     own = [*more, "--precision=bf16", f"--parallel.strategy={strategy}"]
     ranks.run(tmp_path / "1", 2, flags(lowdim, tmp_path / "ours", tiny_act, *own))
     env = told(*BITWISE[strategy], "--mixed_precision=bf16")
     started = ranks.Ranks(tmp_path / "2", 2, flags(lowdim, tmp_path / "theirs", tiny_act, *more), env=env)
     assert started.end() == [0, 0], started.errors()
     assert runs.figures(tmp_path / "ours") == runs.figures(tmp_path / "theirs")
-    one, other = (ranks.everything(tmp_path / name, 8) for name in ("ours", "theirs"))
+    one, other = (ranks.everything(tmp_path / name, 4) for name in ("ours", "theirs"))
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
@@ -171,10 +173,10 @@ CHAINS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
-    run, legs = runs.cut_back(alone / "run", tmp_path / "run", 4), CHAINS[chain]
+    run, legs = runs.cut_back(alone / "run", tmp_path / "run", 2), CHAINS[chain]
     for number, (count, options) in enumerate(legs):
         need(options or [])
-        stop = STEPS if number == len(legs) - 1 else 8 + 4 * number
+        stop = STEPS if number == len(legs) - 1 else 4 + 2 * number
         resume = ["resume", str(run), f"--batch_size={2 if options is ZERO2 else 4}", f"--steps={stop}"]
         env = told(*options) if options else {}
         started = ranks.Ranks(tmp_path / str(number), count, resume, env=env)
@@ -182,7 +184,7 @@ def test_a_run_goes_on_with_accelerate_and_without(chain, alone, tmp_path):
         assert ("by Accelerate" in started.errors()) == bool(env)
     records = [tmp_path / str(number) for number in range(len(legs))]
     assert ranks.computed(alone, *records) == ranks.computed(alone)
-    assert sorted(ranks.computed(*records)) == list(range(4, STEPS))
+    assert sorted(ranks.computed(*records)) == list(range(2, STEPS))
     assert_same_run(run, alone / "run")
 
 
@@ -273,7 +275,7 @@ def test_settings_of_the_config_become_the_runs(lowdim, monkeypatch):
 
 
 def test_precision_of_a_run_can_not_change(alone, tmp_path):
-    run = runs.cut_back(alone / "run", tmp_path / "run", 4)
+    run = runs.cut_back(alone / "run", tmp_path / "run", 2)
     env = told(*DDP, "--mixed_precision=bf16")
     started = ranks.Ranks(tmp_path, 1, ["resume", str(run)], env=env)
     assert started.end() != [0]

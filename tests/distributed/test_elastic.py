@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
 import torch
 from safetensors.torch import load_file
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
@@ -14,6 +12,9 @@ from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from flexor.cli import main
 from flexor.policies.pretrained import load_pretrained
 from flexor.train import checkpoint
+from support import ranks, runs, trouble
+
+pytestmark = pytest.mark.ranks
 
 FSDP, HSDP, DDP = (f"--parallel.strategy={name}" for name in ("fsdp", "hsdp", "ddp"))
 SHARE2 = "--parallel.dp_shard=2"
@@ -49,23 +50,23 @@ SAME = {
 def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
     count, more = SAME[way]
     whole, cut = tmp_path / "run", tmp_path / "cut"
-    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=8", "--save_freq=4", *more))
-    runs.cut_back(whole, cut, 4)
+    ranks.run(tmp_path / "1", count, train(lowdim, tmp_path, tiny_act, "--steps=4", "--save_freq=2", *more))
+    runs.cut_back(whole, cut, 2)
     ranks.run(tmp_path / "2", count, ["resume", str(cut)])
     assert runs.figures(whole) == runs.figures(cut)
-    assert len(runs.figures(cut)) == 8
-    one, other = ranks.everything(whole, 8), ranks.everything(cut, 8)
+    assert len(runs.figures(cut)) == 4
+    one, other = ranks.everything(whole, 4), ranks.everything(cut, 4)
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert runs.state(whole, 8) == runs.state(cut, 8)
-    folders = [run / "checkpoints" / "000008" / "training_state" for run in (whole, cut)]
+    assert runs.state(whole, 4) == runs.state(cut, 4)
+    folders = [run / "checkpoints" / "000004" / "training_state" for run in (whole, cut)]
     states = [load_file(folder / "rng_state_ranks.safetensors") for folder in folders]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 # R1: other processes
 
-STEPS, LEG = 60, 15
+STEPS, LEG = 24, 6
 ELASTIC = [
     f"--steps={STEPS}",
     f"--save_freq={LEG}",
@@ -93,10 +94,10 @@ def test_any_other_processes_go_on_with_the_same_run(chain, alone, lowdim, tiny_
     (count, way), *others = CHAINS[chain]
     run = tmp_path / "run"
     begin = train(lowdim, tmp_path, tiny_act, *ELASTIC, *way, f"--batch_size={8 // count}")
-    ranks.interrupted(tmp_path / "0", count, begin, run, LEG)
+    trouble.interrupted(tmp_path / "0", count, begin, run, LEG, LEG + 3)
     for i, (count, way) in enumerate(others[:-1], 1):
         resume = ["resume", str(run), *way, "--batch_size=8"]
-        ranks.interrupted(tmp_path / str(i), count, resume, run, LEG + LEG * i)
+        trouble.interrupted(tmp_path / str(i), count, resume, run, LEG + LEG * i, LEG + 3)
     count, way = others[-1]
     ranks.run(tmp_path / "last", count, ["resume", str(run), *way, "--batch_size=8"])
 
@@ -124,8 +125,8 @@ def test_streamed_pictures_go_on_elsewhere(dataset, tiny_act, tmp_path):
     alone, run = tmp_path / "alone", tmp_path / "run"
     ranks.run(alone, 1, train(dataset, alone, tiny_act, *more, "--batch_size=4"))
     begin = train(dataset, tmp_path, tiny_act, *more, FSDP, "--batch_size=2")
-    ranks.interrupted(tmp_path / "0", 2, begin, run, 2)
-    ranks.interrupted(tmp_path / "1", 1, ["resume", str(run), DDP, "--batch_size=4"], run, 4)
+    trouble.interrupted(tmp_path / "0", 2, begin, run, 2, 3)
+    trouble.interrupted(tmp_path / "1", 1, ["resume", str(run), DDP, "--batch_size=4"], run, 4, 3)
     ranks.run(tmp_path / "last", 2, ["resume", str(run), DDP])
     parts = (tmp_path / "0", tmp_path / "1", tmp_path / "last")
     assert ranks.computed(*parts) == ranks.computed(alone)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-import runs
-import trouble
 
 from flexor.sim.record import record_dataset
+from support import ranks, runs, trouble
+from support.limits import FOREVER_S
+
+pytestmark = pytest.mark.ranks
 
 HOST = socket.gethostname()
 HUNG = 70
@@ -79,7 +80,7 @@ def test_the_others_end_when_rank_0_was_killed(flags, tmp_path):
 
 
 def test_a_rank_that_hangs_while_reading_brings_the_run_down(flags, tmp_path):
-    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, 600))
+    hang = functools.partial(trouble.at_call, trouble.READ, 7, functools.partial(time.sleep, FOREVER_S))
     said = ended(tmp_path, flags(PATIENCE), HUNG, HUNG, then={1: hang})
     for text in said:
         assert re.search(rf"rank 1 on {HOST} has made no progress for \d+ s: step 6, reading data", text), (

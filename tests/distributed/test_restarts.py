@@ -10,16 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
-import trouble
+
+from support import environment, ranks, runs, trouble
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 12
-HERE = Path(__file__).parent
-PATHS = [str(HERE), str(HERE.parent / "train"), os.environ.get("PYTHONPATH", "")]
-ENVIRONMENT = {**runs.ENVIRONMENT, "PYTHONPATH": os.pathsep.join(PATHS)}
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-CRASHING = [str(HERE / "crashing.py"), "3,7"]  # before the first checkpoint, and after it
+CRASHING = ["-m", "support.crashing_flexor", "3,7"]  # before the first checkpoint, and after it
 OURS = ["flexor", "launch", "local", "--processes=2", "--max-restarts=1"]
 STARTS = {  # none of them names the run's folder
     "torchrun": [*TORCHRUN, *CRASHING, "train", "--save_freq=5"],
@@ -47,7 +45,7 @@ class Launched:
         self.folder, self.log = folder, folder / "log"
         with self.log.open("w") as file:
             command = [sys.executable, "-m", *module]
-            self.process = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stderr=file)
+            self.process = subprocess.Popen(command, cwd=folder, env=environment.for_cpu(), stderr=file)
 
     def wait_for(self, pattern: str) -> None:
         while self.process.poll() is None and not list(self.folder.glob(pattern)):

@@ -6,9 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import ranks
-import runs
-import trouble
+
+from support import ranks, runs, trouble
+
+pytestmark = pytest.mark.ranks
 
 STEPS = 10
 DDP = "--parallel.strategy=ddp"

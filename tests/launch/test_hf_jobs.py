@@ -8,19 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 
 from flexor import __version__
 from flexor.errors import ConfigError, FlexorError
 from flexor.launch.hf_jobs import launch_hf_jobs
 from flexor.launch.hf_request import MOUNT, WORK, read_seconds
 from flexor.settings import load_config
+from support import environment
+from support.jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
+from support.limits import LIMIT_S, wait_for
 
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")
@@ -316,7 +317,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     hub.may_end.clear()
     process = subprocess.Popen(
         [sys.executable, "-m", "flexor", "launch", "hf-jobs", *GIVEN, "--", PENS],
-        env={**os.environ, "HF_ENDPOINT": hub.address, "OMP_NUM_THREADS": "1"},
+        env=environment.for_cpu(HF_ENDPOINT=hub.address),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -324,7 +325,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     assert process.stdout is not None
     assert process.stdout.readline() == "step 1\n"
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, error
     assert "goes on" in out and f"hf jobs logs --follow --namespace ann {JOB_ID}" in out
     assert "Traceback" not in error and TOKEN not in out + error
@@ -335,6 +336,22 @@ def test_ctrl_c_leaves_the_job_alone(hub):
 # The job itself
 
 
+def _python(folder: Path) -> Path:
+    """A folder for PATH in which `python` is the one that runs the tests."""
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+def _installed(folder: Path) -> Path:
+    """A folder for PYTHONPATH by which pip takes what is tested, wherever it is, for what the job installs."""
+    about = folder / f"flexor-{__version__}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flexor\nVersion: {__version__}\n")
+    return folder
+
+
 class Job:
     """What the Hub is asked to run, run: on a machine of its own, as far as folders go."""
 
@@ -342,26 +359,28 @@ class Job:
         self.work = machine / "work"
         self.work.mkdir(parents=True)
         script = body["command"][2].replace("/tmp/", f"{self.work}/").replace("/flexor-runs/", f"{bucket}/")
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PIP_NO_INDEX": "1",  # what it would install is what is tested
-            "HF_LEROBOT_HOME": str(datasets),  # instead of the Hub
-            "OMP_NUM_THREADS": "1",
-        }
+        there = environment.for_cpu(
+            PATH=f"{_python(machine / 'bin')}:{os.environ['PATH']}",
+            PYTHONPATH=f"{_installed(machine / 'packages')}:{os.environ['PYTHONPATH']}",
+            PIP_NO_INDEX="1",
+            PIP_BREAK_SYSTEM_PACKAGES="1",  # which it does not, as it finds nothing to install
+            HF_LEROBOT_HOME=str(datasets),  # instead of the Hub
+        )
         self.errors = machine / "stderr"
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(["bash", "-c", script], env=environment, stderr=errors)
+            self.process = subprocess.Popen(["bash", "-c", script], env=there, stderr=errors)
 
     def wait_for_step(self, step: int) -> None:
-        until = time.monotonic() + 120
         metrics = self.work / "arm" / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count("\n") < step:
-            assert self.process.poll() is None and time.monotonic() < until, self.errors.read_text()
-            time.sleep(0.002)
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.errors.read_text()
+            return metrics.exists() and metrics.read_text().count("\n") >= step
+
+        wait_for(there)
 
     def end(self) -> int:
-        return self.process.wait(120)
+        return self.process.wait(LIMIT_S)
 
 
 def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, tmp_path):

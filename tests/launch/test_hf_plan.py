@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_server import JobsServer, logged_in
 
 from flexor.errors import ConfigError
 from flexor.launch.hf_jobs import launch_hf_jobs
@@ -18,6 +17,7 @@ from flexor.plan.hardware import load_hardware
 from flexor.plan.plan import Plan, Site, make_plan, rented
 from flexor.plan.speeds import assumed
 from flexor.settings import load_config, parse_flags
+from support.jobs_server import JobsServer, logged_in
 
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")

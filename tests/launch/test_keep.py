@@ -9,6 +9,7 @@ import pytest
 from flexor.launch import keep
 from flexor.launch.keep import Keeper, restore
 from flexor.train import checkpoint
+from support.limits import LIMIT_S
 
 
 @pytest.fixture
@@ -175,6 +176,6 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
     )
     assert ended.returncode == 128 + 15 and "told to save and stop" in ended.stderr

@@ -102,13 +102,11 @@ def test_one_process_is_this_one(no_gpu, capsys):
         assert "flexor resume: nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.ranks
 def test_a_mistake_in_the_settings_is_said_and_not_repeated_by_restarts(tmp_path):
     """Two real processes of Flexor."""
     arguments = ["launch", "local", "--processes=2", "--max-restarts=1", "resume", str(tmp_path / "nowhere")]
-    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
-    found = subprocess.run(
-        [sys.executable, "-m", "flexor", *arguments], capture_output=True, text=True, env=environment
-    )
+    found = subprocess.run([sys.executable, "-m", "flexor", *arguments], capture_output=True, text=True)
     assert found.returncode == 1, found.stderr
     assert "nowhere" in found.stderr and re.search(r"rank \d \(pid \d+\) ended with code 1", found.stderr)
     assert "restart" not in found.stderr
@@ -129,8 +127,8 @@ def program(path: Path, text: str) -> Path:
 
 def script(path: Path, *arguments: str, file: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
     """The script, where only the programs in the folder `path` are found."""
-    environment = {"PATH": f"{path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,2"}
-    return subprocess.run([file, *arguments], capture_output=True, text=True, env=environment)
+    own = {"PATH": f"{path}:/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "0,2"}
+    return subprocess.run([file, *arguments], capture_output=True, text=True, env={**os.environ, **own})
 
 
 def test_script_trains_on_all_visible_gpus(tmp_path):

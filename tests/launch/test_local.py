@@ -8,15 +8,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexor.launch.local import supervise
+from support.limits import LIMIT_S, wait_for
 
-LIMIT_S = 60  # for what takes a second or two
+pytestmark = pytest.mark.ranks
 
 # What a test starts: argv is program of a rank, number of processes, restarts, times to wait.
 LAUNCHER = """
@@ -80,7 +79,7 @@ class Launcher:
         grace_s: float = LIMIT_S,
     ):
         self.folder, self.processes = folder, processes
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "OMP_NUM_THREADS")}
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -114,13 +113,6 @@ class Launcher:
         pids = [json.loads(file.read_text())["pid"] for file in self.folder.glob("[0-9]*-*.json")]
         assert [pid for pid in pids if alive(pid)] == []
         return self.process.returncode, said
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until, "waited too long"
-        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:

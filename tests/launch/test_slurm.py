@@ -9,17 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import slurm_node
-from slurm_node import SlurmJob
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
-import runs
 
 from flexor.cli import main
 from flexor.launch.slurm import Job, batch_script, parser, seconds, submit, write
 from flexor.train import checkpoint
+from support import ranks, runs, slurm_node
+from support.limits import wait_for
+from support.slurm_node import SlurmJob
 
 # The script
 
@@ -250,7 +246,7 @@ class Waiting(SlurmJob):
     def wait_for_notes(self, restart: int, text: str) -> None:
         """Until both processes of that start have left word."""
         notes = [self.notes / f"{restart}.{rank}" for rank in range(2)]
-        slurm_node.wait_for(lambda: all(note.exists() and text in note.read_text() for note in notes), self)
+        wait_for(lambda: all(note.exists() and text in note.read_text() for note in notes), self)
 
     def end(self) -> None:
         (self.notes / "end").touch()
@@ -366,4 +362,4 @@ def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
 
 def wait_for_steps(run: Path, count: int, job: SlurmJob) -> None:
     metrics = run / "metrics.jsonl"
-    slurm_node.wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, job)
+    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, job)

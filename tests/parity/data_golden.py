@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-from samples import reencode, write_sample
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.samples import reencode, write_sample
 
 
 def main(folder: Path) -> None:

@@ -9,23 +9,22 @@ that only a build with CUDA has. The order of operations is not compared, becaus
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import CASES, Recorder, Result, rehearse
-from functions import FUNCTIONS, types
 
 from flexor.plan import dialect
 from flexor.plan.dialect import CudaDialect
 from flexor.plan.rehearsal import META
+from support import environment
+from support.fake_cuda import CASES, Recorder, Result, rehearse
+from support.torch_functions import FUNCTIONS, types
 
 without_cuda = pytest.mark.skipif(
     torch.version.cuda is not None, reason="fake tensors of a build with CUDA take kernels that others lack"
@@ -81,10 +80,9 @@ KEPT_MORE = {"vqbet fp16": [0, 2]}
 @pytest.fixture(scope="module")
 def fake() -> dict[str, Any]:
     """What fake CUDA tensors do, from a process of their own."""
-    script = Path(__file__).with_name("fake_cuda.py")
     run = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "support.fake_cuda"],
+        env=environment.for_cpu(),
         capture_output=True,
         text=True,
     )

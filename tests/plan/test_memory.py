@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import H200, Gpu, settings
 
 from flexor.config import EMAConfig, ParallelConfig
 from flexor.plan.allocator import MIB, CachingAllocator, replay
 from flexor.plan.memory import SPARE, MemoryPlanner, context_of, plan_memory, usable
 from flexor.plan.trace import Event, Step, Trace, trace_step
+from support.plans import H200, Gpu, settings
 
 
 def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:

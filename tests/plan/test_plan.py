@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from plans import settings
 
 from flexor.config import TrainConfig
 from flexor.data.settings import CacheConfig, DatasetConfig
@@ -16,6 +15,7 @@ from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Ranking, cheapest, fastest
 from flexor.plan.speeds import assumed
 from flexor.plan.traces import Traces
+from support.plans import settings
 
 HARDWARE = load_hardware()
 DATA = Data(6000, (Camera(64, 64),))

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import H200, settings
 
 from flexor.config import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from flexor.plan.memory import plan_memory
 from flexor.plan.trace import Trace, trace_step
 from flexor.policies.blocks.lora import LoraConfig
+from support.plans import H200, settings
 
 # 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6
 MATRICES, VECTORS = 600 + 10_000 + 600, 3 * 100 + 6

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from plans import H200, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config import EMAConfig, OptimizerConfig
 from flexor.plan import trace as tracing
 from flexor.plan.shortcuts import Repeats
 from flexor.plan.trace import trace_step
+from support.plans import H200, settings
 
 aten = torch.ops.aten
 

@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from plans import settings
 
 from flexor.plan.calibrate import merged, per_operation
 from flexor.plan.hardware import GPU, load_hardware
@@ -26,6 +25,7 @@ from flexor.plan.speeds import (
 )
 from flexor.plan.time import step_time, steps_ops
 from flexor.plan.trace import Trace, trace_step
+from support.plans import settings
 
 PHASES = ("load", "batch", "forward", "backward", "clip", "optimizer")
 FREE = {"any": {"step": 0.0, **dict.fromkeys(PHASES, 0.0)}}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from plans import H200, SMALL, Gpu, settings
 from torch import nn
 from torch.utils import _foreach_utils
 
 from flexor.config import EMAConfig, OptimizerConfig
 from flexor.plan.dialect import CudaDialect, attention_backend
 from flexor.plan.trace import CATEGORIES, Trace, Tracker, trace_step
+from support.plans import H200, SMALL, Gpu, settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from multi_task_dit_clip import make_clips

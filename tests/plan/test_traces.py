@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from plans import Gpu, settings
 
 from flexor.plan.allocator import replay
 from flexor.plan.hardware import load_hardware
 from flexor.plan.trace import trace_step
 from flexor.plan.traces import Traces
+from support.plans import Gpu, settings
 
 CARDS = {
     gpu.compute_capability: Gpu(1 << 40, gpu.compute_capability) for gpu in load_hardware().gpus.values()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plans import H200, settings
 
 from flexor.plan.ops import Op, describe
 from flexor.plan.trace import trace_step
 from flexor.plan.traces import Traces
 from flexor.plan.workspaces import scratch
+from support.plans import H200, settings
 
 aten = torch.ops.aten
 HALF = torch.bfloat16

@@ -1,11 +1,8 @@
 """Diffusion Policy: pictures, what a sample's loss depends on, what is refused, and runs of it."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import runs
 import torch
 from torch import Tensor, nn
 
@@ -18,9 +15,7 @@ from flexor.policies.blocks.recompute import recompute
 from flexor.policies.blocks.vision import SpatialSoftmax, center_crop, random_crop, warn_blind
 from flexor.policies.diffusion import Diffusion, DiffusionConfig
 from flexor.rng import Noise, seed_everything
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 CAMERA = "observation.images.top"
 CAMERAS = {CAMERA: PolicyFeature(Kind.VISUAL, (3, 70, 90))}
@@ -254,6 +249,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_batch_norm_sees_the_batch_of_all_processes(dataset, tmp_path):
     common = ["--steps=2", "--save_freq=0", "--optimizer.eps=1e-4", "--policy.resize_shape=[64,64]"]
     for name, processes, size in (("alone", 1, 4), ("many", 2, 2)):

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import runs
 
 from flexor.cli import main
 from flexor.policies import POLICIES
+from support import runs
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-import ranks
 from multi_task_dit_clip import make_clips
+
+from support import ranks
 
 STEPS = 6
 SMALL = {
@@ -109,6 +109,7 @@ def train(small: Small, folder: Path, processes: int, *more: str) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", WAYS)
 def test_any_number_of_processes_computes_the_same_run(way, small, alone, tmp_path):
     processes, more = WAYS[way]

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 
-from conftest import write_lowdim
 from flexor.cli import main
 from flexor.errors import CheckpointError, ConfigError
 from flexor.help import train_help
 from flexor.policies import POLICIES, own, policy_class, pretrained
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.settings import build_config, load_config
+from support import runs
+from support.samples import write_lowdim
 
 PAGE = Path(__file__).parents[2] / "docs/your-own-policy.md"
 CODE = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]

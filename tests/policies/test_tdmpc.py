@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import runs
 import torch
 from torch import Tensor
 
-from conftest import write_lowdim
 from flexor.batch import ACTION, MEMORY, REWARD, STATE
 from flexor.cli import main
 from flexor.errors import ConfigError
@@ -17,6 +15,8 @@ from flexor.policies.blocks.latent_world import enlargement
 from flexor.policies.blocks.mppi import plan
 from flexor.policies.tdmpc import TDMPC, TDMPCConfig
 from flexor.rng import Noise, seed_everything
+from support import runs
+from support.samples import write_lowdim
 
 IMAGE = "observation.image"
 TINY = TDMPCConfig(

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import runs
 
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import Pretrained, load_pretrained
@@ -12,6 +11,7 @@ from flexor.rng import seed_everything
 from flexor.sim.envs import make_env
 from flexor.sim.record import EVAL_SEED_START, record_dataset
 from flexor.sim.rollout import Summary, rollout, summarize
+from support import runs
 
 SEEN = "environment_state_agent_pos"  # where things are instead of pictures: minutes become seconds
 FLAGS = [

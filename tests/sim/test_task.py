@@ -93,7 +93,7 @@ states = st.builds(State, gripper=point, opening=unit, block=point, goal=point)
 actions = st.lists(st.tuples(*[st.floats(-3, 3)] * 3), min_size=1, max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(states, actions)
 def test_physics_stays_on_the_table_and_moves_only_what_is_held(state: State, script: list) -> None:
     for action in script:
@@ -113,7 +113,7 @@ def test_physics_stays_on_the_table_and_moves_only_what_is_held(state: State, sc
         state = after
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**32))
 def test_every_start_is_unsolved_and_solvable(seed: int) -> None:
     state = sample_start(np.random.default_rng(seed))

@@ -2,19 +2,14 @@
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.train.saved import OPTIMIZER, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
 EIGHT = ["--optimizer.type=adamw_8bit", "--policy.dim_feedforward=512"]  # matrices that are large enough
@@ -54,6 +49,7 @@ def test_its_absence_is_named(lowdim, tiny_act, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_it_is_not_shared_out(lowdim, tiny_act, tmp_path):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, *EIGHT, "--parallel.strategy=fsdp", "--steps=1")
     started = ranks.Ranks(tmp_path / "1", 2, ["train", *flags])

@@ -1,18 +1,14 @@
 """Compiled blocks compute what the blocks compute, and change nothing else about a run."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import runs
 from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.errors import ConfigError
 from flexor.train.compiled import _check_compiler
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 OWN = """
 from dataclasses import dataclass

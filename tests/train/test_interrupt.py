@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import runs
 
 from flexor.cli import main
 from flexor.train import checkpoint
+from support import runs
+from support.limits import LIMIT_S, wait_for
 
 STEPS = 10
 EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]
@@ -137,11 +138,9 @@ def test_told_to_stop_saves_and_goes_on_exactly(number, code, lowdim, tiny_act, 
 def test_told_to_stop_as_a_user_would(lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
     process = runs.start("train", *runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0"))
-    until = time.monotonic() + 60
-    while steps_done(run) < 2 and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for(lambda: steps_done(run) >= 2 or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=LIMIT_S)
     check_stopped(signal.SIGTERM, 75, (process.returncode, out, error), run)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import runs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,7 @@ from flexor.train.build import build_state, fit_to_dataset, split_episodes
 from flexor.train.engine import Engine
 from flexor.train.evaluate import held_out_loss
 from flexor.train.settle import split_batch
+from support import runs
 
 # Gradient accumulation
 
@@ -214,7 +214,7 @@ def test_evaluation_in_the_loop(dataset, tiny_act, tmp_path):
     st.none() | st.integers(1, 5),
     st.none() | st.integers(1, 12),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_retention(every, steps, keep_last, keep_every):
     import tempfile
 

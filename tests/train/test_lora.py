@@ -1,10 +1,8 @@
 """Adapters: what is trained and what stays, the same run after a resume and on many processes, and what is saved."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -17,9 +15,7 @@ from flexor.rng import Noise
 from flexor.settings import load_config
 from flexor.train.build import make_policy
 from flexor.train.saved import RAW_MODEL, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-import ranks
+from support import ranks, runs
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
 HEAD = "--lora.full_training_modules=[action_head]"
@@ -161,6 +157,7 @@ def test_another_rank_is_another_run(tuned):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("begin", ["checkpoint", "afresh"])
 def test_many_processes_train_the_same_adapters(strategy, begin, base, lowdim, tiny_act, tmp_path):

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import runs
 import torch
 from torch import nn
 
@@ -13,6 +12,7 @@ from flexor.policies.act import ACTConfig
 from flexor.policies.diffusion import DiffusionConfig
 from flexor.settings import load_config
 from flexor.train.optim import EMA, build_scheduler, resolve_optimizer, resolve_scheduler, schedule
+from support import runs
 
 
 def factors(steps: int, count: int, **settings) -> list[float]:

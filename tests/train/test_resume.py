@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import runs
 
 from flexor.cli import main
 from flexor.train import checkpoint
+from support import runs
 
 STEPS = 12  # 43 samples in batches of 4 to 8: the end of the first epoch lies inside
 
@@ -212,7 +212,7 @@ def own_data(lowdim, tiny_act, tmp_path) -> tuple[Path, Path]:
 
 def test_dataset_with_an_episode_less_is_refused(own_data, tmp_path, capsys):
     data, run = own_data
-    from conftest import write_lowdim
+    from support.samples import write_lowdim
 
     shutil.rmtree(data)
     write_lowdim(data, (11, 9, 13))

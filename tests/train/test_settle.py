@@ -4,15 +4,14 @@ import json
 import math
 
 import pytest
-import runs
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from flexor.cli import main
 from flexor.errors import ConfigError
 from flexor.settings import load_config
 from flexor.train.settle import count_steps, scale_learning_rate, split_batch
+from support import runs
 
 numbers = st.integers(1, 64)
 
@@ -21,7 +20,6 @@ def config(*flags: str):
     return load_config(["--dataset.root=somewhere", *flags])
 
 
-@hypothesis_settings(deadline=None)
 @given(batch=numbers, accumulation=st.none() | numbers, first=numbers, second=numbers)
 def test_a_run_that_goes_on_elsewhere_keeps_its_global_batch(batch, accumulation, first, second):
     settings = config(f"--batch_size={batch}")
@@ -72,7 +70,6 @@ def test_scaled_rates_reach_every_group(lowdim, tiny_act, tmp_path):
     assert runs.figures(run)[-1]["lr"] == pytest.approx(4e-3)
 
 
-@hypothesis_settings(deadline=None)
 @given(samples=st.integers(1, 10_000), epochs=st.floats(0.01, 50), world=numbers)
 def test_epochs_become_steps(samples, epochs, world):
     settings = config(f"--epochs={epochs}")

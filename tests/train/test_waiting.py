@@ -13,12 +13,10 @@ from flexor.plan.trace import trace_step
 from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from multi_task_dit_clip import make_clips
-from plans import H200, settings
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from support.plans import H200, settings
 
 
 @pytest.fixture(params=POLICIES)
@@ -36,7 +34,7 @@ def test_no_policy_asks_for_values_or_brings_them(config):
     assert asked == once
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_torch_sees_no_step_wait(config):
     device = torch.device("cuda", 0)
     run = Rehearsal(config, 2, 1, Stopwatch(), device)
@@ -56,7 +54,7 @@ def test_values_arrive():
     assert (loss, signal, norm) == (1, 0, 2.5) and own != own
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_values_arrive_while_the_gpu_works_on():
     loss = torch.full((1,), 3.0, device="cuda")
     torch.cuda.synchronize()

@@ -16,16 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from runs import ENVIRONMENT, SERVER
 
 from flexor.errors import FlexorError
 from flexor.log import setup_logging
 from flexor.train import watchdog
 from flexor.train.heartbeats import PREFIX, Heartbeat, Moment
 from flexor.train.watchdog import HUNG, Watchdog
+from support import environment, selection
+from support.limits import FOREVER_S, LIMIT_S
+from support.runs import SERVER
+
+pytestmark = pytest.mark.ranks
 
 TIMEOUT_S = 2.0
-FOREVER_S = 600.0
 KILLED = -signal.SIGKILL
 Scene = Callable[[Watchdog], None]
 
@@ -33,7 +36,9 @@ Scene = Callable[[Watchdog], None]
 def join(folder: Path, rank: int, world_size: int) -> dist.Store:
     """The store that rank 0 keeps, found by a file."""
     if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, True, timedelta(seconds=60), wait_for_workers=False)
+        store = dist.TCPStore(
+            "127.0.0.1", 0, world_size, True, timedelta(seconds=LIMIT_S), wait_for_workers=False
+        )
         (folder / "port.part").write_text(str(store.port))
         (folder / "port.part").rename(folder / "port")
         return store
@@ -71,6 +76,7 @@ class Play:
     """Ranks in processes of their own that do a scene."""
 
     def __init__(self, folder: Path, scene: Scene, world_size: int):
+        selection.must_be_marked()
         self.folder = folder
         self.ranks = [
             SERVER.Process(target=become, args=(folder, rank, world_size, scene))
@@ -83,7 +89,7 @@ class Play:
         """They must end with these codes; None: must not end. What each has said."""
         for process, code in zip(self.ranks, codes):
             if code is not None:
-                process.join(60)
+                process.join(LIMIT_S)
         said = [(self.folder / f"rank{rank}").read_text() for rank in range(len(codes))]
         assert [process.exitcode for process in self.ranks] == list(codes), "\n\n".join(said)
         return said
@@ -350,13 +356,13 @@ def alone(seconds: float) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=environment.for_cpu(),
     )
 
 
 def test_one_process_says_where_it_hangs_and_lives_on():
     process = alone(1.5)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, said
     assert "rank 0 on here has made no progress for" in said and "step 7, reading data" in said
     assert "in read_video" in said and "loading" not in said
@@ -369,7 +375,7 @@ def test_a_process_that_was_suspended_has_not_hung():
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0 and "no progress" not in said
 
 

@@ -1,10 +1,8 @@
 """Weights in bfloat16: what is kept in it and what is not, the same run after a resume, and what is saved."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
 from safetensors.torch import load_file
 from torch import nn
@@ -17,11 +15,8 @@ from flexor.sim.record import record_dataset
 from flexor.train.build import make_policy
 from flexor.train.optim import EMA
 from flexor.train.saved import EMA_STATE, OPTIMIZER, STATE
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
-import ranks
-from plans import settings
+from support import ranks, runs
+from support.plans import settings
 
 LOWER = ["--precision=bf16", "--weights_dtype=bf16"]
 STEPS = 6
@@ -110,6 +105,7 @@ def test_evaluation_acts_with_such_weights(tiny_act, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("strategy", "more"), [("ddp", []), ("fsdp", ["--lora.r=2"]), ("ddp", ["--lora.r=2", "--ema.enable"])]
 )
@@ -123,6 +119,7 @@ def test_many_processes_train_alike(strategy, more, lowdim, tiny_act, tmp_path):
     assert ranks.losses(tmp_path / "many") == pytest.approx(ranks.losses(tmp_path / "alone"), rel=2e-2)
 
 
+@pytest.mark.ranks
 def test_trained_weights_of_two_types_are_not_shared_out(lowdim, tiny_act, tmp_path):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, *LOWER, "--parallel.strategy=fsdp", "--steps=1")
     ranked = ranks.Ranks(tmp_path / "1", 2, ["train", *flags])

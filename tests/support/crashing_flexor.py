@@ -1,6 +1,6 @@
 """`flexor`, but in each of the run's first lives rank 1 kills itself when it has done so many steps of that life.
 
-    torchrun --nproc-per-node=2 --max-restarts=2 tests/distributed/crashing.py STEPS,STEPS train ...
+    torchrun --nproc-per-node=2 --max-restarts=2 -m support.crashing_flexor STEPS,STEPS train ...
 
 For tests of what starts a run again.
 """
@@ -9,9 +9,8 @@ import os
 import signal
 import sys
 
-import trouble
-
 from flexor.cli import main
+from support import trouble
 
 if __name__ == "__main__":
     steps, *arguments = sys.argv[1:]

@@ -58,8 +58,6 @@ def logged_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[JobsSer
     """A Hub, and a user who is logged in there and has the datasets in folder/datasets."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_LEROBOT_HOME", str(folder / "datasets"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "no-token"))
     with JobsServer() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
         yield server

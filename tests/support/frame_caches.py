@@ -11,6 +11,7 @@ import pytest
 from flexor.data import caches
 from flexor.data.cache import FrameCache
 from flexor.data.caches import CacheKey
+from support.limits import LIMIT_S
 
 KEY = CacheKey("f1", "observation.images.top", None, None, "me/blocks")
 LAYOUT = {"height": 4, "width": 6, "layout": "yuv420p"}
@@ -74,11 +75,11 @@ def filling(folder: Path | None, tmp_path: Path, frames: int, slot: int, wait: b
     ready, go = SPAWN.Event(), SPAWN.Event()
     other = SPAWN.Process(target=fill_forever, args=(folder, frames, slot, tmp_path / "shm", ready, go))
     other.start()
-    assert ready.wait(60)
+    assert ready.wait(LIMIT_S)
     ready.clear()
     go.set()
     try:
-        assert not wait or ready.wait(60)
+        assert not wait or ready.wait(LIMIT_S)
         yield
     finally:
         other.kill()

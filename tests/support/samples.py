@@ -28,6 +28,7 @@ FEATURES = {
     "comment": {"dtype": "string", "shape": [1], "names": None},
 }
 LENGTHS = (7, 12, 9, 10)
+LOW_DIM_LENGTHS = (11, 9, 13, 10)
 
 
 def picture(episode: int, frame: int, height: int = 48, width: int = 64) -> np.ndarray:
@@ -65,6 +66,32 @@ def write_sample(root: Path, fps: int = 10, features: dict | None = None, **opti
                     "comment": f"episode {episode} frame {frame}",
                 }
                 writer.add_frame({name: values[name] for name in features})
+            writer.save_episode("push" if episode % 2 else "pull")
+    return root
+
+
+def write_lowdim(root: Path, lengths: tuple[int, ...] = LOW_DIM_LENGTHS, reward: bool = True) -> Path:
+    """Episodes without pictures, of two tasks."""
+    vector = {"dtype": "float32", "names": None}
+    features = {
+        "observation.environment_state": {**vector, "shape": (4,)},
+        "observation.state": {**vector, "shape": (2,)},
+        "action": {**vector, "shape": (2,)},
+    }
+    if reward:
+        features["next.reward"] = {**vector, "shape": (1,)}
+    rng = np.random.default_rng(3)
+    with DatasetWriter(root, 10, features) as writer:
+        for episode, length in enumerate(lengths):
+            for _ in range(length):
+                seen = rng.normal(size=4).astype(np.float32)
+                frame = {
+                    "observation.environment_state": seen,
+                    "observation.state": seen[:2] * 2,
+                    "action": seen[2:] - seen[:2],
+                    "next.reward": seen[:1] ** 2,
+                }
+                writer.add_frame({name: frame[name] for name in features})
             writer.save_episode("push" if episode % 2 else "pull")
     return root
 

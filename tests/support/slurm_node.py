@@ -15,9 +15,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from support.limits import wait_for
 
 NODES = 2
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
@@ -91,13 +93,6 @@ def running(folder: Path) -> Iterator[None]:
             daemon.wait()
         os.environ.clear()
         os.environ.update(before)
-
-
-def wait_for(condition: Callable[[], object], otherwise: object, limit: float = 120) -> None:
-    until = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < until, f"{otherwise}"  # as it is by then
-        time.sleep(0.1)
 
 
 class SlurmJob:

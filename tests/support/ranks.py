@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import runs
 import torch
 
 from flexor.batch import SAMPLE_ID
 from flexor.rng import Noise
 from flexor.train import checkpoint
 from flexor.train.saved import open_tensors
+from support import runs, selection
 
 
 def free_port() -> int:
@@ -69,6 +69,8 @@ class Ranks:
         then: Mapping[int, Callable[[], Any]] | None = None,
         env: Mapping[str, str] | None = None,
     ):
+        if count > 1:
+            selection.must_be_marked()
         folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
         self.all = []
@@ -77,9 +79,9 @@ class Ranks:
             before = functools.partial(enter, own, folder, (then or {}).get(rank))
             self.all.append(runs.Forked(folder / str(rank), *arguments, before=before))
 
-    def end(self, seconds: float = 120) -> list[int | None]:
+    def end(self) -> list[int | None]:
         """Exit codes, when all are done."""
-        self.output = [rank.end(seconds) for rank in self.all]
+        self.output = [rank.end() for rank in self.all]
         return [rank.returncode for rank in self.all]
 
     def errors(self) -> str:
@@ -133,10 +135,3 @@ def everything(run: Path, step: int) -> dict[str, torch.Tensor]:
     found = {name: torch.zeros(like.shape) for name, like in saved.described().items()}
     saved.fill(found)
     return found
-
-
-def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, step: int) -> None:
-    """Killed at no particular moment after a checkpoint was saved."""
-    ranks = Ranks(folder, count, arguments)
-    ranks.all[0].wait_for(lambda: step in checkpoint.complete(run / "checkpoints"), 120)
-    ranks.kill()

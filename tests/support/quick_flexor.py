@@ -1,7 +1,7 @@
 """`flexor` as the docs' tests call it: the same commands, with fewer steps and episodes and a tiny network.
 
-    python tests/quick_flexor.py serve SOCKET DEMONSTRATIONS
-    python tests/quick_flexor.py call SOCKET VERB ...
+    python -m support.quick_flexor serve SOCKET DEMONSTRATIONS
+    python -m support.quick_flexor call SOCKET VERB ...
 
 Apart from the numbers that `shrink` changes, what is run is what the docs say. Every call is a process of
 its own, but one that the server forks: importing torch for each would take most of the tests' time.

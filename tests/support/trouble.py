@@ -12,16 +12,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import ranks
-import runs
 import torch
 
 from flexor.train import checkpoint, loop, watchdog
 from flexor.train.processes import Processes
+from support import ranks, runs
+from support.limits import FOREVER_S
 
 STEP = "flexor.train.loop:optimizer_step"
 READ = "flexor.data.loader:Loader.plan"
-FOREVER_S = 600.0
 
 
 def at_call(target: str, call: int, what: Callable[[], Any]) -> None:
@@ -83,6 +82,14 @@ def lose_patience(after: int, seconds: float, at: Sequence[str] = (), asleep: fl
     Processes.join, loop._watchdog = joined, made  # type: ignore[method-assign]
     for target in at:
         at_call(target, 1, functools.partial(time.sleep, asleep))
+
+
+def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, step: int, more: int) -> None:
+    """A run whose ranks are killed once the checkpoint of a step is there, after at most `more` steps of this life."""
+    stay = before_step(more, functools.partial(time.sleep, FOREVER_S))
+    started = ranks.Ranks(folder, count, arguments, then=dict.fromkeys(range(count), stay))
+    started.all[0].wait_for(lambda: step in saved_steps(run))
+    started.kill()
 
 
 def spoil_batch(step: int) -> None:

@@ -5,7 +5,7 @@ that it computes with them. A build of torch without CUDA does not let autograd 
 the GPU's streams. So a process that imports this gives the engine streams that do nothing, and has to do so before the
 first backward pass: it must be a process of its own.
 
-    python tests/plan/fake_cuda.py     prints what each case does, and types under autocast, as JSON
+    python -m support.fake_cuda     prints what each case does, and types under autocast, as JSON
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from functions import types
-from plans import settings
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,6 +32,8 @@ from flexor.plan.ops import NOTHING, is_view, operator_name
 from flexor.plan.rehearsal import Rehearsal
 from flexor.plan.rehearsal import policy_on as planned_policy_on
 from flexor.plan.trace import Tracker
+from support.plans import settings
+from support.torch_functions import types
 
 CUDA = torch.device("cuda", 0)
 MODE = FakeTensorMode(

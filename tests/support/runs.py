@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +18,10 @@ from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.train import checkpoint
+from support import environment
+from support.limits import wait_for
 
 FIGURES = ("loss", "grad_norm", "lr", "l1_loss", "kld_loss")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def flags(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> list[str]:
@@ -52,6 +52,7 @@ SERVER.set_forkserver_preload(
         "torch._dynamo",  # what the first optimizer imports
         "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
+        "support.trouble",
     ]
 )
 
@@ -63,6 +64,7 @@ def _become(folder: Path, arguments: Sequence[str], before: Callable[[], Any] | 
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         torch.set_num_threads(1)
         if before:
             before()
@@ -95,19 +97,21 @@ class Forked:
         if self.poll() is None:
             os.kill(self.process.pid or 0, number)
 
-    def end(self, seconds: float = 60) -> tuple[str, str]:
+    def end(self) -> tuple[str, str]:
         """Wait for its end; what it said on standard output and standard error."""
-        self.wait_for(lambda: self.poll() is not None, seconds, alive=False)
+        self.wait_for(lambda: self.poll() is not None, alive=False)
         return self.files[0].read_text(), self.files[1].read_text()
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60, alive: bool = True) -> None:
-        until = time.monotonic() + seconds
-        while not condition():
-            assert not alive or self.poll() is None, self.files[1].read_text()
-            if time.monotonic() > until:
-                self.process.kill()
-                raise AssertionError("the run takes too long")
-            time.sleep(0.002)
+    def wait_for(self, condition: Callable[[], bool], alive: bool = True) -> None:
+        def met() -> bool:
+            assert not alive or self.poll() is None or condition(), self.files[1].read_text()
+            return condition()
+
+        try:
+            wait_for(met, "the run takes too long")
+        except BaseException:
+            self.process.kill()
+            raise
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -117,7 +121,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=environment.for_cpu(),
     )
 
 

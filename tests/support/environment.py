@@ -1,0 +1,53 @@
+"""The environment of the tests and of every process they start: the same for every user, on every machine.
+
+What is kept is what Python and the machine need. Everything else that somebody may have set (HF_HUB_OFFLINE, RANK,
+WANDB_MODE, a proxy, ...) is taken away, and the home folder is an empty one. `prepare` has to be called before torch
+and huggingface_hub are imported, which read variables once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+KEPT = {
+    *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TERM", "USER", "LOGNAME", "SHELL", "CI"),
+    *("PYTHONHOME", "PYTHONUSERBASE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
+    "CUDA_VISIBLE_DEVICES",  # which GPUs tests marked `gpu` may use; the others do not look
+}
+KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
+
+
+def prepare() -> Path:
+    """Make this process's environment that of the tests. Gives the home folder, to be removed at the end."""
+    home = Path(tempfile.mkdtemp(prefix="flexor-tests-"))
+    own = {
+        "HOME": str(home),
+        "PYTHONUSERBASE": site.getuserbase(),  # packages may be installed there: it would move with the home folder
+        "PYTHONPATH": os.pathsep.join(_paths()),
+        "LC_ALL": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",  # tests side by side do not fight
+    }
+    kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+    os.environ.clear()
+    os.environ.update(kept | own)
+    return home
+
+
+def _paths() -> list[str]:
+    """Where modules are, also for processes that run in other folders."""
+    given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]  # noqa: PTH100
+    return [str(TESTS), *(path for path in given if path != str(TESTS))]
+
+
+def remove(home: Path) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def for_cpu(**more: str) -> dict[str, str]:
+    """The environment of a process that sees no GPU, also where there is one."""
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", **more}

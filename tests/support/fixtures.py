@@ -1,0 +1,97 @@
+"""Fixtures: tiny datasets made once, flags of a tiny policy, the program's log; and what holds for every test."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from flexor.log import log
+from flexor.sim.record import record_dataset
+from support.samples import write_lowdim
+
+# The same examples in every run, and however long they take: a machine may be busy. Fixtures that live as long as one
+# test are fine for all examples, as ours are only folders.
+settings.register_profile(
+    "flexor",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("flexor")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet_machine() -> None:
+    """One thread each, so that tests side by side do not fight."""
+    torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def ordinary_priority() -> Iterator[None]:
+    """A video encoder may make the thread that opens it a real-time one, and all that tests start from then on."""
+    yield
+    if sys.platform.startswith("linux"):
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.fixture(autouse=True)
+def same_kernels() -> Iterator[None]:
+    """A product in bfloat16 on a CPU that has none makes torch do without oneDNN, and compute float32 differently."""
+    torch.backends.mkldnn.set_flags(True)
+    yield
+    torch.backends.mkldnn.set_flags(True)
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four demonstrations of the built-in task, pictures of 32 pixels. Only to be read: copy to change."""
+    return record_dataset(tmp_path_factory.mktemp("datasets") / "place", episodes=4, image_size=32)
+
+
+@pytest.fixture(scope="session")
+def lowdim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four episodes without pictures, of two tasks: a policy on it has kilobytes instead of megabytes."""
+    return write_lowdim(tmp_path_factory.mktemp("datasets") / "lowdim")
+
+
+@pytest.fixture(scope="session")
+def tiny_act() -> list[str]:
+    """Flags of the smallest ACT; the pictures' ResNet-18 is what it has most of."""
+    return [
+        "--policy.type=act",
+        "--policy.device=cpu",
+        "--policy.pretrained_backbone_weights=null",
+        "--policy.chunk_size=4",
+        "--policy.n_action_steps=4",
+        "--policy.dim_model=16",
+        "--policy.n_heads=2",
+        "--policy.dim_feedforward=32",
+        "--policy.n_encoder_layers=1",
+        "--policy.n_vae_encoder_layers=1",
+        "--policy.latent_dim=4",
+    ]
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    """What the program logs (it does not hand its log on to pytest's own capture)."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, level = Keep(), log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield lines
+    log.removeHandler(handler)
+    log.setLevel(level)

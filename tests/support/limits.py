@@ -1,0 +1,17 @@
+"""How long tests wait. A limit is there to end what hangs: ten times and more of what a busy machine needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+LIMIT_S = 600.0
+FOREVER_S = 10 * LIMIT_S  # for what is to hang
+
+
+def wait_for(condition: Callable[[], object], otherwise: object = "waited too long") -> None:
+    """`otherwise` is said, as it is by then, if it does not come about."""
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until, f"{otherwise}"
+        time.sleep(0.002)
