@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import textwrap
 import threading
 from collections.abc import Iterable
 from functools import cache
@@ -62,7 +63,11 @@ def _warn_once(text: str) -> None:
 def with_examples(text: str, examples: Iterable[str]) -> str:
     """A text about many things, with the first few of them, on lines that fit a terminal."""
     examples = list(examples)
-    lines = [text, *(f"  {example}" for example in examples[:EXAMPLES])]
+    lines = [text]
+    for example in examples[:EXAMPLES]:
+        lines += textwrap.wrap(
+            example, 100, initial_indent="  ", subsequent_indent="    ", break_long_words=False
+        )
     if len(examples) > EXAMPLES:
         lines.append(f"  and {len(examples) - EXAMPLES} more")
     return "\n".join(lines)

@@ -236,7 +236,10 @@ def test_an_episode_whose_clock_starts_late(samples, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "flexor"):
         frames = dataset.read(np.arange(len(dataset)))[TOP]
     np.testing.assert_array_equal(frames, open_dataset(root=samples["v2.1"]).read(np.arange(38))[TOP])
-    assert caplog.text.count("run past the end") == 1
+    assert caplog.text.count("4 clips have timestamps that do not fit their video") == 1
+    assert (
+        "episode 0, observation.images.top: up to 0.10 s off" in caplog.text and "and 1 more" in caplog.text
+    )
 
 
 # What is wrong
@@ -287,10 +290,11 @@ def test_metadata_without_features(broken):
 
 
 @pytest.mark.parametrize("total", ["total_frames", "total_episodes"])
-def test_totals_that_do_not_add_up(broken, total):
+def test_totals_that_do_not_add_up_are_said_and_what_is_there_is_read(broken, total, caplog):
     edit_info(broken, **{total: 5})
-    with pytest.raises(DatasetError, match=f"{total} is 5, but .*flexor data check"):
-        open_dataset(root=broken)
+    with caplog.at_level(logging.WARNING, "flexor"):
+        assert len(open_dataset(root=broken)) == sum(LENGTHS)
+    assert f"{total}=5, not " in caplog.text
 
 
 def first_file(root, kind, suffix):
@@ -300,7 +304,7 @@ def first_file(root, kind, suffix):
 def test_an_episode_with_too_few_rows(broken):
     file = first_file(broken, "data", ".parquet")
     pq.write_table(pq.read_table(file).slice(2), file)
-    with pytest.raises(DatasetError, match=r"file-000\.parquet: episode 0 has 5 rows.* says 7.*data check"):
+    with pytest.raises(DatasetError, match=r"episode 0: .*file-000\.parquet has 5 rows of it.* says 7"):
         open_dataset(root=broken)
 
 
@@ -311,7 +315,7 @@ def test_an_episode_torn_apart(tmp_path):
     length = table["episode_index"].to_pylist().count(0)
     order = [*range(length // 2), *range(length, len(table)), *range(length // 2, length)]
     pq.write_table(table.take(order), file)
-    with pytest.raises(DatasetError, match=r"file-000\.parquet: the rows of episode 0 do not lie together"):
+    with pytest.raises(DatasetError, match=r"episode 0: its rows do not lie together in .*file-000\.parquet"):
         open_dataset(root=root)
 
 
@@ -326,7 +330,7 @@ def test_missing_parquet(broken, kind):
 def test_truncated_parquet(broken, kind):
     file = first_file(broken, kind, ".parquet")
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DatasetError, match=r"file-000\.parquet: the file is damaged.*flexor data check"):
+    with pytest.raises(DatasetError, match=r"(?s)file-000\.parquet: the file is damaged.*flexor data check"):
         open_dataset(root=broken)
 
 
@@ -334,7 +338,7 @@ def test_wrong_shape(broken):
     features = json.loads((broken / "meta/info.json").read_text())["features"]
     features["action"]["shape"] = [7]
     edit_info(broken, features=features)
-    with pytest.raises(DatasetError, match=r"column action holds 14 numbers in 7 rows, not \(7,\) each"):
+    with pytest.raises(DatasetError, match=r"column action holds 14 numbers in 7 rows, not \(7,\)\s+each"):
         open_dataset(root=broken)
 
 
@@ -343,13 +347,13 @@ def test_wrong_picture_size(broken):
     features[TOP]["shape"] = [480, 640, 3]
     edit_info(broken, features=features)
     dataset = open_dataset(root=broken)
-    with pytest.raises(DatasetError, match=r"pictures are 48x64, but .* declares 480x640"):
+    with pytest.raises(DatasetError, match=r"images are 48x64, but .* declares 480x640"):
         dataset.read(np.array([0]))
 
 
 def test_one_video_missing(broken):
     first_file(broken, "videos", ".mp4").unlink()
-    with pytest.raises(DatasetError, match=r"file-000\.mp4: the file is missing \(1 of 2 for"):
+    with pytest.raises(DatasetError, match=r"episode 0: .*file-000\.mp4 is missing"):
         open_dataset(root=broken)
 
 
@@ -368,7 +372,7 @@ def test_a_video_too_short_for_its_episode(samples, tmp_path):
     shutil.copy(videos[0], videos[1])  # 7 frames where 12 belong
     dataset = open_dataset(root=root)
     with pytest.raises(
-        DatasetError, match=r"episode 1, frame 7 \(5 frames in all\).* 7 frames .*0\.1000 s away"
+        DatasetError, match=r"episode 1: 5 of 12 rows .* \(first row 7, 0\.100 s off\), .* 7 frames"
     ):
         dataset.read(np.array([8]))
     assert len(open_dataset(root=root, tolerance_s=1.0).read(np.array([8]))[TOP]) == 1

@@ -21,7 +21,10 @@ def test_no_template_means_lerobots():
 
 
 def test_the_other_versions_name_of_a_chunk():
-    info = {"data_path": "data/chunk-{chunk_index:03d}/episode_{episode_index:06d}.parquet", "chunks_size": 10}
+    info = {
+        "data_path": "data/chunk-{chunk_index:03d}/episode_{episode_index:06d}.parquet",
+        "chunks_size": 10,
+    }
     assert FileNames(info, v3=False).data(25) == "data/chunk-002/episode_000025.parquet"
     info = {"data_path": "data/{episode_chunk}/{episode_index}.parquet"}
     assert FileNames(info, v3=True).data(25, 3, 4) == "data/3/25.parquet"

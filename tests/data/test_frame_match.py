@@ -12,7 +12,9 @@ ALONE = float("nan")
 
 
 def match(times, clock, start=0.0, stop=ALONE, frame_by="auto", tolerance=0.05):
-    return match_frames(np.asarray(times), np.asarray(clock, np.float32), start, stop, FPS, tolerance, frame_by)
+    return match_frames(
+        np.asarray(times), np.asarray(clock, np.float32), start, stop, FPS, tolerance, frame_by
+    )
 
 
 def steady(count, start=0.0):
@@ -25,7 +27,9 @@ def test_a_sound_clock_leads_to_the_frames_either_way():
         assert found.numbers.tolist() == list(range(8)) and found.seconds_off == 0
 
 
-@given(rows=st.integers(1, 40), before=st.integers(0, 30), after=st.integers(0, 30), seed=st.integers(0, 9999))
+@given(
+    rows=st.integers(1, 40), before=st.integers(0, 30), after=st.integers(0, 30), seed=st.integers(0, 9999)
+)
 def test_a_wall_clock_of_any_kind_is_no_obstacle_where_each_row_has_a_frame(rows, before, after, seed):
     """Also in a file that other episodes share, wherever in it."""
     clock = np.random.default_rng(seed).uniform(-5, 5, rows)

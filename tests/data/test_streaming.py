@@ -258,7 +258,8 @@ def test_bad_frames_can_be_left_out(broken, root, tier, caplog):
     assert len(found) == 19 * 6  # batches stay full
     assert loader.counters()["skipped_samples"] == 3 * len(bad)
     assert loader.counters()["bad_frames"] >= len(bad)
-    assert "does not decode" in caplog.text and "left out" in caplog.text
+    loader.close()
+    assert caplog.text.count("clips have frames that do not decode; their samples are left out") == 1
     whole = open_dataset(root=root)
     for (batch,) in load(broken, tier=tier, bad="skip").steps(0, 7):
         assert torch.equal(batch[TOP], torch.from_numpy(whole.read(batch[SAMPLE_ID].numpy())[TOP]))
@@ -276,6 +277,7 @@ def test_bad_frames_can_be_replaced_by_the_nearest(broken, root, caplog):
     for row in bad:
         if row < 7:
             assert torch.equal(seen[row], torch.from_numpy(whole.read(np.array([last_good]))[TOP][0]))
+    loader.close()
     assert "nearest frame stands in" in caplog.text
     assert loader.counters()["substituted_samples"] == len(bad)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from flexor.data.frame_match import nearest
 from flexor.data.dataset import open_dataset
 from flexor.data.encode import EpisodeEncoder, VideoSettings, encode_png
+from flexor.data.frame_match import nearest
 from flexor.data.video import index_video
 from flexor.data.writer import DatasetWriter
 from flexor.errors import DatasetError

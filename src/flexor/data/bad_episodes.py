@@ -15,41 +15,43 @@ READERS = 8  # files looked at together
 
 
 class BadEpisodes:
-    """Those found so far. With `skip` they are left out, otherwise the first ones found end it."""
+    """Those found so far among the selected ones."""
 
-    def __init__(self, dataset: str, on_bad_episode: str):
-        self.dataset, self.on_bad_episode = dataset, on_bad_episode
+    def __init__(self, dataset: str, selected: Sequence[int]):
+        self.dataset, self.selected = dataset, selected
         self.reasons: dict[int, str] = {}
 
-    def add(self, found: Mapping[int, str], of: Sequence[int]) -> list[int]:
-        """The good ones of some episodes."""
-        self.reasons |= found
-        good = [episode for episode in of if episode not in found]
-        if found and (self.on_bad_episode == "raise" or not good):
-            raise self._refusal(len(found), len(of))
+    @property
+    def good(self) -> list[int]:
+        """The other ones; that there are none is an error."""
+        good = [episode for episode in self.selected if episode not in self.reasons]
+        if not good:
+            raise self._refusal()
         return good
 
-    def tell(self) -> None:
-        """Say what is left out."""
+    def settle(self, on_bad_episode: str) -> None:
+        """All have been looked for: say what is left out, or refuse."""
+        if self.reasons and on_bad_episode == "raise":
+            raise self._refusal()
         if self.reasons:
-            what = (
-                f"{len(self.reasons)} episodes can't be read and are left out (--dataset.on_bad_episode=skip)"
-            )
+            what = f"{len(self.reasons)} episodes can't be read and are left out"
             warn_once("%s", with_examples(f"{self.dataset}: {what}:", self._lines()))
 
     def _lines(self) -> list[str]:
         return [f"episode {episode}: {why}" for episode, why in sorted(self.reasons.items())]
 
-    def _refusal(self, bad: int, among: int) -> DatasetError:
+    def _refusal(self) -> DatasetError:
+        bad, among = len(self.reasons), len(self.selected)
         what = with_examples(f"{self.dataset}: {bad} of {among} episodes can't be read:", self._lines())
+        more = f"`flexor data check {self.dataset}` says more."
         if bad == among:
-            return DatasetError(f"{what}\nRun `flexor data check {self.dataset}`.")
+            return DatasetError(f"{what}\n{more}")
         numbers = ",".join(map(str, sorted(self.reasons)))
         return DatasetError(
-            f"{what}\nFetch the files again, or train without these episodes:\n"
+            f"{what}\n{more}\nFetch the files again, or train without these episodes:\n"
             f"  --dataset.exclude_episodes=[{numbers}]\n"
-            f"or have all that can't be read left out: --dataset.on_bad_episode=skip. "
-            f"`flexor data check {self.dataset}` says more."
+            "or without all that can't be read, whichever they are:\n"
+            "  --dataset.on_bad_episode=skip"
         )
 
 

@@ -245,11 +245,12 @@ def open_dataset(
     if not selected:
         raise BrokenFile(source, "meta/info.json", "the dataset has no episode")
     source.fetch(_files(meta, selected))
-    bad = BadEpisodes(name, on_bad_episode)
+    bad = BadEpisodes(name, selected)
     videos, absent = video_cameras(source, meta, selected)
-    selected = bad.add(missing_files(source, meta, videos, selected), selected)
-    table = read_table(source, meta.features, meta.episodes, selected)
-    selected = bad.add(table.bad, selected)
+    bad.reasons |= missing_files(source, meta, videos, selected)
+    table = read_table(source, meta.features, meta.episodes, bad.good)
+    bad.reasons |= table.bad
+    selected = bad.good
     absent = {**table.missing, **absent}
     columns = dict(table.columns)
     fill_in(name, columns, table, meta.fps, _first_tasks(meta, table))
@@ -258,9 +259,9 @@ def open_dataset(
         warn_once("%s: feature %s can't be read: %s", name, feature_name, why)
     rule = FrameRule(meta.fps, 0.5 / meta.fps if tolerance_s is None else tolerance_s, frame_by)
     clips = _clips(source, meta, table, columns["timestamp"], cameras, rule)
-    if on_bad_episode == "skip":
-        selected = bad.add(unreadable_clips(clips), selected)
-    bad.tell()
+    if on_bad_episode == "skip" or bad.reasons:
+        bad.reasons |= unreadable_clips(clips)
+    bad.settle(on_bad_episode)
     rule.repeats.tell()
     dataset = Dataset(
         repo_id=name,
@@ -287,7 +288,7 @@ def open_dataset(
         files=_files(meta, list(range(len(meta.episodes.index)))),
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
-    return dataset if len(selected) == len(table.episode) else dataset.select(selected)
+    return dataset if bad.good == selected else dataset.select(bad.good)
 
 
 def _selected(

@@ -321,13 +321,9 @@ def _by_index(source: Source, file: str, pairs: Iterable[tuple[Any, Any]]) -> li
 
 def _check_totals(source: Source, info: dict, episodes: EpisodeFiles) -> None:
     counted = {"total_episodes": len(episodes.index), "total_frames": int(episodes.length.sum())}
-    for name, count in counted.items():
-        if name in info and info[name] != count:
-            warn_once(
-                "%s: meta/info.json says %s is %s, but the episode metadata adds up to %s. What the metadata "
-                "has is read; if episodes are missing, fetch the dataset again",
-                *(source, name, info[name], count),
-            )
+    wrong = [f"{name}={info[name]}, not {n}" for name, n in counted.items() if info.get(name, n) != n]
+    if wrong:
+        warn_once("%s: meta/info.json has %s, as its episodes add up to", source, " and ".join(wrong))
 
 
 def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:

@@ -1,0 +1,145 @@
+"""Whatever stands in a dataset's files, a person gets an error that names it, or a dataset: never a traceback.
+
+Every value of the metadata and every column of the tables is taken away or replaced by nonsense, one after the other.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flexor.data.check import check_dataset
+from flexor.data.dataset import open_dataset
+from flexor.data.info import describe, render
+from flexor.errors import FlexorError
+from support.legacy import to_v2
+from support.samples import FEATURES, write_sample
+
+NONSENSE: list[Any] = [None, -1, 10**9, 0.5, float("nan"), "", "{x}", [], [[1]], {}, {"a": {}}, True]
+FEW = {name: FEATURES[name] for name in ("observation.images.top", "observation.state", "action", "comment")}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("samples")
+    root = write_sample(folder / "v3.0", features=FEW)
+    return {"v3.0": root} | {v: to_v2(root, folder / v, v) for v in ("v2.1", "v2.0")}
+
+
+def use(root: Path) -> None:
+    """All that reads a dataset."""
+    for on_bad_episode in ("raise", "skip"):
+        try:
+            dataset = open_dataset(root=root, on_bad_episode=on_bad_episode)
+            windows = {"action": [0, 1]} if "action" in dataset.columns else {}
+            dataset.read(np.array([0, len(dataset) - 1]), windows)
+            dataset.fingerprint()
+        except FlexorError as error:
+            assert "Error" not in str(error), error  # no exception's name stands for a reason
+    report = check_dataset(root, deep=False)
+    assert not any("KeyError" in problem.message for problem in report.problems)
+    with suppress(FlexorError):
+        render(describe(root))
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Every place in a tree of JSON."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def changed(value: Any, path: tuple, new: Any, remove: bool = False) -> Any:
+    copy = json.loads(json.dumps(value))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    if remove:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = new
+    return copy
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1", "v2.0"])
+def test_info(samples, version, tmp_path):
+    root = shutil.copytree(samples[version], tmp_path / "data")
+    path = root / "meta/info.json"
+    info = json.loads(path.read_text())
+    keep = [
+        place for place in places(info) if len(place) < 3 or place[1] in ("action", "observation.images.top")
+    ]
+    for number, place in enumerate(keep):
+        path.write_text(json.dumps(changed(info, place, None, remove=True)))
+        use(root)
+        for i in range(3):  # some of them for each place, all of them in the end
+            path.write_text(json.dumps(changed(info, place, NONSENSE[(3 * number + i) % len(NONSENSE)])))
+            use(root)
+    for new in NONSENSE:
+        path.write_text(json.dumps(new))
+        use(root)
+
+
+@pytest.mark.parametrize(
+    "version, name",
+    [
+        ("v2.1", "episodes.jsonl"),
+        ("v2.1", "tasks.jsonl"),
+        ("v2.1", "episodes_stats.jsonl"),
+        ("v2.0", "stats.json"),
+        ("v3.0", "stats.json"),
+    ],
+)
+def test_other_metadata(samples, version, name, tmp_path):
+    root = shutil.copytree(samples[version], tmp_path / "data")
+    path = root / "meta" / name
+    first, *others = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    tree = json.loads(first)
+    for number, place in enumerate(list(places(tree))[:24]):
+        new = NONSENSE[number % len(NONSENSE)]
+        for trees in (changed(tree, place, new), changed(tree, place, None, remove=True)):
+            path.write_text("\n".join([json.dumps(trees), *others]))
+            use(root)
+    for new in NONSENSE:
+        path.write_text("\n".join([json.dumps(new), *others]))
+        use(root)
+
+
+TYPES = [
+    pa.string(),
+    pa.float64(),
+    pa.bool_(),
+    pa.list_(pa.int64()),
+    pa.struct([("x", pa.int64())]),
+    pa.null(),
+]
+VALUES = {"string": "x", "double": float("nan"), "bool": True, "list<item: int64>": [1, 2], "null": None}
+
+
+@pytest.mark.parametrize("version, folder", [("v3.0", "meta"), ("v3.0", "data"), ("v2.1", "data")])
+def test_columns(samples, version, folder, tmp_path):
+    root = shutil.copytree(samples[version], tmp_path / "data")
+    for path in sorted((root / folder).rglob("*.parquet")):
+        table = pq.read_table(path)
+        names = [name for name in table.column_names if not name.startswith("stats/")]
+        for number, name in enumerate(names):
+            at = table.column_names.index(name)
+            pq.write_table(table.remove_column(at), path)
+            use(root)
+            kind = TYPES[number % len(TYPES)]
+            values = pa.array([VALUES.get(str(kind))] * len(table), kind)
+            pq.write_table(table.set_column(at, name, values), path)
+            use(root)
+        pq.write_table(table.slice(0, 0), path)
+        use(root)
+        pq.write_table(table, path)
+        if folder == "data":
+            break  # one file stands for all
