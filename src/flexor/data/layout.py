@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.data import stats as statistics
+from flexor.data.dataset_files import DATA_PATH, VIDEO_PATH
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
-from flexor.data.writer import DATA_PATH, VIDEO_PATH
 from flexor.errors import DatasetError
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
