@@ -64,7 +64,9 @@ class DatasetFiles:
         chunk_size: int = 1000,
         tasks: Sequence[str] = (),
     ) -> None:
-        self.root = _new_folder(root)
+        check_new_folder(root)
+        root.mkdir(parents=True, exist_ok=True)
+        self.root = root
         self.fps = int(fps) if fps == int(fps) else fps
         self.features = {name: dict(feature) for name, feature in features.items()}
         self.robot_type = robot_type
@@ -272,13 +274,12 @@ def _place(number: int, chunk_size: int) -> dict[str, int]:
     return {"chunk_index": number // chunk_size, "file_index": number % chunk_size}
 
 
-def _new_folder(root: Path) -> Path:
+def check_new_folder(root: Path) -> None:
+    """Refuse to write a dataset into a folder that holds something."""
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         unfinished = root.is_dir() and not (root / "meta/info.json").exists()
         hint = " (it has no meta/info.json: perhaps a write that was cut short)" if unfinished else ""
         raise DatasetError(f"{root} exists and is not empty{hint}. Give a new folder, or delete this one.")
-    root.mkdir(parents=True, exist_ok=True)
-    return root
 
 
 def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
