@@ -70,6 +70,10 @@ def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None
     for camera in plan.cameras:
         note = settle_sizes(columns.features[camera], camera, plan.episodes)
         plan.notes += [note] if note else []
+        whole = {one.clips[camera].file for one in plan.kept if one.clips[camera].whole}
+        if whole:
+            what = "there episodes do not begin on key frames, and can't be cut out"
+            plan.notes.append(f"camera {camera}: {len(whole)} video files copied whole: {what}")
     plan.notes += columns.notes
     return plan
 
@@ -140,10 +144,6 @@ def _settle_clock(plan: RepairPlan, one: EpisodePlan) -> None:
     for camera, clip in one.clips.items():
         if not clip.steady:
             one.done.append(f"{camera}: frames moved to the times of their rows")
-        if clip.whole:
-            one.done.append(
-                f"{camera}: its video file copied whole, for it can't be cut where the episode begins"
-            )
         span = one.episode.videos[camera]
         if span.stop is not None and abs(span.stop - span.start - one.length / plan.fps) > 0.5 / plan.fps:
             one.done.append(f"{camera}: to_timestamp corrected")

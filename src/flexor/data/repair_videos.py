@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,16 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
                 plan.reason = f"{camera}: {found}"
             else:
                 plan.clips[camera] = found
+        _share_whole_file(camera, [plan for plan in inside if plan.reason is None])
         _settle_overlaps(camera, [plan for plan in inside if plan.reason is None])
+
+
+def _share_whole_file(camera: str, plans: list[EpisodePlan]) -> None:
+    """Where a file is copied whole for one episode, the others need not be cut out of it once more."""
+    if any(plan.clips[camera].whole for plan in plans):
+        for plan in plans:
+            if plan.clips[camera].steady:
+                plan.clips[camera] = replace(plan.clips[camera], whole=True, delay=0)
 
 
 def read_index(path: Path) -> VideoIndex | str:
