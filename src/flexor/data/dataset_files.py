@@ -129,7 +129,7 @@ class DatasetFiles:
         _write_tasks(self.root / "meta/tasks.parquet", self.tasks)
         path = self.root / EPISODES_PATH.format(chunk_index=0, file_index=0)
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(self._episodes), path)
+        pq.write_table(pa.Table.from_struct_array(pa.array(self._episodes)), path)
         merged = statistics.to_json(statistics.aggregate_stats(self._stats))
         write_json(self.root / "meta/stats.json", merged)
         write_json(self.root / "meta/info.json", {**(more or {}), **self._info()})
