@@ -7,11 +7,13 @@ import hashlib
 import json
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,6 +34,7 @@ from test_check import (
     set_rows,
     truncate,
 )
+from test_mp4 import patched
 from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
 
 from flexor import cli
@@ -39,10 +42,11 @@ from flexor.data.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.episode_list import parse_episodes
 from flexor.data.layout import Span
+from flexor.data.remux import starts_anew
 from flexor.data.repair import RepairReport, repair_dataset
 from flexor.data.repair_tables import row_order
 from flexor.data.repair_videos import match_frames
-from flexor.data.video import index_video
+from flexor.data.video import decode, index_video, read_video_packets
 from flexor.errors import ConfigError, DatasetError
 
 
@@ -380,6 +384,31 @@ def test_undeclared_columns(broken):
     assert open_dataset(root=report.out).columns["force"].tolist() == list(range(sum(LENGTHS)))
 
 
+def test_what_else_is_known_of_episodes_is_kept(broken):
+    def add(root: Path) -> None:
+        lines = [json.loads(line) for line in (root / "meta/episodes.jsonl").read_text().splitlines()]
+        lines = [line | {"success": i != 2, "parts": {"a": i}} for i, line in enumerate(lines)]
+        (root / "meta/episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    report = repair(broken("v2.1", add), exclude=[0])
+    assert pq.read_table(report.out / EPISODES)["success"].to_pylist() == [True, False, True]
+    assert "'parts' in the metadata of episodes is not copied" in str(report)
+
+
+def test_pictures_whose_column_is_damaged(broken):
+    def damage(root: Path) -> None:
+        path = root / DATA
+        column = pq.ParquetFile(path).schema_arrow.names.index(STILL)
+        part = pq.ParquetFile(path).metadata.row_group(0).column(column)
+        data = bytearray(path.read_bytes())
+        data[part.data_page_offset : part.data_page_offset + 60] = b"\xff" * 60
+        path.write_bytes(data)
+
+    root = broken("still", damage)
+    with pytest.raises(DatasetError, match=r"(?s)no episode is left.*is damaged"):
+        repair_dataset(root, root.with_name("repaired"))
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -467,8 +496,6 @@ def test_reordered_frames_are_set_right_too(originals, broken):
 
 
 def decoded(path: Path) -> np.ndarray:
-    from flexor.data.video import decode
-
     return decode(path, np.arange(len(index_video(path))))
 
 
@@ -515,6 +542,79 @@ def test_frames_without_a_row(broken, bframes):
     assert report.ok and [plan.new for plan in report.episodes] == ALL
     assert f"episode 0: {TOP}: frames without a row left out" in str(report)
     assert_same(root, report)
+
+
+def test_frames_hidden_by_an_edit_list(broken):
+    """The first frame shown is no key frame: what is hidden before it is needed, and so the file is copied whole."""
+
+    def hide(root: Path) -> None:
+        path = root / f"videos/chunk-000/{TOP}/episode_000000.mp4"
+        images = [picture(9, i) for i in range(3)] + [picture(0, i) for i in range(LENGTHS[0])]
+        write_video(path, images, time_base=Fraction(1, FPS), bf="0", g="250")
+        ticks = round(3 / FPS / index_video(path).packets.time_base)
+        patched(path, path, b"elst", 8, struct.pack(">Ii", 1000 * LENGTHS[0] // FPS, ticks))
+
+    root = broken("v2.1", hide)
+    assert len(index_video(root / f"videos/chunk-000/{TOP}/episode_000000.mp4")) == LENGTHS[0]
+    report = repair(root)
+    assert f"camera {TOP}: 1 video files copied whole" in str(report)
+    assert_same(root, report)
+
+
+def test_sound_is_left_behind(broken):
+    def add_sound(root: Path) -> None:
+        path = root / f"videos/chunk-000/{TOP}/episode_000000.mp4"
+        with av.open(str(path), "w") as container:
+            sound = container.add_stream("aac", rate=16000)
+            stream = container.add_stream("libx264", rate=FPS, options={"bf": "2"})
+            stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+            for i in range(LENGTHS[0]):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(0, i), format="rgb24")))
+            noise = np.zeros((1, 16000), np.float32)
+            frame = av.AudioFrame.from_ndarray(noise, format="fltp", layout="mono")
+            frame.sample_rate = 16000
+            container.mux([*sound.encode(frame), *sound.encode(None), *stream.encode(None)])
+
+    root = broken("v2.0", add_sound)
+    report = repair(root)
+    assert f"camera {TOP}: the sound in its videos is not copied" in str(report)
+    for path in report.out.rglob("*.mp4"):
+        with av.open(str(path)) as container:
+            assert [stream.type for stream in container.streams] == ["video"]
+    assert_same(root, report)
+
+
+def test_depth_maps_are_copied_though_they_are_not_read(originals, broken):
+    root = broken("v2.1", declare(SIDE, info={"video.is_depth_map": True}))
+    out = root.with_name("repaired")
+    report = repair_dataset(root, out)
+    assert {problem.kind for problem in check_dataset(out).problems} == {"stats-missing"} and report.ok
+    copied = decoded(out / f"videos/{SIDE}/chunk-000/file-000.mp4")
+    assert np.array_equal(copied, decoded(originals / f"one/videos/{SIDE}/chunk-000/file-000.mp4"))
+    assert SIDE in open_dataset(root=out).absent
+
+
+@pytest.mark.parametrize(
+    ("options", "anew"),
+    [
+        ({"g": "4", "bf": "0"}, True),
+        ({"g": "4", "bf": "2", "x264-params": "open-gop=1:b-adapt=0:scenecut=0"}, False),
+        ({"codec": "libx265", "g": "4", "x265-params": "log-level=none:open-gop=0:scenecut=0"}, True),
+        ({"codec": "libx265", "g": "4", "x265-params": "log-level=none:open-gop=1:scenecut=0"}, False),
+        ({"codec": "libsvtav1", "g": "4"}, True),
+    ],
+    ids=["h264", "h264, open groups", "hevc", "hevc, open groups", "av1"],
+)
+def test_key_frames_that_may_follow_other_packets(tmp_path, options, anew):
+    """Decoders forget what was before at some key frames, and not at others."""
+    if options.get("codec", "libx264") not in av.codecs_available:
+        pytest.skip("FFmpeg is built without this encoder")
+    path = write_video(tmp_path / "video.mp4", [picture(0, i) for i in range(20)], **options)
+    index = index_video(path)
+    keys = [bytes(p) for i, p in read_video_packets(index, 0, len(index.key)) if index.key[i]]
+    facts = index.packets
+    assert len(keys) > 2 and starts_anew(facts.codec, facts.extradata, keys[0])
+    assert {starts_anew(facts.codec, facts.extradata, key) for key in keys[1:]} == {anew}
 
 
 # --- a part of a dataset

@@ -2,8 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, a kind of policy (act, diffusion, vqbet, tdmpc, multi_task_dit), whose golden files
-are made anew, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of them.
+Parts are data, writer, repair, colour, a kind of policy (act, diffusion, vqbet, tdmpc, multi_task_dit), whose
+golden files are made anew, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of
+them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.

@@ -96,17 +96,18 @@ class DatasetFiles:
         clips: Mapping[str, PacketClip | FileClip],
         camera_stats: Mapping[str, statistics.Stats],
         tasks: Sequence[str] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Add an episode: arrays [T, ...] and lists of text or encoded images, and a clip of every camera.
 
-        `tasks` are the episode's; unless given, those of its frames.
+        `tasks` are the episode's; unless given, those of its frames. `more` goes into its metadata.
         """
         length = len(task_index)
         columns = {**columns, **self._own_columns(task_index)}
         stats = self._episode_stats(columns, camera_stats)
         if tasks is None:
             tasks = [self.tasks[i] for i in dict.fromkeys(task_index.tolist())]
-        row = {"episode_index": self.total_episodes, "tasks": list(tasks), "length": length}
+        row = {**(more or {}), "episode_index": self.total_episodes, "tasks": list(tasks), "length": length}
         row |= self._table.append(self._arrow_table(columns), length)
         row |= {"dataset_from_index": self.total_frames, "dataset_to_index": self.total_frames + length}
         for name, files in self._videos.items():

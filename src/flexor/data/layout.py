@@ -49,6 +49,8 @@ class Episode:
     """Its first row among all rows of the dataset."""
 
     videos: dict[str, Span] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else its metadata say, such as whether it was a success."""
 
 
 @dataclass
@@ -159,6 +161,7 @@ def _episode_v3(layout: Layout, row: dict[str, Any]) -> Episode:
         tasks=list(row.get("tasks") or []),
         data_file=data_file,
         first_row=int(row.get("dataset_from_index", _next_row(layout))),
+        more=_more(row),
     )
     for feature in layout.video_features:
         prefix = f"videos/{feature.name}/"
@@ -178,7 +181,14 @@ def _episode_v2(layout: Layout, row: dict[str, Any]) -> Episode:
     videos = {f.name: Span(video_path.format(video_key=f.name, **place)) for f in layout.video_features}
     data_file = (layout.info.get("data_path") or V2_DATA_PATH).format(**place)
     tasks = list(row.get("tasks") or [])
-    return Episode(index, int(row["length"]), tasks, data_file, _next_row(layout), videos)
+    return Episode(index, int(row["length"]), tasks, data_file, _next_row(layout), videos, _more(row))
+
+
+def _more(row: dict[str, Any]) -> dict[str, Any]:
+    known = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+    return {
+        key: value for key, value in row.items() if key not in known and "/" not in key and key[:2] != "__"
+    }
 
 
 def _next_row(layout: Layout) -> int:

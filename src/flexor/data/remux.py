@@ -79,10 +79,10 @@ def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int)
         packet.pts, packet.dts = int(shown[number - low]), number - low - delay
         packet.is_keyframe = bool(index.key[number])
         packets.append(packet)
-    return PacketClip(stream, packets, joins=_starts_anew(facts.codec, facts.extradata, bytes(packets[0])))
+    return PacketClip(stream, packets, joins=starts_anew(facts.codec, facts.extradata, bytes(packets[0])))
 
 
-def _starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
+def starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
     """Whether a decoder forgets at this key frame all that it was given before.
 
     In H.264 and HEVC only some key frames do. Behind others' packets the rest would be shown out of order.
@@ -139,4 +139,7 @@ def _decoded_with(index: VideoIndex, first: int, count: int) -> np.ndarray:
     """These frames, and those before them that they are drawn over."""
     packets = index.packet[first : first + count]
     low, high = int(index.start[first : first + count].min()), int(packets.max())
-    return np.flatnonzero((index.packet >= low) & (index.packet <= high))
+    frames = np.flatnonzero((index.packet >= low) & (index.packet <= high))
+    return frames[
+        np.append(True, np.diff(index.frame_pts[frames]) > 0)
+    ]  # decoded frames are told by their time

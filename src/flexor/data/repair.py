@@ -149,6 +149,7 @@ class _Repair:
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
         self._index = lru_cache(32)(read_index)  # an index is small, and episodes of a file come together
         self._files: DatasetFiles | None = None
+        self._more = self._plain_metadata()
         self._table: tuple[str, pa.Table] | None = None  # the data file read last
 
     def __enter__(self) -> _Repair:
@@ -179,6 +180,17 @@ class _Repair:
                 with suppress(OSError, pa.ArrowException, av.FFmpegError):  # said already
                     self._files.close()
 
+    def _plain_metadata(self) -> list[str]:
+        """What else episodes' metadata say that a table can hold: texts, numbers, yes and no."""
+        values: dict[str, list[Any]] = {}
+        for one in self.plan.kept:
+            for key, value in one.episode.more.items():
+                values.setdefault(key, []).append(value)
+        plain = [key for key, found in values.items() if _is_plain(found)]
+        for key in values.keys() - set(plain):
+            self.notes.append(f"{key!r} in the metadata of episodes is not copied")
+        return plain
+
     def _looks(self, one: EpisodePlan) -> dict[str, Future[Look]]:
         return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
 
@@ -187,7 +199,10 @@ class _Repair:
         if isinstance(index, str):
             return Look(None, index)
         pixels = not _is_depth(self.plan.columns.features[camera])
-        return look_at(index, clip.first, clip.length, self.decode, pixels)
+        try:
+            return look_at(index, clip.first, clip.length, self.decode, pixels)
+        except (DatasetError, OSError, ValueError, av.FFmpegError) as error:
+            return Look(None, f"its video can't be read: {error}")
 
     def _carry_out(self, one: EpisodePlan, looks: Mapping[str, Look], delays: Mapping[str, int]) -> None:
         bad = next((f"{camera}: {look.fault}" for camera, look in looks.items() if look.fault), None)
@@ -197,6 +212,9 @@ class _Repair:
         count = len(sample_indices(one.length))
         stats = {n: image_stats(look.pixels, count) for n, look in looks.items() if look.pixels is not None}
         columns = self._columns(one)
+        if isinstance(columns, str):
+            one.reason = columns
+            return
         for name in self.plan.columns.stored:
             if self.plan.columns.feature(name).is_image:
                 found = self._picture_stats(self.plan.columns.feature(name), columns[name])
@@ -210,13 +228,17 @@ class _Repair:
         files = self._open()
         one.new = files.total_episodes
         assert one.task_index is not None
-        files.append(columns, one.task_index, clips, stats, one.episode.tasks or None)
+        more = {key: one.episode.more.get(key) for key in self._more}
+        files.append(columns, one.task_index, clips, stats, one.episode.tasks or None, more)
 
-    def _columns(self, one: EpisodePlan) -> dict[str, Any]:
-        """The episode's rows, in the order in which they were recorded."""
+    def _columns(self, one: EpisodePlan) -> dict[str, Any] | str:
+        """The episode's rows, in the order in which they were recorded, or why they can't be read."""
         file, stored = one.episode.data_file, self.plan.columns.stored
         if self._table is None or self._table[0] != file:
-            self._table = file, pq.read_table(self.root / file, columns=stored)
+            try:
+                self._table = file, pq.read_table(self.root / file, columns=stored)
+            except (pa.ArrowException, OSError) as error:
+                return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
         rows = self._table[1].take(one.rows)
         columns: dict[str, Any] = {}
         for name in stored:
@@ -291,6 +313,12 @@ class _Repair:
                 self.notes.append(f"meta/{path.name} copied as it is")
         more = {key: value for key, value in self.layout.info.items() if key not in OLD_INFO}
         self._files.write_metadata(more)
+        self.notes.append("statistics computed anew")
+
+
+def _is_plain(values: list[Any]) -> bool:
+    kinds = {type(value) for value in values if value is not None}
+    return len(kinds) == 1 and kinds <= {str, bool, int, float}
 
 
 def _count_picture(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str:

@@ -43,7 +43,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     ticks: list[int] = []
     keys: list[bool] = []
     decoded: set[int] = set()
-    step = 0.0
+    step, hidden, indexed = 0.0, 0, 0
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
@@ -58,10 +58,13 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
             scan.width, scan.height = stream.codec_context.width, stream.codec_context.height
             scan.codec, scan.pix_fmt = stream.codec.canonical_name, stream.codec_context.pix_fmt or ""
             scan.declared = stream.frames
+            indexed = len(stream.index_entries)  # less than declared where an edit list cuts frames off
             for packet in container.demux(stream):
                 if packet.is_corrupt:
                     scan.error = "a packet is cut short"
-                elif packet.size and packet.pts is not None and not packet.is_discard:
+                elif packet.size and packet.pts is not None and packet.is_discard:
+                    hidden += 1
+                elif packet.size and packet.pts is not None:
                     ticks.append(packet.pts)
                     keys.append(packet.is_keyframe)
                 if decode:
@@ -72,7 +75,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     scan.key = np.array(keys, bool)
     if decode:
         scan.decodes = _intact(np.isin(ticks, list(decoded)), scan.key)
-    if not scan.error and len(ticks) < scan.declared:
+    if not scan.error and len(ticks) + hidden < min(scan.declared, indexed or scan.declared):
         scan.error = "the file ends early"
     return scan
 
