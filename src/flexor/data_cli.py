@@ -15,7 +15,7 @@ def data(arguments: list[str]) -> int:
     from flexor.data import cache_flags
 
     parser = argparse.ArgumentParser(
-        prog="flexor data", description="Look at a dataset before training on it."
+        prog="flexor data", description="Look at a dataset before training on it, and repair it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name, text in (

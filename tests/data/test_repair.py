@@ -40,14 +40,13 @@ from written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
 from flexor import cli
 from flexor.data.check import check_dataset
 from flexor.data.dataset import open_dataset
-from flexor.data.episode_list import parse_episodes
 from flexor.data.layout import Span
 from flexor.data.remux import starts_anew
 from flexor.data.repair import RepairReport, repair_dataset
 from flexor.data.repair_tables import row_order
 from flexor.data.repair_videos import match_frames
 from flexor.data.video import decode, index_video, read_video_packets
-from flexor.errors import ConfigError, DatasetError
+from flexor.errors import DatasetError
 
 
 @pytest.fixture(scope="module")
@@ -635,29 +634,6 @@ def test_episodes_that_are_not_there(broken):
         repair_dataset(root, root.with_name("repaired"), exclude=[9])
     with pytest.raises(DatasetError, match="leave no episode"):
         repair_dataset(root, root.with_name("repaired"), episodes=[1], exclude=[1])
-
-
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1), st.booleans())
-def test_episode_lists(parts, brackets):
-    text = ", ".join(str(a) if n == 1 else f"{a}:{a + n}" for a, n in parts)
-    wanted = list(dict.fromkeys(e for a, n in parts for e in range(a, a + n)))
-    assert parse_episodes(f"[{text}]" if brackets else text, "episodes") == wanted
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "a", "1,", "-1", "5:5", "5:2", "1:", "1.5", "[1", "@nowhere.json"]
-)
-def test_what_is_no_list_of_episodes(text):
-    with pytest.raises(ConfigError, match="--episodes="):
-        parse_episodes(text, "--episodes")
-
-
-def test_list_in_a_file(tmp_path):
-    (tmp_path / "good.json").write_text("[0, 2, 2]\n")
-    assert parse_episodes(f"@{tmp_path / 'good.json'}", "episodes") == [0, 2]
-    (tmp_path / "bad.json").write_text('{"episodes": [0]}')
-    with pytest.raises(ConfigError, match="something else"):
-        parse_episodes(f"@{tmp_path / 'bad.json'}", "episodes")
 
 
 # --- the rules themselves

@@ -10,14 +10,14 @@ from flexor.errors import ConfigError
 
 
 def parse_episodes(text: str, where: str) -> list[int]:
-    """Numbers and half-open ranges, each episode once: "0, 5:8" is 0, 5, 6, 7. Brackets around are allowed.
+    """Numbers and half-open ranges, in their order: "0, 5:8" is 0, 5, 6, 7. Brackets around are allowed.
 
     "@file" is a JSON list in a file, as `flexor data check --good-episodes` writes it. `where` is the name of
     the setting, for messages.
     """
     if text.startswith("@"):
         return _read(text, where)
-    episodes: dict[int, None] = {}
+    episodes: list[int] = []
     inside = text.strip()
     inside = inside[1:-1] if inside[:1] == "[" and inside[-1:] == "]" else inside
     for part in inside.split(","):
@@ -26,8 +26,8 @@ def parse_episodes(text: str, where: str) -> list[int]:
         if first >= end:
             why = f"the range {part.strip()} is empty" if match else f"{part.strip()!r} is no episode"
             raise ConfigError(f"{where}={text}: {why}. Give numbers and ranges such as 0,1,5:9, or @file.")
-        episodes.update(dict.fromkeys(range(first, end)))
-    return list(episodes)
+        episodes += range(first, end)
+    return episodes
 
 
 def _read(text: str, where: str) -> list[int]:
@@ -39,4 +39,4 @@ def _read(text: str, where: str) -> list[int]:
         raise ConfigError(
             f"{where}={text}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
         ) from error
-    return list(dict.fromkeys(episodes))
+    return episodes
