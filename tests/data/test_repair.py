@@ -628,6 +628,28 @@ def test_a_part(originals, broken, name):
     assert open_dataset(root=report.out).read([0, LENGTHS[0]])["task"] == [TASKS[0], TASKS[3]]
 
 
+def test_frames_of_an_episode_that_was_not_asked_for_are_not_taken(broken):
+    _, fault, bad, said = LEFT_OUT["wrong place"]
+    root = broken("one", fault)
+    with pytest.raises(DatasetError, match=said):
+        repair_dataset(root, root.with_name("repaired"), episodes=bad)
+
+
+def test_frames_of_an_episode_that_is_left_out_are_not_taken(broken):
+    root = broken("one", LEFT_OUT["wrong place"][1], rows(action=set_rows(14, 15, [np.nan, 0.0])))
+    report = repair(root)
+    assert [plan.episode.index for plan in report.kept] == [0, 3]
+    assert "NaN" in report.left_out[0].reason and "claims frames" in report.left_out[1].reason
+
+
+def test_a_file_is_not_copied_whole_for_an_episode_that_can_be_cut_out(broken):
+    root = broken("one", encode_again(bf="0", g="12", sc_threshold="0"))
+    assert "copied whole" in str(repair_dataset(root, root.with_name("all"), dry_run=True))
+    report = repair(root, episodes=[0])
+    assert "copied whole" not in str(report)
+    assert len(index_video(report.out / VIDEO)) == LENGTHS[0]
+
+
 def test_episodes_that_are_not_there(broken):
     root = broken("one")
     with pytest.raises(DatasetError, match=r"no episodes \[9\]"):

@@ -14,7 +14,7 @@ import numpy as np
 from flexor.data.layout import VERSIONS, Layout
 from flexor.data.problems import CheckReport
 from flexor.data.repair_tables import Columns, find_rows, plan_columns
-from flexor.data.repair_videos import find_clips, read_index, settle_sizes
+from flexor.data.repair_videos import find_clips, read_index, settle_sizes, share_whole_files
 from flexor.data.repaired import EpisodePlan
 from flexor.errors import DatasetError
 
@@ -50,13 +50,14 @@ class RepairPlan:
 
 
 def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None = None) -> RepairPlan:
-    """Decide about every episode, without decoding and without writing anything."""
+    """Decide about every episode, without decoding and without writing anything.
+
+    All are looked at, also where some are `selected`: what one claims wrongly may be another's.
+    """
     _refuse_hopeless(layout, found)
-    wanted = None if selected is None else set(selected)
-    episodes = [e for e in layout.episodes if wanted is None or e.index in wanted]
-    columns = plan_columns(layout, episodes)
+    columns = plan_columns(layout, layout.episodes)
     tasks = _Tasks(layout)
-    plan = RepairPlan(layout, layout.fps, columns, tasks.texts, [EpisodePlan(e) for e in episodes], [])
+    plan = RepairPlan(layout, layout.fps, columns, tasks.texts, [EpisodePlan(e) for e in layout.episodes], [])
     find_rows(layout, columns, plan.episodes)
     _settle_fps(plan)
     for camera in plan.cameras:
@@ -70,10 +71,13 @@ def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None
     for camera in plan.cameras:
         note = settle_sizes(columns.features[camera], camera, plan.episodes)
         plan.notes += [note] if note else []
-        whole = {one.clips[camera].file for one in plan.kept if one.clips[camera].whole}
+    wanted = None if selected is None else set(selected)
+    plan.episodes = [one for one in plan.episodes if wanted is None or one.episode.index in wanted]
+    for camera in plan.cameras:
+        whole = share_whole_files(camera, plan.kept)
         if whole:
             what = "there episodes do not begin on key frames, and can't be cut out"
-            plan.notes.append(f"camera {camera}: {len(whole)} video files copied whole: {what}")
+            plan.notes.append(f"camera {camera}: {whole} video files copied whole: {what}")
     plan.notes += columns.notes
     return plan
 

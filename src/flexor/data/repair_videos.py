@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,29 +50,56 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
     """Add to each plan where its frames of a camera are, or why it can't be used."""
     files: dict[str, list[EpisodePlan]] = {}
     for plan in plans:
-        if plan.reason is None and camera not in plan.episode.videos:
-            plan.reason = f"{camera}: the metadata does not say in which file its video is"
-        elif plan.reason is None:
+        if camera in plan.episode.videos:
             files.setdefault(plan.episode.videos[camera].file, []).append(plan)
+        elif plan.reason is None:
+            plan.reason = f"{camera}: the metadata does not say in which file its video is"
     for file, inside in files.items():
         index = read_index(layout.root / file)
+        claims = []
         for plan in inside:
             span = plan.episode.videos[camera]
-            found = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
-            if isinstance(found, str):
+            if plan.reason is None:
+                found = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
+                if isinstance(found, Clip):
+                    plan.clips[camera] = found
+                    claims.append(_Claim(plan, found.first, found.end, found.certain))
+                    continue
                 plan.reason = f"{camera}: {found}"
-            else:
-                plan.clips[camera] = found
-        _share_whole_file(camera, [plan for plan in inside if plan.reason is None])
-        _settle_overlaps(camera, [plan for plan in inside if plan.reason is None])
+            if not isinstance(index, str):
+                claims += _claim_of_left_out(plan, span, index.times, fps)
+        _settle_overlaps(camera, claims)
 
 
-def _share_whole_file(camera: str, plans: list[EpisodePlan]) -> None:
-    """Where a file is copied whole for one episode, the others need not be cut out of it once more."""
-    if any(plan.clips[camera].whole for plan in plans):
-        for plan in plans:
-            if plan.clips[camera].steady:
-                plan.clips[camera] = replace(plan.clips[camera], whole=True, delay=0)
+@dataclass(frozen=True)
+class _Claim:
+    """The frames of a file that are an episode's, as far as is known."""
+
+    plan: EpisodePlan
+    first: int
+    end: int
+    certain: bool
+
+
+def _claim_of_left_out(plan: EpisodePlan, span: Span, times: np.ndarray, fps: float) -> list[_Claim]:
+    """An episode that is left out may still be the owner of frames that another one claims wrongly."""
+    if span.stop is None:
+        return []
+    seconds = plan.episode.length / fps
+    certain = abs(span.stop - span.start - seconds) <= 0.5 / fps
+    bounds = np.array([span.start, min(span.stop, span.start + seconds)]) - 0.5 / fps
+    first, end = np.searchsorted(times, bounds).tolist()
+    return [_Claim(plan, first, end, certain)] if first < end else []
+
+
+def share_whole_files(camera: str, plans: list[EpisodePlan]) -> int:
+    """Where a file is copied whole for one episode, the others need not be cut out of it. How many files are."""
+    whole = {plan.clips[camera].file for plan in plans if plan.clips[camera].whole}
+    for plan in plans:
+        clip = plan.clips[camera]
+        if clip.file in whole and clip.steady:
+            plan.clips[camera] = replace(clip, whole=True, delay=0)
+    return len(whole)
 
 
 def read_index(path: Path) -> VideoIndex | str:
@@ -107,20 +134,24 @@ def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: 
     return Clip(file, first, count, start, certain, size, whole=True)
 
 
-def _settle_overlaps(camera: str, plans: list[EpisodePlan]) -> None:
+def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
     """No frame is two episodes': one that has not exactly as many frames as rows gives way, or else both."""
-    last: EpisodePlan | None = None  # the one that reaches furthest
-    for plan in sorted(plans, key=lambda plan: plan.clips[camera].first):
-        clip = plan.clips[camera]
-        other_claims = last is not None and last.episode.index != plan.episode.index
-        if last is not None and other_claims and clip.first < last.clips[camera].end:
-            alike = clip.certain == last.clips[camera].certain
-            for one, other in ((plan, last), (last, plan)):
-                if alike or not one.clips[camera].certain:
-                    one.reason = f"{camera}: episode {other.episode.index} claims frames of its video too"
-            if last.reason is None or (plan.reason and clip.end <= last.clips[camera].end):
-                continue
-        last = plan
+    last: _Claim | None = None  # the one that reaches furthest
+    for claim in sorted(claims, key=lambda claim: claim.first):
+        if (
+            last is not None
+            and claim.first < last.end
+            and claim.plan.episode.index != last.plan.episode.index
+        ):
+            alike = claim.certain == last.certain
+            for one, other in ((claim, last), (last, claim)):
+                if one.plan.reason is None and (alike or not one.certain):
+                    rival = other.plan.episode.index
+                    one.plan.reason = f"{camera}: episode {rival} claims frames of its video too"
+            stays = last.end >= claim.end if alike else last.certain
+            last = last if stays else claim
+        else:
+            last = claim
 
 
 def settle_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) -> str | None:
