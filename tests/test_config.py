@@ -178,7 +178,7 @@ def test_flatten_undoes_nest(flat):
         ("--dataset.episodes=[]", "episodes"),
         ("--dataset.episodes=[-1]", "[-1]"),
         ("--dataset.episodes=[1,1]", "[1]"),
-        ("--dataset.episodes=3", "dataset.episodes=3"),
+        ("--dataset.episodes=3:1", "dataset.episodes=3:1"),
         ("--dataset.cache.gb=-1", "cache.gb=-1"),
         ("--ema.decay=1", "ema.decay=1"),
         ("--checkpoint.keep_last=0", "keep_last=0"),

@@ -28,7 +28,7 @@ Train robot policies on LeRobot datasets.
   export      the policy of a checkpoint as one file, also if many processes saved it in parts
   record      record demonstrations of the built-in task as a dataset
   launch      local, slurm, hf-jobs: start a run on several GPUs, on a cluster, in the cloud
-  data        info, check, stats, cache: look at a dataset, and decode it, before training on it
+  data        info, check, repair, stats, cache: look at a dataset, mend it and decode it, before training on it
   bench       data: how fast batches come, and how fast they could
   demo        record, train and evaluate on the built-in task, in a few minutes on a CPU
   doctor      what a bug report needs, and what is wrong with this machine

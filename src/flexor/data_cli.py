@@ -15,7 +15,7 @@ def data(arguments: list[str]) -> int:
     from flexor.data import cache_flags
 
     parser = argparse.ArgumentParser(
-        prog="flexor data", description="Look at a dataset before training on it."
+        prog="flexor data", description="Look at a dataset before training on it, and repair it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name, text in (
@@ -33,10 +33,24 @@ def data(arguments: list[str]) -> int:
             )
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
+    _add_repair(verbs)
     cache_flags.add_verb(verbs)
     parsed = parser.parse_args(arguments)
-    run = {"info": _info, "check": _check, "stats": _stats, "cache": _cache}
+    run = {"info": _info, "check": _check, "stats": _stats, "repair": _repair, "cache": _cache}
     return run[parsed.verb](parsed)
+
+
+def _add_repair(verbs: Any) -> None:
+    text = "write what is good and what can be mended of a dataset into a new one, v3.0"
+    verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not touched.")
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument("out", type=Path, help="folder for the new dataset")
+    listed = "numbers and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
+    verb.add_argument("--episodes", metavar="LIST", help=f"only these: {listed}")
+    verb.add_argument("--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"not these: {listed}")
+    verb.add_argument("--quick", action="store_true", help="decode no more frames than statistics need")
+    verb.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+    verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
 
 
 def _info(parsed: argparse.Namespace) -> int:
@@ -54,6 +68,28 @@ def _check(parsed: argparse.Namespace) -> int:
     if parsed.good_episodes:
         report.write_good_episodes(parsed.good_episodes)
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
+    print_result(report.to_json(), parsed.json, str(report))
+    return 0 if report.ok else 1
+
+
+def _repair(parsed: argparse.Namespace) -> int:
+    from flexor.data.episode_list import parse_episodes
+    from flexor.data.repair import repair_dataset
+
+    lists = {
+        name: parse_episodes(text, f"--{name}")
+        for name in ("episodes", "exclude_episodes")
+        if (text := getattr(parsed, name)) is not None
+    }
+    report = repair_dataset(
+        _local(parsed.root),
+        parsed.out,
+        episodes=lists.get("episodes"),
+        exclude=lists.get("exclude_episodes", ()),
+        decode=not parsed.quick,
+        dry_run=parsed.dry_run,
+        progress=progress("repairing"),
+    )
     print_result(report.to_json(), parsed.json, str(report))
     return 0 if report.ok else 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from flexor.accelerate_settings import accelerate_settings
 from flexor.config import GROUPS, TrainConfig, validate
+from flexor.data.episode_list import parse_episodes
 from flexor.errors import ConfigError
 from flexor.lerobot_settings import ALIASES, drop_ignored
 from flexor.policies import PolicyConfig, policy_class
@@ -171,11 +171,6 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
 
 
 def _read_episodes(key: str, value: Any) -> Any:
-    if not isinstance(value, str) or not value.startswith("@"):
+    if not isinstance(value, str) or value.lower() in ("null", "none", ""):
         return value
-    try:
-        return json.loads(Path(value[1:]).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{key}={value}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
-        ) from error
+    return parse_episodes(value, key)

@@ -2,8 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, colour, a kind of policy (act, diffusion, vqbet, tdmpc, multi_task_dit), whose golden files
-are made anew, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of them.
+Parts are data, writer, repair, colour, a kind of policy (act, diffusion, vqbet, tdmpc, multi_task_dit), whose
+golden files are made anew, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of
+them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -95,6 +96,13 @@ def writer(lerobot: Path, folder: Path) -> Iterator[Row]:
     yield "datasets written here, read there", 0.0
 
 
+def repair(lerobot: Path, folder: Path) -> Iterator[Row]:
+    """Datasets broken and repaired here, read there."""
+    call(Path(sys.executable), "repair_lerobot.py", "repair", folder)
+    call(lerobot, "repair_lerobot.py", "read", folder)
+    yield "datasets repaired here, read there", 0.0
+
+
 def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
     """Clips of many codecs and colour tags, read on both sides."""
     colour.write(folder)
@@ -109,6 +117,7 @@ def exchange(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
 PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "data": data,
     "writer": writer,
+    "repair": repair,
     "colour": colours,
     **{kind: partial(golden, kind) for kind in POLICIES},
     **{f"exchange-{kind}": partial(exchange, kind) for kind in POLICIES},

@@ -47,12 +47,12 @@ def check_dataset(
     report.checked = [episode.index for episode in selected]
     if not layout.info:
         return report
-    _check_episodes(layout, report)
-    _check_totals(layout, report)
+    check_episodes(layout, report)
+    check_totals(layout, report)
     tables = check_tables(layout, selected, report)
     _check_stats(layout, tables, report)
     check_videos(layout, selected, tables.timestamps, report, progress)
-    _check_stray_files(layout, report)
+    check_stray_files(layout, report)
     return report
 
 
@@ -67,7 +67,7 @@ def _selected(layout: Layout, episodes: Sequence[int] | None) -> list[Episode]:
     return [episode for episode in layout.episodes if episode.index in set(episodes)]
 
 
-def _check_episodes(layout: Layout, report: CheckReport) -> None:
+def check_episodes(layout: Layout, report: CheckReport) -> None:
     """Numbers, lengths and rows of the episodes, as the metadata has them."""
     seen: set[int] = set()
     next_row = 0
@@ -87,7 +87,7 @@ def _check_episodes(layout: Layout, report: CheckReport) -> None:
         next_row = episode.first_row + max(episode.length, 0)
 
 
-def _check_totals(layout: Layout, report: CheckReport) -> None:
+def check_totals(layout: Layout, report: CheckReport) -> None:
     counted = {
         "total_episodes": len(layout.episodes),
         "total_frames": sum(episode.length for episode in layout.episodes),
@@ -181,7 +181,7 @@ def _dimensions(which: Iterable[int], size: int) -> str:
     return f"{len(which)} of {size} dimensions ({shown})"
 
 
-def _check_stray_files(layout: Layout, report: CheckReport) -> None:
+def check_stray_files(layout: Layout, report: CheckReport) -> None:
     """Files that no episode refers to: forgotten, or the metadata is older than they are."""
     named = {episode.data_file for episode in layout.episodes}
     named |= {span.file for episode in layout.episodes for span in episode.videos.values()}

@@ -143,7 +143,7 @@ class _File:
             feature = self.layout.features.get(name) or Feature(name, "int64", (1,))
             if not feature.is_numeric:
                 continue
-            values = _numbers(self.table[name], feature)
+            values = numbers(self.table[name], feature)
             if isinstance(values, str):
                 fix = "correct the feature in meta/info.json, or fetch the data file again"
                 self.report.error("column-shape", values, fix, feature=name, file=self.name)
@@ -263,7 +263,7 @@ class _File:
         return None
 
 
-def _numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
+def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
     """A column as [N, D], or what is wrong with it."""
     rows, width = len(column), int(np.prod(feature.shape))
     values = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
@@ -272,7 +272,10 @@ def _numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
     if values.null_count or len(values) != rows * width:
         empty = f" and {values.null_count} of them empty" if values.null_count else ""
         return f"the column holds {len(values)} numbers in {rows} rows{empty}, not {list(feature.shape)} each"
-    try:
-        return values.to_numpy(zero_copy_only=False).reshape(rows, width)
-    except (ValueError, pa.ArrowException) as error:
-        return f"the column is {column.type}, not {feature.dtype} ({error})"
+    if not (
+        pa.types.is_boolean(values.type)
+        or pa.types.is_integer(values.type)
+        or pa.types.is_floating(values.type)
+    ):
+        return f"the column is {column.type}, not {feature.dtype}"
+    return values.to_numpy(zero_copy_only=False).reshape(rows, width)

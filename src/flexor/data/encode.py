@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import av
 import numpy as np
@@ -78,6 +78,13 @@ class VideoSettings:
                 f"{self.height}x{self.width} (height x width). Use codec='av1', which takes odd sizes, or "
                 "crop a row or column."
             )
+
+    def add_to(self, container: Any) -> Any:
+        """Add such a stream to a container opened for writing."""
+        rate = frame_rate(self.fps)
+        stream: Any = container.add_stream(ENCODERS[self.codec], rate, options=self.options())
+        stream.width, stream.height, stream.pix_fmt = self.width, self.height, self.pix_fmt
+        return stream
 
     def info(self) -> dict[str, Any]:
         """The `info` block of a video feature in meta/info.json, as LeRobot writes it."""
@@ -159,23 +166,26 @@ class EpisodeEncoder:
         return self.packets
 
 
+class VideoStream(Protocol):
+    """What kind of packets a file holds. Packets of streams that are equal may lie in one file."""
+
+    def add_to(self, container: Any) -> Any:
+        """Add such a stream to a container opened for writing."""
+
+
 class VideoFile:
     """An mp4 file that episodes are appended to. It is playable once closed, and not before."""
 
-    def __init__(self, path: Path, settings: VideoSettings) -> None:
+    def __init__(self, path: Path, fps: float, stream: VideoStream) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.frames, self.bytes = 0, 0
-        self._time_base = 1 / frame_rate(settings.fps)
+        self.frames, self.bytes, self.stream = 0, 0, stream
+        self._time_base = 1 / frame_rate(fps)
         # faststart puts the index in front, so that reading over a network starts with one request.
         self._container = av.open(str(path), "w", options={"movflags": "faststart"})
-        stream: Any = self._container.add_stream(
-            ENCODERS[settings.codec], frame_rate(settings.fps), options=settings.options()
-        )
-        stream.width, stream.height, stream.pix_fmt = settings.width, settings.height, settings.pix_fmt
-        stream.time_base = self._time_base
+        self._stream = stream.add_to(self._container)
+        self._stream.time_base = self._time_base
         with ordinary_priority():
             self._container.start_encoding()  # it opens an encoder too, though packets come encoded
-        self._stream = stream
 
     def append(self, packets: list[av.Packet]) -> tuple[float, float]:
         """Put an episode at the end; gives its first time in the file and the time just past it."""

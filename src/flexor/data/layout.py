@@ -48,6 +48,8 @@ class Episode:
     """Its first row among all rows of the dataset."""
 
     videos: dict[str, Span] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else its metadata say, such as whether it was a success."""
 
 
 @dataclass
@@ -170,6 +172,7 @@ def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
         tasks=list(row.get("tasks") or []),
         data_file=names.data(index, row["data/chunk_index"], row["data/file_index"]),
         first_row=int(row.get("dataset_from_index", _next_row(layout))),
+        more=_more(row),
     )
     for feature in layout.video_features:
         prefix = f"videos/{feature.name}/"
@@ -185,7 +188,16 @@ def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
     index = int(row["episode_index"])
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
-    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos)
+    return Episode(
+        index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
+    )
+
+
+def _more(row: dict[str, Any]) -> dict[str, Any]:
+    known = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+    return {
+        key: value for key, value in row.items() if key not in known and "/" not in key and key[:2] != "__"
+    }
 
 
 def _next_row(layout: Layout) -> int:

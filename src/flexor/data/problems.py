@@ -94,6 +94,7 @@ class CheckReport:
             return
         found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
         yield f"NOT OK: {found}; {len(good)} of {len(self.checked)} episodes are free of errors"
+        yield f"`flexor data repair {self.root} NEW_FOLDER` mends what can be mended and leaves the rest out"
 
 
 def _grouped(problems: list[Problem]) -> list[list[Problem]]:

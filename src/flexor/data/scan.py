@@ -12,6 +12,10 @@ from pathlib import Path
 import av
 import numpy as np
 
+from flexor.data.mp4 import Unsupported, read_packets
+from flexor.data.ranges import LocalRanges
+from flexor.errors import DatasetError
+
 
 @dataclass
 class VideoScan:
@@ -43,7 +47,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     ticks: list[int] = []
     keys: list[bool] = []
     decoded: set[int] = set()
-    step = 0.0
+    step, hidden = 0.0, 0
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
@@ -61,7 +65,9 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
             for packet in container.demux(stream):
                 if packet.is_corrupt:
                     scan.error = "a packet is cut short"
-                elif packet.size and packet.pts is not None and not packet.is_discard:
+                elif packet.size and packet.pts is not None and packet.is_discard:
+                    hidden += 1
+                elif packet.size and packet.pts is not None:
                     ticks.append(packet.pts)
                     keys.append(packet.is_keyframe)
                 if decode:
@@ -72,9 +78,17 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     scan.key = np.array(keys, bool)
     if decode:
         scan.decodes = _intact(np.isin(ticks, list(decoded)), scan.key)
-    if not scan.error and len(ticks) < scan.declared:
+    if not scan.error and len(ticks) + hidden < scan.declared - _cut_off(path, scan.declared):
         scan.error = "the file ends early"
     return scan
+
+
+def _cut_off(path: Path, declared: int) -> int:
+    """How many of the declared packets no one is to see: an edit list cuts them off."""
+    try:
+        return declared - len(read_packets(LocalRanges(path)))
+    except (Unsupported, DatasetError):
+        return 0
 
 
 def _decode(packet: av.Packet) -> set[int]:

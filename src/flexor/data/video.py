@@ -190,7 +190,7 @@ def _decoded(index: VideoIndex, first: int, end: int, decoder_of: DecoderOf) -> 
     decoder = decoder_of(index.packets)
     failed = False  # until the next key packet: what comes before that refers to what is lost
     try:
-        for number, packet in _packets(index, first, end):
+        for number, packet in read_video_packets(index, first, end):
             if failed and not index.key[number]:
                 continue
             try:
@@ -215,7 +215,7 @@ def _drain(decoder: av.VideoCodecContext) -> list[av.VideoFrame]:
         return []
 
 
-def _packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
+def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
     """Packets first..end-1 with their numbers, read in one go where they lie together."""
     packets, total = index.packets, index.ranges.size
     offset, size = packets.offset[first:end], packets.size[first:end]
