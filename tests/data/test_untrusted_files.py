@@ -35,14 +35,13 @@ def samples(tmp_path_factory) -> dict[str, Path]:
 
 def use(root: Path) -> None:
     """All that reads a dataset."""
-    for on_bad_episode in ("raise", "skip"):
-        try:
-            dataset = open_dataset(root=root, on_bad_episode=on_bad_episode)
-            windows = {"action": [0, 1]} if "action" in dataset.columns else {}
-            dataset.read(np.array([0, len(dataset) - 1]), windows)
-            dataset.fingerprint()
-        except FlexorError as error:
-            assert "Error" not in str(error), error  # no exception's name stands for a reason
+    try:
+        dataset = open_dataset(root=root, on_bad_episode="skip")
+        windows = {"action": [0, 1]} if "action" in dataset.columns else {}
+        dataset.read(np.array([0, len(dataset) - 1]), windows)
+        dataset.fingerprint()
+    except FlexorError as error:
+        assert "Error" not in str(error), error  # no exception's name stands for a reason
     report = check_dataset(root, deep=False)
     assert not any("KeyError" in problem.message for problem in report.problems)
     with suppress(FlexorError):
@@ -80,9 +79,8 @@ def test_info(samples, version, tmp_path):
     for number, place in enumerate(keep):
         path.write_text(json.dumps(changed(info, place, None, remove=True)))
         use(root)
-        for i in range(3):  # some of them for each place, all of them in the end
-            path.write_text(json.dumps(changed(info, place, NONSENSE[(3 * number + i) % len(NONSENSE)])))
-            use(root)
+        path.write_text(json.dumps(changed(info, place, NONSENSE[number % len(NONSENSE)])))
+        use(root)
     for new in NONSENSE:
         path.write_text(json.dumps(new))
         use(root)
@@ -103,7 +101,7 @@ def test_other_metadata(samples, version, name, tmp_path):
     path = root / "meta" / name
     first, *others = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
     tree = json.loads(first)
-    for number, place in enumerate(list(places(tree))[:24]):
+    for number, place in enumerate(list(places(tree))[:12]):
         new = NONSENSE[number % len(NONSENSE)]
         for trees in (changed(tree, place, new), changed(tree, place, None, remove=True)):
             path.write_text("\n".join([json.dumps(trees), *others]))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from flexor.data.clips import Clip
+from flexor.data.episode_list import write_episodes
 from flexor.data.metadata import Metadata
 from flexor.data.source import Source
 from flexor.errors import DatasetError, SourceError
@@ -46,10 +47,9 @@ class BadEpisodes:
         more = f"`flexor data check {self.dataset}` says more."
         if bad == among:
             return DatasetError(f"{what}\n{more}")
-        numbers = ",".join(map(str, sorted(self.reasons)))
         return DatasetError(
             f"{what}\n{more}\nFetch the files again, or train without these episodes:\n"
-            f"  --dataset.exclude_episodes=[{numbers}]\n"
+            f"  --dataset.exclude_episodes={write_episodes(self.reasons)}\n"
             "or without all that can't be read, whichever they are:\n"
             "  --dataset.on_bad_episode=skip"
         )

@@ -97,11 +97,11 @@ def check_totals(layout: Layout, report: CheckReport) -> None:
         declared = layout.info.get(name)
         if declared is None or declared == number:
             continue
-        say = report.warning if name == "total_tasks" else report.error
         what = f"{name} is {declared}, but the metadata adds up to {number}"
-        fix = f"set {name} to {number}, if no episodes were lost"
-        say("totals", what, fix, file="meta/info.json")
-    for split, span in (layout.info.get("splits") or {}).items():
+        fix = "none needed to train with Flexor, if no episode was lost; `flexor data repair` sets it right"
+        report.warning("totals", what, fix, file="meta/info.json")
+    splits = layout.info.get("splits")
+    for split, span in splits.items() if isinstance(splits, dict) else ():
         end = str(span).partition(":")[2]
         if end.isdigit() and int(end) > len(layout.episodes):
             what = f"the split {split!r} is {span}, but there are {len(layout.episodes)} episodes"
@@ -119,6 +119,8 @@ def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
             continue  # a feature that is not there at all is reported as such
         if not feature.is_camera and name not in tables.low:
             continue
+        if feature.is_camera and len(feature.shape) != 3:
+            continue  # neither is one that can't be an image
         stats = layout.stats.get(name) or {}
         lacking = [key for key in NEEDED_STATS if key not in stats]
         if lacking:
@@ -127,7 +129,13 @@ def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
             what = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
             say("stats-missing", f"it has {what}, which policies normalise with", COMPUTE, feature=name)
             continue
-        values = {key: np.asarray(value, np.float64).reshape(-1) for key, value in stats.items()}
+        try:
+            values = {key: np.asarray(value, np.float64).reshape(-1) for key, value in stats.items()}
+        except (TypeError, ValueError) as error:
+            report.error(
+                "stats-unreadable", f"its statistics are no numbers ({error})", COMPUTE, feature=name
+            )
+            continue
         values.pop("count", None)
         low, high = tables.low.get(name), tables.high.get(name)
         if _check_values(feature, values, report) and low is not None and high is not None:

@@ -14,6 +14,7 @@ from flexor.data.clips import decode_image
 from flexor.data.layout import FETCH_AGAIN, Episode, Layout
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
+from flexor.data.table import flat_numbers
 
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns every dataset has; the reader derives those that are not there."""
@@ -265,17 +266,10 @@ class _File:
 
 def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
     """A column as [N, D], or what is wrong with it."""
-    rows, width = len(column), int(np.prod(feature.shape))
-    values = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    while isinstance(values, pa.ExtensionArray) or pa.types.is_nested(values.type):
-        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
+    rows, width, values = len(column), int(np.prod(feature.shape)), flat_numbers(column)
+    if values is None:
+        return f"the column is {column.type}, not {feature.dtype}"
     if values.null_count or len(values) != rows * width:
         empty = f" and {values.null_count} of them empty" if values.null_count else ""
         return f"the column holds {len(values)} numbers in {rows} rows{empty}, not {list(feature.shape)} each"
-    if not (
-        pa.types.is_boolean(values.type)
-        or pa.types.is_integer(values.type)
-        or pa.types.is_floating(values.type)
-    ):
-        return f"the column is {column.type}, not {feature.dtype}"
     return values.to_numpy(zero_copy_only=False).reshape(rows, width)

@@ -195,8 +195,9 @@ class Dataset:
         pixels = self.store.get(camera, self.frame_ids(rows.ravel()))
         return np.moveaxis(pixels.reshape(*rows.shape, *pixels.shape[1:]), -1, -3)
 
-    def _task(self, index: int) -> str:
-        return self.tasks[index] if 0 <= index < len(self.tasks) else ""
+    def _task(self, index: float) -> str:
+        """Of a number in a column, which is whole in every sound dataset."""
+        return self.tasks[int(index)] if 0 <= index < len(self.tasks) else ""
 
     def _checked_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, np.int64)

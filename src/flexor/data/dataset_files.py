@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 
 from flexor.data import stats as statistics
 from flexor.data.encode import VideoFile, VideoStream
+from flexor.data.file_names import V3
 from flexor.data.schema import DEFAULT_FEATURES, arrow_type, hf_feature
 from flexor.errors import DatasetError
 
-DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+DATA_PATH, VIDEO_PATH = V3["data_path"], V3["video_path"]
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 
 MB = 1024 * 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from flexor.errors import ConfigError
@@ -28,6 +29,17 @@ def parse_episodes(text: str, where: str) -> list[int]:
             raise ConfigError(f"{where}={text}: {why}. Give numbers and ranges such as 0,1,5:9, or @file.")
         episodes += range(first, end)
     return episodes
+
+
+def write_episodes(episodes: Iterable[int]) -> str:
+    """As `parse_episodes` reads it, runs of numbers as ranges."""
+    runs: list[list[int]] = []
+    for episode in sorted(set(episodes)):
+        if runs and episode == runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([episode, episode + 1])
+    return ",".join(str(first) if end == first + 1 else f"{first}:{end}" for first, end in runs)
 
 
 def _read(text: str, where: str) -> list[int]:

@@ -82,6 +82,9 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
         raise DatasetError(f"{root} is not a folder. Give the folder that holds meta/, data/ and videos/.")
     info = _read_json(layout.root, "meta/info.json", report)
     if not isinstance(info, dict):
+        if not report.problems:
+            what = f"this is a {type(info).__name__}, not a JSON object"
+            report.error("info-unreadable", what, FETCH_META, file="meta/info.json")
         return layout
     layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
     report.version = layout.version
@@ -125,7 +128,8 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
             shape = tuple(int(n) for n in spec.get("shape") or (1,))
             layout.features[name] = Feature(name, str(spec["dtype"]), shape, spec.get("names"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"the feature is declared as {spec!r} ({type(error).__name__}: {error})"
+            why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            what = f"the feature is declared as {spec!r}: {why}"
             report.error("info-field", what, fix, feature=name, file="meta/info.json")
 
 
@@ -188,9 +192,7 @@ def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
     index = int(row["episode_index"])
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
-    return Episode(
-        index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
-    )
+    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row))
 
 
 def _more(row: dict[str, Any]) -> dict[str, Any]:

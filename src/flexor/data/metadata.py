@@ -206,7 +206,7 @@ def _read_v3(source: Source, names: FileNames, cameras: list[str]) -> tuple[Epis
         if any(number is not None for number in column["file_index"]):
             where = zip(index.tolist(), column["chunk_index"], column["file_index"])
             spans[camera] = VideoSpans(
-                [None if None in at else names.video(camera, *at) for at in where],
+                [names.video(camera, *at) if all(isinstance(n, int) for n in at) else None for at in where],
                 rows.seconds(f"videos/{camera}/from_timestamp"),
                 rows.seconds(f"videos/{camera}/to_timestamp"),
             )

@@ -14,6 +14,7 @@ from flexor.data.layout import Episode, Layout
 from flexor.data.metadata import Feature
 from flexor.data.repaired import EpisodePlan
 from flexor.data.schema import NUMERIC
+from flexor.data.table import flat_numbers
 
 
 @dataclass
@@ -101,10 +102,8 @@ def _width(layout: Layout, file: str, name: str) -> int | None:
             batch = next(parquet.iter_batches(1, columns=[name]))
     except (pa.ArrowException, OSError, StopIteration, KeyError):
         return None
-    values = batch.column(0)
-    while isinstance(values, pa.ExtensionArray) or pa.types.is_nested(values.type):
-        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
-    return len(values) or None
+    values = flat_numbers(pa.chunked_array([batch.column(0)]))
+    return len(values) or None if values is not None else None
 
 
 def _take_undeclared(columns: Columns, name: str, kind: pa.DataType) -> None:

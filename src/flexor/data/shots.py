@@ -99,7 +99,7 @@ class ShotFinder:
         if self.on_bad_frame == "raise":
             raise DatasetError(
                 f"{store.where(camera, frame)}: {reason}. Leave the episode out with "
-                f"--dataset.exclude_episodes=[{episode}], or choose --dataset.on_bad_frame=skip"
+                f"--dataset.exclude_episodes={episode}, or choose --dataset.on_bad_frame=skip"
             )
         if (camera, episode) not in self._told:
             self._told.add((camera, episode))

@@ -207,18 +207,9 @@ def _runs(index: np.ndarray) -> dict[int, list[tuple[int, int]]]:
 
 def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Feature) -> np.ndarray:
     """A parquet column [N, *shape] (or [N] for shape [1]) in the dtype that LeRobot's items have."""
-    values = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if isinstance(values, pa.ChunkedArray):  # an empty column
-        values = pa.concat_arrays(values.chunks) if values.chunks else pa.array([], values.type)
-    rows = len(values)
-    while isinstance(values, pa.ExtensionArray) or _is_list(values.type):
-        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
-    if not (
-        pa.types.is_integer(values.type)
-        or pa.types.is_floating(values.type)
-        or pa.types.is_boolean(values.type)
-    ):
-        what = f"column {feature.name} holds {values.type}, but meta/info.json declares {feature.dtype}"
+    rows, values = len(column), flat_numbers(column)
+    if values is None:
+        what = f"column {feature.name} holds {column.type}, but meta/info.json declares {feature.dtype}"
         raise BrokenFile(source, file, what)
     if values.null_count:
         raise BrokenFile(source, file, f"column {feature.name} has {values.null_count} empty values")
@@ -228,6 +219,16 @@ def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Featu
         what = f"column {feature.name} holds {flat.size} numbers in {rows} rows, not {feature.shape} each"
         raise BrokenFile(source, file, what)
     return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
+
+
+def flat_numbers(column: pa.ChunkedArray) -> pa.Array | None:
+    """The numbers of a column of numbers or (nested) lists of them, one after the other; None of anything else."""
+    values = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    while isinstance(values, pa.ExtensionArray) or _is_list(values.type):
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
+    kind = values.type
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return values if numeric else None
 
 
 def _is_list(kind: pa.DataType) -> bool:
