@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexor.data.mp4 import Packets, Unsupported, read_packets
 from flexor.data.ranges import LocalRanges
 from flexor.errors import DatasetError
+from support.damage import patched
 from support.samples import picture, write_sample, write_video
 
 PICTURES = [picture(i // 10, i % 13) for i in range(40)]
@@ -166,15 +167,6 @@ def test_video_beside_sound(folder):
         container.mux(sound.encode(None))
         container.mux(stream.encode(None))
     assert_same(read_packets(LocalRanges(path)), demuxed(path))
-
-
-def patched(path: Path, target: Path, box: bytes, offset: int, value: bytes) -> Path:
-    """A copy with some bytes of the first box of a kind replaced; `offset` counts from its content."""
-    data = bytearray(path.read_bytes())
-    at = data.rindex(box) + 4 + offset
-    data[at : at + len(value)] = value
-    target.write_bytes(data)
-    return target
 
 
 @pytest.mark.parametrize(

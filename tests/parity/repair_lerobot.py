@@ -21,9 +21,8 @@ HERE = Path(__file__).resolve().parent
 
 def cases() -> dict[str, tuple[str, Callable[[Path], object], dict]]:
     """name -> the dataset it begins with, what is done to it, and how it is repaired."""
-    sys.path.insert(0, str(HERE.parent / "data"))
-    from samples import reencode
-    from test_check import DATA, edit_json, edit_table, set_rows
+    from support.damage import DATA, edit_json, edit_table, set_rows
+    from support.samples import reencode
 
     def encode(**options: str) -> Callable[[Path], object]:
         return lambda root: [reencode(path, 10, **options) for path in sorted(root.rglob("*.mp4"))]
@@ -54,12 +53,11 @@ def repair(root: Path) -> None:
     import shutil
 
     found = cases()
-    from legacy import to_v2
-    from written import write
-
     from flexor.data.check import check_dataset
     from flexor.data.dataset import open_dataset
     from flexor.data.repair import repair_dataset
+    from support.legacy import to_v2
+    from support.written import write
 
     good = write(root / "good/one")
     for version in ("v2.0", "v2.1"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -13,7 +12,7 @@ import numpy as np
 from flexor.console import Progress
 from flexor.data.check_tables import REPAIR_CLOCK
 from flexor.data.frame_match import NoMatch, match_frames, own_frames
-from flexor.data.layout import FETCH_AGAIN, Episode, Layout, Span
+from flexor.data.layout import FETCH_AGAIN, Episode, Layout
 from flexor.data.metadata import Feature
 from flexor.data.problems import CheckReport
 from flexor.data.scan import VideoScan, scan_video
@@ -174,7 +173,7 @@ def _check_frames(
         return False
     span, half, seconds = episode.videos[camera], 0.5 / layout.fps, episode.length / layout.fps
     order = np.argsort(scan.times, kind="stable")
-    first, end = own_frames(scan.times[order], span.start, _stop(span), layout.fps)
+    first, end = own_frames(scan.times[order], span.start, span.end, layout.fps)
     if span.stop is not None and end - first != episode.length:  # then by the time that its rows take
         first, end = own_frames(scan.times[order], span.start, span.start + seconds, layout.fps)
     own, count = order[first:end], end - first
@@ -196,10 +195,6 @@ def _check_frames(
     return True
 
 
-def _stop(span: Span) -> float:
-    return math.nan if span.stop is None else span.stop
-
-
 def _check_clock(
     layout: Layout,
     episode: Episode,
@@ -215,7 +210,7 @@ def _check_clock(
     span, times = episode.videos[camera], np.sort(scan.times)
     half = 0.5 / layout.fps
     try:
-        match = match_frames(times, clock, span.start, _stop(span), layout.fps, half)
+        match = match_frames(times, clock, span.start, span.end, layout.fps, half)
     except NoMatch as error:
         fix = "leave the episode out, or fetch its video again"
         report.error("clock-video", f"in the video {error}", fix, **place)

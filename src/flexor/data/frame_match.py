@@ -52,6 +52,8 @@ def match_frames(
     `start` in the file, and its frames end at `stop`, nan if the file is its alone.
     """
     rows = len(clock)
+    if not len(times):
+        raise NoMatch(f"it has no frames, and there are {rows} rows")
     first, end = own_frames(times, start, stop, fps)
     by_time, distance = nearest(times, start + clock.astype(np.float64))
     if frame_by == "index" and end - first < rows:

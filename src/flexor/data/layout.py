@@ -7,6 +7,7 @@ what it stumbles over into a report; `flexor data check` and `flexor data info` 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +35,11 @@ class Span:
     file: str
     start: float = 0.0
     stop: float | None = None
+
+    @property
+    def end(self) -> float:
+        """`stop`, or nan."""
+        return math.nan if self.stop is None else self.stop
 
 
 @dataclass

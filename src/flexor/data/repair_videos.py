@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flexor.data.frame_match import NoMatch, match_frames, own_frames
 from flexor.data.layout import Layout, Span
 from flexor.data.metadata import Feature
 from flexor.data.remux import first_packet, is_intact, reorder_delay
@@ -20,30 +21,19 @@ STEADY_S = 5e-5
 """How far frames that keep their times may lie from 1/fps: half of what LeRobot tolerates."""
 
 
-def match_frames(times: np.ndarray, span: Span, clock: np.ndarray, fps: float) -> tuple[int, bool] | str:
-    """The frame of the first row, and whether it is certain; later rows have the frames after it.
+def first_frame(times: np.ndarray, span: Span, clock: np.ndarray, fps: float) -> tuple[int, bool] | str:
+    """The frame of the first row, and whether it is certain: there are exactly as many frames as rows.
 
-    Where there are exactly as many frames as rows, frame i is row i, whatever the clock says. Otherwise every
-    row's time must lead to a frame, and these must follow each other. If not: what is wrong.
+    Rows have frames that follow each other. If not: what is wrong.
     """
-    half = 0.5 / fps
-    own = np.arange(len(times))
-    if span.stop is not None:
-        own = own[(times >= span.start - half) & (times < span.stop - half)]
-    if len(own) == len(clock):
-        return int(own[0]), True
-    wanted = span.start + clock
-    if len(times) and np.isfinite(wanted).all():
-        after = np.searchsorted(times, wanted).clip(0, len(times) - 1)
-        before = (after - 1).clip(0)
-        frames = np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)
-        near = np.abs(times[frames] - wanted) <= half
-        if near.all() and (np.diff(frames) == 1).all():
-            return int(frames[0]), False
-    return (
-        f"its video has {len(own)} frames and its table {len(clock)} rows, and the timestamps do not lead to "
-        "a frame for each"
-    )
+    try:
+        found = match_frames(times, clock, span.start, span.end, fps, 0.5 / fps)
+    except NoMatch as error:
+        return f"in its video {error}"
+    if (np.diff(found.numbers) != 1).any():
+        return "its timestamps do not lead to frames that follow each other"
+    first, end = own_frames(times, span.start, span.end, fps)
+    return int(found.numbers[0]), end - first == len(clock)
 
 
 def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float) -> None:
@@ -114,7 +104,7 @@ def read_index(path: Path) -> VideoIndex | str:
 
 def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: float) -> Clip | str:
     """An episode's frames in a file, or why they can't be had."""
-    match = match_frames(index.times, span, clock, fps)
+    match = first_frame(index.times, span, clock, fps)
     if isinstance(match, str):
         return match
     first, certain = match
