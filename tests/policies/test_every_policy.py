@@ -15,7 +15,7 @@ from multi_task_dit_clip import make_clips
 
 from support import ranks
 
-STEPS = 6
+STEPS = 4
 SMALL = {
     "diffusion": [
         "horizon=8",
@@ -32,7 +32,7 @@ SMALL = {
         "use_group_norm=true",
         "pretrained_backbone_weights=null",
         "spatial_softmax_num_keypoints=4",
-        f"n_vqvae_training_steps={STEPS // 2}",  # both phases
+        "n_vqvae_training_steps=3",  # both phases, also after a resume
         "vqvae_n_embed=6",
         "vqvae_embedding_dim=8",
         "gpt_block_size=8",

@@ -17,7 +17,8 @@ TESTS = Path(__file__).parents[1]
 KEPT = {
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TERM", "USER", "LOGNAME", "SHELL", "CI"),
     *("PYTHONHOME", "PYTHONUSERBASE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
-    "CUDA_VISIBLE_DEVICES",  # which GPUs tests marked `gpu` may use; the others do not look
+    *("CC", "CXX", "CUDA_HOME"),
+    "CUDA_VISIBLE_DEVICES",  # which GPUs tests marked `gpu` may use; the others do without
 }
 KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 

@@ -46,9 +46,12 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
+        "flexor.launch.cli",
+        "flexor.policies.act",
         "flexor.train.loop",
         "flexor.train.report",
         "flexor.train.sharding",
+        "pyarrow.compute",
         "torch._dynamo",  # what the first optimizer imports
         "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP

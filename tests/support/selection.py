@@ -1,6 +1,18 @@
-"""Which tests run where, in which order, and which not at all on this machine."""
+"""Which tests run on which worker, in which order, and which not at all on this machine.
+
+With `pytest -n 2 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start ranks
+go to one worker too, wherever their files are, or each would slow the others down.
+
+xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
+there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
+"""
 
 from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,17 +20,44 @@ import torch
 _running: pytest.Item | None = None
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests belong together where several workers share them, and which come first.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest begins first: the ranks, then files with slow tests."""
+    groups = {item: "ranks" if item.get_closest_marker("ranks") else item.path.name for item in items}
+    slow = {groups[item] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (groups[item] != "ranks", groups[item] not in slow))
+    if "groups" in getattr(config, "workerinput", {}):
+        file = Path(config.workerinput["groups"])  # type: ignore[attr-defined]
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({item.nodeid: groups[item] for item in items}))
+        part.rename(file)  # every worker writes the same
 
-    Those of a file share what it makes. Those that start ranks come one after the other, wherever their files are, or
-    each would slow the others down; and they begin at once, for they take longest.
-    """
-    groups = {item: "ranks" if item.get_closest_marker("ranks") else item.path.stem for item in items}
-    items.sort(key=lambda item: groups[item] != "ranks")
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["groups"] = str(_groups_file())
+
+
+def _groups_file() -> Path:
+    return Path(os.environ["HOME"]) / "groups.json"  # of the process that starts the workers
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def schedule(self) -> None:
+            self.groups = json.loads(_groups_file().read_text())
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            return self.groups[nodeid]
+
+    config.option.loadscopereorder = False  # the order is ours
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
