@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/parity"))
-from environment import DEPENDENCIES, LEROBOT, TORCH_INDEX, find_python312
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity.environment import DEPENDENCIES, LEROBOT, TORCH_INDEX, find_python312
 
 # The only pair within LeRobot's limits that torchcodec is built for on ARM too.
 TORCH = ["torch==2.11.0", "torchvision==0.26.0"]

@@ -11,9 +11,9 @@ from flexor.cli import main
 from flexor.policies import POLICIES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 import ranks
-from multi_task_dit_clip import make_clips
+
+from parity.multi_task_dit.clips import make_clips
 
 STEPS = 6
 SMALL = {

@@ -14,9 +14,9 @@ from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from multi_task_dit_clip import make_clips
 from plans import H200, settings
+
+from parity.multi_task_dit.clips import make_clips
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
