@@ -6,9 +6,9 @@ from parity.kinds import part
 
 LIVE = 1e-5  # between both programs on one machine
 
-# Between a machine and the one on which LeRobot's numbers were stored (x86). Behind each what was measured, ARM against
-# x86 and torch 2.7 against 2.13. A kind may have others, in STORED of its `cases.py`. A field without a line has to be the
-# same.
+# Between a machine and the one on which LeRobot's numbers were stored (x86). Behind each is what was measured, ARM
+# against x86 and torch 2.7 against 2.13. A kind may have others: STORED in its `cases.py`. A field that has no line
+# must be the same.
 STORED = {
     "groups": 1e-9,  # learning rates, of which nine digits are stored
     "batch": 1e-7,  # 4e-9: a difference and a quotient each
