@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import urllib.request
 from pathlib import Path
 
 from flexor.errors import FlexorError
@@ -37,11 +38,24 @@ def lerobot_python(root: Path) -> Path:
         print(f"installing {LEROBOT} into {folder} ...", flush=True)
         subprocess.run([find_python312(), "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # with what it needs: without that index pip takes PyPI's build, which on x86 is nothing without CUDA (GBs)
-        subprocess.run([*install, "--extra-index-url", TORCH_INDEX, *TORCH], check=True)
+        # with what it needs, because PyPI's build for x86 does not load without CUDA's libraries
+        subprocess.run([*install, *torch_index(), *TORCH], check=True)
         subprocess.run([*install, "--no-deps", LEROBOT, *DEPENDENCIES.split()], check=True)
         ready.write_text(wanted)
     return python
+
+
+def torch_index() -> list[str]:
+    """Asked first whether it is there, because pip would ask again and again for every package."""
+    try:
+        with urllib.request.urlopen(TORCH_INDEX, timeout=20):
+            return ["--extra-index-url", TORCH_INDEX]
+    except OSError as error:
+        print(
+            f"{TORCH_INDEX} can't be reached ({error}): installing PyPI's torch, several GB on x86",
+            flush=True,
+        )
+        return []
 
 
 def find_python312() -> str:
