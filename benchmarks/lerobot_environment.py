@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/parity"))
-from environment import DEPENDENCIES, LEROBOT, TORCH_INDEX, find_python312
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity.environment import DEPENDENCIES, LEROBOT, find_python312, torch_index
 
 # The only pair within LeRobot's limits that torchcodec is built for on ARM too.
 TORCH = ["torch==2.11.0", "torchvision==0.26.0"]
@@ -34,7 +34,7 @@ def lerobot_python() -> Path:
         subprocess.run([find_python312(), "-m", "venv", "--clear", FOLDER], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         arm = platform.machine() in ("aarch64", "arm64")
-        more = ["nvidia-npp<14"] if arm else ["--extra-index-url", TORCH_INDEX]
+        more = ["nvidia-npp<14"] if arm else torch_index()
         subprocess.run([*install, *more, *TORCH], check=True)
         subprocess.run([*install, "--no-deps", TORCHCODEC, LEROBOT, *DEPENDENCIES.split()], check=True)
         (FOLDER / ".ready").touch()

@@ -1,17 +1,14 @@
 """Our reading of committed datasets against what LeRobot 0.6.1 reads of them (see tests/parity)."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from parity.compare_data import compare
 from support.legacy import to_v2
 
-TESTS = Path(__file__).parents[1]
-GOLDEN = TESTS / "golden/data"
-sys.path.insert(0, str(TESTS / "parity"))
-from compare_data import compare  # noqa: E402
+GOLDEN = Path(__file__).parents[1] / "golden/data"
 
 
 @pytest.mark.parametrize("dump", ["h264", "h264_windows", "av1", "bframes"])

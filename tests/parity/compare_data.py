@@ -1,13 +1,12 @@
 """Flexor's reading of a dataset against a dump of LeRobot's (see data_lerobot.py).
 
-    python tests/parity/compare_data.py ROOT dump.json [--cache-bytes 0]
+    cd tests; python -m parity.compare_data ROOT dump.json
 
 ROOT may be the v2.x original of the dataset that was dumped after conversion to v3.0. Pixels are compared
 bit by bit if both sides run the same PyAV on the same kind of processor, else by thumbnail.
 """
 
 import argparse
-import hashlib
 import json
 import platform
 import sys
@@ -19,11 +18,7 @@ import numpy as np
 
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.windows import deltas_from_timestamps
-
-
-def digest(array: np.ndarray) -> str:
-    array = np.ascontiguousarray(array)
-    return hashlib.sha256(f"{array.dtype}{array.shape}".encode() + array.tobytes()).hexdigest()[:16]
+from parity.data_lerobot import digest, thumbnail
 
 
 def compare(root: str | Path, dump: dict, batch: int = 64) -> list[str]:
@@ -43,15 +38,6 @@ def compare(root: str | Path, dump: dict, batch: int = 64) -> list[str]:
 
 def exact_pixels(dump: dict) -> bool:
     return dump["pixels"] == f"PyAV {av.__version__} on {platform.machine()}"
-
-
-def thumbnail(pixels: np.ndarray) -> np.ndarray:
-    """Mean colours of 8 horizontal and 8 vertical stripes of pictures [..., C, H, W], as whole numbers."""
-    stripes = [
-        np.stack([part.mean(axis=(-2, -1)) for part in np.array_split(pixels, 8, axis=axis)])
-        for axis in (-2, -1)
-    ]
-    return np.concatenate(stripes).round().astype(int).ravel()
 
 
 def _compare_row(row: int, ours: dict[str, Any], theirs: dict[str, Any], exact: bool) -> list[str]:

@@ -3,16 +3,17 @@
 import os
 import shutil
 import subprocess
+import urllib.request
 from pathlib import Path
 
 from flexor.errors import FlexorError
 
 LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
-# Its builds end in +cpu, which pip takes for newer; without it, PyPI's build does on ARM.
+# Its builds end in +cpu, which pip takes for newer, and need no CUDA.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# What its extras `training`, `diffusion` and `multi-task-dit` need to train on a CPU, and torch. Everything is
-# installed without resolving, because the resolver would also bring CUDA, robots' drivers and a viewer.
+# What its extras `training`, `diffusion` and `multi-task-dit` need to train on a CPU, besides torch. Installed without
+# resolving, because the resolver would also bring robots' drivers and a viewer.
 DEPENDENCIES = """
 accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
 click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 draccus==0.11.6 einops==0.8.2
@@ -36,11 +37,25 @@ def lerobot_python(root: Path) -> Path:
     if not ready.is_file() or ready.read_text() != wanted:
         print(f"installing {LEROBOT} into {folder} ...", flush=True)
         subprocess.run([find_python312(), "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        for packages in (["--extra-index-url", TORCH_INDEX, *TORCH], [LEROBOT, *DEPENDENCIES.split()]):
-            subprocess.run([*install, *packages], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # with what it needs, because PyPI's build for x86 does not load without CUDA's libraries
+        subprocess.run([*install, *torch_index(), *TORCH], check=True)
+        subprocess.run([*install, "--no-deps", LEROBOT, *DEPENDENCIES.split()], check=True)
         ready.write_text(wanted)
     return python
+
+
+def torch_index() -> list[str]:
+    """Asked first whether it is there, because pip would ask again and again for every package."""
+    try:
+        with urllib.request.urlopen(TORCH_INDEX, timeout=20):
+            return ["--extra-index-url", TORCH_INDEX]
+    except OSError as error:
+        print(
+            f"{TORCH_INDEX} can't be reached ({error}): installing PyPI's torch, several GB on x86",
+            flush=True,
+        )
+        return []
 
 
 def find_python312() -> str:

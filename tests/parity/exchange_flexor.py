@@ -1,6 +1,6 @@
 """Checkpoints both ways: each program saves and trains policies, each acts with those of the other.
 
-Called by run.py; `rows` gives the rows of its table. What differs from policy to policy is in exchange_settings.py.
+Called by run.py; `rows` gives the rows of its table. The policies that are trained are in `cases.py` of their kind.
 """
 
 import json
@@ -8,24 +8,23 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
-import exchange_settings as settings
-import flexor_side
 import numpy as np
 import torch
-from fill import fill, uniform
-from inputs import BATCH, cases_of, shown
-from records import difference, numbers
 from safetensors.torch import load_file
 
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.sim.envs import make_env, observation_to_batch, stack_batch
+from parity import flexor_side
+from parity.fill import fill, uniform
+from parity.inputs import BATCH, shown
+from parity.kinds import cases_of, part, placed
+from parity.limits import Row
+from parity.records import difference, numbers
 
-HERE = Path(__file__).parent
-Row = tuple[str, float]
+IMAGE_SIZE = 72  # of the built-in task's own 32 pixels, a ResNet leaves one
 Observations = dict[str, np.ndarray]
 FLEXOR = [sys.executable, "-m", "flexor"]
 TRAIN = ["--batch_size=2", "--num_workers=0", "--log_freq=1", "--env_eval_freq=0"]
@@ -38,13 +37,13 @@ class Exchange:
         self.kind = kind
         self.lerobot = lerobot
         self.folder = folder
-        self.acting = import_module(f"{kind}_flexor").acting
-        self.cases = cases_of(kind, folder / "clips")
-        self.steps = settings.STEPS.get(kind, 3)
+        self.settings = part(kind, "cases")
+        self.cases = cases_of(kind, folder / "files")
+        self.steps = getattr(self.settings, "TRAINED_STEPS", 3)
 
     def rows(self) -> Iterator[Row]:
         for what, far in chain(self.saved(), self.trained()):
-            yield f"{self.kind}: {what}", far
+            yield Row(f"{self.kind}: {what}", far)
 
     def run(self, *command: object) -> str:
         words = [str(word) for word in command]
@@ -54,9 +53,9 @@ class Exchange:
         return done.stdout + done.stderr
 
     def lerobot_does(self, verb: str, *checkpoints: Path) -> None:
-        self.run(self.lerobot, HERE / "exchange_lerobot.py", verb, self.kind, *checkpoints)
+        self.run(self.lerobot, "-m", "parity.exchange_lerobot", verb, self.kind, *checkpoints)
 
-    def saved(self) -> Iterator[Row]:
+    def saved(self) -> Iterator[tuple[str, float]]:
         """A checkpoint of every case, by either program."""
         for name in self.cases:
             self.save_here(name)
@@ -68,13 +67,13 @@ class Exchange:
 
     def save_here(self, name: str) -> None:
         made = flexor_side.make_policy(self.kind, self.cases[name])
-        getattr(import_module(f"{self.kind}_cases"), "fill_policy", fill)(made.policy)
+        getattr(self.settings, "fill_policy", fill)(made.policy)
         weights = made.policy.state_dict()
         folder = self.folder / "here" / name
         save_pretrained(folder, made.policy.config, weights, made.preprocessor, made.postprocessor)
 
     def shown(self, name: str) -> Observations:
-        return shown(self.cases[name]["inputs"], import_module(f"{self.kind}_cases").STEPS)
+        return shown(self.cases[name]["inputs"], self.settings.STEPS)
 
     def compare(self, checkpoints: dict[Path, Observations]) -> float:
         """The same observations to both programs: how far their actions are apart."""
@@ -83,7 +82,7 @@ class Exchange:
         self.lerobot_does("act", *checkpoints)
         worst = 0.0
         for checkpoint, seen in checkpoints.items():
-            ours = flexor_side.act(load_pretrained(str(checkpoint)), seen, self.acting)
+            ours = flexor_side.act(load_pretrained(str(checkpoint)), seen)
             theirs = json.loads((checkpoint / "actions.json").read_text())
             acted = [round(number, 4) for number in numbers(theirs)]
             assert len(set(acted)) > len(acted) / 5, (
@@ -92,13 +91,12 @@ class Exchange:
             worst = max(worst, difference(ours, theirs))
         return worst
 
-    def trained(self) -> Iterator[Row]:
+    def trained(self) -> Iterator[tuple[str, float]]:
         """Two policies by each program, and what follows from one of them in the other."""
-        self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={settings.IMAGE_SIZE}")
+        self.run(*FLEXOR, "record", "data", "--episodes=3", f"--image-size={IMAGE_SIZE}")
         seen = observations()
-        plain, other = (
-            settings.arguments(self.kind, self.folder / "clips", other) for other in (False, True)
-        )
+        plain = self.arguments(self.settings.TRAINED)
+        other = self.arguments({**self.settings.TRAINED, **self.settings.TRAINED_OTHERWISE})
         ours = self.flexor_train("ours", *plain)
         averaged = self.flexor_train("averaged", *other, "--ema.enable=true")
         yield "trained here, also with EMA, acts there", self.compare({ours: seen, averaged: seen})
@@ -116,6 +114,10 @@ class Exchange:
         yield "flexor train --policy.path=THEIRS, acts there", self.compare({onwards: seen})
         self.evaluate_here(theirs)
         yield "flexor eval THEIRS runs", 0.0
+
+    def arguments(self, settings: dict) -> list[str]:
+        given = {"type": self.kind, "device": "cpu", **placed(settings, self.folder / "files")}
+        return [f"--policy.{name}={value}" for name, value in given.items()]
 
     def flexor_train(self, name: str, *more: str, steps: int = 0) -> Path:
         long = f"--steps={steps or self.steps}"
@@ -158,14 +160,14 @@ class Exchange:
 
     def evaluate_here(self, checkpoint: Path) -> None:
         short = ["--eval.n_episodes=2", "--eval.batch_size=2", "--env.max_steps=4"]
-        size = f"--env.kwargs.image_size={settings.IMAGE_SIZE}"
+        size = f"--env.kwargs.image_size={IMAGE_SIZE}"
         said = self.run(*FLEXOR, "eval", checkpoint, "--env.type=place", size, *short)
         assert "success" in said
 
 
 def observations(steps: int = 8) -> Observations:
     """What the built-in task shows over some steps in BATCH episodes: [steps, B, ...]."""
-    envs = [make_env("place", image_size=settings.IMAGE_SIZE) for _ in range(BATCH)]
+    envs = [make_env("place", image_size=IMAGE_SIZE) for _ in range(BATCH)]
     now = [env.reset(seed=seed)[0] for seed, env in enumerate(envs)]
     seen = []
     for step in range(steps):

@@ -1,7 +1,7 @@
 """Checkpoints in LeRobot: run where `lerobot` is installed, in a folder that both programs work in.
 
-    python tests/parity/exchange_lerobot.py save KIND
-    python tests/parity/exchange_lerobot.py act KIND CHECKPOINT ...
+    python -m parity.exchange_lerobot save KIND
+    python -m parity.exchange_lerobot act KIND CHECKPOINT ...
 
 The first writes a checkpoint of every case of a kind of policy, as there/CASE. The second shows each checkpoint the
 observations in CHECKPOINT/seen.npz and writes CHECKPOINT/actions.json. It loads everything in the folder the ways
@@ -11,23 +11,23 @@ LeRobot does: policy, both processors, and training settings if there are some.
 import json
 import sys
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import torch
-from fill import fill
-from inputs import cases_of
-from lerobot_side import Made, act, make_policy
+
+from parity.fill import fill
+from parity.kinds import cases_of, part
+from parity.lerobot_side import Made, act, make_policy
 
 
 def save(kind: str) -> None:
-    fill_policy = getattr(import_module(f"{kind}_cases"), "fill_policy", fill)
-    for name, case in cases_of(kind, Path("clips").absolute()).items():
+    fill_policy = getattr(part(kind, "cases"), "fill_policy", fill)
+    for name, case in cases_of(kind, Path("files").absolute()).items():
         made = make_policy(kind, case)
         fill_policy(made.policy)
-        for part in made:
-            part.save_pretrained(Path("there") / name)
+        for piece in made:
+            piece.save_pretrained(Path("there") / name)
 
 
 def load(kind: str, checkpoint: Path) -> Made:
@@ -55,10 +55,9 @@ def main(verb: str, kind: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
     if verb == "save":
         save(kind)
-    acting = import_module(f"{kind}_lerobot").acting
     for checkpoint in map(Path, checkpoints):
         seen = dict(np.load(checkpoint / "seen.npz"))
-        (checkpoint / "actions.json").write_text(json.dumps(act(load(kind, checkpoint), seen, acting)))
+        (checkpoint / "actions.json").write_text(json.dumps(act(kind, load(kind, checkpoint), seen)))
 
 
 if __name__ == "__main__":

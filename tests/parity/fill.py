@@ -6,6 +6,7 @@ logarithms and sines they are the same to the last bit on every processor.
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -45,3 +46,24 @@ def fill(module: torch.nn.Module) -> str:
             value.copy_(torch.as_tensor(weight(name, tuple(value.shape))))
     lines += [name for name, _ in module.named_parameters()]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+
+
+class Draws:
+    """What a policy draws at some moment, by name: our source of noise, and what LeRobot is made to draw.
+
+    LeRobot draws places to crop and critics once for a whole batch, so here all samples get the same.
+    """
+
+    def __init__(self, moment: str):
+        self.moment = moment
+
+    def normal(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(uniform(f"{self.moment}/{name}", tuple(shape), -1.7, 1.7))
+
+    def uniform(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(uniform(f"{self.moment}/{name}", tuple(shape), 1e-3, 1 - 1e-3))
+
+    def integers(self, name: str, shape: Sequence[int], high: int) -> torch.Tensor:
+        count = 1 if "crop" in name or "critics" in name else shape[0]
+        drawn = uniform(f"{self.moment}/{name}", (count, *shape[1:]), 0, high)
+        return torch.from_numpy(drawn.astype(np.int64)).expand(shape).clone()

@@ -1,20 +1,19 @@
-"""How Flexor's policies are made for a case and act: the same for every kind of policy."""
+"""What Flexor computes for a case: how its policies are made, learn and act."""
 
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from inputs import ACTION, BATCH, TASKS, statistics
 
 from flexor.policies import policy_class
 from flexor.policies.actor import PolicyActor
 from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing import default_pipelines
-
-Acting = Callable[[int], Any]  # step -> what noise a policy gets
+from parity.fill import Draws, fill
+from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
+from parity.kinds import part
+from parity.records import gradients, group, in_double, record_batch
 
 
 def make_config(kind: str, case: dict) -> PolicyConfig:
@@ -36,12 +35,52 @@ def tensors(batch: dict) -> dict:
     return {key: torch.from_numpy(value) for key, value in batch.items()}
 
 
-def act(pretrained: Pretrained, observations: dict[str, np.ndarray], acting: Acting) -> list:
+def measure(kind: str, case: dict) -> dict:
+    """The same as lerobot_side.measure, in the same form."""
+    special = part(kind, "flexor")
+    return special.measure(case) if hasattr(special, "measure") else measure_policy(kind, case)
+
+
+def measure_policy(kind: str, case: dict) -> dict:
+    cases, special = part(kind, "cases"), part(kind, "flexor")
+    pretrained = make_policy(kind, case)
+    policy = pretrained.policy
+    record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy)}
+    record["groups"] = [group(policy, each.params, each.overrides) for each in policy.param_groups()]
+    record["drop_last"] = policy.config.drop_last_frames
+    batch = pretrained.preprocessor({**tensors(cases.training_batch(case)), "task": TASKS})
+    record["batch"] = record_batch(batch, case["inputs"])
+
+    policy.train()
+    if hasattr(special, "before_step"):
+        record |= special.before_step(policy, batch)
+    loss = policy.loss(batch, Draws("training"))
+    loss.per_sample.mean().backward()
+    parts = {name: part.mean().item() for name, part in loss.parts.items() if name in cases.PARTS}
+    record["loss"] = {"loss": loss.per_sample.mean().item(), **parts}
+    record["gradients"] = gradients(policy)
+    if getattr(cases, "GRADIENTS_IN_DOUBLE", False):
+        with in_double(policy, batch) as (twin, wide):
+            twin.zero_grad()
+            twin.loss(wide, Draws("training")).per_sample.mean().backward()
+        record["gradients"] = gradients(twin)
+    if hasattr(special, "after_step"):
+        record |= special.after_step(policy)
+
+    policy.eval()
+    with torch.no_grad():
+        record["eval_loss"] = policy.loss(batch, Draws("training")).per_sample.mean().item()
+    if case.get("acts", True):
+        record["actions"] = act(pretrained, shown(case["inputs"], cases.STEPS))
+    return record
+
+
+def act(pretrained: Pretrained, observations: dict[str, np.ndarray]) -> list:
     """Actions [steps, B, A] for observations [steps, B, ...]."""
     actor = PolicyActor(pretrained)
     actor.reset(BATCH)
     steps = len(next(iter(observations.values())))
-    with patch("flexor.policies.actor.Noise", lambda seed, step, episodes: acting(step)):
+    with patch("flexor.policies.actor.Noise", lambda seed, step, episodes: Draws(f"act {step}")):
         return [
             actor.act({key: values[step] for key, values in observations.items()}, TASKS).tolist()
             for step in range(steps)

@@ -1,23 +1,14 @@
 """What policies are shown in every comparison, and by what their numbers are normalised. Imported by both programs."""
 
-from importlib import import_module
-from pathlib import Path
-
 import numpy as np
-from fill import uniform
+
+from parity.fill import uniform
 
 BATCH = 2
 STATE = {"observation.state": ("STATE", (4,))}
 ENVIRONMENT = {"observation.environment_state": ("ENV", (5,))}
 ACTION = {"action": ("ACTION", (3,))}
 TASKS = ["pick up the red cube", "open the drawer"]
-POLICIES = ("act", "diffusion", "vqbet", "tdmpc", "multi_task_dit")
-
-
-def cases_of(kind: str, folder: Path) -> dict[str, dict]:
-    """The cases of a kind of policy by name; `folder` is for files that they need."""
-    module = import_module(f"{kind}_cases")
-    return module.placed(folder) if hasattr(module, "placed") else module.CASES
 
 
 def camera(name: str, height: int = 40, width: int = 56) -> dict:

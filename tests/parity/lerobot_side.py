@@ -1,15 +1,24 @@
-"""How LeRobot's policies are made for a case and act: the same for every kind of policy."""
+"""What LeRobot computes for every case of a kind: run in `tests`, where `lerobot` is installed.
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+    python -m parity.lerobot_side KIND FILE
+
+Written to parity/KIND/golden.json, it is what the tests compare with. Weights, inputs and all that is drawn come from
+fill.py, so that flexor_side.py can compute the same.
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from inputs import ACTION, BATCH, TASKS, statistics
 
-# policy, step -> a context in which it draws what both programs agreed on
-Acting = Callable[[Any, int], AbstractContextManager]
+from parity.fill import fill
+from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
+from parity.kinds import cases_of, part
+from parity.records import gradients, group, in_double, record_batch, save
 
 
 class Made(NamedTuple):
@@ -66,12 +75,77 @@ def with_state(batch: dict) -> dict:
     return {"observation.state": torch.zeros(BATCH, 1), **batch}
 
 
-def act(made: Made, observations: dict[str, np.ndarray], acting: Acting) -> list:
+def training_batch(made: Made, given: dict) -> dict:
+    """Processed, with the rewards and what is padding, which the processor does not keep."""
+    kept = {key: v for key, v in given.items() if key.startswith("next.") or key.endswith("_is_pad")}
+    return {**made.before({**given, "task": TASKS}), **kept}
+
+
+def measure(kind: str, case: dict) -> dict:
+    """Everything that is compared. `lerobot.py` of the kind says how LeRobot is made to draw what we draw."""
+    special = part(kind, "lerobot")
+    return special.measure(case) if hasattr(special, "measure") else measure_policy(kind, case)
+
+
+def measure_policy(kind: str, case: dict) -> dict:
+    cases, special = part(kind, "cases"), part(kind, "lerobot")
+    made = make_policy(kind, case)
+    policy = made.policy
+    record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy), "groups": groups(policy)}
+    record["drop_last"] = getattr(policy.config, "drop_n_last_frames", 0)
+    batch = training_batch(made, tensors(cases.training_batch(case)))
+    record["batch"] = record_batch(batch, case["inputs"])
+
+    policy.train()
+    if hasattr(special, "before_step"):
+        record |= special.before_step(policy, batch)
+    with special.training(policy):
+        loss, parts = policy(with_state(batch))
+    loss.backward()
+    parts = {name: part for name, part in (parts or {}).items() if name in cases.PARTS}
+    record["loss"] = {"loss": loss.item(), **parts}
+    record["gradients"] = getattr(special, "gradients", gradients)(policy)
+    if getattr(cases, "GRADIENTS_IN_DOUBLE", False):
+        with special.training(policy), in_double(policy, batch) as (twin, wide):
+            twin.zero_grad()
+            twin(wide)[0].backward()
+        record["gradients"] = gradients(twin)
+    if hasattr(special, "after_step"):
+        record |= special.after_step(policy)
+
+    policy.eval()  # the loss as it is on held-out data
+    with torch.no_grad(), special.training(policy):
+        record["eval_loss"] = policy(with_state(batch))[0].item()
+    if case.get("acts", True):
+        record["actions"] = act(kind, made, shown(case["inputs"], cases.STEPS))
+    return record
+
+
+def groups(policy: Any) -> list:
+    """What LeRobot gives its optimizer: groups, or all parameters."""
+    given = list(policy.get_optim_params())
+    if not isinstance(given[0], dict):
+        given = [{"params": given}]
+    return [group(policy, each["params"], each) for each in given]
+
+
+def act(kind: str, made: Made, observations: dict[str, np.ndarray]) -> list:
     """Actions [steps, B, A] for observations [steps, B, ...]."""
     made.policy.reset()
     actions = []
     for step in range(len(next(iter(observations.values())))):
         seen = made.before({**tensors({k: v[step] for k, v in observations.items()}), "task": TASKS})
-        with acting(made.policy, step):
+        with part(kind, "lerobot").acting(made.policy, f"act {step}"):
             actions.append(made.after(made.policy.select_action(with_state(seen))).tolist())
     return actions
+
+
+def main(kind: str, file: str) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        placed = cases_of(kind, Path(folder) / "files")
+        save(Path(file), {name: measure(kind, case) for name, case in placed.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

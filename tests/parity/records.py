@@ -1,10 +1,15 @@
 """Results as plain numbers in JSON, and how far two of them are apart. Imported by both programs."""
 
+import copy
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def values(tensor: Any) -> list:
@@ -13,11 +18,28 @@ def values(tensor: Any) -> list:
 
 
 def gradients(module: Any) -> list[float | None]:
-    """The norm of each parameter's gradient, in order; None for one that plays no part."""
-    return [None if p.grad is None else p.grad.norm().item() for p in module.parameters()]
+    """The norm of each parameter's gradient, in order; None for one that plays no part.
+
+    In float64: of millions of numbers, the sum of squares in float32 depends on the processor from the fourth digit on.
+    """
+    return [None if p.grad is None else p.grad.double().norm().item() for p in module.parameters()]
 
 
-def group(module: Any, parameters: list, settings: dict) -> list:
+@contextmanager
+def in_double(policy: Any, batch: Mapping) -> Iterator[tuple[Any, dict]]:
+    """A copy of both in float64, for gradients: in float32 a rounding error may open or close a ReLU."""
+    wide = {
+        key: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
+        for key, value in batch.items()
+    }
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield copy.deepcopy(policy).double(), wide
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def group(module: Any, parameters: Iterable, settings: Mapping) -> list:
     """A group of an optimizer: a digest of its parameters' names in their order, and what it sets otherwise."""
     names = {id(p): name for name, p in module.named_parameters()}
     order = "\n".join(names[id(p)] for p in parameters)
@@ -25,15 +47,18 @@ def group(module: Any, parameters: list, settings: dict) -> list:
     return [digest, settings.get("lr"), settings.get("weight_decay")]
 
 
-def record_batch(batch: dict) -> dict:
-    """Small tensors whole; of pictures a few pixels and, for the rest, the mean and the mean square."""
+def record_batch(batch: Mapping, inputs: Iterable[str]) -> dict:
+    """What a policy learns from. Of pictures a few pixels and, for the rest, the mean and the mean square."""
     out = {}
-    for key, value in batch.items():
+    for key in [*inputs, "action", "observation.language.tokens", "observation.language.attention_mask"]:
+        if key not in batch:
+            continue
+        value = batch[key]
         if value.dim() < 4:
             out[key] = values(value)
             continue
         moments = [value.double().mean().item(), value.double().square().mean().item()]
-        out[key] = [moments, values(value[:, :, ::16, ::16])]
+        out[key] = [moments, values(value[..., ::16, ::16])]
     return out
 
 

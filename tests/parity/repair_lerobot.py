@@ -1,7 +1,7 @@
 """Does LeRobot read what `flexor data repair` wrote, and does it read what was in the original?
 
-    python tests/parity/repair_lerobot.py repair ROOT    # where flexor is installed
-    python tests/parity/repair_lerobot.py read ROOT      # where lerobot is installed (0.6.1)
+    python -m parity.repair_lerobot repair ROOT    # in tests/, where flexor is installed
+    python -m parity.repair_lerobot read ROOT      # in tests/, where lerobot is installed (0.6.1)
 
 `repair` breaks datasets under ROOT, repairs them and keeps beside each what a good reader sees in the unbroken
 one, as .npz. `read` opens each with LeRobotDataset, compares every row and frame, and exits 1 on a difference.
@@ -16,7 +16,6 @@ import numpy as np
 
 TOP = "observation.images.top"
 SAME = ("observation.state", "action", "next.done", TOP)
-HERE = Path(__file__).resolve().parent
 
 
 def cases() -> dict[str, tuple[str, Callable[[Path], object], dict]]:

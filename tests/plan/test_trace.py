@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ from torch.utils import _foreach_utils
 from flexor.config import EMAConfig, OptimizerConfig
 from flexor.plan.dialect import CudaDialect, attention_backend
 from flexor.plan.trace import CATEGORIES, Trace, Tracker, trace_step
+from parity.multi_task_dit.clips import make_clips
 from support.plans import H200, SMALL, Gpu, settings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from multi_task_dit_clip import make_clips
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """What every policy promises: a run of it can be resumed bitwise, and is the same run on any number of processes."""
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,12 +7,8 @@ import pytest
 
 from flexor.cli import main
 from flexor.policies import POLICIES
-from support import runs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from multi_task_dit_clip import make_clips
-
-from support import ranks
+from parity.multi_task_dit.clips import make_clips
+from support import ranks, runs
 
 STEPS = 4
 SMALL = {

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,12 +16,11 @@ from flexor.policies.multi_task_dit import MultiTaskDiT
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.policies.processing import Tokenize
 from flexor.rng import Noise, seed_everything
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-import multi_task_dit_cases as cases
-from act_flexor import tensors
-from multi_task_dit_clip import make_clips
-from multi_task_dit_flexor import make_config, make_policy
+from parity.flexor_side import make_config, make_policy, tensors
+from parity.inputs import TASKS
+from parity.kinds import cases_of
+from parity.multi_task_dit.cases import training_batch
+from parity.multi_task_dit.clips import make_clips
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +30,25 @@ def clips(tmp_path_factory):
     return folder
 
 
+def case_of(name, clips):
+    return cases_of("multi_task_dit", clips)[name]
+
+
+def config_of(name, clips):
+    return make_config("multi_task_dit", case_of(name, clips))
+
+
+def policy_of(name, clips):
+    return make_policy("multi_task_dit", case_of(name, clips))
+
+
+def processed(made, name, clips):
+    return made.preprocessor({**tensors(training_batch(case_of(name, clips))), "task": TASKS})
+
+
 def batch_of(name, clips):
-    made = make_policy(cases.CASES[name], clips)
-    return made, made.preprocessor({**tensors(cases.training_batch(name)), "task": cases.TASKS})
+    made = policy_of(name, clips)
+    return made, processed(made, name, clips)
 
 
 # Randomness.
@@ -108,7 +122,7 @@ def test_noise_left_at_the_end_of_a_path():
 
 
 def test_text_is_never_trained_and_vision_slowly(clips):
-    policy = make_policy(cases.CASES["two_encoders"], clips).policy
+    policy = policy_of("two_encoders", clips).policy
     rest, vision = policy.param_groups()
     assert vision.overrides == {"lr": pytest.approx(2e-6)}
     named = {id(p): name for name, p in policy.named_parameters()}
@@ -126,9 +140,9 @@ def test_all_that_is_trained_gets_a_gradient(clips):
 
 
 def test_a_multiplier_of_zero_freezes_the_cameras(clips):
-    case = cases.CASES["ddpm"]
+    case = case_of("ddpm", clips)
     case = {**case, "settings": {**case["settings"], "vision_encoder_lr_multiplier": 0}}
-    policy = make_policy(case, clips).policy
+    policy = make_policy("multi_task_dit", case).policy
     frozen = list(policy.observation_encoder.vision_encoder.parameters())
     assert not any(p.requires_grad for p in frozen)
     _, vision = policy.param_groups()  # numbered all the same, as by LeRobot's optimizer
@@ -136,7 +150,7 @@ def test_a_multiplier_of_zero_freezes_the_cameras(clips):
 
 
 def test_starts_from_published_weights(clips):
-    policy = make_policy(cases.CASES["two_encoders"], clips).policy
+    policy = policy_of("two_encoders", clips).policy
     policy.load_backbone()
     published = load_file(clips / "tiny-clip/model.safetensors")
     weights = policy.state_dict()
@@ -151,7 +165,7 @@ def test_starts_from_published_weights(clips):
 
 def test_a_new_transformer_passes_nothing_on(clips):
     """Gates start at zero: whatever is observed, the first prediction is the same."""
-    made = make_policy(cases.CASES["ddpm"], clips)
+    made = policy_of("ddpm", clips)
     model = made.policy.noise_predictor.eval()
     x, time = torch.randn(2, 8, 3), torch.tensor([1, 5])
     width = made.policy.observation_encoder.out_dim
@@ -159,7 +173,7 @@ def test_a_new_transformer_passes_nothing_on(clips):
 
 
 def test_is_made_without_memory_in_the_same_shape(clips):
-    config = make_config(cases.CASES["two_cameras"], clips)
+    config = config_of("two_cameras", clips)
     with parameters_without_memory():
         empty = MultiTaskDiT(config)
     assert all(p.is_meta for p in empty.parameters())
@@ -176,7 +190,7 @@ def test_the_same_seed_makes_the_same_policy(clips):
     made = []
     for _ in range(2):
         seed_everything("weights", 5)
-        made.append(MultiTaskDiT(make_config(cases.CASES["ddpm"], clips)).state_dict())
+        made.append(MultiTaskDiT(config_of("ddpm", clips)).state_dict())
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
 
 
@@ -202,7 +216,7 @@ def test_a_saved_policy_reads_and_acts_the_same(clips, tmp_path):
     assert [step["registry_name"] for step in steps][2] == "tokenizer_processor"
     assert steps[2]["config"]["padding_side"] == "left"
     again = load_pretrained(str(tmp_path))
-    seen = again.preprocessor({**tensors(cases.training_batch("left_longest")), "task": cases.TASKS})
+    seen = processed(again, "left_longest", clips)
     noise = Noise(0, 0, torch.arange(2))
     made.policy.eval()
     with torch.no_grad():
@@ -228,12 +242,12 @@ def test_no_task_is_said(clips):
 def test_a_missing_package_is_named(clips, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'flexor\[vla\]'"):
-        make_policy(cases.CASES["ddpm"], clips)
+        policy_of("ddpm", clips)
 
 
 def test_an_unknown_clip_is_named(clips, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    config = replace(make_config(cases.CASES["ddpm"], clips), vision_encoder_name=str(clips / "no-clip-here"))
+    config = replace(config_of("ddpm", clips), vision_encoder_name=str(clips / "no-clip-here"))
     with pytest.raises(ConfigError, match="no-clip-here"):
         MultiTaskDiT(config)
 
@@ -257,13 +271,13 @@ def test_an_unknown_clip_is_named(clips, monkeypatch):
     ],
 )
 def test_refuses_what_cant_be(settings, said, clips):
-    config = make_config(cases.CASES["ddpm"], clips)
+    config = config_of("ddpm", clips)
     with pytest.raises(ConfigError, match=said):
         MultiTaskDiT(replace(config, **settings))
 
 
 def test_refuses_cameras_of_two_sizes_and_no_state(clips):
-    config = make_config(cases.CASES["ddpm"], clips)
+    config = config_of("ddpm", clips)
     camera = config.input_features["observation.images.top"]
     other = replace(camera, shape=(3, 64, 64))
     with pytest.raises(ConfigError, match="cameras of one size"):

@@ -1,60 +1,10 @@
-"""Our diffusion schedules against numbers of `diffusers`: stored ones, and fresh ones where it is installed."""
-
-import importlib.util
-import json
-import sys
-from pathlib import Path
+"""Diffusion schedules: what they undo and what they refuse. Their numbers are compared in test_parity.py."""
 
 import pytest
 import torch
 
 from flexor.errors import ConfigError
 from flexor.policies.blocks.schedules import DiffusionSchedule, DiffusionSettings
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-import diffusion_schedules as theirs
-from records import difference, values
-
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden/diffusion/schedules.json").read_text())
-
-
-def measure(name: str) -> dict:
-    """The same as theirs.measure, by our schedule."""
-    settings = DiffusionSettings(**theirs.CASES[name])
-    settings.check_diffusion()
-    schedule = DiffusionSchedule(settings)
-    levels = torch.tensor([0, 7, settings.num_train_timesteps - 1])
-    noisy = schedule.add_noise(theirs.tensor("clean"), theirs.tensor("noise"), levels)
-    path = []
-
-    class Given:
-        def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return theirs.tensor(name)
-
-    def network(x: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
-        path.append(values(x))
-        return theirs.tensor(f"predicted{level[0]}")
-
-    end = schedule.sample(network, theirs.SHAPE, Given(), torch.zeros(1))
-    path = [*path[1:], values(end)]
-    kept = path[:: max(1, len(path) // 5)] + path[-1:]
-    signal = values(schedule.signal[:: theirs.SPACING])
-    return {"signal": signal, "noisy": values(noisy), "levels": schedule.levels(), "path": kept}
-
-
-@pytest.mark.parametrize("name", theirs.CASES)
-def test_computes_what_diffusers_computed(name):
-    ours = measure(name)
-    assert ours["levels"] == GOLDEN[name]["levels"]
-    for part in ("signal", "noisy", "path"):
-        assert difference(ours[part], GOLDEN[name][part]) <= 1e-6, part
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("diffusers"), reason="diffusers is not installed")
-@pytest.mark.parametrize("name", theirs.CASES)
-def test_computes_what_diffusers_computes(name):
-    ours, live = measure(name), theirs.measure(name)
-    assert max(difference(ours[part], live[part]) for part in live) <= 1e-6
 
 
 @pytest.mark.parametrize("kind", ["DDPM", "DDIM"])

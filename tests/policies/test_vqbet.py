@@ -1,8 +1,5 @@
 """VQ-BeT's two phases, and what must not depend on how a batch is split."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,10 +9,8 @@ from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.blocks.vq import Codebook
 from flexor.policies.vqbet import VQBeT, VQBeTConfig, focal_loss
 from flexor.rng import Noise
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from fill import uniform
-from vqbet_cases import TINY
+from parity.fill import uniform
+from parity.vqbet.cases import TINY
 
 CAMERA = "observation.image"
 INPUTS = {

@@ -1,8 +1,5 @@
 """The host issues a step's work and goes on: nothing in it may wait for the GPU."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -12,10 +9,7 @@ from flexor.plan.rehearsal import Rehearsal
 from flexor.plan.trace import trace_step
 from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from multi_task_dit_clip import make_clips
-
+from parity.multi_task_dit.clips import make_clips
 from support.plans import H200, settings
 
 

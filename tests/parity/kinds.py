@@ -1,0 +1,47 @@
+"""What is compared: a folder each, of a kind of policy or of a part that several of them have.
+
+A folder holds `cases.py` (CASES, by name, and what both programs do alike), `lerobot.py` and, if needed, `flexor.py`
+(what is special about one side), and `golden.json` (what LeRobot computed). Imported by both programs.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).parent
+FOLDER = "<folder>"  # in the settings of a case: where the files are that `cases.make_files` makes
+KINDS = sorted(path.parent.name for path in HERE.glob("*/cases.py"))
+
+
+def part(kind: str, name: str) -> ModuleType:
+    """One file of a folder; an empty module if there is none."""
+    if not (HERE / kind / f"{name}.py").is_file():
+        return ModuleType(name)
+    return import_module(f"parity.{kind}.{name}")
+
+
+def policies() -> list[str]:
+    """The kinds that are trained, whose checkpoints are exchanged."""
+    return [kind for kind in KINDS if hasattr(part(kind, "cases"), "TRAINED")]
+
+
+def cases_of(kind: str, folder: Path) -> dict[str, dict]:
+    """The cases of a kind by name; the files that they need are made in `folder` unless they are there."""
+    cases = part(kind, "cases")
+    if hasattr(cases, "make_files") and not folder.exists():
+        cases.make_files(folder)
+    return {
+        name: {**case, "settings": placed(case["settings"], folder)} for name, case in cases.CASES.items()
+    }
+
+
+def placed(settings: dict, folder: Path) -> dict:
+    return {
+        name: value.replace(FOLDER, str(folder)) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }
+
+
+def golden(kind: str) -> dict:
+    return json.loads((HERE / kind / "golden.json").read_text())
