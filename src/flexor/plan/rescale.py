@@ -1,7 +1,8 @@
 """The trace of any batch size from those of two.
 
 What a step does is the same for every batch size from two on; sizes of tensors, FLOPs and extents are a constant plus
-a part for each sample. So every event is extended by itself (what a sum over many rows takes besides is counted anew).
+a part for each sample. So every event is extended by itself (what sums over many rows and convolutions take besides
+is counted anew).
 The *peak* can't be: it is the largest of many lines, and which one that is changes with the batch size.
 """
 
@@ -13,7 +14,7 @@ from typing import TypeVar
 from flexor.config import TrainConfig
 from flexor.plan.ops import OVER_ROWS, Op
 from flexor.plan.trace import Event, Step, Trace, trace_loading
-from flexor.plan.workspaces import partial_sums
+from flexor.plan.workspaces import partial_sums, share_at_once
 
 Number = TypeVar("Number", int, float)
 
@@ -29,11 +30,16 @@ def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, co
     line = Line(low.batch_size, high.batch_size, batch_size)
     events = [line.event(a, b) for a, b in zip(low.events, high.events)]
     for at, event in enumerate(events):
-        if event.what == "scratch" and low.ops[event.op].detail == OVER_ROWS:
+        if event.what == "scratch" and _counted_anew(low.ops[event.op]):
             events[at] = event._replace(nbytes=line.op(low.ops[event.op], high.ops[event.op]).scratch)
     ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)] if costs else low.ops
     scaled = replace(low, events=events, ops=ops, category=dict(low.category), batch_size=batch_size)
     return _load_anew(scaled, config)
+
+
+def _counted_anew(op: Op) -> bool:
+    """Whether what it takes besides its results does not grow evenly with the batch."""
+    return op.detail == OVER_ROWS or op.kind == "convolution"
 
 
 class Line:
@@ -67,6 +73,8 @@ class Line:
         )
         if a.detail == OVER_ROWS:
             scaled.scratch = partial_sums(scaled)
+        elif a.kind == "convolution":
+            scaled.scratch = round(scaled.scratch * share_at_once(scaled))
         return scaled
 
     def shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ LAYER_NORM_PARTS = 2 * MULTIPROCESSORS  # partial sums of the gradients of scale
 TILE = 128 * 128 * 4  # bytes of a part of a product, in float32
 PARTS = 16  # of a weight's gradient, that are computed side by side and added up
 THREADS = 2048  # of a multiprocessor
+LARGEST = 2**31 - 1  # numbers in a tensor that cuDNN can count
 
 
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
@@ -38,7 +39,7 @@ def cublas_workspace(capability: tuple[int, int] | None) -> int:
 def scratch(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     """Bytes that a kernel allocates besides its results, and lets go of when it is done."""
     if op.kind == "convolution":
-        return _convolution(op, args, outs)
+        return round(_convolution(op, args, outs) * share_at_once(op))
     if op.kind == "attention" and op.detail[1] == "backward":
         return _attention_backward(op)
     if op.name == "native_layer_norm_backward":
@@ -78,6 +79,19 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     if backward:
         copies += min(PARTS * nbytes(weight), MULTIPROCESSORS * TILE)
     return copies
+
+
+def share_at_once(op: Op) -> float:
+    """Of the samples that a convolution takes at once: torch splits them where cuDNN would count beyond 32 bits.
+
+    Measured on an H200: TD-MPC's first convolution, 1,405 to 6,195 images of 448x448 pixels.
+    """
+    samples = op.shapes[0][0]
+    numbers = [math.prod(shape) for shape in op.shapes[:2]]
+    if op.detail[0] == "forward":
+        numbers.append(op.extent[0] * op.extent[1])  # its result
+    each = max(numbers) // samples
+    return min(samples, max(1, LARGEST // each)) / samples
 
 
 def channels_last(x: Tensor) -> bool:
