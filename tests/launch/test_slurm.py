@@ -17,6 +17,8 @@ from support import ranks, runs, slurm_node
 from support.limits import wait_for
 from support.slurm_node import SlurmJob
 
+pytestmark = pytest.mark.ranks
+
 # The script
 
 

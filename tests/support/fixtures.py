@@ -44,10 +44,23 @@ def ordinary_priority() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_kernels() -> Iterator[None]:
-    """A product in bfloat16 on a CPU that has none makes torch do without oneDNN, and compute float32 differently."""
+    """What a run sets in its process is undone, or the next test would compute otherwise than it does alone.
+
+    A product in bfloat16 on a CPU that has none makes torch do without oneDNN; a run may want deterministic algorithms.
+    """
     torch.backends.mkldnn.set_flags(True)
     yield
     torch.backends.mkldnn.set_flags(True)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
