@@ -17,7 +17,7 @@ IGNORED = {
     "prefetch_factor": "batches are read ahead by threads",
     "persistent_workers": "batches are read ahead by threads",
     "dataloader_multiprocessing_context": "batches are read ahead by threads, not processes",
-    "tolerance_s": "a frame within half a frame period of its time is taken",
+    "tolerance_s": "--dataset.frame_by decides which frame is a row's",
     "use_policy_training_preset": "presets fill what is not given; what is given counts",
     "dataset.video_backend": "videos are decoded by PyAV",
     "dataset.return_uint8": "frames travel as uint8 always",

@@ -76,8 +76,10 @@ def test_each_group_of_pictures_is_decoded_once(videos, monkeypatch):
     import flexor.data.video as video
 
     fed = []
-    original = video._packets
-    monkeypatch.setattr(video, "_packets", lambda *a: ((fed.append(n), (n, p))[1] for n, p in original(*a)))
+    original = video.read_video_packets
+    monkeypatch.setattr(
+        video, "read_video_packets", lambda *a: ((fed.append(n), (n, p))[1] for n, p in original(*a))
+    )
     decode(videos["no B-frames"], [9, 8, 11, 9, 13])
     assert len(fed) == len(set(fed)) <= 8
 

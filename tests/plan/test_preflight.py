@@ -44,7 +44,7 @@ def test_a_run_says_what_it_expects(
     plan = preflight.plan_run(config, training, Processes(), CUDA)
     assert plan is not None and plan.fits and plan.split.batch_size == 32
     assert any(line.startswith("planned:") and "RTX 4090" in line for line in log_lines)
-    figures = preflight.compare(plan, {"samples_per_s": 64.0, "data_wait": 0.5}, torch.device("cpu"))
+    figures = preflight.compare(plan, {"samples_per_s": 64.0, "data_wait": 0.5}, CUDA)
     assert figures["step_s"] == pytest.approx(0.25)
 
 

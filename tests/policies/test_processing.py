@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from flexor.batch import ACTION
 from flexor.errors import CheckpointError, ConfigError
 from flexor.policies.act import ACTConfig
 from flexor.policies.base import Kind, PolicyFeature
@@ -153,3 +154,12 @@ def test_missing_statistics_are_refused_by_name(step, mode, lost):
 
 def test_statistics_of_a_mode_that_is_not_used_are_not_asked_for():
     Normalize(OUTPUTS, {"ACTION": "MEAN_STD"}, statistics(without="q01"))
+
+
+@pytest.mark.gpu
+def test_an_action_has_arrived_when_it_is_read():
+    """Copied without waiting, it is read before the GPU has written it."""
+    action = torch.zeros(1 << 20, device="cuda")
+    torch.cuda._sleep(200_000_000)
+    action += 1
+    assert (ToDevice("cpu")({ACTION: action})[ACTION].numpy() == 1).all()

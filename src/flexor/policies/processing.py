@@ -140,7 +140,9 @@ class ToDevice(Step):
     def _move(self, key: str, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor):
             return value
-        value = value.to(self.device, non_blocking=True)
+        # Without waiting only from pinned memory. Otherwise an action could be read before it has arrived, and an
+        # observation be overwritten before it has left.
+        value = value.to(self.device, non_blocking=value.device.type == "cpu" and value.is_pinned())
         if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
             return value.to(dtype) / 255
         return value.to(dtype) if value.is_floating_point() else value
