@@ -114,6 +114,7 @@ def test_train_json(lowdim, tiny_act, tmp_path, capsys):
     assert only_json(capsys)["step"] == 3
 
 
+@pytest.mark.ranks
 def test_logs_go_to_standard_error(lowdim, tiny_act, tmp_path):
     flags = [f"--dataset.root={lowdim}", f"--output_dir={tmp_path / 'run'}", "--steps=1", "--num_workers=1"]
     out, error = runs.Forked(tmp_path / "said", "train", *flags, *tiny_act, "--json").end()

@@ -33,7 +33,7 @@ lanes_and_pools = st.tuples(st.integers(1, 20), st.integers(1, 200))
 
 
 @given(st.integers(1, 5000), st.integers() | st.text())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_permutation_is_a_bijection(size, key):
     permutation = Permutation(size, key)
     values = permutation(np.arange(size))
@@ -55,7 +55,7 @@ def test_permutations_look_shuffled_and_differ_by_key():
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 2**40), st.integers(1, 4))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epochs):
     order = UniformOrder(size, seed)
     batches = [order.samples(start, batch) for start in range(0, size * epochs, batch)]
@@ -66,7 +66,7 @@ def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epoch
 
 
 @given(st.integers(1, 300), st.integers(0, 2000), st.integers(1, 400), st.integers(0, 400))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_positions_mean_the_same_wherever_one_starts(size, start, count, skip):
     order = UniformOrder(size, 3)
     whole = order.samples(start, count + skip)
@@ -106,7 +106,7 @@ def test_many_permutations_at_once_are_bijections(ranges):
 
 
 @given(units(), lanes_and_pools, st.integers(1, 70), st.integers(0, 2**40))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batch, seed):
     lanes, pool = lanes_and_pool
     order = StreamingOrder(units, seed, lanes=lanes, pool=pool)
@@ -165,7 +165,7 @@ def test_ranks_keep_to_their_lanes(world, accumulation):
 
 
 @given(units(), lanes_and_pools, st.permutations(range(8)))
-@settings(max_examples=20)
+@settings(max_examples=12)
 def test_streaming_is_a_pure_function_of_the_position(units, lanes_and_pool, steps):
     """Resumed anywhere, asked in any order, by another instance: the same batches."""
     lanes, pool = lanes_and_pool

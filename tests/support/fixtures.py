@@ -1,4 +1,7 @@
-"""Fixtures: tiny datasets made once, flags of a tiny policy, the program's log; and what holds for every test."""
+"""Fixtures: tiny datasets made once, flags of a tiny policy, the program's log; and what holds for every test.
+
+torch and what needs it are imported where they are used: the process that only hands out tests to others does without.
+"""
 
 import logging
 import os
@@ -8,12 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from flexor.log import log
-from flexor.sim.record import record_dataset
-from support.samples import write_lowdim
 
 # The same examples in every run, and however long they take: a machine may be busy. Fixtures that live as long as one
 # test are fine for all examples, as ours are only folders.
@@ -29,6 +27,8 @@ settings.load_profile("flexor")
 @pytest.fixture(scope="session", autouse=True)
 def quiet_machine() -> None:
     """One thread each, so that tests side by side do not fight."""
+    import torch
+
     torch.set_num_threads(1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +48,8 @@ def same_kernels() -> Iterator[None]:
 
     A product in bfloat16 on a CPU that has none makes torch do without oneDNN; a run may want deterministic algorithms.
     """
+    import torch
+
     torch.backends.mkldnn.set_flags(True)
     yield
     torch.backends.mkldnn.set_flags(True)
@@ -66,12 +68,16 @@ def same_environment() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four demonstrations of the built-in task, pictures of 32 pixels. Only to be read: copy to change."""
+    from flexor.sim.record import record_dataset
+
     return record_dataset(tmp_path_factory.mktemp("datasets") / "place", episodes=4, image_size=32)
 
 
 @pytest.fixture(scope="session")
 def lowdim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four episodes without pictures, of two tasks: a policy on it has kilobytes instead of megabytes."""
+    from support.samples import write_lowdim
+
     return write_lowdim(tmp_path_factory.mktemp("datasets") / "lowdim")
 
 
@@ -96,6 +102,8 @@ def tiny_act() -> list[str]:
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
     """What the program logs (it does not hand its log on to pytest's own capture)."""
+    from flexor.log import log
+
     lines: list[str] = []
 
     class Keep(logging.Handler):

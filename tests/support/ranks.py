@@ -17,7 +17,7 @@ from flexor.batch import SAMPLE_ID
 from flexor.rng import Noise
 from flexor.train import checkpoint
 from flexor.train.saved import open_tensors
-from support import runs, selection
+from support import runs
 
 
 def free_port() -> int:
@@ -69,8 +69,6 @@ class Ranks:
         then: Mapping[int, Callable[[], Any]] | None = None,
         env: Mapping[str, str] | None = None,
     ):
-        if count > 1:
-            selection.must_be_marked()
         folder.mkdir(parents=True, exist_ok=True)
         port = free_port()
         self.all = []

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from flexor.cli import main
 from flexor.train import checkpoint
-from support import environment
+from support import environment, selection
 from support.limits import wait_for
 
 FIGURES = ("loss", "grad_norm", "lr", "l1_loss", "kld_loss")
@@ -83,6 +83,7 @@ class Forked:
     """The program in a process of its own, forked from one that has torch imported: that takes seconds."""
 
     def __init__(self, folder: Path, *arguments: str, before: Callable[[], Any] | None = None):
+        selection.must_be_marked()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
         self.process = SERVER.Process(target=_become, args=(folder, arguments, before))

@@ -1,7 +1,8 @@
 """Which tests run on which worker, in which order, and which not at all on this machine.
 
-With `pytest -n 2 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start ranks
-go to one worker too, wherever their files are, or each would slow the others down.
+With `pytest -n 2 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
+ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
+slow each other down, and one process to fork from is enough.
 
 xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
 there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 _running: pytest.Item | None = None
 
@@ -64,11 +64,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _running
     _running = item
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU")
 
 
 def must_be_marked() -> None:
     """Called by what starts ranks: no test does so unnoticed."""
     marked = _running is None or _running.get_closest_marker("ranks")
-    assert marked, f"{_running.nodeid} starts several processes: mark it with pytest.mark.ranks"  # type: ignore[union-attr]
+    assert marked, f"{_running.nodeid} starts processes of the program: mark it with pytest.mark.ranks"  # type: ignore[union-attr]

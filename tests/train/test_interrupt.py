@@ -20,6 +20,8 @@ from flexor.train import checkpoint
 from support import runs
 from support.limits import LIMIT_S, wait_for
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 10
 EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]
 
