@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from flexor.data.check import check_dataset
 from flexor.data.dataset import open_dataset
 from flexor.data.metadata import Feature
 from flexor.errors import DatasetError
@@ -398,3 +399,56 @@ def test_sample_has_several_files(samples):
     assert len(list((samples["v3.0"] / "data").rglob("*.parquet"))) > 1
     assert len(list((samples["v3.0"] / "videos").rglob("*.mp4"))) > 1
     assert len(FEATURES) == 8
+
+
+# As robots leave them
+
+
+def test_a_template_with_the_other_versions_field(samples, tmp_path):
+    root = shutil.copytree(samples["v2.1"], tmp_path / "data")
+    info = json.loads((root / "meta/info.json").read_text())
+    names = {key: info[key].replace("episode_chunk", "chunk_index") for key in ("data_path", "video_path")}
+    edit_info(root, **names)
+    rows = np.arange(sum(LENGTHS))
+    np.testing.assert_array_equal(
+        open_dataset(root=root).read(rows)[TOP], open_dataset(root=samples["v2.1"]).read(rows)[TOP]
+    )
+    assert check_dataset(root, deep=False).ok
+    edit_info(root, data_path="data/file-{file_index:03d}.parquet")
+    said = r"\{file_index\} is unknown\. Fields of this version are \{episode_chunk\}, \{episode_index\}"
+    with pytest.raises(DatasetError, match=rf"meta/info\.json: data_path is .*{said}"):
+        open_dataset(root=root)
+    (problem,) = [p for p in check_dataset(root, deep=False).errors if p.kind == "path-template"]
+    assert "{file_index} is unknown" in problem.message and problem.file == "meta/info.json"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_wall_clock_beside_a_video_with_a_frame_for_every_row(samples, version, tmp_path, caplog):
+    """Most episodes of a real arm's dataset: up to two seconds off, and not steadily."""
+    root = shutil.copytree(samples[version], tmp_path / "data")
+    rng = np.random.default_rng(0)
+    for file in (root / "data").rglob("*.parquet"):
+        table = pq.read_table(file)
+        clock = np.cumsum(rng.uniform(0.05, 0.4, len(table))).astype(np.float32)
+        position = table.column_names.index("timestamp")
+        pq.write_table(table.set_column(position, table.schema.field("timestamp"), [clock]), file)
+    rows = np.arange(sum(LENGTHS))
+    with caplog.at_level(logging.WARNING, "flexor"):
+        frames = open_dataset(root=root).read(rows)[TOP]
+    np.testing.assert_array_equal(frames, open_dataset(root=samples[version]).read(rows)[TOP])
+    assert caplog.text.count("clips have timestamps that do not fit their video") == 1
+    assert check_dataset(root, deep=False).ok
+    with pytest.raises(DatasetError, match="rows have no frame at their time"):
+        open_dataset(root=root, frame_by="time").read(rows)
+
+
+def test_metadata_that_has_episodes_twice(samples, tmp_path, caplog):
+    root = shutil.copytree(samples["v2.1"], tmp_path / "data")
+    path = root / "meta/episodes.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[1] + "\n")
+    with caplog.at_level(logging.WARNING, "flexor"):
+        assert open_dataset(root=root).episodes.index.tolist() == [0, 1, 2, 3]
+    assert "has 1 episodes twice" in caplog.text
+    path.write_text(path.read_text() + json.dumps({"episode_index": 2, "length": 3, "tasks": []}) + "\n")
+    with pytest.raises(DatasetError, match="not numbered 0 to 4, each once"):
+        open_dataset(root=root)
