@@ -147,17 +147,21 @@ def _build_cache(parsed: argparse.Namespace) -> int:
 
 def _local(root: str) -> Path:
     """The dataset's folder on this machine, fetched or made if it is elsewhere."""
-    from flexor.data.dataset import open_dataset
+    from flexor.data.metadata import read_metadata
+    from flexor.data.source import find_source
 
     address = _address(root)
     if "repo_id" not in address and "://" not in root:
         return Path(root)
-    dataset = open_dataset(**address)
+    source = find_source(address.get("repo_id"), address.get("root"), None)
+    names = read_metadata(source).episodes.files()
+    source.fetch(names)
     report = progress("fetching")
-    for done, name in enumerate(dataset.files, 1):
-        dataset.source.local(name)
-        report(done, len(dataset.files))
-    return dataset.root
+    for done, name in enumerate(names, 1):
+        if source.exists(name):  # a check names what is missing
+            source.local(name)
+        report(done, len(names))
+    return source.root
 
 
 def _address(root: str) -> dict[str, Any]:

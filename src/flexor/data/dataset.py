@@ -245,7 +245,7 @@ def open_dataset(
     selected = _selected(meta, episodes, exclude_episodes, name)
     if not selected:
         raise BrokenFile(source, "meta/info.json", "the dataset has no episode")
-    source.fetch(_files(meta, selected))
+    source.fetch(meta.episodes.files(selected))
     bad = BadEpisodes(name, selected)
     videos, absent = video_cameras(source, meta, selected)
     bad.reasons |= missing_files(source, meta, videos, selected)
@@ -286,7 +286,7 @@ def open_dataset(
         skipped=bad.reasons,
         store=FrameStore(clips, meta.episodes.length, size, source.streams, rule),
         source=source,
-        files=_files(meta, list(range(len(meta.episodes.index)))),
+        files=meta.episodes.files(),
         _file_sizes=_file_sizes(source, meta, table.episode, cameras),
     )
     return dataset if bad.good == selected else dataset.select(bad.good)
@@ -324,13 +324,6 @@ def _checked_episodes(
             f"{name}: the list of episodes is empty. Leave --dataset.{setting} out to read all"
         )
     return wanted
-
-
-def _files(meta: Metadata, selected: list[int]) -> list[str]:
-    files = [meta.episodes.data_file[i] for i in selected]
-    for spans in meta.episodes.videos.values():
-        files += [file for i in selected if (file := spans.file[i])]
-    return list(dict.fromkeys(files))
 
 
 def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:

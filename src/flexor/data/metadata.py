@@ -97,6 +97,14 @@ class EpisodeFiles:
     data_file: list[str]
     videos: dict[str, VideoSpans] = field(default_factory=dict)
 
+    def files(self, selected: Iterable[int] | None = None) -> list[str]:
+        """All tables and videos of some episodes, or of all."""
+        some = range(len(self.index)) if selected is None else list(selected)
+        names = [self.data_file[i] for i in some]
+        for spans in self.videos.values():
+            names += [file for i in some if (file := spans.file[i])]
+        return list(dict.fromkeys(names))
+
 
 @dataclass(frozen=True)
 class Metadata:
