@@ -185,7 +185,7 @@ def test_the_cpu_has_the_last_word(tmp_path):
     assert not out[:3].any() and not out[15:].any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("encoder", "codec"), [("libx264", "h264"), ("libx265", "hevc"), ("libvpx-vp9", "vp9")]
 )
