@@ -305,6 +305,8 @@ def give_up_early(dog: Watchdog) -> None:
     step(dog, 0)
     group = dist.new_group(timeout=timedelta(seconds=0.1))
     dog.beat(1, "reading data")
+    be_heard(dog)
+    dist.barrier()
     if dog.rank == 1:
         time.sleep(FOREVER_S)
     dog.beat(1, "backward")

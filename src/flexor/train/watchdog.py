@@ -173,16 +173,17 @@ class Watchdog:
         if failed:
             first = min(failed, key=lambda peer: peer.heard)
             return [first.rank], f"{_name(first)} has ended at {_place(first)}: {first.ended}"
-        answered = self._now - self._heartbeats.answered
-        if answered > silent_s:
+        answered = self._heartbeats.answered
+        if self._now - answered > silent_s:
             return [0], (
-                f"The store of this run, which rank 0 or its launcher keeps, has not answered for {answered:.0f} s: "
-                "that process is dead or frozen, or its host is down."
+                "The store of this run, which rank 0 or its launcher keeps, has not answered for "
+                f"{self._now - answered:.0f} s: that process is dead or frozen, or its host is down."
             )
-        silent = [peer for peer in peers if peer.ended is None and peer.silence(self._now) > silent_s]
+        # up to the last look at the store: what a rank has said since then is not known
+        silent = [peer for peer in peers if peer.ended is None and peer.silence(answered) > silent_s]
         if silent:
             return [peer.rank for peer in silent], (
-                f"{_names(silent)} {_have(silent)} not been heard of for {silent[0].silence(self._now):.0f} s: dead "
+                f"{_names(silent)} {_have(silent)} not been heard of for {silent[0].silence(answered):.0f} s: dead "
                 f"or frozen, last at {_place(silent[0])}."
             )
         return None
