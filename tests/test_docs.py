@@ -11,14 +11,13 @@ flags of those who launch them. A `python` block that begins with a file's name 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -37,7 +36,9 @@ from flexor.sim.envs import make_env
 from flexor.train import report
 from flexor.train.resume import may_change
 from flexor.train.settle import split_batch
-from support.limits import LIMIT_S, wait_for
+from support.limits import LIMIT_S
+from support.quick_flexor import shrink
+from support.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -95,19 +96,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for PATH with a `flexor` in it, and what stands behind that."""
     folder = tmp_path_factory.mktemp("docs")
     demonstrations = record.record_dataset(folder / "demonstrations", episodes=4)
-    short = tempfile.mkdtemp(prefix="flexor")  # a socket's path may have a hundred characters, pytest's more
-    bin_folder, address = folder / "bin", Path(short) / "socket"
+    warm = WarmPython(functools.partial(shrink, demonstrations=str(demonstrations)))
+    bin_folder = folder / "bin"
     bin_folder.mkdir()
-    python = [sys.executable, "-m", "support.quick_flexor"]
     script = bin_folder / "flexor"
-    script.write_text(f'#!/bin/sh\nexec {shlex.join([*python, "call", str(address)])} "$@"\n')
+    script.write_text(f'#!/bin/sh\nexec {warm.python} -m flexor "$@"\n')
     script.chmod(0o755)
-    with subprocess.Popen([*python, "serve", str(address), str(demonstrations)]) as server:
-        wait_for(lambda: address.exists() or server.poll() is not None)
-        assert server.poll() is None, "the stand-in for flexor did not start"
-        yield bin_folder
-        server.terminate()
-    shutil.rmtree(short)
+    yield bin_folder
+    warm.close()
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 # safetensors' names of types
@@ -38,6 +39,22 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor; the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def as_part(own: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+    """`own` as this rank's part of a tensor that is spread like another one; the ranks as `mesh` knows them."""
+    if not is_sharded(like):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own,
+        mesh or like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=torch.empty(like.shape, device="meta").stride(),
+    )
 
 
 def part(tensor: Tensor) -> slice:

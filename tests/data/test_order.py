@@ -33,7 +33,7 @@ lanes_and_pools = st.tuples(st.integers(1, 20), st.integers(1, 200))
 
 
 @given(st.integers(1, 5000), st.integers() | st.text())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_permutation_is_a_bijection(size, key):
     permutation = Permutation(size, key)
     values = permutation(np.arange(size))
@@ -55,7 +55,7 @@ def test_permutations_look_shuffled_and_differ_by_key():
 
 
 @given(st.integers(1, 300), st.integers(1, 50), st.integers(0, 2**40), st.integers(1, 4))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epochs):
     order = UniformOrder(size, seed)
     batches = [order.samples(start, batch) for start in range(0, size * epochs, batch)]
@@ -66,7 +66,7 @@ def test_every_sample_once_per_epoch_whatever_the_batch(size, batch, seed, epoch
 
 
 @given(st.integers(1, 300), st.integers(0, 2000), st.integers(1, 400), st.integers(0, 400))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_positions_mean_the_same_wherever_one_starts(size, start, count, skip):
     order = UniformOrder(size, 3)
     whole = order.samples(start, count + skip)
@@ -92,7 +92,7 @@ def test_a_trillion_samples_cost_nothing():
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 2**64 - 1)), min_size=1, max_size=8))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_many_permutations_at_once_are_bijections(ranges):
     ranges = list({key: (size, key) for size, key in ranges}.values())
     offsets = np.concatenate([np.arange(size) for size, _ in ranges])
@@ -106,7 +106,7 @@ def test_many_permutations_at_once_are_bijections(ranges):
 
 
 @given(units(), lanes_and_pools, st.integers(1, 70), st.integers(0, 2**40))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batch, seed):
     lanes, pool = lanes_and_pool
     order = StreamingOrder(units, seed, lanes=lanes, pool=pool)
@@ -121,7 +121,7 @@ def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batc
 
 
 @given(units(), lanes_and_pools, st.integers(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
     """The loader decodes by pools and delivers by batches: both must tell the same story."""
     lanes, pool = lanes_and_pool
@@ -230,7 +230,7 @@ def test_streaming_costs_memory_by_units_not_samples():
 
 
 @given(units(), st.integers(1, 90), st.integers(0, 400))
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_streaming_once_then_uniform(units, batch, position):
     streaming = StreamingOrder(units, 1, lanes=4, pool=50)
     uniform = UniformOrder(units.size, 1)

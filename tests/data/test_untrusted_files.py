@@ -76,7 +76,9 @@ def test_info(samples, version, tmp_path):
     keep = [
         place for place in places(info) if len(place) < 3 or place[1] in ("action", "observation.images.top")
     ]
-    for number, place in enumerate(keep):
+    # the older ones are read alike: half of the places each
+    some = {"v3.0": slice(None), "v2.1": slice(0, None, 2), "v2.0": slice(1, None, 2)}[version]
+    for number, place in [*enumerate(keep)][some]:
         path.write_text(json.dumps(changed(info, place, None, remove=True)))
         use(root)
         path.write_text(json.dumps(changed(info, place, NONSENSE[number % len(NONSENSE)])))

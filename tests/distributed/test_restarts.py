@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +40,10 @@ def whole(lowdim, tiny_act, tmp_path_factory) -> Path:
 class Launched:
     """A launcher at work in a folder of its own, with what it says in a file."""
 
-    def __init__(self, folder: Path, module: list[str]):
+    def __init__(self, folder: Path, python: str, module: list[str]):
         self.folder, self.log = folder, folder / "log"
         with self.log.open("w") as file:
-            command = [sys.executable, "-m", *module]
+            command = [python, "-m", *module]
             self.process = subprocess.Popen(command, cwd=folder, env=environment.for_cpu(), stderr=file)
 
     def wait_for(self, pattern: str) -> None:
@@ -59,10 +58,10 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def started(whole, lowdim, tiny_act, tmp_path_factory) -> Iterator[dict[str, Launched]]:
+def started(whole, lowdim, tiny_act, warm_python, tmp_path_factory) -> Iterator[dict[str, Launched]]:
     """All at once: much of what they do is wait."""
     all_of_them = {
-        name: Launched(tmp_path_factory.mktemp("launched"), [*module, *flags(lowdim, tiny_act)])
+        name: Launched(tmp_path_factory.mktemp("launched"), warm_python, [*module, *flags(lowdim, tiny_act)])
         for name, module in STARTS.items()
     }
     yield all_of_them

@@ -17,8 +17,10 @@ WAYS = {
     "accumulation": (1, ["--batch_size=2", "--gradient_accumulation_steps=4"]),
     "ddp 4": (4, ["--batch_size=2"]),
     "ddp 2, accumulation": (2, ["--batch_size=2", "--gradient_accumulation_steps=2"]),
-    "fsdp 2, accumulation": (2, ["--global_batch_size=8", "--batch_size=2", "--parallel.strategy=fsdp"]),
-    "fsdp 4": (4, ["--batch_size=2", "--parallel.strategy=fsdp", "--activation_checkpointing"]),
+    "fsdp 4, accumulation": (
+        4,
+        ["--global_batch_size=8", "--batch_size=1", "--parallel.strategy=fsdp", "--activation_checkpointing"],
+    ),
     "hsdp 2x2": (4, ["--batch_size=2", "--parallel.strategy=hsdp", "--parallel.dp_shard=2"]),
 }
 

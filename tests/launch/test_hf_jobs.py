@@ -337,10 +337,11 @@ def test_ctrl_c_leaves_the_job_alone(hub):
 # The job itself
 
 
-def _python(folder: Path) -> Path:
-    """A folder for PATH in which `python` is the one that runs the tests."""
+def _python(folder: Path, warm_python: str) -> Path:
+    """A folder for PATH in which `python` is the one that runs the tests, and a warm one for the program."""
     folder.mkdir(parents=True)
-    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    cases = f'flexor) exec {warm_python} "$@" ;; *) exec {shlex.quote(sys.executable)} "$@" ;;'
+    (folder / "python").write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
     (folder / "python").chmod(0o755)
     return folder
 
@@ -356,12 +357,12 @@ def _installed(folder: Path) -> Path:
 class Job:
     """What the Hub is asked to run, run: on a machine of its own, as far as folders go."""
 
-    def __init__(self, body: dict[str, Any], machine: Path, bucket: Path, datasets: Path):
+    def __init__(self, body: dict[str, Any], python: str, machine: Path, bucket: Path, datasets: Path):
         self.work = machine / "work"
         self.work.mkdir(parents=True)
         script = body["command"][2].replace("/tmp/", f"{self.work}/").replace("/flexor-runs/", f"{bucket}/")
         there = environment.for_cpu(
-            PATH=f"{_python(machine / 'bin')}:{os.environ['PATH']}",
+            PATH=f"{_python(machine / 'bin', python)}:{os.environ['PATH']}",
             PYTHONPATH=f"{_installed(machine / 'packages')}:{os.environ['PYTHONPATH']}",
             PIP_NO_INDEX="1",
             PIP_BREAK_SYSTEM_PACKAGES="1",  # which it does not, as it finds nothing to install
@@ -384,7 +385,8 @@ class Job:
         return self.process.wait(LIMIT_S)
 
 
-def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, tmp_path):
+@pytest.mark.ranks
+def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, warm_python, tmp_path):
     """Weights and figures are those of a run that was never ended, though the machine is gone."""
     from flexor.cli import main
 
@@ -394,13 +396,13 @@ def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, tmp_
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     body = submitted(hub, *arguments)
-    first = Job(body, tmp_path / "first", bucket, tmp_path / "datasets")
+    first = Job(body, warm_python, tmp_path / "first", bucket, tmp_path / "datasets")
     first.wait_for_step(3)
     first.process.send_signal(signal.SIGTERM)
     assert first.end() == 75, first.errors.read_text()
     assert "goes on from here" in first.errors.read_text()
     shutil.rmtree(first.work)
-    second = Job(body, tmp_path / "second", bucket, tmp_path / "datasets")
+    second = Job(body, warm_python, tmp_path / "second", bucket, tmp_path / "datasets")
     assert second.end() == 0, second.errors.read_text()
     whole = tmp_path / "whole"
     assert main(["train", f"--dataset.root={lowdim}", f"--output_dir={whole}", *flags]) == 0

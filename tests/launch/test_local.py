@@ -142,21 +142,6 @@ def test_every_rank_finds_out_which_it_is(tmp_path):
     assert {r["OMP_NUM_THREADS"] for r in ranks} == {str(max(cores // 3, 1))}
 
 
-def test_ranks_meet_at_the_port(tmp_path):
-    """torch's own rendezvous, from the environment alone."""
-    program = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.tensor([float(RANK + 1)])
-dist.all_reduce(total)
-note(f"total-{RANK}", str(total.item()))
-dist.destroy_process_group()
-"""
-    code, said = Launcher(tmp_path, program).end()
-    assert code == 0, said
-    assert [(tmp_path / f"total-{rank}").read_text() for rank in (0, 1)] == ["3.0", "3.0"]
-
-
 def test_threads_that_the_user_chose_stay(monkeypatch, tmp_path):
     program = "import os, sys; sys.exit(0 if os.environ['OMP_NUM_THREADS'] == '7' else 9)"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")

@@ -335,8 +335,9 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
 
 
 def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(
-    slurm, lowdim, tiny_act, tmp_path, capsys
+    slurm, lowdim, tiny_act, warm_python, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr(sys, "executable", warm_python)
     steps, sharded = 60, ["--steps=60", "--parallel.strategy=fsdp"]
     whole, run = tmp_path / "whole", tmp_path / "stopped"
     words = ["--nodes=2", "--processes-per-node=1", "--json", "--"]

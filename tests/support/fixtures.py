@@ -83,8 +83,11 @@ def lowdim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_act() -> list[str]:
-    """Flags of the smallest ACT; the pictures' ResNet-18 is what it has most of."""
+    """Flags of the smallest ACT."""
+    from support import small_resnet
+
     return [
+        small_resnet.FLAG,
         "--policy.type=act",
         "--policy.device=cpu",
         "--policy.pretrained_backbone_weights=null",
@@ -97,6 +100,18 @@ def tiny_act() -> list[str]:
         "--policy.n_vae_encoder_layers=1",
         "--policy.latent_dim=4",
     ]
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """A Python that takes no seconds to import torch, for launchers to start the program with."""
+    from support import selection
+    from support.warm_python import WarmPython
+
+    selection.must_be_marked()
+    warm = WarmPython()
+    yield str(warm.python)
+    warm.close()
 
 
 @pytest.fixture

@@ -56,6 +56,8 @@ SERVER.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
         "support.trouble",
+        "support.small_resnet",
+        "support.frozen",
     ]
 )
 

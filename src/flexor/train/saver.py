@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexor.log import log
-from flexor.tensors import is_sharded, local
+from flexor.tensors import as_part, is_sharded, local
 from flexor.train import checkpoint
 from flexor.train.processes import FOREVER
 from flexor.train.run import Run
@@ -157,19 +157,4 @@ class Room:
             self.tensors[name].copy_(local(tensor), non_blocking=True)
         if self.pinned:
             torch.cuda.synchronize()
-        return {name: self._like(tensor, self.tensors[name]) for name, tensor in tensors.items()}
-
-    def _like(self, tensor: Tensor, copied: Tensor) -> Tensor:
-        """The copy as a part of the whole, as `tensor` is."""
-        if not is_sharded(tensor):
-            return copied
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            copied,
-            self.mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=torch.empty(tensor.shape, device="meta").stride(),
-        )
+        return {name: as_part(self.tensors[name], tensor, self.mesh) for name, tensor in tensors.items()}

@@ -8,13 +8,14 @@ precision they are gathered in the lower one, which autocast would have cast the
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -24,13 +25,12 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
 
 from flexor.errors import ConfigError
 from flexor.policies.base import Policy
 from flexor.policies.empty import parameters_without_memory
 from flexor.policies.pretrained import load_weights
-from flexor.tensors import copy_part
+from flexor.tensors import as_part, copy_part, local
 from flexor.train.engine import DTYPES, Engine
 from flexor.train.settle import hsdp_sizes
 
@@ -141,16 +141,59 @@ class ShardedEngine(Engine):
         self.model.set_requires_gradient_sync(last)
         yield
 
+    @torch.no_grad()
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-        norm = super().clip_grad_norm(optimizer, limit)
+        self.scaler.unscale_(optimizer)
         if self.scaler.is_enabled():
             self._agree_on_overflow(optimizer)
-        return norm.full_tensor().to(self.device) if isinstance(norm, DTensor) else norm
+        gradients = [local(p.grad) for p in self.policy.parameters() if p.grad is not None]
+        squared = nn.utils.get_total_norm(gradients).square().to(self.device)
+        dist.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
+        norm = squared.sqrt()
+        if limit > 0 and gradients:
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        with on_own_parts(optimizer):
+            super().step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
 
     def _agree_on_overflow(self, optimizer: torch.optim.Optimizer) -> None:
         """A rank sees only its part of the gradient; if any part overflowed, all skip the step."""
         for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's parts.
+
+    It treats each number for itself, so no other rank has a say in it. As parts of whole ones, torch would find out for
+    every tensor how to share out the work: seconds in the first step, and many times what the step itself takes later.
+    """
+    groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    parts = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
+    for whole, own in parts.items():
+        own.grad = None if whole.grad is None else local(whole.grad)
+    for group in optimizer.param_groups:
+        group["params"] = [parts[p] for p in group["params"]]
+    optimizer.state = defaultdict(dict)
+    for whole in state:
+        optimizer.state[parts[whole]] = {key: local(value) for key, value in state[whole].items()}
+    try:
+        yield
+    finally:
+        for group, wholes in zip(optimizer.param_groups, groups):
+            group["params"] = wholes
+        for whole, own in parts.items():
+            for key, value in optimizer.state.get(own, {}).items():
+                if local(state[whole].get(key)) is not value:  # new: all others were changed in place
+                    of_shape = isinstance(value, Tensor) and value.shape == own.shape
+                    state[whole][key] = as_part(value, whole) if of_shape else value
+        optimizer.state = state
 
 
 def gather_once(policy: Policy) -> None:

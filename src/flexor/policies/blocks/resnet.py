@@ -7,6 +7,7 @@ import platform
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,22 @@ from torch import Tensor, nn
 
 from flexor.errors import ConfigError
 
-# depth per stage, and whether a block is a bottleneck (three convolutions) or basic (two)
-ARCHITECTURES: dict[str, tuple[tuple[int, int, int, int], bool]] = {
-    "resnet18": ((2, 2, 2, 2), False),
-    "resnet34": ((3, 4, 6, 3), False),
-    "resnet50": ((3, 4, 6, 3), True),
-    "resnet101": ((3, 4, 23, 3), True),
-    "resnet152": ((3, 8, 36, 3), True),
+
+class Architecture(NamedTuple):
+    depths: tuple[int, int, int, int]
+    """Blocks of each stage."""
+    bottleneck: bool
+    """Blocks of three convolutions instead of two."""
+    width: int = 64
+    """Channels of the first stage; each other one has twice as many as the one before."""
+
+
+ARCHITECTURES = {
+    "resnet18": Architecture((2, 2, 2, 2), bottleneck=False),
+    "resnet34": Architecture((3, 4, 6, 3), bottleneck=False),
+    "resnet50": Architecture((3, 4, 6, 3), bottleneck=True),
+    "resnet101": Architecture((3, 4, 23, 3), bottleneck=True),
+    "resnet152": Architecture((3, 8, 36, 3), bottleneck=True),
 }
 
 # torchvision's names for its ImageNet weights -> the published file
@@ -158,16 +168,15 @@ class ResNet(nn.Module):
             raise ConfigError(
                 f"policy.vision_backbone={name!r} is not a known ResNet; one of {', '.join(ARCHITECTURES)}."
             )
-        depths, bottleneck = ARCHITECTURES[name]
+        depths, bottleneck, inputs = ARCHITECTURES[name]
         block = Bottleneck if bottleneck else BasicBlock
-        self.conv1 = Conv2d(3, 64, 7, 2)
-        self.bn1 = norm(64)
+        self.conv1 = Conv2d(3, inputs, 7, 2)
+        self.bn1 = norm(inputs)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
 
-        inputs = 64
         for stage, depth in enumerate(depths):
-            width = 64 * 2**stage
+            width = ARCHITECTURES[name].width * 2**stage
             dilate = dilate_last_stage and stage == 3
             stride = 1 if stage == 0 or dilate else 2
             blocks = []

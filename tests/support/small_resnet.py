@@ -1,0 +1,12 @@
+"""A ResNet for tests, `--policy.vision_backbone=resnet_small`: ResNet-18 with a fortieth of its weights.
+
+Most of what a small run does would be to make, save, hash and read those of ResNet-18. Known to processes that import
+this: the tests' own, and those that are forked for them.
+"""
+
+from flexor.policies.blocks import resnet
+
+NAME = "resnet_small"
+FLAG = f"--policy.vision_backbone={NAME}"
+
+resnet.ARCHITECTURES[NAME] = resnet.Architecture((1, 1, 1, 1), bottleneck=False, width=16)
