@@ -32,7 +32,7 @@ from accelerate.utils.launch import (
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 12
+STEPS = 8
 CONFIGS = Path(__file__).parent / "configs"
 DDP, FSDP1, FSDP2, ZERO2 = (
     [f"--config_file={CONFIGS / name}.yaml"] for name in ("ddp", "fsdp1", "fsdp2", "deepspeed")
