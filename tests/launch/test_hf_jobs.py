@@ -340,7 +340,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
 def _python(folder: Path, warm_python: str) -> Path:
     """A folder for PATH in which `python` is the one that runs the tests, and a warm one for the program."""
     folder.mkdir(parents=True)
-    cases = f'flexor) exec {warm_python} "$@" ;; *) exec {shlex.quote(sys.executable)} "$@" ;;'
+    cases = f'flexor*) exec {warm_python} "$@" ;; *) exec {shlex.quote(sys.executable)} "$@" ;;'
     (folder / "python").write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
     (folder / "python").chmod(0o755)
     return folder

@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_a_warning(
     dataset: Path, tiny_act: list[str], gpu: list[GPU], log_lines: list[str]
 ) -> None:
     gpu[0] = replace(gpu[0], memory_gib=0.6)
-    config, training = run_of(dataset, tiny_act)
+    config, training = run_of(dataset, tiny_act, "--policy.vision_backbone=resnet18")
     plan = preflight.plan_run(config, training, Processes(), CUDA)
     assert plan is not None and not plan.fits
     assert any("does not fit" in line for line in log_lines)

@@ -15,7 +15,7 @@ from flexor.policies.blocks.recompute import recompute
 from flexor.policies.blocks.vision import SpatialSoftmax, center_crop, random_crop, warn_blind
 from flexor.policies.diffusion import Diffusion, DiffusionConfig
 from flexor.rng import Noise, seed_everything
-from support import ranks, runs
+from support import ranks, runs, small_resnet
 
 CAMERA = "observation.images.top"
 CAMERAS = {CAMERA: PolicyFeature(Kind.VISUAL, (3, 70, 90))}
@@ -36,6 +36,7 @@ TINY = DiffusionConfig(
 BLIND = replace(TINY, input_features=LOW_DIM)
 FLAGS = [
     "--policy.type=diffusion",
+    small_resnet.FLAG,
     "--policy.device=cpu",
     "--policy.horizon=8",
     "--policy.n_action_steps=4",

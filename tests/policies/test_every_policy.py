@@ -8,7 +8,7 @@ import pytest
 from flexor.cli import main
 from flexor.policies import POLICIES
 from parity.multi_task_dit.clips import make_clips
-from support import ranks, runs
+from support import ranks, runs, small_resnet
 
 STEPS = 4
 SMALL = {
@@ -25,6 +25,7 @@ SMALL = {
         "action_chunk_size=2",
         "crop_shape=null",
         "use_group_norm=true",
+        f"vision_backbone={small_resnet.NAME}",
         "pretrained_backbone_weights=null",
         "spatial_softmax_num_keypoints=4",
         "n_vqvae_training_steps=3",  # both phases, also after a resume

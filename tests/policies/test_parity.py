@@ -8,6 +8,8 @@ from parity.kinds import KINDS, cases_of, golden, part
 from parity.limits import stored_limit
 from parity.records import difference
 
+pytestmark = pytest.mark.slow  # all of them together
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

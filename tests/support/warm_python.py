@@ -60,10 +60,10 @@ def _serve(address: Path, change: Change | None) -> None:
         Path(f"{address}.new").rename(address)  # whoever sees it may call
         while True:
             caller, _ = server.accept()
-            text, streams, _, _ = socket.recv_fds(caller, 1 << 20, 3)
+            request, streams, _, _ = socket.recv_fds(caller, 1 << 20, 3)
             if os.fork() == 0:
                 server.close()
-                _be(json.loads(text), streams, caller, change)
+                _answer(json.loads(request), streams, caller, change)
             caller.close()
             for stream in streams:
                 os.close(stream)
@@ -72,8 +72,33 @@ def _serve(address: Path, change: Change | None) -> None:
                     pass
 
 
-def _be(request: dict[str, Any], streams: list[int], caller: socket.socket, change: Change | None) -> None:
-    """Become what the caller wants: in its folder and environment, with its streams."""
+def _answer(
+    request: dict[str, Any], streams: list[int], caller: socket.socket, change: Change | None
+) -> None:
+    """Fork what the caller wants, and tell it how that ended."""
+    pid = os.fork()
+    if pid == 0:
+        caller.close()
+        _be(request, streams, change)
+    for stream in streams:
+        os.close(stream)
+    caller.sendall(f"{pid}\n".encode())
+    threading.Thread(target=_end_with, args=(caller, pid), daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        caller.sendall(f"{code}\n".encode())
+    os._exit(0)
+
+
+def _end_with(caller: socket.socket, pid: int) -> None:
+    with contextlib.suppress(OSError):
+        caller.recv(1)  # nothing comes: it returns when the caller is gone
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _be(request: dict[str, Any], streams: list[int], change: Change | None) -> None:
+    """In the folder and the environment of the caller, with its streams."""
     code = 1
     try:
         os.setsid()
@@ -85,8 +110,6 @@ def _be(request: dict[str, Any], streams: list[int], caller: socket.socket, chan
         os.chdir(request["folder"])
         sys.executable = request["python"]
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-        threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
-        caller.sendall(f"{os.getpid()}\n".encode())
         option, module, *arguments = [word for word in request["arguments"] if word != "-u"]
         assert option == "-m", f"{request['arguments']}: only -m MODULE can be started like this"
         sys.argv = [module, *(change(arguments) if change else arguments)]
@@ -99,11 +122,4 @@ def _be(request: dict[str, Any], streams: list[int], caller: socket.socket, chan
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        caller.sendall(f"{code}\n".encode())
         os._exit(code)
-
-
-def _end_with(caller: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        caller.recv(1)  # nothing comes: it returns when the caller is gone
-    os.kill(os.getpid(), signal.SIGKILL)

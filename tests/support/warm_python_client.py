@@ -35,10 +35,12 @@ def main() -> int:
         pid = int(answers.readline() or 0)
         for number in told:
             os.kill(pid, number)
-        code = answers.readline()
-    if not code:  # it was killed, and so are we
-        os.kill(os.getpid(), signal.SIGKILL)
-    return int(code)
+        code = int(answers.readline())
+    if code < 0:  # a signal ended it, and so it does us
+        if -code in HANDED_ON:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
 
 
 if __name__ == "__main__":
