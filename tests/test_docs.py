@@ -1,7 +1,7 @@
 """The README and the docs, taken at their word: commands run, links lead somewhere, tables are complete.
 
 A `bash` block is run: a page's blocks one after the other in one shell, in a folder that has the dataset
-and the run which the README makes. `flexor` is a stand-in that calls the program with the same arguments,
+and the run which the README makes. `flexor` is a script that calls the program with the same arguments,
 except that numbers of steps and episodes are smaller and the network is tiny (see support/quick_flexor.py). A `console`
 block can't run here (downloads, accounts, GPUs, make); its `flexor` commands must at least parse, and so must the
 flags of those who launch them. A `python` block that begins with a file's name (`# my_policy.py`) is that file.

@@ -171,8 +171,8 @@ class ShardedEngine(Engine):
 def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's parts.
 
-    It treats each number for itself, so no other rank has a say in it. As parts of whole ones, torch would find out for
-    every tensor how to share out the work: seconds in the first step, and many times what the step itself takes later.
+    It treats each number for itself, so no other rank has a say in it. For parts of whole tensors, torch would work out
+    how to share out the work on each of them, which takes seconds in the first step.
     """
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     parts = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
