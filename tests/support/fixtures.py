@@ -105,10 +105,8 @@ def tiny_act() -> list[str]:
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[str]:
     """A Python that takes no seconds to import torch, for launchers to start the program with."""
-    from support import selection
     from support.warm_python import WarmPython
 
-    selection.must_be_marked()
     warm = WarmPython()
     yield str(warm.python)
     warm.close()

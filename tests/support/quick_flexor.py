@@ -1,12 +1,13 @@
 """Commands of the docs, made quick: fewer steps and episodes, and a tiny network.
 
-Apart from the numbers that `shrink` changes, what is run is what the docs say. DEMONSTRATIONS is a small dataset for
-`flexor demo`, which would record a large one.
+Apart from the numbers that `shrink` changes, what is run is what the docs say.
 """
 
 from __future__ import annotations
 
 import os
+
+from support import small_resnet
 
 STEPS = 10_000  # this many steps in the docs are one here
 COUNTED_IN_STEPS = ("steps", "save_freq", "log_freq", "eval_steps", "env_eval_freq")
@@ -21,12 +22,15 @@ TINY_POLICY = {
     "n_vae_encoder_layers": 1,
     "latent_dim": 4,
     "pretrained_backbone_weights": "null",
-    "vision_backbone": "resnet_small",
+    "vision_backbone": small_resnet.NAME,
 }
 
 
 def shrink(arguments: list[str], demonstrations: str) -> list[str]:
-    """A command of the docs, made quick. What a quick one has started is so already."""
+    """A command of the docs, made quick. What a quick one has started is so already.
+
+    `demonstrations` is a small dataset for `flexor demo`, which would record a large one.
+    """
     if "RANK" in os.environ:
         return arguments
     verb, *words = arguments

@@ -57,7 +57,6 @@ SERVER.set_forkserver_preload(
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
         "support.trouble",
         "support.small_resnet",
-        "support.frozen",
     ]
 )
 

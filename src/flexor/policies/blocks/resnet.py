@@ -168,15 +168,15 @@ class ResNet(nn.Module):
             raise ConfigError(
                 f"policy.vision_backbone={name!r} is not a known ResNet; one of {', '.join(ARCHITECTURES)}."
             )
-        depths, bottleneck, inputs = ARCHITECTURES[name]
+        depths, bottleneck, width = ARCHITECTURES[name]
         block = Bottleneck if bottleneck else BasicBlock
-        self.conv1 = Conv2d(3, inputs, 7, 2)
-        self.bn1 = norm(inputs)
+        self.conv1 = Conv2d(3, width, 7, 2)
+        self.bn1 = norm(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)
 
+        inputs = width
         for stage, depth in enumerate(depths):
-            width = ARCHITECTURES[name].width * 2**stage
             dilate = dilate_last_stage and stage == 3
             stride = 1 if stage == 0 or dilate else 2
             blocks = []
@@ -186,6 +186,7 @@ class ResNet(nn.Module):
                 blocks.append(block(inputs, width, norm, stride if i == 0 else 1, dilation))
                 inputs = width * block.expansion
             self.add_module(f"layer{stage + 1}", nn.Sequential(*blocks))
+            width *= 2
         self.out_channels = inputs
         self.stride = 16 if dilate_last_stage else 32
         self._init_convolutions()
