@@ -1,4 +1,4 @@
-"""A ResNet for tests, `--policy.vision_backbone=resnet_small`: ResNet-18 with a fortieth of its weights.
+"""A ResNet for tests, `--policy.vision_backbone=resnet_small`: like ResNet-18 with 1 of 36 of its weights.
 
 Most of what a small run does would be to make, save, hash and read those of ResNet-18. Known to processes that import
 this: the tests' own, and those that are forked for them.
