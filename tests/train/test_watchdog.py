@@ -303,7 +303,8 @@ def test_patience_ends_with_the_life_of_a_rank(plays):
 def give_up_early(dog: Watchdog) -> None:
     """The collective has a time limit of its own, shorter than the watchdog's."""
     step(dog, 0)
-    group = dist.new_group(timeout=timedelta(seconds=0.1))
+    group = dist.new_group()  # making it may take as long as it likes
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.1), group)
     dog.beat(1, "reading data")
     be_heard(dog)
     dist.barrier()
