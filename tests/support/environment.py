@@ -32,6 +32,10 @@ def prepare() -> Path:
         "PYTHONPATH": os.pathsep.join(_paths()),
         "LC_ALL": "C.UTF-8",
         "OMP_NUM_THREADS": "1",  # tests side by side do not fight
+        # No question to a DNS server: torch asks for the name of 127.0.0.1 at every connection of a rank, and waits
+        # 5 s for each answer that is lost. This machine's own names are in /etc/hosts.
+        "RES_OPTIONS": "attempts:0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would say each time that there is no name
     }
     kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
     os.environ.clear()

@@ -95,6 +95,8 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
+        """Connects before it returns: that may take seconds (torch asks DNS for names), and the end may be near."""
+        self._connect()
         self._thread.start()
 
     def stop(self) -> None:
@@ -128,8 +130,7 @@ class Heartbeats:
 
     def _exchange(self, count: int, hear: bool) -> None:
         try:
-            # a connection of our own: on a shared one, we would wait for what the main thread waits for
-            link = self._link = self._link or _connection(self.store)
+            link = self._link or self._connect()
             own = self.own()
             link.set(f"{PREFIX}{own.rank}", own.write(count))
             if hear:
@@ -137,13 +138,14 @@ class Heartbeats:
         except RuntimeError:
             self._link, self.lost = None, True
 
+    def _connect(self) -> Store:
+        """A connection of our own: on a shared one, we would wait for what the main thread waits for."""
+        self._link = self.store.clone() if hasattr(self.store, "clone") else self.store  # torch 2.7 can't
+        return self._link
+
     def _hear(self, link: Store) -> None:
         self._missing -= {rank for rank in self._missing if link.check([f"{PREFIX}{rank}"])}
         known = [rank for rank in self.peers if rank not in self._missing]
         for rank, text in zip(known, link.multi_get([f"{PREFIX}{rank}" for rank in known])):
             self.peers[rank].read(text, self.clock())
         self.answered, self.lost = self.clock(), False
-
-
-def _connection(store: Store) -> Store:
-    return store.clone() if hasattr(store, "clone") else store  # torch 2.7 can't
