@@ -37,7 +37,6 @@ HOSTILE = {
 # A request to the Hub, a dataset from it, processes that find out who they are, a run.
 SENSITIVE = (
     "launch/test_hf_jobs.py::test_the_request",
-    "launch/test_local.py::test_every_rank_finds_out_which_it_is",
     "data/test_source.py::test_hub_snapshot_in_the_cache_is_used_without_the_hub",
     "train/test_processes.py",
     "train/test_loop.py::test_last_step_is_always_saved",

@@ -15,6 +15,11 @@ from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
 from parity.kinds import part
 from parity.records import gradients, group, in_double, record_batch
 
+DRAWN = (
+    *("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_", "xavier_uniform_"),
+    *("orthogonal_", "trunc_normal_"),
+)
+
 
 def make_config(kind: str, case: dict) -> PolicyConfig:
     inputs, outputs = (
@@ -28,7 +33,9 @@ def make_policy(kind: str, case: dict) -> Pretrained:
     config = make_config(kind, case)
     config.validate()
     before, after = default_pipelines(config, statistics(case["inputs"]), "cpu")
-    return Pretrained(policy_class(kind)(config), before, after)
+    with patch.multiple("torch.nn.init", **dict.fromkeys(DRAWN, lambda tensor, *_, **__: tensor)):
+        policy = policy_class(kind)(config)  # weights are filled in by who asked for it
+    return Pretrained(policy, before, after)
 
 
 def tensors(batch: dict) -> dict:
@@ -55,11 +62,13 @@ def measure_policy(kind: str, case: dict) -> dict:
     if hasattr(special, "before_step"):
         record |= special.before_step(policy, batch)
     loss = policy.loss(batch, Draws("training"))
-    loss.per_sample.mean().backward()
+    in_float64 = getattr(cases, "GRADIENTS_IN_DOUBLE", False)
+    if not in_float64:
+        loss.per_sample.mean().backward()
     parts = {name: part.mean().item() for name, part in loss.parts.items() if name in cases.PARTS}
     record["loss"] = {"loss": loss.per_sample.mean().item(), **parts}
     record["gradients"] = gradients(policy)
-    if getattr(cases, "GRADIENTS_IN_DOUBLE", False):
+    if in_float64:
         with in_double(policy, batch) as (twin, wide):
             twin.zero_grad()
             twin.loss(wide, Draws("training")).per_sample.mean().backward()

@@ -117,7 +117,7 @@ def test_more_of_what_takes_memory_takes_more():
 
 
 def test_expandable_segments_waste_less():
-    config = settings(size=(96, 96))
+    config = settings(size=(96, 96), policy={"vision_backbone": "resnet18"})
     plain, expandable = (plan_memory(config, H200, 16, expandable=e) for e in (False, True))
     assert expandable.reserved <= plain.reserved
 

@@ -15,9 +15,11 @@ from flexor.plan.hardware import load_hardware
 from flexor.plan.table import hardware_guide
 from flexor.policies import POLICIES
 from flexor.sim.record import record_dataset
+from support import small_resnet
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
+    small_resnet.FLAG,
     "--policy.dim_model=64",
     "--policy.n_heads=4",
     "--policy.dim_feedforward=128",
@@ -34,7 +36,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 
 
 def test_the_answer_comes_first(capsys):
-    assert cli.main(["plan", *JOB, "--gpu=4090"]) == 0
+    assert cli.main(["plan", *JOB, "--policy.vision_backbone=resnet18", "--gpu=4090"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at the peak\.\nA step takes ", out)
     for part in (
@@ -105,10 +107,10 @@ def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(capsys, mo
 def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path):
     own = tmp_path / "gpus.toml"
     own.write_text(
-        '[gpus."Small"]\nmemory_gib = 0.75\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
+        '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, found = plan(capsys, f"--gpus-file={own}", "--gpu=small", "--batch_size=64")
+    code, found = plan(capsys, f"--gpus-file={own}", "--gpu=small", "--batch_size=512")
     assert code == 1 and not found["fits"]
     assert found["remedy"] and found["changes"][0]["saves_bytes"] > 0
 

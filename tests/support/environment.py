@@ -23,8 +23,14 @@ KEPT = {
 KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 
 
+IN_MEMORY = Path("/dev/shm")  # Linux's folder in memory
+ENOUGH = 8 << 30  # bytes, for all that tests write at a time and then some
+
+
 def prepare() -> Path:
     """Make this process's environment that of the tests. Gives the home folder, to be removed at the end."""
+    os.environ.setdefault("TMPDIR", str(_temporary()))
+    tempfile.tempdir = None  # to be looked for again
     home = Path(tempfile.mkdtemp(prefix="flexor-tests-"))
     own = {
         "HOME": str(home),
@@ -41,6 +47,12 @@ def prepare() -> Path:
     os.environ.clear()
     os.environ.update(kept | own)
     return home
+
+
+def _temporary() -> Path:
+    """Where tests write: in memory if there is room, since making and removing small files takes a disk its time."""
+    roomy = os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > ENOUGH
+    return IN_MEMORY if roomy else Path(tempfile.gettempdir())
 
 
 def _paths() -> list[str]:

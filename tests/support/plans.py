@@ -8,9 +8,13 @@ from typing import Any
 from flexor.config import TrainConfig
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, PolicyFeature
+from support import small_resnet
+
+CAMERA = {"vision_backbone": small_resnet.NAME}
 
 SMALL: dict[str, dict[str, Any]] = {
     "act": {
+        **CAMERA,
         "chunk_size": 10,
         "n_action_steps": 10,
         "dim_model": 64,
@@ -19,8 +23,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "n_encoder_layers": 1,
         "n_vae_encoder_layers": 1,
     },
-    "diffusion": {"horizon": 8, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": None},
-    "vqbet": {"crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
+    "diffusion": {**CAMERA, "horizon": 8, "n_action_steps": 4, "down_dims": (32, 64), "crop_shape": None},
+    "vqbet": {**CAMERA, "crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
     "tdmpc": {},
     "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
 }
