@@ -15,7 +15,7 @@ from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
 from parity.kinds import part
 from parity.records import gradients, group, in_double, record_batch
 
-DRAWN = (
+DRAWN = (  # by functions that need not be called: weights are filled in afterwards
     *("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_", "xavier_uniform_"),
     *("orthogonal_", "trunc_normal_"),
 )
@@ -33,9 +33,7 @@ def make_policy(kind: str, case: dict) -> Pretrained:
     config = make_config(kind, case)
     config.validate()
     before, after = default_pipelines(config, statistics(case["inputs"]), "cpu")
-    with patch.multiple("torch.nn.init", **dict.fromkeys(DRAWN, lambda tensor, *_, **__: tensor)):
-        policy = policy_class(kind)(config)  # weights are filled in by who asked for it
-    return Pretrained(policy, before, after)
+    return Pretrained(policy_class(kind)(config), before, after)
 
 
 def tensors(batch: dict) -> dict:
@@ -50,7 +48,8 @@ def measure(kind: str, case: dict) -> dict:
 
 def measure_policy(kind: str, case: dict) -> dict:
     cases, special = part(kind, "cases"), part(kind, "flexor")
-    pretrained = make_policy(kind, case)
+    with patch.multiple("torch.nn.init", **dict.fromkeys(DRAWN, lambda tensor, *_, **__: tensor)):
+        pretrained = make_policy(kind, case)
     policy = pretrained.policy
     record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy)}
     record["groups"] = [group(policy, each.params, each.overrides) for each in policy.param_groups()]

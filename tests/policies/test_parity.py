@@ -36,7 +36,7 @@ def test_computes_what_lerobot_computed(kind, name, files):
     ("kind", "name", "norm"),
     [
         ("act", "vae", "layer_norm"),
-        ("diffusion", "no_camera", "group_norm"),
+        ("diffusion", "mask", "group_norm"),
         ("multi_task_dit", "ddpm", "layer_norm"),
         ("tdmpc", "camera", "layer_norm"),
         ("vqbet", "group_norm", "group_norm"),

@@ -1,8 +1,9 @@
 """Which tests run on which worker, in which order, and which not at all on this machine.
 
-With `pytest -n 2 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
+With `pytest -n 3 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
 ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
-slow each other down, and one process to fork from is enough.
+slow each other down, and one process to fork from is enough. That worker has the most to do, so it goes first: the
+others take what it leaves of the cores.
 
 xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
 there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 _running: pytest.Item | None = None
+NICE = 10  # of workers that begin with other tests than those of ranks
 
 
 @pytest.hookimpl(trylast=True)
@@ -63,6 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _running
+    if _running is None and not item.get_closest_marker("ranks") and "PYTEST_XDIST_WORKER" in os.environ:
+        os.nice(NICE)
     _running = item
     if item.get_closest_marker("gpu"):
         import torch
