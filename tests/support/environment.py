@@ -16,7 +16,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 KEPT = {
     *("PATH", "LD_LIBRARY_PATH", "LD_PRELOAD", "TMPDIR", "TERM", "USER", "LOGNAME", "SHELL", "CI"),
-    *("PYTHONHOME", "PYTHONUSERBASE", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
+    *("PYTHONHOME", "PYTHONUSERBASE", "PYTHONPYCACHEPREFIX", "VIRTUAL_ENV"),
     *("CC", "CXX", "CUDA_HOME"),
     "CUDA_VISIBLE_DEVICES",  # which GPUs tests marked `gpu` may use; the others do without
 }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +37,6 @@ from support.plans import settings
 from support.torch_functions import types
 
 CUDA = torch.device("cuda", 0)
-MODE = FakeTensorMode(
-    allow_non_fake_inputs=True
-)  # one for all cases: a table that is made once in a process belongs to it
 BATCH = 2
 
 CASES: dict[str, Callable[[], TrainConfig]] = {
@@ -145,6 +143,12 @@ def give_cuda_streams_that_do_nothing() -> None:
     guards[1] = guards[20]
 
 
+@functools.cache
+def mode() -> FakeTensorMode:
+    """One for all cases: a table that is made once in a process belongs to it. Made on use: it imports the compiler."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 @contextlib.contextmanager
 def fake_cuda(recorder: OnFakeCuda) -> Iterator[None]:
     """A rehearsal's device "cuda" is a fake one."""
@@ -164,7 +168,7 @@ def fake_cuda(recorder: OnFakeCuda) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(module, name, instead))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(MODE)
+        stack.enter_context(mode())
         yield
 
 
