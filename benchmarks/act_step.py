@@ -13,11 +13,12 @@ import time
 
 import torch
 
-from flexor.batch import ACTION, STATE
-from flexor.policies.act import ACT, ACTConfig
+from flexor.core.batch import ACTION, STATE
+from flexor.core.rng import Noise
+from flexor.policies.act.config import ACTConfig
+from flexor.policies.act.policy import ACT
 from flexor.policies.base import Kind, PolicyFeature
-from flexor.rng import Noise
-from flexor.train.engine import Engine, pick_device
+from flexor.train.engine.base import Engine, pick_device
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexor.data.writer import DatasetWriter
+from flexor.data.format.writer import DatasetWriter
 
 FOLDER = Path(__file__).parent / ".data"
 HEIGHT, WIDTH, FPS = 480, 640, 30

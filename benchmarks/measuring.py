@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.bench.memory import PeakMemory
-from flexor.machine import total_memory
+from flexor.core.machine import total_memory
 
 MOST_MEMORY = 0.85  # of the machine's: a program that takes more is stopped before the machine is
 

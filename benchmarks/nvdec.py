@@ -29,10 +29,10 @@ import av
 import numpy as np
 import torch
 
-from flexor.data import nvdec
-from flexor.data.nvdec import CODECS, Capabilities, NvDecoder, _capabilities, supported
-from flexor.data.planes import PlaneFormat, format_of, pack
-from flexor.data.video import VideoIndex, decode_frames, index_video
+from flexor.data.video import nvdec
+from flexor.data.video.decode import VideoIndex, decode_frames, index_video
+from flexor.data.video.nvdec import CODECS, Capabilities, NvDecoder, _capabilities, supported
+from flexor.data.video.planes import PlaneFormat, format_of, pack
 
 HEIGHT, WIDTH, FPS, NOISE = 480, 640, 30, 5.0
 # name: encoder, group of pictures, frames, options. x264 and x265 use B-frames here, as they do by default.

@@ -34,17 +34,17 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as th
 
 import torch
 
-from flexor.config import TrainConfig
-from flexor.plan import calibrate
-from flexor.plan.hardware import GPU, gpu_here, load_hardware
-from flexor.plan.measure import WINDOWS, Measured
-from flexor.plan.memory import MemoryPlanner
-from flexor.plan.robot import Robot
-from flexor.plan.speeds import Speeds, assumed, read, save
-from flexor.plan.table import describe_clip
-from flexor.plan.time import step_time
-from flexor.plan.trace import trace_step
-from flexor.settings import load_config
+from flexor.config.parse import load_config
+from flexor.config.schema import TrainConfig
+from flexor.plan.data.imagined_robot import Robot
+from flexor.plan.memory.memory import MemoryPlanner
+from flexor.plan.show.table import describe_clip
+from flexor.plan.site.hardware import GPU, gpu_here, load_hardware
+from flexor.plan.speed import calibrate
+from flexor.plan.speed.measure import WINDOWS, Measured
+from flexor.plan.speed.speeds import Speeds, assumed, read, save
+from flexor.plan.speed.time import step_time
+from flexor.plan.trace.trace import trace_step
 
 ROBOTS = {
     "one": Robot(cameras=1, height=240, width=320),

@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from flexor.console import table
+from flexor.core.console import table
 from flexor.launch.local import free_port, rank_environment
 
 STEPS = 9
@@ -97,7 +97,7 @@ def row(result: dict[str, Any]) -> list[str]:
 
 
 def write_dataset(root: Path) -> Path:
-    from flexor.data.writer import DatasetWriter
+    from flexor.data.format.writer import DatasetWriter
 
     vector = {"dtype": "float32", "names": None, "shape": (8,)}
     names = ("observation.environment_state", "observation.state", "action")
@@ -157,8 +157,8 @@ def measure(folder: Path, dataset: Path, strategy: str, asynchronous: bool, opti
 def rank_main(output: Path, flags: list[str]) -> int:
     import torch
 
-    from flexor.cli import main as flexor
-    from flexor.tensors import local
+    from flexor.cli.main import main as flexor
+    from flexor.core.tensors import local
     from flexor.train import loop
 
     if os.environ["RANKS_PRETEND"] != "0":
@@ -213,7 +213,7 @@ def pretend() -> None:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from flexor.train.processes import Processes
+    from flexor.train.ranks.processes import Processes
 
     def join(self: Any, *_: Any) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world_size)

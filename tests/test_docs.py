@@ -25,17 +25,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexor import cli
-from flexor.accelerate_settings import SHARDING
-from flexor.config import GROUPS, ParallelConfig
-from flexor.lerobot_settings import ALIASES, HARMLESS, IGNORED
-from flexor.plan.cli import parser as plan_flags
-from flexor.settings import flatten, load_config, parse_flags, read_file
+from flexor.cli import main as cli
+from flexor.cli.plan import parser as plan_flags
+from flexor.config.accelerate_flags import SHARDING
+from flexor.config.lerobot_flags import ALIASES, HARMLESS, IGNORED
+from flexor.config.parse import flatten, load_config, parse_flags, read_file
+from flexor.config.schema import GROUPS, ParallelConfig
+from flexor.evaluate import report
+from flexor.evaluate.envs import make_env
 from flexor.sim import record
-from flexor.sim.envs import make_env
-from flexor.train import report
-from flexor.train.resume import may_change
-from flexor.train.settle import split_batch
+from flexor.train.checkpoint.resume import may_change
+from flexor.train.ranks.split import split_batch
 from support.limits import LIMIT_S
 from support.quick_flexor import shrink
 from support.warm_python import WarmPython
@@ -260,7 +260,7 @@ def test_data_page_names_every_kind_of_problem():
 
 
 def test_resume_page_names_what_may_change():
-    from flexor.train.resume import MAY_CHANGE, MAY_CHANGE_GROUPS
+    from flexor.train.checkpoint.resume import MAY_CHANGE, MAY_CHANGE_GROUPS
 
     text = (ROOT / "docs/resume.md").read_text()
     assert {key for key in MAY_CHANGE | MAY_CHANGE_GROUPS if f"`{key}`" not in text} == {"output_dir"}

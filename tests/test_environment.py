@@ -36,9 +36,9 @@ HOSTILE = {
 }
 # A request to the Hub, a dataset from it, processes that find out who they are, a run.
 SENSITIVE = (
-    "launch/test_hf_jobs.py::test_the_request",
-    "data/test_source.py::test_hub_snapshot_in_the_cache_is_used_without_the_hub",
-    "train/test_processes.py",
+    "launch/hf/test_jobs.py::test_the_request",
+    "data/storage/test_source.py::test_hub_snapshot_in_the_cache_is_used_without_the_hub",
+    "train/ranks/test_processes.py",
     "train/test_loop.py::test_last_step_is_always_saved",
 )
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from flexor.cli import program
+from flexor.cli.main import program
 
 sys.exit(program())

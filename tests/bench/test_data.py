@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexor import cli
 from flexor.bench.figures import Stretch, bound, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
+from flexor.cli import main as cli
 from flexor.data.dataset import open_dataset
-from flexor.data.writer import DatasetWriter
+from flexor.data.format.writer import DatasetWriter
 
 FPS, LENGTHS, BATCH = 5, (60, 47, 53), 16
 FRAMES = sum(LENGTHS)

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from flexor.data.check import check_dataset
+from flexor.core.errors import DatasetError
+from flexor.data.check.check import check_dataset
 from flexor.data.dataset import open_dataset
-from flexor.data.metadata import Feature
-from flexor.errors import DatasetError
+from flexor.data.format.metadata import Feature
 from support.legacy import to_v2
 from support.samples import FEATURES, LENGTHS, picture, write_sample
 from support.written import write

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flexor.data.check import check_dataset
+from flexor.core.errors import FlexorError
+from flexor.data.check.check import check_dataset
+from flexor.data.check.info import describe, render
 from flexor.data.dataset import open_dataset
-from flexor.data.info import describe, render
-from flexor.errors import FlexorError
 from support.legacy import to_v2
 from support.samples import FEATURES, write_sample
 

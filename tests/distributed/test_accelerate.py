@@ -16,8 +16,8 @@ import torch
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from test_sameness import flags as sameness_flags
 
-from flexor.errors import ConfigError
-from flexor.settings import load_config
+from flexor.config.parse import load_config
+from flexor.core.errors import ConfigError
 from support import environment, ranks, runs
 from support.limits import LIMIT_S
 

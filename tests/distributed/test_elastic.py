@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from test_sameness import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 
-from flexor.cli import main
+from flexor.cli.main import main
 from flexor.policies.pretrained import load_pretrained
-from flexor.train import checkpoint
+from flexor.train.checkpoint import folder as checkpoint
 from support import ranks, runs, trouble
 
 pytestmark = pytest.mark.ranks

@@ -130,9 +130,9 @@ def test_a_mistake_that_all_ranks_notice_is_said_once(flags, tmp_path):
 # What may take long
 
 LONG = [
-    "flexor.policies.act:ACT.load_backbone",
-    "flexor.train.evaluate:play",
-    "flexor.train.checkpoint:_write_manifest",
+    "flexor.policies.act.policy:ACT.load_backbone",
+    "flexor.evaluate.play:play",
+    "flexor.train.checkpoint.folder:_write_manifest",
     "flexor.monitor.trackers:JsonlTracker.close",  # as an upload of the last metrics would
 ]
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 LAUNCHER = """
 import sys
 from flexor.launch import local
-from flexor.log import setup_logging
+from flexor.core.log import setup_logging
 setup_logging()
 program, processes, restarts, settle, grace = sys.argv[1:]
 local.SETTLE_S, local.GRACE_S = float(settle), float(grace)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from flexor.cli import main
+from flexor.cli.main import main
 from flexor.launch.slurm import Job, batch_script, parser, seconds, submit, write
-from flexor.train import checkpoint
+from flexor.train.checkpoint import folder as checkpoint
 from support import ranks, runs, slurm_node
 from support.limits import wait_for
 from support.slurm_node import SlurmJob
@@ -308,7 +308,7 @@ def test_cancelled_it_saves_and_does_not_start_again(slurm, tmp_path):
 
 WHO = """
 import os
-from flexor.train.processes import find_processes
+from flexor.train.ranks.processes import find_processes
 who = find_processes()
 print(who.rank, who.world_size, who.local_rank, who.local_world_size, os.environ.get("MASTER_ADDR"))
 """

@@ -99,7 +99,7 @@ def read(folder: Path) -> None:
 
 def ours(path: str | Path) -> np.ndarray:
     """All frames [n, H, W, 3] of a file, through planes."""
-    from flexor.data.planes import format_of, pack, to_rgb
+    from flexor.data.video.planes import format_of, pack, to_rgb
 
     pictures = []
     with av.open(str(path)) as container:

@@ -17,7 +17,7 @@ import av
 import numpy as np
 
 from flexor.data.dataset import Dataset, open_dataset
-from flexor.data.windows import deltas_from_timestamps
+from flexor.data.format.windows import deltas_from_timestamps
 from parity.data_lerobot import digest, thumbnail
 
 

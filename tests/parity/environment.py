@@ -6,7 +6,7 @@ import subprocess
 import urllib.request
 from pathlib import Path
 
-from flexor.errors import FlexorError
+from flexor.core.errors import FlexorError
 
 LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]

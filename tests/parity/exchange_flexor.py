@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from flexor.evaluate.envs import make_env, observation_to_batch, stack_batch
 from flexor.policies.pretrained import load_pretrained, save_pretrained
-from flexor.sim.envs import make_env, observation_to_batch, stack_batch
 from parity import flexor_side
 from parity.fill import fill, uniform
 from parity.inputs import BATCH, shown

@@ -52,9 +52,9 @@ def repair(root: Path) -> None:
     import shutil
 
     found = cases()
-    from flexor.data.check import check_dataset
+    from flexor.data.check.check import check_dataset
     from flexor.data.dataset import open_dataset
-    from flexor.data.repair import repair_dataset
+    from flexor.data.repair.repair import repair_dataset
     from support.legacy import to_v2
     from support.written import write
 

@@ -69,7 +69,7 @@ def features(size: tuple[int, int]) -> dict:
 
 
 def write(root: Path) -> None:
-    from flexor.data.writer import DatasetWriter
+    from flexor.data.format.writer import DatasetWriter
 
     for name, case in CASES.items():
         options = {"fps": 10, **case}

@@ -27,7 +27,7 @@ def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the description of a CLIP
     from plan_accuracy import BY_NAME, planned
 
-    from flexor.plan.hardware import load_hardware
+    from flexor.plan.site.hardware import load_hardware
 
     rows = {row["case"]: row["measured"] for row in json.loads(MEASURED.read_text())["rows"]}
     plan = planned(BY_NAME[name], load_hardware().find("H200"), None)

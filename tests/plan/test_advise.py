@@ -6,9 +6,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
 from flexor.plan.advise import KINDS, Change, Effect, Harm, in_order, possible_changes, remedy
-from flexor.plan.hardware import load_hardware
+from flexor.plan.site.hardware import load_hardware
 
 HARDWARE = load_hardware()
 

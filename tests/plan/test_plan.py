@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
 from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.plan.advise import advise, applied
-from flexor.plan.hardware import load_hardware
-from flexor.plan.host import Camera, Data, Speed
+from flexor.plan.data.host import Camera, Data, Speed
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Ranking, cheapest, fastest
-from flexor.plan.speeds import assumed
-from flexor.plan.traces import Traces
+from flexor.plan.site.hardware import load_hardware
+from flexor.plan.speed.speeds import assumed
+from flexor.plan.trace.traces import Traces
 from support.plans import settings
 
 HARDWARE = load_hardware()

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexor.config import TrainConfig
+from flexor.config.parse import load_config
+from flexor.config.schema import TrainConfig
 from flexor.plan import preflight
-from flexor.plan.hardware import GPU, Hardware, load_hardware
-from flexor.settings import load_config
+from flexor.plan.site.hardware import GPU, Hardware, load_hardware
 from flexor.train.build import build_datasets, fit_to_dataset
-from flexor.train.processes import Processes
+from flexor.train.ranks.processes import Processes
 
 CUDA = torch.device("cuda")
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from flexor.config import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from flexor.plan.memory import plan_memory
-from flexor.plan.trace import Trace, trace_step
-from flexor.policies.blocks.lora import LoraConfig
+from flexor.config.schema import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from flexor.plan.memory.memory import plan_memory
+from flexor.plan.trace.events import Trace
+from flexor.plan.trace.trace import trace_step
+from flexor.policies.adapters import LoraConfig
 from support.plans import H200, settings
 
 # 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6

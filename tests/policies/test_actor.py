@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from flexor.errors import FlexorError
-from flexor.policies.act import ACT, ACTConfig
+from flexor.core.errors import FlexorError
+from flexor.policies.act.config import ACTConfig
+from flexor.policies.act.policy import ACT
 from flexor.policies.actor import History, PolicyActor, TemporalEnsembler
 from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained

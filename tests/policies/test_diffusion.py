@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexor.batch import ACTION, ENV_STATE, STATE, VALID_STEPS
-from flexor.cli import main
-from flexor.errors import ConfigError
+from flexor.cli.main import main
+from flexor.core.batch import ACTION, ENV_STATE, STATE, VALID_STEPS
+from flexor.core.errors import ConfigError
+from flexor.core.rng import Noise, seed_everything
 from flexor.policies.base import Kind, PolicyFeature
-from flexor.policies.blocks import resnet
-from flexor.policies.blocks.recompute import recompute
-from flexor.policies.blocks.vision import SpatialSoftmax, center_crop, random_crop, warn_blind
-from flexor.policies.diffusion import Diffusion, DiffusionConfig
-from flexor.rng import Noise, seed_everything
+from flexor.policies.diffusion.config import DiffusionConfig
+from flexor.policies.diffusion.policy import Diffusion
+from flexor.policies.nn import resnet
+from flexor.policies.nn.camera import SpatialSoftmax, center_crop, random_crop, warn_blind
+from flexor.policies.nn.recompute import recompute
 from support import ranks, runs, small_resnet
 
 CAMERA = "observation.images.top"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flexor.cli import main
+from flexor.cli.main import main
 from flexor.policies import POLICIES
 from parity.multi_task_dit.clips import make_clips
 from support import ranks, runs, small_resnet

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flexor.errors import ConfigError, FlexorError
-from flexor.policies.blocks.flow import FlowMatching, beta, integrate
-from flexor.policies.empty import parameters_without_memory
-from flexor.policies.multi_task_dit import MultiTaskDiT
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.rng import Noise, seed_everything
+from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.multi_task_dit.flow import FlowMatching, beta, integrate
+from flexor.policies.multi_task_dit.policy import MultiTaskDiT
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.policies.processing import Tokenize
-from flexor.rng import Noise, seed_everything
 from parity.flexor_side import make_config, make_policy, tensors
 from parity.inputs import TASKS
 from parity.kinds import cases_of

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from flexor.batch import ACTION
-from flexor.errors import CheckpointError, ConfigError
-from flexor.policies.act import ACTConfig
+from flexor.core.batch import ACTION
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.policies.act.config import ACTConfig
 from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.processing import (
     PREPROCESSOR,

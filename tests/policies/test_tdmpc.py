@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexor.batch import ACTION, MEMORY, REWARD, STATE
-from flexor.cli import main
-from flexor.errors import ConfigError
+from flexor.cli.main import main
+from flexor.core.batch import ACTION, MEMORY, REWARD, STATE
+from flexor.core.errors import ConfigError
+from flexor.core.rng import Noise, seed_everything
 from flexor.policies.base import Kind, PolicyFeature
-from flexor.policies.blocks.latent_world import enlargement
-from flexor.policies.blocks.mppi import plan
-from flexor.policies.tdmpc import TDMPC, TDMPCConfig
-from flexor.rng import Noise, seed_everything
+from flexor.policies.tdmpc.config import TDMPCConfig
+from flexor.policies.tdmpc.mppi import plan
+from flexor.policies.tdmpc.policy import TDMPC
+from flexor.policies.tdmpc.world_model import enlargement
 from support import runs
 from support.samples import write_lowdim
 

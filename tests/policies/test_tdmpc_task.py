@@ -4,13 +4,13 @@ from functools import partial
 
 import pytest
 
+from flexor.core.rng import seed_everything
+from flexor.evaluate.envs import make_env
+from flexor.evaluate.rollout import Summary, rollout, summarize
 from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import Pretrained, load_pretrained
-from flexor.policies.tdmpc import TDMPC
-from flexor.rng import seed_everything
-from flexor.sim.envs import make_env
+from flexor.policies.tdmpc.policy import TDMPC
 from flexor.sim.record import EVAL_SEED_START, record_dataset
-from flexor.sim.rollout import Summary, rollout, summarize
 from support import runs
 
 SEEN = "environment_state_agent_pos"  # where things are instead of pictures: minutes become seconds

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from flexor.batch import ACTION, ENV_STATE, STATE
-from flexor.errors import ConfigError
+from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.errors import ConfigError
+from flexor.core.rng import Noise
 from flexor.policies.base import Kind, PolicyFeature
-from flexor.policies.blocks.vq import Codebook
-from flexor.policies.vqbet import VQBeT, VQBeTConfig, focal_loss
-from flexor.rng import Noise
+from flexor.policies.vqbet.config import VQBeTConfig
+from flexor.policies.vqbet.policy import VQBeT, focal_loss
+from flexor.policies.vqbet.vector_quantizer import Codebook
 from parity.fill import uniform
 from parity.vqbet.cases import TINY
 

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flexor.core.errors import FlexorError
 from flexor.data.dataset import open_dataset
-from flexor.errors import FlexorError
 from flexor.sim.record import REST, demonstrate, ensure_builtin_dataset, record_dataset
 from flexor.sim.task import PlaceEnv, advance
 

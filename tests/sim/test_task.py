@@ -17,7 +17,7 @@ from gymnasium.utils.env_checker import check_env
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexor.errors import FlexorError
+from flexor.core.errors import FlexorError
 from flexor.sim.expert import Disturbance, expert_action
 from flexor.sim.record import EVAL_SEED_START
 from flexor.sim.task import (

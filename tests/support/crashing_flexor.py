@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from flexor.cli import main
+from flexor.cli.main import main
 from support import trouble
 
 if __name__ == "__main__":

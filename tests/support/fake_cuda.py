@@ -27,12 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import _disable_current_modes
 
-from flexor.config import EMAConfig, TrainConfig
-from flexor.plan import rehearsal
-from flexor.plan.ops import NOTHING, is_view, operator_name
-from flexor.plan.rehearsal import Rehearsal
-from flexor.plan.rehearsal import policy_on as planned_policy_on
-from flexor.plan.trace import Tracker
+from flexor.config.schema import EMAConfig, TrainConfig
+from flexor.plan.trace import rehearsal
+from flexor.plan.trace.ops import NOTHING, is_view, operator_name
+from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.plan.trace.rehearsal import policy_on as planned_policy_on
+from flexor.plan.trace.trace import Tracker
 from support.plans import settings
 from support.torch_functions import types
 

@@ -115,7 +115,7 @@ def warm_python() -> Iterator[str]:
 @pytest.fixture
 def log_lines() -> Iterator[list[str]]:
     """What the program logs (it does not hand its log on to pytest's own capture)."""
-    from flexor.log import log
+    from flexor.core.log import log
 
     lines: list[str] = []
 

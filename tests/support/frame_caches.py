@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexor.data import caches
-from flexor.data.cache import FrameCache
-from flexor.data.caches import CacheKey
+from flexor.data.frames import cache_folders as caches
+from flexor.data.frames.cache import FrameCache
+from flexor.data.frames.cache_folders import CacheKey
 from support.limits import LIMIT_S
 
 KEY = CacheKey("f1", "observation.images.top", None, None, "me/blocks")

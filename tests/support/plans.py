@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
 from flexor.policies import policy_class
 from flexor.policies.base import Kind, PolicyFeature
 from support import small_resnet

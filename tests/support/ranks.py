@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from flexor.batch import SAMPLE_ID
-from flexor.rng import Noise
-from flexor.train import checkpoint
-from flexor.train.saved import open_tensors
+from flexor.core.batch import SAMPLE_ID
+from flexor.core.rng import Noise
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.tensors import open_tensors
 from support import runs
 
 

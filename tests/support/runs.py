@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from flexor.cli import main
-from flexor.train import checkpoint
+from flexor.cli.main import main
+from flexor.train.checkpoint import folder as checkpoint
 from support import environment, selection
 from support.limits import wait_for
 
@@ -46,11 +46,11 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "flexor.launch.cli",
-        "flexor.policies.act",
+        "flexor.cli.launch",
+        "flexor.policies.act.policy",
         "flexor.train.loop",
-        "flexor.train.report",
-        "flexor.train.sharding",
+        "flexor.evaluate.report",
+        "flexor.train.engine.fsdp",
         "pyarrow.compute",
         "torch._dynamo",  # what the first optimizer imports
         "torch.distributed.checkpoint",

@@ -6,8 +6,8 @@ from pathlib import Path
 import av
 import numpy as np
 
-from flexor.data.encode import ordinary_priority
-from flexor.data.writer import DatasetWriter
+from flexor.data.format.encode import ordinary_priority
+from flexor.data.format.writer import DatasetWriter
 
 FEATURES = {
     "observation.images.top": {

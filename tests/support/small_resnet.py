@@ -4,7 +4,7 @@ Most of what a small run does would be to make, save, hash and read those of Res
 this: the tests' own, and those that are forked for them.
 """
 
-from flexor.policies.blocks import resnet
+from flexor.policies.nn import resnet
 
 NAME = "resnet_small"
 FLAG = f"--policy.vision_backbone={NAME}"

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
-from flexor.train import checkpoint, loop, watchdog
-from flexor.train.processes import Processes
+from flexor.train import loop
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.ranks import watchdog
+from flexor.train.ranks.processes import Processes
 from support import ranks, runs
 from support.limits import FOREVER_S
 
-STEP = "flexor.train.loop:optimizer_step"
-READ = "flexor.data.loader:Loader.plan"
+STEP = "flexor.train.step:optimizer_step"
+READ = "flexor.data.loader.loader:Loader.plan"
 
 
 def at_call(target: str, call: int, what: Callable[[], Any]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexor.data.writer import DatasetWriter
+from flexor.data.format.writer import DatasetWriter
 
 LENGTHS = (12, 9, 7, 10)
 TASKS = ("push", "pull", "push", "lift")

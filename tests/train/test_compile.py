@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flexor.cli import main
-from flexor.errors import ConfigError
-from flexor.train.compiled import _check_compiler
+from flexor.cli.main import main
+from flexor.core.errors import ConfigError
+from flexor.train.compile import _check_compiler
 from support import ranks, runs
 
 OWN = """

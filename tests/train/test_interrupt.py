@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from flexor.cli import main
-from flexor.train import checkpoint
+from flexor.cli.main import main
+from flexor.train.checkpoint import folder as checkpoint
 from support import runs
 from support.limits import LIMIT_S, wait_for
 
@@ -308,7 +308,7 @@ def test_one_owner_at_a_time(lowdim, tiny_act, tmp_path, capsys):
 
 
 def test_folder_in_use_before_its_settings_are_written(lowdim, tiny_act, tmp_path, capsys):
-    from flexor.train.run import open_run
+    from flexor.train.checkpoint.run_folder import open_run
 
     run = tmp_path / "run"
     with open_run(run, resume=False):

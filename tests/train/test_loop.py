@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexor.cli import main
+from flexor.cli.main import main
+from flexor.config.parse import load_config
+from flexor.core.errors import ConfigError
+from flexor.core.rng import Noise
 from flexor.data.dataset import open_dataset
-from flexor.errors import ConfigError
-from flexor.rng import Noise
-from flexor.settings import load_config
-from flexor.train import checkpoint
 from flexor.train.build import build_state, fit_to_dataset, split_episodes
-from flexor.train.engine import Engine
-from flexor.train.evaluate import held_out_loss
-from flexor.train.settle import split_batch
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.engine.base import Engine
+from flexor.train.ranks.split import split_batch
+from flexor.train.validate import held_out_loss
 from support import runs
 
 # Gradient accumulation

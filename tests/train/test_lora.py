@@ -7,14 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flexor.cli import main
-from flexor.errors import ConfigError
-from flexor.policies.blocks.lora import LoraConfig, LoraLinear, add_adapters, is_adapter, merged
-from flexor.policies.pretrained import FOLDER, WEIGHTS, load_pretrained
-from flexor.rng import Noise
-from flexor.settings import load_config
+from flexor.cli.main import main
+from flexor.config.parse import load_config
+from flexor.core.errors import ConfigError
+from flexor.core.rng import Noise
+from flexor.core.run_files import PRETRAINED, WEIGHTS
+from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters, is_adapter, merged
+from flexor.policies.pretrained import load_pretrained
 from flexor.train.build import make_policy
-from flexor.train.saved import RAW_MODEL, STATE
+from flexor.train.checkpoint.tensors import RAW_MODEL, STATE
 from support import ranks, runs
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
@@ -111,7 +112,7 @@ def fine_tune(lowdim: Path, run: Path, base: Path, *more: str) -> list[str]:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "last" / FOLDER / WEIGHTS)
+    return load_file(run / "checkpoints" / "last" / PRETRAINED / WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,6 @@ def test_many_processes_train_the_same_adapters(strategy, begin, base, lowdim, t
     assert not any(is_adapter(name) for name in other)
     if strategy == "fsdp":  # of a checkpoint that was saved in shards only
         first = tmp_path / "many" / "checkpoints" / "000003"
-        assert not (first / FOLDER / WEIGHTS).exists()
+        assert not (first / PRETRAINED / WEIGHTS).exists()
         assert main(["export", str(first)]) == 0
-        assert load_file(first / FOLDER / WEIGHTS).keys() == one.keys()
+        assert load_file(first / PRETRAINED / WEIGHTS).keys() == one.keys()

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from flexor.plan.measure import Stopwatch
-from flexor.plan.rehearsal import Rehearsal
-from flexor.plan.trace import trace_step
+from flexor.plan.speed.measure import Stopwatch
+from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.plan.trace.trace import trace_step
 from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
 from parity.multi_task_dit.clips import make_clips

@@ -7,14 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from flexor.cli import main
-from flexor.errors import ConfigError
-from flexor.policies.pretrained import FOLDER, WEIGHTS, load_pretrained
-from flexor.settings import load_config
+from flexor.cli.main import main
+from flexor.config.parse import load_config
+from flexor.core.errors import ConfigError
+from flexor.core.run_files import PRETRAINED, WEIGHTS
+from flexor.policies.pretrained import load_pretrained
 from flexor.sim.record import record_dataset
 from flexor.train.build import make_policy
-from flexor.train.optim import EMA
-from flexor.train.saved import EMA_STATE, OPTIMIZER, STATE
+from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, STATE
+from flexor.train.optim.ema import EMA
 from support import ranks, runs
 from support.plans import settings
 
@@ -40,7 +41,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tm
     last = whole / "checkpoints" / "last"
     state = load_file(last / STATE / OPTIMIZER)
     assert dtypes(state) == {"matrices": {torch.bfloat16}, "rest": {torch.float32}}
-    exported = load_file(last / FOLDER / WEIGHTS)
+    exported = load_file(last / PRETRAINED / WEIGHTS)
     if more:
         assert {t.dtype for t in load_file(last / STATE / EMA_STATE).values()} == {torch.float32}
         assert {t.dtype for t in exported.values()} == {torch.float32}

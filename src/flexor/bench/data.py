@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from flexor.batch import Batch
 from flexor.bench.figures import LEVELS, Stretch, make_report
 from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
+from flexor.core.batch import Batch
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.machine import usable_cores
 from flexor.data.dataset import Dataset
-from flexor.data.loader import Loader
-from flexor.data.shuffle import shuffle_quality
-from flexor.data.staging import Staged
-from flexor.data.tiers import open_loader
-from flexor.errors import ConfigError, FlexorError
-from flexor.machine import usable_cores
+from flexor.data.loader.loader import Loader
+from flexor.data.loader.open import open_loader
+from flexor.data.loader.to_gpu import Staged
+from flexor.data.order.shuffle_quality import shuffle_quality
 from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
 
 MODES = ("single", "sarm", "policy")

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from av.container import InputContainer
 
-from flexor.data.clips import Clip, VideoClip
 from flexor.data.dataset import Dataset
-from flexor.data.ranges import Ranges
-from flexor.data.video import RangesFile
+from flexor.data.frames.clips import Clip, VideoClip
+from flexor.data.storage.ranges import Ranges
+from flexor.data.video.decode import RangesFile
 
 PASSES = 2  # the better one counts: whatever else the machine did only ever made it slower
 SECONDS = 6.0  # per pass, at most

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flexor.console import table
+from flexor.core.console import table
 
 ROWS = (  # figure, label, format
     ("frames_per_s_node", "frames/s on this node", "{:,.0f}"),

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from flexor.data.bad_episodes import BadEpisodes, missing_files, unreadable_clips, video_cameras
-from flexor.data.clips import Clip, FrameRule, ImageClip, ImageFiles, VideoClip, VideoFile
-from flexor.data.frame_match import FrameBy
-from flexor.data.frames import FrameStore
-from flexor.data.metadata import BrokenFile, Feature, Metadata, read_metadata
-from flexor.data.source import Source, find_source
-from flexor.data.table import FrameTable, fill_in, read_table
-from flexor.data.windows import window_rows
-from flexor.errors import DatasetError
-from flexor.log import warn_once
+from flexor.core.errors import DatasetError
+from flexor.core.log import warn_once
+from flexor.data.format.metadata import BrokenFile, Feature, Metadata, read_metadata
+from flexor.data.format.table import FrameTable, fill_in, read_table
+from flexor.data.format.windows import window_rows
+from flexor.data.frames.bad_episodes import BadEpisodes, missing_files, unreadable_clips, video_cameras
+from flexor.data.frames.clips import Clip, FrameRule, ImageClip, ImageFiles, VideoClip, VideoFile
+from flexor.data.frames.store import FrameStore
+from flexor.data.storage.source import Source, find_source
+from flexor.data.video.frame_match import FrameBy
 
 __all__ = ["Dataset", "Episodes", "Feature", "open_dataset"]
 

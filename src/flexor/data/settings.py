@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from flexor.errors import ConfigError
+from flexor.core.errors import ConfigError
 
 
 @dataclass

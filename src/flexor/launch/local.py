@@ -20,8 +20,8 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
-from flexor.log import log
-from flexor.machine import usable_cores
+from flexor.core.log import log
+from flexor.core.machine import usable_cores
 
 SETTLE_S = 10.0  # after the first rank has ended, for the others to end by themselves and say why
 GRACE_S = 30.0  # after a crash, from asking the others to stop until they are killed

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexor.config import TrainConfig
-from flexor.console import print_result
-from flexor.errors import ConfigError, FlexorError
+from flexor.config.schema import TrainConfig
+from flexor.core.console import print_result
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.log import log
+from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
-from flexor.log import log
-from flexor.tree import closest
 
 STOPPED = 75  # exit code of a run that saved itself and wants to be started again
 
@@ -218,7 +218,7 @@ def _job(words: list[str]) -> Job:
 
 
 def _resume(words: list[str]) -> Job:
-    from flexor.train.resume import resumed_config
+    from flexor.train.checkpoint.resume import resumed_config
 
     if not words or words[0].startswith("-"):
         raise ConfigError("Which run? Name its folder: flexor launch slurm ... -- resume RUN.")
@@ -227,8 +227,8 @@ def _resume(words: list[str]) -> Job:
 
 
 def _train(words: list[str]) -> Job:
-    from flexor.settings import load_config, parse_flags
-    from flexor.train.run import default_folder
+    from flexor.config.parse import load_config, parse_flags
+    from flexor.train.checkpoint.run_folder import default_folder
 
     flags = parse_flags(words)
     resume = str(flags.pop("resume", "")).lower()

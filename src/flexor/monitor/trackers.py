@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexor.config import TrainConfig
-from flexor.errors import ConfigError
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError
+from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
-from flexor.train.run import METRICS
 
 
 class Tracker(Protocol):

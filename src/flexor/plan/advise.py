@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from flexor.config import TrainConfig, validate_weights
+from flexor.config.parse import parse_flags
+from flexor.config.schema import TrainConfig, validate_weights
+from flexor.core.errors import ConfigError
+from flexor.core.typed import coerce, field_types
 from flexor.data.settings import picture_size
-from flexor.errors import ConfigError
-from flexor.plan.hardware import GPU, Hardware
 from flexor.plan.plan import Plan, make_plan, site_of
-from flexor.plan.traces import Traces
+from flexor.plan.site.hardware import GPU, Hardware
+from flexor.plan.trace.traces import Traces
 from flexor.policies.base import Kind
-from flexor.settings import parse_flags
-from flexor.tree import coerce, field_types
 
 WORTH_IT = 0.01  # of the peak that a change saves at least, to be named
 

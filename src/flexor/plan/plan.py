@@ -7,12 +7,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexor.config import TrainConfig
-from flexor.errors import ConfigError
-from flexor.plan import money
-from flexor.plan.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
-from flexor.plan.hardware import GPU, Flavor, Hardware
-from flexor.plan.host import (
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError
+from flexor.plan.data.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
+from flexor.plan.data.host import (
     Data,
     HostMemory,
     Loading,
@@ -28,14 +26,16 @@ from flexor.plan.host import (
     loading_seconds,
     supply,
 )
-from flexor.plan.memory import MemoryPlan, MemoryPlanner, usable
-from flexor.plan.network import Exchange, exchange
-from flexor.plan.speeds import Speeds
-from flexor.plan.time import StepTime, step_time
-from flexor.plan.trace import Category, Trace
-from flexor.plan.traces import Traces
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, usable
+from flexor.plan.site import money
+from flexor.plan.site.hardware import GPU, Flavor, Hardware
+from flexor.plan.site.network import Exchange, exchange
+from flexor.plan.speed.speeds import Speeds
+from flexor.plan.speed.time import StepTime, step_time
+from flexor.plan.trace.events import Category, Trace
+from flexor.plan.trace.traces import Traces
 from flexor.policies.base import Kind, PolicyConfig
-from flexor.train.settle import Split, split_batch, steps_of
+from flexor.train.ranks.split import Split, split_batch, steps_of
 
 NODE_LINK = 12.5e9  # bytes/s between nodes unless given: 100 Gbit/s
 FPS = 30.0

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
+from flexor.core.log import log
+from flexor.core.machine import free_memory, gigabytes, usable_cores
 from flexor.data.dataset import Dataset
-from flexor.log import log
-from flexor.machine import free_memory, gigabytes, usable_cores
-from flexor.plan.facts import facts_of
-from flexor.plan.hardware import gpu_here, load_hardware
+from flexor.plan.data.from_dataset import facts_of
 from flexor.plan.plan import Host, Plan, make_plan, site_of
-from flexor.plan.traces import Traces
+from flexor.plan.site.hardware import gpu_here, load_hardware
+from flexor.plan.trace.traces import Traces
 from flexor.train.build import deltas_of
-from flexor.train.processes import Processes
+from flexor.train.ranks.processes import Processes
 
 ROOM = 0.95  # of a GPU's memory that the plan may fill when it chooses
 
@@ -44,6 +44,20 @@ class Planner:
         """Of a run with these settings; batch sizes of the same precision share their traces."""
         traces = self._traces.setdefault((config.precision, config.activation_checkpointing), Traces(config))
         return make_plan(config, self.data, self.site, self.hardware, traces=traces, search=False)
+
+
+class Preflight:
+    """What `flexor.train.loop.train` is given: the plan of a run, before it starts and after it is done."""
+
+    plan: Plan | None = None
+
+    def before(
+        self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
+    ) -> None:
+        self.plan = plan_run(config, training, processes, device)
+
+    def after(self, metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        return {} if self.plan is None else compare(self.plan, metrics, device)
 
 
 def plan_run(

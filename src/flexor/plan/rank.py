@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from flexor.config import TrainConfig
-from flexor.plan.hardware import GPU, Hardware
-from flexor.plan.host import Data, Speed
-from flexor.plan.memory import MemoryPlan, MemoryPlanner, Share, context_of, usable
+from flexor.config.schema import TrainConfig
+from flexor.plan.data.host import Data, Speed
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, Share, context_of, usable
 from flexor.plan.plan import Site, costs, loading_on, pace_of, settled, site_of
-from flexor.plan.speeds import Speeds, load
-from flexor.plan.time import step_time
-from flexor.plan.trace import Trace
-from flexor.plan.traces import LOW, Traces
-from flexor.train.settle import Split
+from flexor.plan.site.hardware import GPU, Hardware
+from flexor.plan.speed.speeds import Speeds, load
+from flexor.plan.speed.time import step_time
+from flexor.plan.trace.events import Trace
+from flexor.plan.trace.traces import LOW, Traces
+from flexor.train.ranks.split import Split
 
 COUNTS = (1, 2, 4, 8)
 PROMISING = 8  # GPUs, of which several are looked at

@@ -5,17 +5,17 @@ They are named, not imported: some need packages that not everybody has.
 
 import importlib
 
-from flexor.errors import ConfigError
+from flexor.core.errors import ConfigError
+from flexor.core.typed import closest
 from flexor.policies.base import Policy, PolicyConfig
-from flexor.policies.own import installed, is_code, load_own
-from flexor.tree import closest
+from flexor.policies.external import installed, is_code, load_own
 
 POLICIES = {
-    "act": "flexor.policies.act:ACT",
-    "diffusion": "flexor.policies.diffusion:Diffusion",
-    "vqbet": "flexor.policies.vqbet:VQBeT",
-    "tdmpc": "flexor.policies.tdmpc:TDMPC",
-    "multi_task_dit": "flexor.policies.multi_task_dit:MultiTaskDiT",
+    "act": "flexor.policies.act.policy:ACT",
+    "diffusion": "flexor.policies.diffusion.policy:Diffusion",
+    "vqbet": "flexor.policies.vqbet.policy:VQBeT",
+    "tdmpc": "flexor.policies.tdmpc.policy:TDMPC",
+    "multi_task_dit": "flexor.policies.multi_task_dit.policy:MultiTaskDiT",
 }
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.batch import ACTION, MEMORY, Batch
-from flexor.errors import FlexorError
+from flexor.core.batch import ACTION, MEMORY, Batch
+from flexor.core.errors import FlexorError
+from flexor.core.rng import Noise
 from flexor.policies.pretrained import Pretrained
-from flexor.rng import Noise
 
 
 class TemporalEnsembler:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, Protocol
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from flexor.batch import ACTION, STATE, VALID_STEPS, Batch
-from flexor.errors import ConfigError
+from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
+from flexor.core.errors import ConfigError
 
 
 class Kind(StrEnum):
@@ -157,7 +157,7 @@ class ParamGroup:
 
 
 class NoiseSource(Protocol):
-    """Where a policy gets its random numbers; see `flexor.rng.Noise`."""
+    """Where a policy gets its random numbers; see `flexor.core.rng.Noise`."""
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor: ...
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor: ...

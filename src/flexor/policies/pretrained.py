@@ -13,20 +13,24 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flexor.data.source import is_repo_id
-from flexor.errors import CheckpointError, ConfigError
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.run_files import (
+    CHECKPOINTS,
+    POLICY_CONFIG,
+    PRETRAINED,
+    RUN_CONFIG,
+    SHARDS,
+    TRAINING_STATE,
+    WEIGHTS,
+)
+from flexor.core.tensors import described_in, fill
+from flexor.core.typed import Partial, from_plain, to_plain
+from flexor.data.storage.source import is_repo_id
 from flexor.policies import policy_class
+from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
-from flexor.policies.blocks.lora import is_adapter, start_adapters
-from flexor.policies.own import is_code, is_loaded, settled, short_name
+from flexor.policies.external import is_code, is_loaded, settled, short_name
 from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
-from flexor.tensors import described_in, fill
-from flexor.tree import Partial, from_plain, to_plain
-
-FOLDER = "pretrained_model"
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-RUN_CONFIG = "config.yaml"  # of the run a checkpoint lies in
 
 # Keys of LeRobot's config.json that say where a policy was or will be uploaded, not what it is.
 FOREIGN = {
@@ -58,17 +62,19 @@ def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -
     """
     local = Path(path)
     # some storage forgets links: without `last`, the newest
-    numbered = sorted(local.glob("checkpoints/[0-9]*"), key=lambda folder: folder.name)[-1:]
+    numbered = sorted(local.glob(f"{CHECKPOINTS}/[0-9]*"), key=lambda folder: folder.name)[-1:]
     for folder in (
         local,
-        local / FOLDER,
-        local / "checkpoints" / "last" / FOLDER,
-        *(n / FOLDER for n in numbered),
+        local / PRETRAINED,
+        local / CHECKPOINTS / "last" / PRETRAINED,
+        *(n / PRETRAINED for n in numbered),
     ):
-        if (folder / CONFIG).is_file():
+        if (folder / POLICY_CONFIG).is_file():
             return folder
     if local.exists():
-        raise CheckpointError(f"{path} holds no policy: expected {CONFIG} in it or in its {FOLDER} folder.")
+        raise CheckpointError(
+            f"{path} holds no policy: expected {POLICY_CONFIG} in it or in its {PRETRAINED} folder."
+        )
     if not is_repo_id(path.partition("@")[0]):
         raise CheckpointError(
             f"There is no folder {path}, and it is not the name of a Hub repository (user/name)."
@@ -92,10 +98,12 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     """The policy's settings in a checkpoint, with some of them changed."""
     folder = find_folder(path, ("*.json",))
     try:
-        settings = json.loads((folder / CONFIG).read_text())
+        settings = json.loads((folder / POLICY_CONFIG).read_text())
         said = str(settings.pop("type"))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is not a policy's configuration: {error!r}") from error
+        raise CheckpointError(
+            f"{folder / POLICY_CONFIG} is not a policy's configuration: {error!r}"
+        ) from error
     changed = dict(overrides or {})
     cls = policy_class(_agreed_type(folder, said, changed.pop("type", None))).Config
     settings = {key: value for key, value in settings.items() if key not in FOREIGN}
@@ -121,7 +129,7 @@ def _agreed_type(folder: Path, said: str, named: str | None) -> str:
         return settled(named)
     if is_code(said) and not is_loaded(said) and not _run_names(folder, said):
         raise CheckpointError(
-            f"The policy in {folder} is not one of Flexor's: {CONFIG} says that its code is {said}. Code that a "
+            f"The policy in {folder} is not one of Flexor's: {POLICY_CONFIG} says that its code is {said}. Code that a "
             "checkpoint names is not run. If you have that code and trust it, name it yourself: "
             f"--policy.type={said}, or wherever it is here."
         )
@@ -149,7 +157,7 @@ def save_pretrained(
     """Write the folder, if need be without weights; the caller makes it appear atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"type": config.type, **to_plain(config), **FOREIGN}
-    (folder / CONFIG).write_text(json.dumps(described, indent=4))
+    (folder / POLICY_CONFIG).write_text(json.dumps(described, indent=4))
     if weights is not None:
         save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, folder / WEIGHTS)
     before.save(folder)
@@ -170,7 +178,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
     """Weights into a policy of the same shape (each rank its part); every difference is named. Adapters begin anew."""
     file = folder / WEIGHTS
     own = {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
-    if not file.is_file() and (folder.parent / "training_state" / "sharded").is_dir():
+    if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: make it with `flexor export {folder.parent}`."
         )

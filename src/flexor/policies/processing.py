@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flexor.batch import ACTION, IMAGE_PREFIX, Batch
-from flexor.errors import CheckpointError, ConfigError, FlexorError
+from flexor.core.batch import ACTION, IMAGE_PREFIX, Batch
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.policies.base import Kind, Normalization, PolicyConfig, PolicyFeature
-from flexor.policies.hub import fetch
+from flexor.policies.hf_transformers import fetch
 
 Stats = Mapping[str, Mapping[str, Any]]
 

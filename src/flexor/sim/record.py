@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from flexor.console import Progress, progress
-from flexor.data.writer import DatasetWriter
-from flexor.errors import ConfigError
-from flexor.log import log
-from flexor.machine import cache_folder
+from flexor.core.console import Progress, progress
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.machine import cache_folder
+from flexor.data.format.writer import DatasetWriter
 from flexor.sim.expert import Disturbance, expert_action
 from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
 

@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from flexor.errors import ConfigError, FlexorError
+from flexor.core.errors import ConfigError, FlexorError
 from flexor.sim.drawing import Painter
 
 ENV_ID = "flexor/Place-v0"

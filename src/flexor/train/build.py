@@ -9,32 +9,34 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexor.accelerate_settings import started_by_accelerate
-from flexor.batch import ACTION, REWARD
-from flexor.config import TrainConfig
+from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
+from flexor.config.schema import ParallelConfig, TrainConfig
+from flexor.core.batch import ACTION, REWARD
+from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.log import log
+from flexor.core.machine import gigabytes, total_memory
+from flexor.core.rng import seed_everything
 from flexor.data.dataset import Dataset, open_dataset
-from flexor.data.loader import Loader
+from flexor.data.loader.loader import Loader
+from flexor.data.loader.open import open_loader
 from flexor.data.settings import DatasetConfig, OrderConfig, picture_size
-from flexor.data.stats import compute_stats
-from flexor.data.tiers import open_loader
-from flexor.errors import ConfigError, DatasetError
-from flexor.log import log
-from flexor.machine import gigabytes, total_memory
+from flexor.data.statistics import compute_stats
 from flexor.policies import policy_class
+from flexor.policies.adapters import add_adapters
 from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
-from flexor.policies.blocks.lora import add_adapters
-from flexor.policies.blocks.recompute import recompute
-from flexor.policies.empty import parameters_without_memory
+from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder
 from flexor.policies.processing import Pipeline, Stats, default_pipelines
-from flexor.rng import seed_everything
 from flexor.sim.record import BUILTIN, builtin_dataset
-from flexor.train.compiled import compile_blocks
-from flexor.train.engine import Engine
-from flexor.train.optim import EMA, build_optimizer, build_scheduler
-from flexor.train.processes import Processes
-from flexor.train.settle import Split
-from flexor.train.state import TrainState
+from flexor.train.checkpoint.state import TrainState
+from flexor.train.compile import compile_blocks
+from flexor.train.engine.base import Engine
+from flexor.train.optim.ema import EMA
+from flexor.train.optim.optimizers import build_optimizer
+from flexor.train.optim.schedules import build_scheduler
+from flexor.train.ranks.processes import Processes
+from flexor.train.ranks.split import Split
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -81,19 +83,34 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
     parallel = dataclasses.replace(config.parallel, find_unused_parameters=unused)
     settings = (device, config.precision, config.deterministic, processes, parallel)
     if started_by_accelerate():
-        from flexor.train.accelerate import accelerate_engine
-
-        return accelerate_engine(*settings)
+        return _accelerate_engine(parallel)(*settings)
     strategy: str = config.parallel.strategy
     if strategy == "auto" and processes.world_size > 1:
         strategy = pick_strategy(config, processes, device)
     if strategy in ("fsdp", "hsdp"):
-        from flexor.train.sharding import ShardedEngine
+        from flexor.train.engine.fsdp import ShardedEngine
 
         return ShardedEngine(*settings, strategy=strategy)
     if config.parallel.cpu_offload:
         raise ConfigError("parallel.cpu_offload=true needs --parallel.strategy=fsdp or hsdp.")
     return Engine(*settings)
+
+
+def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
+    """The engine for what the run's settings say, those of the Accelerate config among them."""
+    from flexor.train.engine.accelerate import AccelerateEngine, AccelerateShardedEngine
+
+    if uses_deepspeed():
+        from flexor.train.engine.deepspeed import DeepSpeedEngine
+
+        engine: type[Engine] = DeepSpeedEngine
+    elif parallel.strategy in ("fsdp", "hsdp"):
+        engine = AccelerateShardedEngine
+    else:
+        engine = AccelerateEngine
+    if parallel.cpu_offload and engine is not AccelerateShardedEngine:
+        raise ConfigError("parallel.cpu_offload=true needs FSDP: say so in the Accelerate config.")
+    return engine
 
 
 def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:

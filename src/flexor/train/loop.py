@@ -10,24 +10,21 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from flexor.batch import SAMPLE_ID
-from flexor.config import TrainConfig
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
+from flexor.core.log import log, set_rank
+from flexor.core.machine import let_gpu_memory_grow
+from flexor.core.run_files import RUN_CONFIG
 from flexor.data.dataset import Dataset
-from flexor.data.loader import TROUBLES, Loader, sample_rows
-from flexor.errors import UNWRITABLE, ConfigError, FlexorError
-from flexor.log import log, set_rank
-from flexor.machine import let_gpu_memory_grow
+from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
-from flexor.plan.preflight import Plan, compare, plan_run
-from flexor.rng import Noise
-from flexor.train import checkpoint
+from flexor.train.announce import introduce
 from flexor.train.build import (
     build_datasets,
     build_engine,
@@ -36,19 +33,30 @@ from flexor.train.build import (
     check_same_episodes,
     fit_to_dataset,
 )
-from flexor.train.engine import check_devices, pick_device
-from flexor.train.evaluate import evaluate, held_out_loss
-from flexor.train.introduce import introduce
-from flexor.train.processes import Processes, find_processes
-from flexor.train.resume import check_same_run, continued_config, newest_checkpoint
-from flexor.train.run import CONFIG, Run, default_folder, join_run, restarted_folder
-from flexor.train.saver import Saver
-from flexor.train.settle import count_steps, scale_learning_rate, split_batch
-from flexor.train.state import TrainState, seed_rng
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
+from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
+from flexor.train.checkpoint.saver import Saver
+from flexor.train.checkpoint.state import TrainState, seed_rng
+from flexor.train.engine.base import check_devices, pick_device
+from flexor.train.ranks.processes import Processes, find_processes
+from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
+from flexor.train.ranks.watchdog import Watchdog
+from flexor.train.step import optimizer_step
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
-from flexor.train.watchdog import Watchdog
+from flexor.train.validate import evaluate, held_out_loss
 
 Resume = Literal["no", "yes", "auto"]  # auto: if the run has begun
+
+
+class Preflight(Protocol):
+    """Plans the run before it starts, and holds it against the plan when it is done: see `flexor.plan.preflight`."""
+
+    def before(
+        self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
+    ) -> None: ...
+
+    def after(self, metrics: dict[str, Any], device: torch.device) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -63,13 +71,13 @@ class Result:
     main: bool = True  # not one of the other ranks
 
 
-def train(config: TrainConfig, resume: Resume = "no") -> Result:
-    """Do a run, or go on with one, as one of its processes."""
+def train(config: TrainConfig, resume: Resume = "no", preflight: Preflight | None = None) -> Result:
+    """Do a run, or resume one, as one of its processes."""
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
     try:
         with StopSignal() as stop:
-            return _take_part(config, resume, processes, stop)
+            return _take_part(config, resume, processes, stop, preflight)
     except FlexorError as error:
         processes.say_once(error)
         raise
@@ -80,7 +88,9 @@ def train(config: TrainConfig, resume: Resume = "no") -> Result:
         raise Crashed(repr(error)) from error
 
 
-def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: StopSignal) -> Result:
+def _take_part(
+    config: TrainConfig, resume: Resume, processes: Processes, stop: StopSignal, preflight: Preflight | None
+) -> Result:
     started = time.perf_counter()
     let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
@@ -92,11 +102,11 @@ def _take_part(config: TrainConfig, resume: Resume, processes: Processes, stop: 
         assert config.output_dir is not None
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
-            state, loader, held_out, plan = _build(config, found, run, processes, device)
+            state, loader, held_out = _build(config, found, run, processes, device, preflight)
             with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
                 result = fit(state, run, loader, held_out, stop, dog)
-            if plan is not None and processes.is_main:
-                result.metrics |= compare(plan, result.metrics, device)
+            if preflight is not None and processes.is_main:
+                result.metrics |= preflight.after(result.metrics, device)
         processes.barrier()
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
@@ -116,7 +126,7 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
             Path(config.output_dir) if config.output_dir else found or default_folder(str(config.job_name))
         )
         again = resume == "auto" or (resume == "no" and restarted)
-        return folder, resume == "yes" or (again and (folder / CONFIG).is_file())
+        return folder, resume == "yes" or (again and (folder / RUN_CONFIG).is_file())
 
     folder, begun = processes.share(decide)
     if begun and resume != "yes":
@@ -126,14 +136,20 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
 
 
 def _build(
-    config: TrainConfig, found: Path | None, run: Run, processes: Processes, device: torch.device
-) -> tuple[TrainState, Loader, Dataset | None, Plan | None]:
-    """The parts of the run, from a checkpoint if one was found, and its plan."""
+    config: TrainConfig,
+    found: Path | None,
+    run: Run,
+    processes: Processes,
+    device: torch.device,
+    preflight: Preflight | None,
+) -> tuple[TrainState, Loader, Dataset | None]:
+    """The parts of the run, from a checkpoint if one was found."""
     with processes.main_first():  # one of a host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
     config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
-    plan = plan_run(config, training, processes, device)
+    if preflight is not None:
+        preflight.before(config, training, processes, device)
     split = split_batch(config, processes.world_size)
     scale_learning_rate(config)
     count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
@@ -151,7 +167,7 @@ def _build(
         run.write_config(config)
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
-    return state, loader, held_out, plan
+    return state, loader, held_out
 
 
 def _find_checkpoint(run: Run, must: bool) -> Path | None:
@@ -216,42 +232,6 @@ def fit(
         saver.wait()
     result.step, result.checkpoint = state.step, saver.newest
     return result
-
-
-def optimizer_step(
-    state: TrainState, micro_batches: list[dict[str, Any]], meters: Meters
-) -> tuple[Tensor, Tensor]:
-    """One step: forward and backward for each micro-batch, clip, update.
-
-    Returns this rank's part of the loss, and the norm of the whole gradient.
-    """
-    config, engine, split = state.config, state.engine, state.split
-    total = torch.zeros((), device=engine.device)
-    state.policy.begin_step(state.step)
-    for micro, batch in enumerate(micro_batches):
-        batch = state.preprocessor(batch)
-        noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
-        first = engine.rank * split.share + micro * split.batch_size  # of the global batch
-        with engine.accumulate(last=micro + 1 == len(micro_batches)):
-            with engine.forward(config.seed, state.step, first):
-                losses = engine.model(batch, noise)
-                loss = losses.per_sample.float().sum() / split.global_batch
-            engine.backward(loss)
-        total += loss.detach()
-        for name, part in losses.parts.items():
-            meters.add(
-                name, part.detach().float().sum() / split.global_batch * len(micro_batches), summed=True
-            )
-
-    assert config.optimizer.grad_clip_norm is not None
-    norm = engine.clip_grad_norm(state.optimizer, config.optimizer.grad_clip_norm)
-    engine.step(state.optimizer)
-    state.scheduler.step()
-    if state.ema:
-        state.ema.update(state.policy)
-    meters.add("loss", total, summed=True)
-    meters.add("grad_norm", norm)
-    return total, norm
 
 
 def _due(step: int, every: int, last: bool) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.batch import SAMPLE_ID
-from flexor.errors import FlexorError
-from flexor.train import checkpoint
-from flexor.train.engine import Engine
-from flexor.train.run import Run
+from flexor.core.batch import SAMPLE_ID
+from flexor.core.errors import FlexorError
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.run_folder import Run
+from flexor.train.engine.base import Engine
 
 STOPPED = 75  # exit code of a run that saved itself when told to stop: "start me again" (EX_TEMPFAIL)
 

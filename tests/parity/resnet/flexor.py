@@ -1,6 +1,6 @@
 """Our ResNets."""
 
-from flexor.policies.blocks.resnet import ResNet
+from flexor.policies.nn.resnet import ResNet
 from parity.resnet import cases
 
 

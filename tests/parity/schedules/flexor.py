@@ -2,7 +2,7 @@
 
 import torch
 
-from flexor.policies.blocks.schedules import DiffusionSchedule, DiffusionSettings
+from flexor.policies.nn.diffusion import DiffusionSchedule, DiffusionSettings
 from parity.records import values
 from parity.schedules.cases import DRAWS, SHAPE, SPACING, some, tensor
 

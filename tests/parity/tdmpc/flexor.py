@@ -1,6 +1,6 @@
 """The target model of our TD-MPC, which follows at each step."""
 
-from flexor.policies.tdmpc import TDMPC
+from flexor.policies.tdmpc.policy import TDMPC
 
 
 def after_step(policy: TDMPC) -> dict:

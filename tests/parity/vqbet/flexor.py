@@ -2,7 +2,7 @@
 
 import torch
 
-from flexor.policies.vqbet import VQBeT
+from flexor.policies.vqbet.policy import VQBeT
 from parity.fill import Draws
 from parity.records import gradients
 from parity.vqbet.cases import codebooks

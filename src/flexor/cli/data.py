@@ -1,0 +1,178 @@
+"""The verbs of `flexor data`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from flexor.core.console import print_result, progress
+from flexor.core.log import log
+
+
+def data(arguments: list[str]) -> int:
+    from flexor.data.loader import cache_flags
+
+    parser = argparse.ArgumentParser(
+        prog="flexor data", description="Look at a dataset before training on it, and repair it."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name, text in (
+        ("info", "describe a dataset"),
+        ("check", "find what is wrong with a dataset; exits with 1 if something is"),
+        ("stats", "compute a dataset's statistics"),
+    ):
+        verb = verbs.add_parser(name, help=text, description=text)
+        verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+        verb.add_argument("--json", action="store_true", help="print one JSON object")
+        if name == "check":
+            verb.add_argument("--quick", action="store_true", help="do not decode the videos")
+            verb.add_argument(
+                "--good-episodes", type=Path, help="write the list for --dataset.episodes=@FILE"
+            )
+        if name == "stats":
+            verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
+    _add_repair(verbs)
+    cache_flags.add_verb(verbs)
+    parsed = parser.parse_args(arguments)
+    run = {"info": _info, "check": _check, "stats": _stats, "repair": _repair, "cache": _cache}
+    return run[parsed.verb](parsed)
+
+
+def _add_repair(verbs: Any) -> None:
+    text = "write what is good and what can be mended of a dataset into a new one, v3.0"
+    verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not touched.")
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument("out", type=Path, help="folder for the new dataset")
+    listed = "numbers and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
+    verb.add_argument("--episodes", metavar="LIST", help=f"only these: {listed}")
+    verb.add_argument("--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"not these: {listed}")
+    verb.add_argument("--quick", action="store_true", help="decode no more frames than statistics need")
+    verb.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+    verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
+
+
+def _info(parsed: argparse.Namespace) -> int:
+    from flexor.data.check.info import describe, render
+
+    info = describe(_local(parsed.root))
+    print_result(info, parsed.json, render(info))
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from flexor.data.check.check import check_dataset
+
+    report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
+    if parsed.good_episodes:
+        report.write_good_episodes(parsed.good_episodes)
+        log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
+    print_result(report.to_json(), parsed.json, str(report))
+    return 0 if report.ok else 1
+
+
+def _repair(parsed: argparse.Namespace) -> int:
+    from flexor.data.format.episode_list import parse_episodes
+    from flexor.data.repair.repair import repair_dataset
+
+    lists = {
+        name: parse_episodes(text, f"--{name}")
+        for name in ("episodes", "exclude_episodes")
+        if (text := getattr(parsed, name)) is not None
+    }
+    report = repair_dataset(
+        _local(parsed.root),
+        parsed.out,
+        episodes=lists.get("episodes"),
+        exclude=lists.get("exclude_episodes", ()),
+        decode=not parsed.quick,
+        dry_run=parsed.dry_run,
+        progress=progress("repairing"),
+    )
+    print_result(report.to_json(), parsed.json, str(report))
+    return 0 if report.ok else 1
+
+
+def _stats(parsed: argparse.Namespace) -> int:
+    from flexor.data.dataset import open_dataset
+    from flexor.data.format.stats import to_json, write_stats
+    from flexor.data.statistics import compute_stats
+
+    dataset = open_dataset(root=_local(parsed.root))
+    stats = compute_stats(dataset)
+    if parsed.write:
+        log.info("wrote %s", write_stats(dataset.root, stats))
+    print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
+    return 0
+
+
+def _cache(parsed: argparse.Namespace) -> int:
+    from flexor.data.frames import cache_folders
+    from flexor.data.loader import cache_flags
+
+    cache_flags.check(parsed)
+    if parsed.list:
+        infos = cache_folders.list_caches()
+        print_result({"caches": [info.to_json() for info in infos]}, parsed.json, cache_folders.render(infos))
+        return 0
+    if parsed.prune:
+        removed = cache_folders.prune(
+            older_than=parsed.older_than,
+            limit_bytes=parsed.to,
+            dataset=parsed.dataset,
+            everything=parsed.all,
+        )
+        nbytes = sum(info.nbytes for info in removed)
+        report = {"removed": [info.to_json() for info in removed], "nbytes": nbytes}
+        print_result(report, parsed.json, f"removed {len(removed)} caches, {nbytes / 1e9:.3f} GB")
+        return 0
+    return _build_cache(parsed)
+
+
+def _build_cache(parsed: argparse.Namespace) -> int:
+    from flexor.data.dataset import open_dataset
+    from flexor.data.loader.precache import precache, render
+    from flexor.data.settings import picture_size
+
+    dataset = open_dataset(**_address(parsed.root), size=picture_size(parsed.size))
+    result = precache(
+        dataset,
+        cameras=parsed.cameras,
+        format=parsed.format or "raw",
+        workers=parsed.workers,
+        progress=progress("decoding"),
+    )
+    print_result(result, parsed.json, render(result))
+    return 0 if result["complete"] else 1
+
+
+def _local(root: str) -> Path:
+    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
+    from flexor.data.format.metadata import read_metadata
+    from flexor.data.storage.source import find_source
+
+    address = _address(root)
+    if "repo_id" not in address and "://" not in root:
+        return Path(root)
+    source = find_source(address.get("repo_id"), address.get("root"), None)
+    names = read_metadata(source).episodes.files()
+    source.fetch(names)
+    report = progress("fetching")
+    for done, name in enumerate(names, 1):
+        if source.exists(name):  # a check names what is missing
+            source.local(name)
+        report(done, len(names))
+    return source.root
+
+
+def _address(root: str) -> dict[str, Any]:
+    """How `open_dataset` takes what may be a folder, an address or a name on the Hub."""
+    from flexor.data.storage.source import is_repo_id
+    from flexor.sim.record import BUILTIN, builtin_dataset
+
+    if root == BUILTIN:
+        return {"repo_id": root, "root": builtin_dataset()}
+    if is_repo_id(root) and not Path(root).exists():
+        return {"repo_id": root}
+    return {"root": root}

@@ -1,0 +1,192 @@
+"""The verb `plan`: flags, and which face to show."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.plan.data import FPS, FRAMES
+
+if TYPE_CHECKING:
+    from flexor.config.schema import TrainConfig
+    from flexor.plan.compare import Study
+    from flexor.plan.data.host import Data
+    from flexor.plan.site.hardware import GPU, Hardware
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="flexor plan",
+        description="What a run will take, before it is started: memory and time on any GPU, money, the host. No GPU "
+        "is needed. All settings of `flexor train` may follow; without a dataset, one is described by the flags below.",
+        allow_abbrev=False,
+    )
+    where = flags.add_argument_group("where")
+    where.add_argument(
+        "--gpu", metavar="NAME[,NAME]", help="GPU, or several to compare; this machine's, else all"
+    )
+    where.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node (default 1)")
+    where.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    where.add_argument(
+        "--interconnect", type=float, metavar="GB/S", help="between GPUs or nodes, one direction"
+    )
+    where.add_argument("--gpus-file", type=Path, metavar="FILE", help="GPUs and prices of your own (TOML)")
+    where.add_argument(
+        "--price", type=float, metavar="USD/H", help="of all nodes together, instead of the list's"
+    )
+    data = flags.add_argument_group("a dataset that is not recorded yet")
+    data.add_argument("--frames", type=int, metavar="N", help=f"moments (default {FRAMES})")
+    data.add_argument("--cameras", metavar="NxHxW", help="number, height, width (default 2x480x640)")
+    data.add_argument("--state", type=int, metavar="N", help="numbers in the robot's state (default 14)")
+    data.add_argument("--action", type=int, metavar="N", help="numbers in an action (default 14)")
+    data.add_argument("--fps", type=float, metavar="HZ", help=f"frames per second (default {FPS:g})")
+    robot = flags.add_argument_group("the robot that will act")
+    robot.add_argument(
+        "--rate-hz", type=float, metavar="HZ", help="actions per second; the dataset's frame rate"
+    )
+    robot.add_argument(
+        "--executed", type=int, metavar="N", help="actions of a chunk; the policy's own choice"
+    )
+    faces = flags.add_argument_group("what to print")
+    faces.add_argument("--json", action="store_true", help="one JSON object")
+    faces.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
+    faces.add_argument("--table", action="store_true", help="a hardware guide for all policies, in Markdown")
+    faces.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine's GPU and host for two or three minutes; plans use it from then on",
+    )
+    flags.add_argument(
+        "--bench", type=Path, metavar="FILE", help="what `flexor bench data` measured of this data"
+    )
+    return flags
+
+
+def plan(arguments: list[str]) -> int:
+    """`flexor plan ...`"""
+    parsed, settings = parser().parse_known_args(arguments)
+    from flexor.plan.site.hardware import load_hardware
+
+    hardware = load_hardware(parsed.gpus_file)
+    if parsed.calibrate:
+        return _calibrate(hardware)
+    if parsed.table:
+        from flexor.plan.show.table import hardware_guide
+
+        print(hardware_guide(hardware), end="")
+        return 0
+    study = _study(parsed, settings, hardware)
+    from flexor.plan.show import as_json, report
+
+    if parsed.html:
+        from flexor.plan.show.html import page
+
+        parsed.html.write_text(page(study))
+        log.info("wrote %s", parsed.html)
+    print(json.dumps(as_json.to_json(study)) if parsed.json else report.render(study))
+    return 0 if study.plan.fits else 1
+
+
+def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Study:
+    from flexor.plan.compare import study
+
+    config, data, assumed = _job(parsed, settings)
+    gpus, here = _gpus(parsed.gpu, hardware)
+    for name in ("gpus", "nodes", "frames", "executed"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}={value} must be at least 1.")
+    speed = None
+    if parsed.bench:
+        from flexor.plan.data.host import measured_speed
+
+        speed = measured_speed(data, json.loads(parsed.bench.read_text()))
+    return study(
+        config,
+        data,
+        hardware,
+        gpus,
+        here=here,
+        count=parsed.gpus,
+        nodes=parsed.nodes,
+        link=None if parsed.interconnect is None else parsed.interconnect * 1e9,
+        price=parsed.price,
+        speed=speed,
+        rate_hz=parsed.rate_hz or parsed.fps or FPS,
+        executed=parsed.executed,
+        assumed=assumed,
+    )
+
+
+def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Data, str]:
+    """Settings with the policy's features filled in, the data, and what was assumed of it."""
+    from flexor.config.parse import load_config, parse_flags
+
+    given = parse_flags(settings)
+    described = {"frames", "cameras", "state", "action", "fps"} & {
+        k for k, v in vars(parsed).items() if v is not None
+    }
+    if {"config", "dataset.repo_id", "dataset.root"} & given.keys():
+        if described:
+            raise ConfigError(
+                f"--{min(described)}: there is a dataset already, which says that. Leave one of them out."
+            )
+        from flexor.plan.data.from_dataset import open_for_plan
+
+        return *open_for_plan(load_config(settings)), ""
+    config = load_config([*settings, "--dataset.repo_id=planned/dataset"])
+    return _described(parsed, config)
+
+
+def _described(parsed: argparse.Namespace, config: TrainConfig) -> tuple[TrainConfig, Data, str]:
+    from dataclasses import replace
+
+    from flexor.plan.data.imagined_robot import Robot, imagined_data, parse_cameras
+
+    number, height, width = parse_cameras(parsed.cameras or "2x480x640")
+    robot = Robot(
+        number,
+        height,
+        width,
+        14 if parsed.state is None else parsed.state,
+        14 if parsed.action is None else parsed.action,
+    )
+    policy = robot.fill_in(config.policy)
+    frames = parsed.frames or FRAMES
+    said = (
+        f"{frames:,} frames, {number} camera(s) of {height}x{width}, {robot.state} numbers of state, "
+        f"{robot.action} of action"
+    )
+    return replace(config, policy=policy), imagined_data(policy, frames), said
+
+
+def _gpus(names: str | None, hardware: Hardware) -> tuple[list[GPU], bool]:
+    """The GPUs that are meant; none for all. And whether it is this machine's."""
+    from flexor.plan.site.hardware import gpu_here
+
+    if names:
+        return [hardware.find(name) for name in names.split(",")], False
+    found = gpu_here(hardware)
+    return ([found], True) if found else ([], False)
+
+
+def _calibrate(hardware: Hardware) -> int:
+    from flexor.plan.site.hardware import gpu_here
+
+    gpu = gpu_here(hardware)
+    if gpu is None or gpu.maker != "nvidia":
+        raise ConfigError("--calibrate measures a GPU of NVIDIA's, and PyTorch sees none on this machine.")
+    from flexor.plan.speed.calibrate import calibrate
+    from flexor.plan.speed.speeds import file_of, save
+
+    speeds = calibrate(gpu, log.info)
+    save(speeds, file_of(gpu))
+    print(
+        f"{gpu.name}: steps that the GPU bounds were predicted within {speeds.spread_gpu:.0%}, those that the host "
+        f"bounds within {speeds.spread_host:.0%}. Written to {file_of(gpu)}; plans use it from now on."
+    )
+    return 0

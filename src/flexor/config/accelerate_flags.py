@@ -1,0 +1,213 @@
+"""What the settings of an Accelerate config mean here.
+
+`accelerate launch` hands its flags and its config file to the processes it starts, in their environment. They become
+settings of the run; one that contradicts the run's own is refused. Accelerate hands on its defaults too, so a value
+that is the default there (mixed_precision: no, no offloading) counts as not given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexor.config.schema import TrainConfig, group_type
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.typed import coerce, field_types
+
+# How FSDP 1 shards, in Accelerate's order, which numbers them from 1 -> strategy, reshard_after_forward.
+SHARDING = {
+    "FULL_SHARD": ("fsdp", True),
+    "SHARD_GRAD_OP": ("fsdp", False),
+    "NO_SHARD": ("ddp", False),
+    "HYBRID_SHARD": ("hsdp", True),
+    "HYBRID_SHARD_ZERO2": ("hsdp", False),
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """One setting of the Accelerate config, as it is called there, and its value here."""
+
+    there: str
+    value: Any
+
+
+def started_by_accelerate(env: Mapping[str, str] | None = None) -> bool:
+    """Whether `accelerate launch` started this process: it always says a precision."""
+    return "ACCELERATE_MIXED_PRECISION" in (os.environ if env is None else env)
+
+
+def uses_deepspeed() -> bool:
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+
+
+def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What the Accelerate config says beyond the settings that the run was given; refused if they disagree."""
+    env = os.environ if env is None else env
+    if not started_by_accelerate(env):
+        return {}
+    _refuse_unsupported(env)
+    settings: dict[str, Any] = {}
+    for key, said in _said(env).items():
+        own = _typed(key, given[key]) if key in given else None
+        if own in (None, "auto"):
+            settings[key] = said.value
+        elif not _agree(said.value, own):
+            raise ConfigError(
+                f"The Accelerate config says {said.there}, the run says {key}={own}: "
+                "leave one of them out, or make them say the same."
+            )
+    return settings
+
+
+def _typed(key: str, value: Any) -> Any:
+    group, _, name = key.rpartition(".")
+    return coerce(value, field_types(group_type(group) if group else TrainConfig)[name], key)
+
+
+def _agree(there: Any, here: Any) -> bool:
+    return here == there or (there, here) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
+
+
+def _said(env: Mapping[str, str]) -> dict[str, Said]:
+    said: dict[str, Said] = {}
+    if (precision := env["ACCELERATE_MIXED_PRECISION"]) != "no":
+        said["precision"] = Said(f"mixed_precision: {precision}", precision)
+    if (steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")).isdigit():
+        said["gradient_accumulation_steps"] = Said(f"gradient_accumulation_steps: {steps}", int(steps))
+    if _true(env, "ACCELERATE_USE_CPU"):
+        said["policy.device"] = Said("use_cpu: true", "cpu")
+    if _true(env, "ACCELERATE_USE_DEEPSPEED"):
+        said |= _said_of_deepspeed(env)
+    elif _true(env, "ACCELERATE_USE_FSDP"):
+        said |= _said_of_fsdp(env)
+    elif int(env.get("WORLD_SIZE", 1)) > 1:
+        said["parallel.strategy"] = Said("no FSDP, so each process has the whole model (ddp)", "ddp")
+    elif "MASTER_ADDR" in env and "RANK" not in env:
+        log.warning(
+            "`accelerate launch --cpu --num_processes=N` starts one process (it leaves more to mpirun): this run has "
+            "one. For N of them use `accelerate launch --multi_gpu --num_processes=N`, which needs no GPU, "
+            "or `flexor train --processes=N`."
+        )
+    return said
+
+
+def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
+    there = "fsdp_version: 2"
+    strategy, reshard = "fsdp", env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+    if env.get("FSDP_VERSION", "1") == "1":
+        there = f"fsdp_sharding_strategy: {_sharding(env)}"
+        strategy, reshard = SHARDING[_sharding(env)]
+        if env.get("RANK", "0") == "0" and strategy != "ddp":
+            log.info("%s with fsdp_version: 1: it is run by FSDP 2, which shards the same way", there)
+    said = {"parallel.strategy": Said(there, strategy)}
+    if strategy == "ddp":
+        return said
+    if not reshard:
+        said["parallel.reshard_after_forward"] = Said("to keep weights gathered after forward", False)
+    if _true(env, "FSDP_OFFLOAD_PARAMS"):
+        said["parallel.cpu_offload"] = Said("fsdp_offload_params: true", True)
+    if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
+        said["activation_checkpointing"] = Said("fsdp_activation_checkpointing: true", True)
+    copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    if copies > 1:
+        parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
+        there = f"parallelism_config_dp_replicate_size: {copies}"
+        said |= {"parallel.strategy": Said(there, "hsdp"), "parallel.dp_replicate": Said(there, copies)}
+        said["parallel.dp_shard"] = Said(f"parallelism_config_dp_shard_size: {parts}", parts)
+    return said
+
+
+def _sharding(env: Mapping[str, str]) -> str:
+    """FSDP 1's strategy, which newer configs give under FSDP 2's name."""
+    newer = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
+    value = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") if newer in ("true", "false") else newer
+    names = list(SHARDING)
+    if value.isdigit() and 0 < int(value) <= len(names):
+        return names[int(value) - 1]
+    if value.upper() not in SHARDING:
+        raise ConfigError(
+            f"The Accelerate config says fsdp_sharding_strategy: {value}: use one of {', '.join(names)}."
+        )
+    return value.upper()
+
+
+def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """DeepSpeed's own settings: its config file, or the few that an Accelerate config has for it."""
+    env = os.environ if env is None else env
+    if (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")) != "none":
+        try:
+            return {"zero_optimization": {}, **json.loads(Path(file).read_text())}
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"deepspeed_config_file: {file} can't be read: {error}") from error
+    offload = {
+        f"offload_{what}": {"device": device}
+        for what in ("optimizer", "param")
+        if (device := env.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE", "none")) != "none"
+    }
+    stage = int(env.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+    settings: dict[str, Any] = {"zero_optimization": {"stage": stage, **offload}}
+    if (limit := env.get("ACCELERATE_GRADIENT_CLIPPING", "auto")) != "auto":
+        settings["gradient_clipping"] = float(limit)
+    return settings
+
+
+def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
+    settings = deepspeed_settings(env)
+    zero = settings["zero_optimization"]
+    if (stage := zero.get("stage", 0)) not in (1, 2):
+        instead = "FSDP, which shards weights too" if stage else "MULTI_GPU, which does the same"
+        raise ConfigError(f"The Accelerate config says zero_stage: {stage}: say distributed_type: {instead}.")
+    for name in ("offload_optimizer", "offload_param"):
+        if zero.get(name, {}).get("device", "none") != "none":
+            raise ConfigError(
+                f"The Accelerate config says {name}: to keep them in the host's memory, use FSDP with "
+                "fsdp_offload_params: true."
+            )
+    for name in ("optimizer", "scheduler"):
+        if name in settings:
+            raise ConfigError(
+                f"The DeepSpeed config file has a section {name}: say --{name}.* of the run instead."
+            )
+    said = {"parallel.strategy": Said(f"zero_stage: {stage}", "ddp")}
+    keys = {
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu": "batch_size",
+        "train_batch_size": "global_batch_size",
+        "gradient_clipping": "optimizer.grad_clip_norm",
+    }
+    for there, here in keys.items():
+        if isinstance(value := settings.get(there), int | float):
+            said[here] = Said(f"{there}: {value}", value)
+    for precision in ("bf16", "fp16"):
+        if settings.get(precision, {}).get("enabled") is True:
+            said["precision"] = Said(f"{precision}: enabled", precision)
+    return said
+
+
+def _refuse_unsupported(env: Mapping[str, str]) -> None:
+    """What would change the run and can't be done here."""
+    unsupported = {
+        "mixed_precision: fp8": env["ACCELERATE_MIXED_PRECISION"] == "fp8",
+        "distributed_type: MEGATRON_LM": _true(env, "ACCELERATE_USE_MEGATRON_LM"),
+        "fsdp_ignored_modules": "FSDP_IGNORED_MODULES" in env,
+        "fsdp_activation_checkpointing_offload": _true(env, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+    }
+    for size in ("TP", "CP", "SP"):
+        number = env.get(f"PARALLELISM_CONFIG_{size}_SIZE", "1")
+        unsupported[f"parallelism_config_{size.lower()}_size: {number}"] = number != "1"
+    for there, asked in unsupported.items():
+        if asked:
+            raise ConfigError(
+                f"The Accelerate config says {there}, which Flexor does not do: it trains with DDP, FSDP, "
+                "HSDP and ZeRO 1 and 2, in float32, bf16 and fp16."
+            )
+
+
+def _true(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "false").lower() in ("true", "1", "yes")

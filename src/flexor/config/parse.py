@@ -1,0 +1,193 @@
+"""Settings from a YAML file, flags and key=value, where later ones win, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexor.config.accelerate_flags import accelerate_settings
+from flexor.config.lerobot_flags import ALIASES, drop_ignored
+from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
+from flexor.config.schema import GROUPS, TrainConfig, validate
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.run_files import RUN_CONFIG
+from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain
+from flexor.data.format.episode_list import parse_episodes
+from flexor.policies import PolicyConfig, policy_class
+from flexor.policies.external import is_code, settled, short_name
+
+PACKAGED = Path(__file__).parent / "builtin"
+DEFAULT_POLICY = "act"
+# Settings of these groups belong to their type: naming another type drops what came before.
+TYPED_GROUPS = ("policy", "optimizer", "scheduler")
+
+
+def parse_flags(argv: Sequence[str]) -> dict[str, Any]:
+    """--a.b=c, --a.b c, --flag and a.b=c -> {"a.b": Text("c"), ...}."""
+    flags: dict[str, Any] = {}
+    arguments = list(argv)
+    while arguments:
+        word = arguments.pop(0)
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            if not equals:
+                follows = arguments and not arguments[0].startswith("--")
+                value = arguments.pop(0) if follows else "true"
+        elif "=" in word:
+            key, _, value = word.partition("=")
+        else:
+            raise ConfigError(f"Can't read {word!r}: settings are --key=value, --key value or key=value.")
+        key = key.replace("-", "_")
+        flags[ALIASES.get(key, key)] = Text(value)
+    return flags
+
+
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} -> {"a": {"b": 1}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, Partial())
+            if not isinstance(node, dict):
+                raise ConfigError(f"{key}={value}: {section} is a setting itself, not a group of settings.")
+        node[name] = value
+    return tree
+
+
+def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
+    """The inverse of `nest`, as deep as there are groups of settings."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{where}.{key}" if where else str(key)
+        if name in (*GROUPS, "peft") and isinstance(value, dict):
+            flat.update(flatten(value, name))
+        elif name in GROUPS and value is None:
+            continue  # LeRobot writes `env: null` for a group that was not given
+        elif where == "peft" and value is None:
+            continue  # LeRobot's default
+        else:
+            flat[ALIASES.get(name, name)] = value
+    return flat
+
+
+def read_file(name: str | Path) -> dict[str, Any]:
+    """A YAML or JSON file of settings; a bare name such as `demo` is one that comes with Flexor."""
+    path = Path(name)
+    packaged = PACKAGED / f"{name}.yaml"
+    try:
+        if not path.is_file() and packaged.is_file():
+            path = packaged
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
+        raise ConfigError(
+            f"Can't read the settings file {name}: {error.strerror}. Built in: {names}."
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not text at all
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no settings: expected `key: value` lines.")
+    return data
+
+
+def load_config(argv: Sequence[str]) -> TrainConfig:
+    """The command line's settings on top of the file they name; the built-in demo if none names data."""
+    flags = parse_flags(argv)
+    if {"steps", "epochs"} <= flags.keys():
+        raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give one of them.")
+    file = flags.pop("config", None)
+    if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
+        file = "demo"
+    layers = [flatten(read_file(file))] if file is not None else []
+    given = {key: value for layer in (*layers, flags) for key, value in layer.items()}
+    return build_config(*layers, flags, accelerate_settings(given))
+
+
+def build_config(*layers: dict[str, Any]) -> TrainConfig:
+    """Settings in layers ({"policy.type": "act", ...}), where later ones win, checked."""
+    flat: dict[str, Any] = {"policy.type": DEFAULT_POLICY}
+    for layer in layers:
+        for group in TYPED_GROUPS:
+            before = settled(str(flat.get(f"{group}.type")))
+            another = settled(str(layer.get(f"{group}.type", before))) != before
+            if another or (group == "policy" and layer.get("policy_path") is not None):
+                # the settings of the one before mean nothing to it
+                flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
+        if "steps" in layer and "epochs" not in layer:
+            flat.pop("epochs", None)
+        flat.update(layer)
+    return _build(drop_ignored(flat))
+
+
+def _build(flat: dict[str, Any]) -> TrainConfig:
+    _check_groups(flat)
+    use_amp = coerce(flat.pop("policy.use_amp", False), bool, "policy.use_amp")
+    if use_amp and "precision" not in flat:
+        flat["precision"] = "bf16"
+    for key in {"dataset.episodes", "dataset.exclude_episodes"} & flat.keys():
+        flat[key] = _read_episodes(key, flat[key])
+    tree = nest(flat)
+    policy_settings = tree.pop("policy", {})
+    policy = _build_policy(policy_settings, flat.get("policy_path"))
+    config = from_plain(TrainConfig, {**tree, "policy": policy})
+    validate(config)
+    if config.job_name is None and is_code(policy.type):
+        config.job_name = short_name(policy.type)  # a type with a path in it names no folder
+    config.optimizer = resolve_optimizer(config.optimizer, config.policy)
+    config.scheduler = resolve_scheduler(config.scheduler, config.policy)
+    return config
+
+
+def _check_groups(flat: dict[str, Any]) -> None:
+    """Name a misspelt group as it was typed; what is inside a group is checked where its type is known."""
+    types = field_types(TrainConfig)
+    for key, value in flat.items():
+        group, _, name = key.partition(".")
+        if name and group not in types:
+            known = [f"{g}.{name}" for g in GROUPS]
+            raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, known)}")
+
+
+def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
+    if not isinstance(settings, dict):
+        raise ConfigError(f"policy={settings}: say which with --policy.type={settings} or --policy.path=...")
+    if path is not None:
+        from flexor.policies.pretrained import read_config
+
+        return read_config(str(path), settings)
+    # LeRobot's way to say that the features come from the dataset, which they do anyway
+    nulls = [
+        k for k in ("input_features", "output_features") if str(settings.get(k)).lower() in ("none", "null")
+    ]
+    settings = {key: value for key, value in settings.items() if key not in nulls}
+    cls = policy_class(str(settings.pop("type"))).Config
+    policy = from_plain(cls, settings, "policy")
+    policy.validate()
+    return policy
+
+
+def _read_episodes(key: str, value: Any) -> Any:
+    if not isinstance(value, str) or value.lower() in ("null", "none", ""):
+        return value
+    return parse_episodes(value, key)
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The settings a run was started with, as nested plain data."""
+    path = folder / RUN_CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"{path} holds no settings; restore it from the newest checkpoint's flexor.json."
+        )
+    return data

@@ -1,0 +1,31 @@
+"""The device to compute on."""
+
+from __future__ import annotations
+
+import torch
+
+from flexor.core.errors import ConfigError
+
+
+def find_device(wanted: str | None) -> torch.device:
+    """The device asked for, if it is there; else the fastest available one."""
+    if wanted is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"policy.device={wanted!r} is not a device: use cpu, cuda, cuda:N or mps."
+        ) from error
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    missing = (device.type == "cuda" and (device.index or 0) >= count) or (
+        device.type == "mps" and not torch.backends.mps.is_available()
+    )
+    if missing:
+        raise ConfigError(
+            f"policy.device={wanted!r} is not there (`flexor doctor` says why); "
+            "leave it out to use what there is, or set --policy.device=cpu."
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -1,0 +1,231 @@
+"""Dataclasses as settings: plain data -> typed tree and back, with errors that name the key and the fix.
+
+A field's help text is the docstring under it. Nothing here knows what the settings mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import textwrap
+import types
+import typing
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from flexor.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Text(str):
+    """A value as typed on the command line: its type is decided by the field it is for."""
+
+
+class Partial(dict[str, Any]):
+    """Some entries of a dictionary, given by dotted keys: the others stay what they were."""
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """' Did you mean ...?' or the list of what there is."""
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    return f"There are: {', '.join(names)}."
+
+
+def from_plain(cls: type[T], data: Any, where: str = "") -> T:
+    """Build the dataclass `cls` from nested dictionaries; `where` is its key, for messages."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where or cls.__name__}: expected settings (key: value), got {data!r}.")
+    types_of = field_types(cls)
+    values = {}
+    for key, value in data.items():
+        if key not in types_of:
+            valid = [join(where, name) for name in types_of]
+            raise ConfigError(
+                f"Unknown setting {join(where, key)}={value!r}. {closest(join(where, key), valid)}"
+            )
+        values[key] = coerce(value, types_of[key], join(where, key))
+        if isinstance(value, Partial) and isinstance(values[key], dict):
+            values[key] = {**getattr(cls(), key), **values[key]}
+    return cls(**values)
+
+
+def to_plain(value: Any) -> Any:
+    """The tree as nested dictionaries, lists and scalars, fit for YAML and JSON."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): to_plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(v) for v in value]
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def field_types(cls: Any) -> dict[str, Any]:
+    hints = _hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+
+
+@functools.cache
+def help_texts(cls: type) -> dict[str, str]:
+    """field -> the docstring under it, base classes included."""
+    texts: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in zip(body.body, body.body[1:]):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+def join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def type_name(expected: Any) -> str:
+    """A type as a person would say it."""
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if expected is type(None):
+        return "null"
+    if origin is typing.Literal:
+        return "|".join(str(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(a) for a in args)
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return "|".join(str(e.value) for e in expected)
+    if origin in (list, tuple, dict):
+        inner = ", ".join(type_name(a) for a in args if a is not Ellipsis)
+        return f"{origin.__name__} of {inner}" if inner else origin.__name__
+    return {bool: "true|false", int: "integer", float: "number", str: "text", Path: "path"}.get(
+        expected, getattr(expected, "__name__", str(expected))
+    )
+
+
+def coerce(value: Any, expected: Any, where: str) -> Any:
+    """`value` as the field's type, or an error naming key, value and what was expected."""
+    if isinstance(value, Text):
+        value = _parse_text(value, expected)
+    try:
+        return _coerce(value, expected, where)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}={value!r} is not valid: expected {type_name(expected)}.") from error
+
+
+def _parse_text(text: str, expected: Any) -> Any:
+    """What was typed, as data; text stays text where text is wanted."""
+    options = _options(expected)
+    if type(None) in options and text.lower() in ("null", "none", ""):
+        return None
+    structured = {list, dict, tuple} & {typing.get_origin(o) for o in options}
+    # Numbers are not read as YAML, where 010 is eight, 1:30 is ninety and 1e5 is text.
+    plain = {int, float, str} & set(options) or any(typing.get_origin(o) is typing.Literal for o in options)
+    if plain and not (structured and text[:1] in ("[", "{")):
+        return str(text)
+    return parse_yaml(text)
+
+
+def parse_yaml(text: str) -> Any:
+    """Typed text as data, or as itself where it is not YAML."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2020-99-99 looks like a date
+        return str(text)
+
+
+def _options(expected: Any) -> tuple[Any, ...]:
+    if typing.get_origin(expected) in (typing.Union, types.UnionType):
+        return typing.get_args(expected)
+    return (expected,)
+
+
+def _coerce(value: Any, expected: Any, where: str) -> Any:
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
+    if expected is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        return _coerce_union(value, args, where)
+    if origin is typing.Literal:
+        # an unquoted `no`, `off`, `yes` or `on` in a YAML file is a boolean before we see it
+        names = {True: ("true", "yes", "on"), False: ("false", "no", "off")}
+        texts = names[value] if isinstance(value, bool) else (value,)
+        match = [a for a in args if a in texts]
+        return match[0] if match else _refuse(value)
+    if origin is list:
+        items = value if isinstance(value, (list, tuple)) else _refuse(value)
+        return [_coerce(v, args[0], where) for v in items]
+    if origin is tuple:
+        items = list(value) if isinstance(value, (list, tuple)) else _refuse(value)
+        kinds = [args[0]] * len(items) if args[-1] is Ellipsis else list(args)
+        return tuple(_coerce(v, k, where) for v, k in zip(items, kinds, strict=True))
+    if origin is dict:
+        items = value if isinstance(value, dict) else _refuse(value)
+        return {_coerce(k, args[0], where): coerce(v, args[1], join(where, k)) for k, v in items.items()}
+    if dataclasses.is_dataclass(expected):
+        return (
+            value
+            if isinstance(value, typing.cast(type, expected))
+            else from_plain(typing.cast(type, expected), value, where)
+        )
+    return _coerce_scalar(value, expected)
+
+
+def _coerce_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return _coerce(value, option, where)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return _refuse(value)
+
+
+def _coerce_scalar(value: Any, expected: type) -> Any:
+    if value is None and expected is not type(None):
+        return _refuse(value)
+    if expected is bool:
+        return value if isinstance(value, bool) else _refuse(value)
+    if expected is int:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, str):
+            value = float(value) if "e" in value.lower() else int(value.replace("_", ""))
+            return int(value) if value == int(value) else _refuse(value)
+        return value if isinstance(value, int) and not isinstance(value, bool) else _refuse(value)
+    if expected is float:
+        if isinstance(value, bool):
+            return _refuse(value)
+        number = float(value)  # "1e-4" is text in YAML
+        return number if math.isfinite(number) else _refuse(value)
+    if expected is str:
+        return value if isinstance(value, str) else _refuse(value)
+    return expected(value)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"{value!r}")

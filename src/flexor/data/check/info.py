@@ -1,0 +1,251 @@
+"""What a dataset is: `flexor data info DIR`.
+
+`describe` gathers figures, `render` makes them readable. Figures about videos are measured on the files
+(a group of pictures is what stands in the packets, not what the encoder was told); what cannot be
+read is left out and noted, so that this works on a damaged dataset too.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flexor.core.errors import DatasetError
+from flexor.data.check.layout import Layout, read_layout
+from flexor.data.check.problems import CheckReport
+from flexor.data.check.scan import VideoScan, scan_video
+from flexor.data.check.tables import OWN_COLUMNS
+from flexor.data.format.metadata import Feature
+
+if TYPE_CHECKING:
+    from flexor.data.dataset import Dataset
+
+FILES_MEASURED = 8
+"""Video files per camera that are looked into: enough to see a mixture, quick with thousands."""
+
+LONG_GOP = 50
+"""Frames between key frames beyond which reading single frames becomes slow."""
+
+
+def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
+    """Everything `render` shows, as plain JSON values."""
+    root = Path(dataset if isinstance(dataset, str | Path) else dataset.root)
+    report = CheckReport(root, deep=False)
+    layout = read_layout(root, report)
+    if not layout.info:
+        problem = report.problems[0]
+        raise DatasetError(f"{root}: {problem.file}: {problem.message}. To put it right: {problem.fix}.")
+    cameras = {f.name: _camera(layout, f) for f in layout.features.values() if f.is_camera}
+    frames = sum(episode.length for episode in layout.episodes)
+    lengths = [episode.length for episode in layout.episodes]
+    result = {
+        "root": str(root),
+        "version": layout.version,
+        "robot_type": layout.info.get("robot_type"),
+        "episodes": len(layout.episodes),
+        "frames": frames,
+        "fps": layout.fps,
+        "hours": frames / layout.fps / 3600 if layout.fps else None,
+        "episode_length": _spread(np.array(lengths)) if lengths else None,
+        "tasks": [text for _, text in sorted(layout.tasks.items())],
+        "features": {f.name: _feature(f) for f in layout.features.values() if not f.is_camera},
+        "cameras": cameras,
+        "action_dim": _width(layout, "action"),
+        "state_dim": _width(layout, "observation.state"),
+        "bytes": {
+            "tables": _size(root / "data"),
+            "videos": _size(root / "videos"),
+            "meta": _size(root / "meta"),
+        },
+        "statistics": _statistics(layout, cameras),
+    }
+    result["notes"] = [problem.message for problem in report.errors] + _notes(layout, result)
+    result["train"] = _train_line(root, result)
+    return result
+
+
+def _feature(feature: Feature) -> dict[str, Any]:
+    return {"dtype": feature.dtype, "shape": list(feature.shape), "names": feature.names}
+
+
+def _width(layout: Layout, name: str) -> int | None:
+    return int(np.prod(layout.features[name].shape)) if name in layout.features else None
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _spread(values: np.ndarray) -> dict[str, int]:
+    return {"typical": int(np.median(values)), "min": int(values.min()), "max": int(values.max())}
+
+
+def _statistics(layout: Layout, cameras: dict[str, Any]) -> dict[str, list[str]]:
+    """Which of the features that policies normalise have statistics."""
+    wanted = [n for n in layout.features if n.startswith(("action", "observation")) and n not in OWN_COLUMNS]
+    wanted = [n for n in wanted if n not in cameras or cameras[n]["files"]]
+    present = [name for name in wanted if {"mean", "std", "min", "max"} <= set(layout.stats.get(name, {}))]
+    quantiles = [name for name in present if {"q01", "q99"} <= set(layout.stats[name])]
+    missing = [name for name in wanted if name not in present]
+    return {"present": present, "with_quantiles": quantiles, "missing": missing}
+
+
+def _camera(layout: Layout, feature: Feature) -> dict[str, Any]:
+    channels, height, width = feature.chw if len(feature.shape) == 3 else (0, 0, 0)
+    camera: dict[str, Any] = {
+        "stored_as": feature.dtype,
+        "declared": {"height": height, "width": width, "channels": channels},
+        "files": 0,
+    }
+    if feature.is_image:
+        return camera | {"files": len({episode.data_file for episode in layout.episodes})}
+    files = [layout.root / file for file in layout.camera_files(feature.name)]
+    files = [path for path in files if path.is_file()]
+    if not files:
+        return camera
+    chosen = np.unique(np.linspace(0, len(files) - 1, FILES_MEASURED).round().astype(int))
+    scans = [scan_video(files[i]) for i in chosen]
+    good = [scan for scan in scans if len(scan.times)]
+    camera |= {"files": len(files), "measured": len(scans), "unreadable": len(scans) - len(good)}
+    camera["bytes"] = sum(path.stat().st_size for path in files)
+    if good:
+        camera |= _measured(good)
+    return camera
+
+
+def _measured(scans: list[VideoScan]) -> dict[str, Any]:
+    steps = np.concatenate([np.diff(np.sort(scan.times)) for scan in scans])
+    # The last group of a file is whatever was left over: not typical, unless it is the only one.
+    gops = np.concatenate([scan.gops()[:-1] if len(scan.gops()) > 1 else scan.gops() for scan in scans])
+    return {
+        "codec": sorted({scan.codec for scan in scans}),
+        "pix_fmt": sorted({scan.pix_fmt for scan in scans}),
+        "resolution": sorted({f"{scan.height}x{scan.width}" for scan in scans}),
+        "fps": round(1 / float(np.median(steps)), 3) if len(steps) else None,
+        "gop": _spread(gops) if len(gops) else None,
+    }
+
+
+def _notes(layout: Layout, info: dict[str, Any]) -> list[str]:
+    notes = []
+    for name, camera in info["cameras"].items():
+        notes += _camera_notes(layout, name, camera)
+    missing = info["statistics"]["missing"]
+    if missing:
+        notes.append(f"no statistics of {', '.join(missing)}: `flexor data stats DIR --write` computes them")
+    if info["action_dim"] is None:
+        notes.append("there is no feature `action`: a policy has nothing to learn")
+    if not info["tasks"]:
+        notes.append("there are no tasks: policies that read the instruction cannot be trained")
+    declared = layout.info.get("total_frames")
+    if declared not in (None, info["frames"]):
+        notes.append(f"meta/info.json promises {declared} frames, the episodes have {info['frames']}")
+    return notes
+
+
+def _camera_notes(layout: Layout, name: str, camera: dict[str, Any]) -> list[str]:
+    if not camera["files"]:
+        return [f"{name} is declared, but has no video files: it is left out"]
+    notes = []
+    if camera.get("unreadable"):
+        notes.append(
+            f"{name}: {camera['unreadable']} of {camera['measured']} files looked into are unreadable"
+        )
+    if "codec" not in camera:
+        return notes
+    for what in ("codec", "resolution", "pix_fmt"):
+        if len(camera[what]) > 1:
+            notes.append(f"{name}: files differ in {what}: {', '.join(camera[what])}")
+    declared = f"{camera['declared']['height']}x{camera['declared']['width']}"
+    if camera["resolution"] != [declared]:
+        notes.append(f"{name}: pictures are {', '.join(camera['resolution'])}, {declared} is declared")
+    if camera["fps"] and layout.fps and abs(camera["fps"] / layout.fps - 1) > 0.01:
+        notes.append(f"{name}: the video has {camera['fps']:g} frames per second, the table {layout.fps:g}")
+    if camera["gop"] and camera["gop"]["typical"] > LONG_GOP:
+        notes.append(
+            f"{name}: {camera['gop']['typical']} frames from key frame to key frame. Reading frames at "
+            "random decodes many for one; Flexor decodes each group once and uses all of it"
+        )
+    return notes
+
+
+def _train_line(root: Path, info: dict[str, Any]) -> str | None:
+    """The command that trains on this dataset, or None if there is nothing to train on."""
+    if info["action_dim"] is None or not info["episodes"]:
+        return None
+    return f"flexor train --policy.type=act --dataset.root={shlex.quote(str(root))}"
+
+
+def render(info: dict[str, Any]) -> str:
+    """`describe`'s figures as text."""
+    hours = info["hours"] or 0.0
+    span = f"{hours:.2f} hours" if hours >= 0.1 else f"{hours * 60:.1f} minutes"
+    length = info["episode_length"] or {"typical": 0, "min": 0, "max": 0}
+    sizes = info["bytes"]
+    lines = [
+        f"{info['root']}",
+        f"  format      LeRobot {info['version']}, robot {info['robot_type'] or 'not named'}",
+        f"  episodes    {info['episodes']} of {length['min']} to {length['max']} frames, "
+        f"median {length['typical']}",
+        f"  frames      {info['frames']} at {info['fps']:g} fps, {span}",
+        f"  on disk     tables {_bytes(sizes['tables'])}, video {_bytes(sizes['videos'])}, "
+        f"metadata {_bytes(sizes['meta'])}",
+        f"  tasks       {len(info['tasks'])}",
+        *[f"              {task}" for task in info["tasks"][:5]],
+        *([f"              ... and {len(info['tasks']) - 5} more"] if len(info["tasks"]) > 5 else []),
+        "  cameras" + ("" if info["cameras"] else "     none"),
+        *[line for name, camera in info["cameras"].items() for line in _camera_lines(name, camera)],
+        "  features",
+        *[
+            _feature_line(name, feature)
+            for name, feature in info["features"].items()
+            if name not in OWN_COLUMNS
+        ],
+        f"  action      {info['action_dim'] or 'none'} numbers; state {info['state_dim'] or 'none'}",
+        f"  statistics  {_statistics_line(info['statistics'])}",
+    ]
+    lines += ["  notes", *[f"    - {note}" for note in info["notes"]]] if info["notes"] else []
+    lines += ["  train on it", f"    {info['train']}"] if info["train"] else []
+    return "\n".join(lines)
+
+
+def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
+    declared = camera["declared"]
+    size = f"{declared['height']}x{declared['width']}"
+    if camera["stored_as"] == "image":
+        return [f"    {name}: {size} pictures in the tables"]
+    if not camera["files"]:
+        return [f"    {name}: {size} declared, no files"]
+    if "codec" not in camera:
+        return [f"    {name}: {size} declared, {camera['files']} files, none readable"]
+    gop = camera["gop"]
+    spread = f", {gop['min']} to {gop['max']}" if gop and gop["min"] != gop["max"] else ""
+    group = f"GOP {gop['typical']}{spread}" if gop else "GOP unknown"
+    some = f", {camera['measured']} looked into" if camera["measured"] < camera["files"] else ""
+    files = f"{camera['files']} file{'s' if camera['files'] > 1 else ''}{some}, {_bytes(camera['bytes'])}"
+    codec, picture = "/".join(camera["codec"]), "/".join(camera["resolution"])
+    return [f"    {name}: {picture} {codec} {'/'.join(camera['pix_fmt'])}, {group}, {files}"]
+
+
+def _feature_line(name: str, feature: dict[str, Any]) -> str:
+    shape = "x".join(str(n) for n in feature["shape"])
+    return f"    {name}: {feature['dtype']} [{shape}]"
+
+
+def _statistics_line(statistics: dict[str, list[str]]) -> str:
+    if not statistics["present"]:
+        return "none"
+    parts = "all there" if not statistics["missing"] else f"missing for {', '.join(statistics['missing'])}"
+    lacking = [name for name in statistics["present"] if name not in statistics["with_quantiles"]]
+    return parts + (f"; no quantiles for {', '.join(lacking)}" if lacking else ", with quantiles")
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    raise AssertionError

@@ -1,0 +1,305 @@
+"""What a dataset's folder says about itself, read so that one broken file does not hide the rest.
+
+`dataset.py` stops at the first thing that is wrong, as training should. This reader goes on, and puts
+what it stumbles over into a report; `flexor data check` and `flexor data info` are made on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexor.core.errors import DatasetError
+from flexor.data.check.problems import CheckReport
+from flexor.data.format import stats as statistics
+from flexor.data.format.file_names import FileNames
+from flexor.data.format.metadata import Feature
+
+VERSIONS = ("v3.0", "v2.1", "v2.0")
+FETCH_AGAIN = "fetch or copy the file again; if it is lost, train on the other episodes"
+FETCH_META = "fetch or copy meta/ again: without it the dataset cannot be opened"
+
+
+@dataclass(frozen=True)
+class Span:
+    """An episode's part of a video file, in seconds. `stop` is None where the file is its alone."""
+
+    file: str
+    start: float = 0.0
+    stop: float | None = None
+
+    @property
+    def end(self) -> float:
+        """`stop`, or nan."""
+        return math.nan if self.stop is None else self.stop
+
+
+@dataclass
+class Episode:
+    """One episode as the metadata describes it."""
+
+    index: int
+    length: int
+    tasks: list[str]
+    data_file: str
+    first_row: int
+    """Its first row among all rows of the dataset."""
+
+    videos: dict[str, Span] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else its metadata say, such as whether it was a success."""
+
+
+@dataclass
+class Layout:
+    """The metadata, as far as it could be read."""
+
+    root: Path
+    info: dict[str, Any] = field(default_factory=dict)
+    version: str = "unknown"
+    fps: float = 0.0
+    features: dict[str, Feature] = field(default_factory=dict)
+    episodes: list[Episode] = field(default_factory=list)
+    tasks: dict[int, str] = field(default_factory=dict)
+    stats: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def video_features(self) -> list[Feature]:
+        return [feature for feature in self.features.values() if feature.is_video]
+
+    def camera_files(self, camera: str) -> list[str]:
+        """The files the metadata names for a camera, each once, in episode order."""
+        spans = [episode.videos[camera] for episode in self.episodes if camera in episode.videos]
+        return list(dict.fromkeys(span.file for span in spans))
+
+
+def read_layout(root: str | Path, report: CheckReport) -> Layout:
+    """Read the metadata under `root`; what is wrong with it goes into `report`."""
+    layout = Layout(Path(root))
+    if not layout.root.is_dir():
+        raise DatasetError(f"{root} is not a folder. Give the folder that holds meta/, data/ and videos/.")
+    info = _read_json(layout.root, "meta/info.json", report)
+    if not isinstance(info, dict):
+        if not report.problems:
+            what = f"this is a {type(info).__name__}, not a JSON object"
+            report.error("info-unreadable", what, FETCH_META, file="meta/info.json")
+        return layout
+    layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
+    report.version = layout.version
+    _read_features(layout, report)
+    is_v3 = layout.version.startswith("v3") or (layout.root / "meta/episodes").is_dir()
+    if layout.version not in VERSIONS:
+        report.error(
+            "version-unknown",
+            f"codebase_version is {layout.version!r}; {', '.join(VERSIONS)} can be read",
+            "convert the dataset with LeRobot's conversion scripts",
+            file="meta/info.json",
+        )
+    try:
+        names = FileNames(info, is_v3)
+    except ValueError as error:
+        fix = "correct the template in meta/info.json, or take it from the original dataset"
+        report.error("path-template", str(error), fix, file="meta/info.json")
+        return layout
+    rows = list(_episode_rows_v3(layout, report) if is_v3 else _read_jsonl(layout, "episodes", report))
+    make = partial(_episode_v3 if is_v3 else _episode_v2, layout, names)
+    for row in sorted(rows, key=_number):
+        _add_episode(layout, make, row, report)
+    layout.tasks = _tasks_v3(layout, report) if is_v3 else _tasks_v2(layout, report)
+    layout.stats = _read_stats(layout, report)
+    return layout
+
+
+def _read_features(layout: Layout, report: CheckReport) -> None:
+    fix = "correct meta/info.json, or take it from the original dataset"
+    fps = layout.info.get("fps")
+    if isinstance(fps, int | float) and fps > 0:
+        layout.fps = float(fps)
+    else:
+        report.error("info-field", f"fps is {fps!r}, not a frame rate", fix, file="meta/info.json")
+    features = layout.info.get("features")
+    if not isinstance(features, dict) or not features:
+        report.error("info-field", "there are no features", fix, file="meta/info.json")
+        return
+    for name, spec in features.items():
+        try:
+            shape = tuple(int(n) for n in spec.get("shape") or (1,))
+            layout.features[name] = Feature(name, str(spec["dtype"]), shape, spec.get("names"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+            what = f"the feature is declared as {spec!r}: {why}"
+            report.error("info-field", what, fix, feature=name, file="meta/info.json")
+
+
+def _number(row: dict[str, Any]) -> int:
+    """The episode's number; -1 if there is none."""
+    number = row.get("episode_index")
+    return number if isinstance(number, int) else -1
+
+
+def _add_episode(
+    layout: Layout, make: Callable[[dict[str, Any]], Episode], row: dict[str, Any], report: CheckReport
+) -> None:
+    try:
+        layout.episodes.append(make(row))
+        return
+    except KeyError as error:
+        what = f"its metadata has no {error.args[0]}"
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"its metadata can't be used: {error}"
+    fix = "take meta/ from the original dataset, or leave the episode out"
+    report.error("episode-metadata", what, fix, episode=None if _number(row) < 0 else _number(row))
+
+
+def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, Any]]:
+    files = sorted((layout.root / "meta/episodes").rglob("*.parquet"))
+    if not files:
+        what = "there is no parquet file in it, so it is not known which episodes there are"
+        report.error("episodes-missing", what, FETCH_META, file="meta/episodes/")
+    for path in files:
+        file = path.relative_to(layout.root).as_posix()
+        try:
+            names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
+            yield from pq.read_table(path, columns=names).to_pylist()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            what = f"damaged or cut short ({_short(error)}); the episodes in it are unknown"
+            report.error("episodes-unreadable", what, FETCH_META, file=file)
+
+
+def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+    index = int(row["episode_index"])
+    episode = Episode(
+        index=index,
+        length=int(row["length"]),
+        tasks=list(row.get("tasks") or []),
+        data_file=names.data(index, row["data/chunk_index"], row["data/file_index"]),
+        first_row=int(row.get("dataset_from_index", _next_row(layout))),
+        more=_more(row),
+    )
+    for feature in layout.video_features:
+        prefix = f"videos/{feature.name}/"
+        if row.get(prefix + "file_index") is None:
+            continue
+        file = names.video(feature.name, index, row[prefix + "chunk_index"], row[prefix + "file_index"])
+        start, stop = float(row[prefix + "from_timestamp"]), float(row[prefix + "to_timestamp"])
+        episode.videos[feature.name] = Span(file, start, stop)
+    return episode
+
+
+def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+    index = int(row["episode_index"])
+    videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
+    tasks = list(row.get("tasks") or [])
+    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row))
+
+
+def _more(row: dict[str, Any]) -> dict[str, Any]:
+    known = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+    return {
+        key: value for key, value in row.items() if key not in known and "/" not in key and key[:2] != "__"
+    }
+
+
+def _next_row(layout: Layout) -> int:
+    last = layout.episodes[-1] if layout.episodes else None
+    return last.first_row + last.length if last else 0
+
+
+def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
+    file = "meta/tasks.parquet"
+    if not (layout.root / file).is_file():
+        report.warning(
+            "tasks-missing", "the file is missing: frames have no task", "fetch or copy it again", file=file
+        )
+        return {}
+    try:
+        table = pq.read_table(layout.root / file)
+        # pandas wrote the task strings as an index, whose column name depends on who wrote it.
+        text = next(name for name in table.column_names if name != "task_index")
+        return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
+    except (pa.ArrowException, OSError, KeyError, ValueError, StopIteration) as error:
+        report.error("tasks-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
+        return {}
+
+
+def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
+    tasks = {}
+    for row in _read_jsonl(layout, "tasks", report, needed=False):
+        try:
+            tasks[int(row["task_index"])] = str(row["task"])
+        except (KeyError, TypeError, ValueError):
+            what = f"{row} is no task with its task_index"
+            report.error("tasks-unreadable", what, FETCH_META, file="meta/tasks.jsonl")
+    return tasks
+
+
+def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]]:
+    """Statistics by feature. A file that is not there is no problem here: `check` says what it lacks."""
+    if (layout.root / "meta/stats.json").is_file():
+        raw = _read_json(layout.root, "meta/stats.json", report) or {}
+    elif (layout.root / "meta/episodes_stats.jsonl").is_file():
+        rows = _read_jsonl(layout, "episodes_stats", report)
+        raw = _merged([row["stats"] for row in rows if isinstance(row.get("stats"), dict)], report)
+    else:
+        return {}
+    try:
+        return statistics.from_json(raw)
+    except (TypeError, ValueError, AttributeError) as error:
+        what = f"not the statistics of features ({_short(error)})"
+        report.error("stats-unreadable", what, FETCH_META, file="meta/stats.json")
+        return {}
+
+
+def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
+    try:
+        return statistics.aggregate_stats([statistics.from_json(part) for part in parts])
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        what = f"the episodes' statistics do not fit together ({_short(error)})"
+        report.error("stats-unreadable", what, FETCH_META, file="meta/episodes_stats.jsonl")
+        return {}
+
+
+def _read_json(root: Path, file: str, report: CheckReport) -> Any:
+    try:
+        return json.loads((root / file).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "the file is missing: this is no dataset, or one whose writing or copying was cut short"
+        report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
+    except (ValueError, OSError) as error:
+        kind = "info-unreadable" if "info" in file else "stats-unreadable"
+        report.error(kind, f"not valid JSON ({_short(error)})", FETCH_META, file=file)
+    return None
+
+
+def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = True) -> list[dict]:
+    file = f"meta/{name}.jsonl"
+    try:
+        lines = (layout.root / file).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        say = report.error if needed else report.warning
+        say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
+        return []
+    except (OSError, ValueError) as error:
+        report.error(f"{name}-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
+        return []
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
+            report.error(f"{name}-unreadable", what, FETCH_META, file=file)
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _short(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:160]

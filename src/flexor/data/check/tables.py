@@ -1,0 +1,275 @@
+"""The table part of a check: rows, numbers, clocks and indices, episode by episode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.problems import CheckReport
+from flexor.data.format.metadata import Feature
+from flexor.data.format.table import flat_numbers
+from flexor.data.frames.clips import decode_image
+
+OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+"""Columns every dataset has; the reader derives those that are not there."""
+
+REPAIR_CLOCK = (
+    "none needed to train with Flexor, if no frame was dropped; `flexor data repair` sets the clock right"
+)
+RECORD_AGAIN = "leave the episode out, or repair the column from the original recording"
+
+
+@dataclass
+class Tables:
+    """What the other checks need of the tables."""
+
+    timestamps: dict[int, np.ndarray] = field(default_factory=dict)
+    low: dict[str, np.ndarray] = field(default_factory=dict)
+    high: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def check_tables(layout: Layout, selected: list[Episode], report: CheckReport) -> Tables:
+    """Check the data files that hold the selected episodes."""
+    tables = Tables()
+    files: dict[str, list[Episode]] = {}
+    for episode in selected:
+        files.setdefault(episode.data_file, []).append(episode)
+    present = {file: _columns(layout.root / file) for file in files}
+    _check_columns(layout, files, present, report)
+    for file, episodes in files.items():
+        if not (layout.root / file).is_file():
+            for episode in episodes:
+                what = "the file is missing"
+                report.error("data-missing", what, FETCH_AGAIN, episode=episode.index, file=file)
+            continue
+        names = [n for n, f in layout.features.items() if n in present[file] and (f.is_numeric or f.is_image)]
+        names += [name for name in OWN_COLUMNS if name in present[file] and name not in names]
+        if not report.deep:
+            names = [n for n in names if not (n in layout.features and layout.features[n].is_image)]
+        try:
+            table = pq.read_table(layout.root / file, columns=names)
+        except (pa.ArrowException, OSError) as error:
+            what = f"damaged or cut short ({str(error).splitlines()[0][:160]})"
+            for episode in episodes:
+                report.error("data-unreadable", what, FETCH_AGAIN, episode=episode.index, file=file)
+            continue
+        _File(layout, file, table, report, tables).check(episodes)
+    return tables
+
+
+def _columns(path: Path) -> list[str]:
+    try:
+        return pq.read_schema(path).names
+    except (pa.ArrowException, OSError):
+        return []
+
+
+def _check_columns(
+    layout: Layout, files: dict[str, list[Episode]], present: dict[str, list[str]], report: CheckReport
+) -> None:
+    """Declared columns that are nowhere (a warning), or only in some files (an error there)."""
+    readable = {file: names for file, names in present.items() if names}
+    for name, feature in layout.features.items():
+        lacking = [file for file, names in readable.items() if name not in names]
+        if feature.is_video or not lacking:
+            continue
+        if len(lacking) == len(readable):
+            what = "the feature is declared in meta/info.json, but no data file has such a column"
+            fix = "remove it from `features` in meta/info.json, or fetch the data files again"
+            report.warning("column-absent", what, fix, feature=name)
+            continue
+        what = "the column is missing here, though other data files have it"
+        for file in lacking:
+            for episode in files[file]:
+                report.error(
+                    "column-missing", what, FETCH_AGAIN, episode=episode.index, feature=name, file=file
+                )
+    derived = [
+        n for n in OWN_COLUMNS if n not in layout.features and not any(n in p for p in readable.values())
+    ]
+    if derived and readable:
+        what = f"there is no column {', '.join(derived)}: derived from the episodes' lengths"
+        report.warning("column-derived", what, "none needed to train with Flexor")
+
+
+@dataclass
+class _File:
+    """One data file, and the checks of the episodes in it."""
+
+    layout: Layout
+    name: str
+    table: pa.Table
+    report: CheckReport
+    tables: Tables
+
+    def check(self, episodes: list[Episode]) -> None:
+        self._columns = self._read()
+        rows_of = self._rows_by_episode(episodes)
+        for episode in episodes:
+            rows = rows_of.get(episode.index, np.empty(0, int))
+            if len(rows) != episode.length:
+                what = f"the table has {len(rows)} rows, but the metadata says {episode.length}"
+                fix = "fetch the data file and meta/ again: one of them is older than the other"
+                self._error("length", what, fix, episode)
+            elif len(rows) and rows[-1] - rows[0] + 1 != len(rows):
+                what = "its rows do not lie together"
+                self._error("rows-scattered", what, "sort the data file by `index`", episode)
+            else:
+                self._check_indices(episode, rows)
+            if len(rows):
+                self._check_clock(episode, rows)
+                self._check_numbers(episode, rows)
+                self._check_tasks(episode, rows)
+                self._check_images(episode, rows)
+        known = {episode.index for episode in self.layout.episodes}
+        unknown = sorted(int(e) for e in rows_of if e not in known)
+        if unknown:
+            count = sum(len(rows_of[e]) for e in unknown)
+            what = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not have"
+            self.report.warning("rows-unknown", what, "fetch meta/ again, or ignore them", file=self.name)
+
+    def _error(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+        self.report.error(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
+
+    def _read(self) -> dict[str, np.ndarray]:
+        """The numeric columns as [N, D]; one that does not have its declared shape is reported."""
+        columns = {}
+        for name in self.table.column_names:
+            feature = self.layout.features.get(name) or Feature(name, "int64", (1,))
+            if not feature.is_numeric:
+                continue
+            values = numbers(self.table[name], feature)
+            if isinstance(values, str):
+                fix = "correct the feature in meta/info.json, or fetch the data file again"
+                self.report.error("column-shape", values, fix, feature=name, file=self.name)
+                for episode in self.layout.episodes:
+                    if episode.data_file == self.name:
+                        self._error("column-shape", values, fix, episode, name)
+            else:
+                columns[name] = values
+        return columns
+
+    def _rows_by_episode(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
+        if "episode_index" not in self._columns:
+            # Without the column a file is one episode's, as in v2.
+            return {episodes[0].index: np.arange(self.table.num_rows)}
+        index = self._columns["episode_index"][:, 0].astype(int)
+        order = np.argsort(index, kind="stable")
+        numbers, starts = np.unique(index[order], return_index=True)
+        return dict(zip(numbers.tolist(), np.split(order, starts[1:])))
+
+    def _check_indices(self, episode: Episode, rows: np.ndarray) -> None:
+        for name, start in (("frame_index", 0), ("index", episode.first_row)):
+            if name not in self._columns or not len(rows):
+                continue
+            values = self._columns[name][rows, 0]
+            steps = np.flatnonzero(np.diff(values) != 1)
+            if len(steps):
+                what = f"{name} is not contiguous at {len(steps)} places; the first is after frame {steps[0]}"
+                self._error("index", what, RECORD_AGAIN, episode, name)
+            elif values[0] != start:
+                what = f"{name} starts at {values[0]:.0f} instead of {start}"
+                say = self._error if self.layout.version.startswith("v3") else self._warn
+                say("index", what, "number the rows of the dataset anew", episode, name)
+
+    def _warn(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+        self.report.warning(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
+
+    def _check_clock(self, episode: Episode, rows: np.ndarray) -> None:
+        """The table's own clock against 1/fps. Whether it meets the video is checked with the video."""
+        if "timestamp" not in self._columns or not self.layout.fps:
+            # A missing clock is derived, and then right by construction.
+            self.tables.timestamps[episode.index] = np.arange(len(rows)) / (self.layout.fps or 1)
+            return
+        clock = self._columns["timestamp"][rows, 0].astype(np.float64)
+        self.tables.timestamps[episode.index] = clock
+        if len(clock) < 2 or not np.isfinite(clock).all():
+            return
+        period = 1 / self.layout.fps
+        drift = np.abs(clock - clock[0] - np.arange(len(clock)) * period)
+        back = np.flatnonzero(np.diff(clock) <= 0)
+        if len(back):
+            what = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
+            self._warn_of_clock("clock-backwards", what, episode)
+        elif drift.max() > period / 2:
+            frame = int(np.argmax(drift > period / 2))
+            what = (
+                f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
+                f"{self.layout.fps:g} fps, more than half a frame from frame {frame} on"
+            )
+            self._warn_of_clock("clock-drift", what, episode)
+
+    def _warn_of_clock(self, kind: str, what: str, episode: Episode) -> None:
+        place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
+        self.report.warning(kind, what, REPAIR_CLOCK, **place)
+
+    def _check_numbers(self, episode: Episode, rows: np.ndarray) -> None:
+        for name, values in self._columns.items():
+            part = values[rows]
+            if part.dtype.kind == "f":
+                bad = ~np.isfinite(part)
+                if bad.any():
+                    frames = np.flatnonzero(bad.any(axis=1))
+                    what = (
+                        f"{bad.sum()} of {part.size} values are NaN or infinite, in {len(frames)} frames; "
+                        f"the first is frame {frames[0]}"
+                    )
+                    self._error("not-finite", what, RECORD_AGAIN, episode, name)
+                    part = np.where(bad, np.nan, part)
+            low, high = np.fmin.reduce(part, axis=0), np.fmax.reduce(part, axis=0)
+            lows, highs = self.tables.low, self.tables.high
+            lows[name] = np.fmin(lows[name], low) if name in lows else low
+            highs[name] = np.fmax(highs[name], high) if name in highs else high
+
+    def _check_tasks(self, episode: Episode, rows: np.ndarray) -> None:
+        if "task_index" not in self._columns or not self.layout.tasks:
+            return
+        used = set(self._columns["task_index"][rows, 0].astype(int).tolist())
+        unknown = sorted(used - set(self.layout.tasks))
+        if unknown:
+            what = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
+            self._error(
+                "task-unknown", what, "fetch meta/tasks again, or correct the column", episode, "task_index"
+            )
+
+    def _check_images(self, episode: Episode, rows: np.ndarray) -> None:
+        for name in self.table.column_names:
+            feature = self.layout.features.get(name)
+            if feature is None or not feature.is_image:
+                continue
+            bad = [(frame, why) for frame, row in enumerate(rows) if (why := self._image_fault(feature, row))]
+            if bad:
+                frame, why = bad[0]
+                what = f"{len(bad)} of {len(rows)} pictures are unusable; the first is frame {frame}: {why}"
+                self._error("image-undecodable", what, FETCH_AGAIN, episode, name)
+
+    def _image_fault(self, feature: Feature, row: int) -> str | None:
+        cell = self.table[feature.name][int(row)].as_py()
+        data = cell.get("bytes") if isinstance(cell, dict) else cell
+        if not data:
+            return "there are no bytes"
+        try:
+            shape = decode_image(data).shape
+        except (av.FFmpegError, ValueError) as error:
+            return str(error)[:100]
+        _, height, width = feature.chw
+        if shape[:2] != (height, width):
+            return f"it is {shape[0]}x{shape[1]}, but {height}x{width} is declared"
+        return None
+
+
+def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
+    """A column as [N, D], or what is wrong with it."""
+    rows, width, values = len(column), int(np.prod(feature.shape)), flat_numbers(column)
+    if values is None:
+        return f"the column is {column.type}, not {feature.dtype}"
+    if values.null_count or len(values) != rows * width:
+        empty = f" and {values.null_count} of them empty" if values.null_count else ""
+        return f"the column holds {len(values)} numbers in {rows} rows{empty}, not {list(feature.shape)} each"
+    return values.to_numpy(zero_copy_only=False).reshape(rows, width)

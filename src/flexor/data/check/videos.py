@@ -1,0 +1,236 @@
+"""The video part of a check: does every row of the table have its frame?"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from threading import Lock
+
+import numpy as np
+
+from flexor.core.console import Progress
+from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.problems import CheckReport
+from flexor.data.check.scan import VideoScan, scan_video
+from flexor.data.check.tables import REPAIR_CLOCK
+from flexor.data.format.metadata import Feature
+from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
+
+LEROBOT_TOLERANCE = 1e-4
+"""How far a frame may lie from its timestamp, in seconds, before LeRobot refuses it."""
+
+
+def check_videos(
+    layout: Layout,
+    selected: list[Episode],
+    timestamps: dict[int, np.ndarray],
+    report: CheckReport,
+    progress: Progress | None,
+) -> None:
+    """Check every camera's files. `timestamps` are the table's, of the episodes that have them."""
+    jobs: list[tuple[Feature, str, list[Episode]]] = []
+    for feature in layout.video_features:
+        files: dict[str, list[Episode]] = {}
+        for episode in selected:
+            if feature.name in episode.videos:
+                files.setdefault(episode.videos[feature.name].file, []).append(episode)
+        if not _check_declared(layout, feature, files, report):
+            _check_named(feature, selected, report)
+            jobs += [(feature, file, episodes) for file, episodes in files.items()]
+    done = _Done(sum(e.length for _, _, episodes in jobs for e in episodes), progress)
+    workers = max(1, min(len(jobs), os.cpu_count() or 1))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+
+    def scan(job: tuple[Feature, str, list[Episode]]) -> VideoScan:
+        result = scan_video(layout.root / job[1], decode=report.deep, threads=threads)
+        done.add(sum(episode.length for episode in job[2]))
+        return result
+
+    with ThreadPoolExecutor(workers) as pool:
+        for (feature, file, episodes), result in zip(jobs, pool.map(scan, jobs)):
+            _check_file(layout, feature, file, episodes, timestamps, result, report)
+
+
+class _Done:
+    """Counts frames done, from several threads, and tells whoever wants to know."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done, self._lock = total, progress, 0, Lock()
+
+    def add(self, frames: int) -> None:
+        with self._lock:
+            self._done += frames
+            if self._progress:
+                self._progress(self._done, self._total)
+
+
+def _check_declared(
+    layout: Layout, feature: Feature, files: dict[str, list[Episode]], report: CheckReport
+) -> bool:
+    """Whether the camera is declared but not there at all, which is a warning: the rest can be used."""
+    there = [file for file in layout.camera_files(feature.name) if (layout.root / file).is_file()]
+    if there or not layout.episodes:
+        return False
+    example = next(iter(files), None)
+    what = f"there is no video of it (such as {example})" if example else "no episode says where its video is"
+    report.warning(
+        "camera-absent",
+        f"the camera is declared in meta/info.json, but {what}: it is left out",
+        "remove it from `features` in meta/info.json, or fetch its videos",
+        feature=feature.name,
+    )
+    return True
+
+
+def _check_named(feature: Feature, selected: list[Episode], report: CheckReport) -> None:
+    for episode in selected:
+        if feature.name not in episode.videos:
+            what = "the metadata does not say in which file its video is"
+            fix = "fetch meta/episodes again, or leave the episode out"
+            report.error("video-unnamed", what, fix, episode=episode.index, feature=feature.name)
+
+
+def _check_file(
+    layout: Layout,
+    feature: Feature,
+    file: str,
+    episodes: list[Episode],
+    timestamps: dict[int, np.ndarray],
+    scan: VideoScan,
+    report: CheckReport,
+) -> None:
+    where = {"feature": feature.name, "file": file}
+    if not scan.path.is_file() or not len(scan.times):
+        missing = not scan.path.is_file()
+        what = "the file is missing" if missing else f"the video cannot be read: {scan.error}"
+        for episode in episodes:
+            kind = "video-missing" if missing else "video-unreadable"
+            report.error(kind, what, FETCH_AGAIN, episode=episode.index, **where)
+        return
+    if scan.error:
+        promised = f" of {scan.declared}" if scan.declared else ""
+        what = f"{scan.error}: {len(scan.times)}{promised} frames are there"
+        report.error("video-truncated", what, FETCH_AGAIN, **where)
+    _check_picture(layout, feature, episodes, scan, report, where)
+    _check_overlap(layout, feature, file, episodes, report)
+    for episode in episodes:
+        place = {"episode": episode.index, **where}
+        if _check_frames(layout, episode, feature.name, scan, report, place):
+            _check_clock(layout, episode, feature.name, timestamps.get(episode.index), scan, report, place)
+
+
+def _check_picture(
+    layout: Layout,
+    feature: Feature,
+    episodes: list[Episode],
+    scan: VideoScan,
+    report: CheckReport,
+    where: dict,
+) -> None:
+    _, height, width = feature.chw if len(feature.shape) == 3 else (0, 0, 0)
+    if (scan.height, scan.width) != (height, width):
+        what = f"pictures are {scan.height}x{scan.width}, but {height}x{width} is declared (height x width)"
+        fix = "correct the feature's shape in meta/info.json, or fetch the right video"
+        for episode in episodes:
+            report.error("video-size", what, fix, episode=episode.index, **where)
+    step = float(np.median(np.diff(np.sort(scan.times)))) if len(scan.times) > 1 else 0.0
+    if layout.fps and step > 0 and abs(step * layout.fps - 1) > 0.01:
+        what = f"the video has {1 / step:.2f} frames per second, but {layout.fps:g} are declared"
+        report.warning("video-fps", what, "encode it again at the dataset's rate, or correct fps", **where)
+
+
+def _check_overlap(
+    layout: Layout, feature: Feature, file: str, episodes: list[Episode], report: CheckReport
+) -> None:
+    """Two episodes that claim the same seconds of a file: one of them shows the other's frames."""
+    if not layout.fps:
+        return
+    half = 0.5 / layout.fps
+    ordered = sorted(episodes, key=lambda episode: episode.videos[feature.name].start)
+    for one, other in pairwise(ordered):
+        next_start = other.videos[feature.name].start
+        end = one.videos[feature.name].start + one.length / layout.fps
+        if next_start < end - half:
+            frames = round((end - next_start) * layout.fps)
+            what = f"episodes {one.index} and {other.index} claim the same {frames} frames of the file"
+            for episode in (one, other):
+                report.error(
+                    "video-overlap",
+                    what,
+                    "correct from_timestamp in meta/episodes",
+                    episode=episode.index,
+                    feature=feature.name,
+                    file=file,
+                )
+
+
+def _check_frames(
+    layout: Layout, episode: Episode, camera: str, scan: VideoScan, report: CheckReport, place: dict
+) -> bool:
+    """Are there as many frames as rows, and do they decode? True if there are."""
+    if not layout.fps:
+        return False
+    span, half, seconds = episode.videos[camera], 0.5 / layout.fps, episode.length / layout.fps
+    order = np.argsort(scan.times, kind="stable")
+    first, end = own_frames(scan.times[order], span.start, span.end, layout.fps)
+    if span.stop is not None and end - first != episode.length:  # then by the time that its rows take
+        first, end = own_frames(scan.times[order], span.start, span.start + seconds, layout.fps)
+    own, count = order[first:end], end - first
+    if scan.decodes is not None and not scan.decodes[own].all():
+        bad = np.flatnonzero(~scan.decodes[own])
+        what = f"{len(bad)} of {count} frames do not decode; the first is frame {bad[0]} of the episode"
+        report.error("video-undecodable", what, FETCH_AGAIN, **place)
+    if count < episode.length:
+        what = f"the video has {count} of the {episode.length} frames the table has rows for"
+        report.error("video-frames", what, FETCH_AGAIN, **place)
+        return False
+    if count > episode.length:
+        extra = count - episode.length
+        what = f"the video has {extra} frames more than the table has rows ({episode.length})"
+        report.warning("video-frames", what, "none needed, unless rows were lost", **place)
+    if span.stop is not None and abs(span.stop - span.start - seconds) > half:
+        what = f"its span in the file is {span.stop - span.start:.3f} s, but its frames take {seconds:.3f} s"
+        report.warning("video-span", what, "correct to_timestamp in meta/episodes", **place)
+    return True
+
+
+def _check_clock(
+    layout: Layout,
+    episode: Episode,
+    camera: str,
+    clock: np.ndarray | None,
+    scan: VideoScan,
+    report: CheckReport,
+    place: dict,
+) -> None:
+    """Which frame is a row's, and do the timestamps agree?"""
+    if clock is None or len(clock) != episode.length or not len(clock):
+        return
+    span, times = episode.videos[camera], np.sort(scan.times)
+    half = 0.5 / layout.fps
+    try:
+        match = match_frames(times, clock, span.start, span.end, layout.fps, half)
+    except NoMatch as error:
+        fix = "leave the episode out, or fetch its video again"
+        report.error("clock-video", f"in the video {error}", fix, **place)
+        return
+    if match.seconds_off:
+        what = (
+            f"timestamps lie up to {match.seconds_off:.3f} s from the video, which has a frame for every row: "
+            "frame i is read for row i"
+        )
+        report.warning("clock-video", what, REPAIR_CLOCK, **place)
+    else:
+        _check_jitter(span.start + clock, np.abs(times[match.numbers] - span.start - clock), report, place)
+
+
+def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
+    # float32 timestamps of a long episode are themselves only good to so much.
+    limit = LEROBOT_TOLERANCE + float(np.spacing(np.float32(wanted.max())))
+    if distance.max() > limit:
+        what = (
+            f"frames lie up to {distance.max() * 1e3:.2f} ms from their rows' timestamps: less than half a "
+            f"frame, so every row gets its own here; LeRobot refuses more than {LEROBOT_TOLERANCE * 1e3:g} ms"
+        )
+        report.warning("clock-jitter", what, "none needed to train with Flexor", **place)

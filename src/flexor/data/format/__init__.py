@@ -1,0 +1,1 @@
+"""LeRobot's format, read and written."""

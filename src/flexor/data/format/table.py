@@ -1,0 +1,242 @@
+"""The frame table: parquet columns of the selected episodes as contiguous numpy arrays."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from flexor.core.log import warn_once
+from flexor.data.format.metadata import BrokenFile, EpisodeFiles, Feature, parquet_columns, read_parquet
+from flexor.data.storage.source import Source
+
+__all__ = ["FrameTable", "read_table"]
+
+READERS = 4
+"""Files read at once: reading one is decompression, which leaves the interpreter free."""
+
+
+@dataclass(frozen=True)
+class FrameTable:
+    """The rows of the selected episodes, in the order in which they lie in the files."""
+
+    columns: dict[str, np.ndarray]  # numeric and bool, [N, ...]
+    strings: dict[str, list[str]]
+    missing: dict[str, str]
+    """Declared features that are no column, and why that is so."""
+
+    episode: np.ndarray  # [E] episode index, in row order
+    length: np.ndarray  # [E] rows
+    first_row: np.ndarray  # [E] the episode's first row in its own file
+    bad: dict[int, str]
+    """Selected episodes that can't be read, and why: they are in none of the above."""
+
+
+@dataclass
+class _Piece:
+    """What one file contributes."""
+
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    strings: dict[str, list[str]] = field(default_factory=dict)
+    episode: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    first_row: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+
+
+def read_table(
+    source: Source, features: dict[str, Feature], episodes: EpisodeFiles, selected: Sequence[int]
+) -> FrameTable:
+    """Read what is needed of every file that holds a selected episode."""
+    by_file: dict[str, list[int]] = {}
+    for episode in selected:
+        by_file.setdefault(episodes.data_file[episode], []).append(episode)
+    files = sorted(by_file)
+    first, present = _first_readable(source, files)
+    wanted = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
+    missing = {n: _why_missing(f, first) for n, f in features.items() if _is_missing(f, present, wanted)}
+
+    def read(file: str) -> _Piece:
+        try:
+            return _read_file(source, file, wanted, episodes, by_file[file])
+        except BrokenFile as error:
+            return _Piece(bad=dict.fromkeys(by_file[file], error.short))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        found = list(pool.map(read, files))
+    pieces = [piece for piece in found if piece.episode]
+    bad = {episode: why for piece in found for episode, why in piece.bad.items()}
+    if not pieces:  # nothing to make columns of
+        none = np.empty(0, np.int64)
+        return FrameTable({}, {}, missing, none, none, none, bad)
+    columns = {
+        name: np.concatenate([piece.columns[name] for piece in pieces])
+        for name, feature in wanted.items()
+        if feature.is_numeric
+    }
+    strings = {
+        name: [text for piece in pieces for text in piece.strings[name]]
+        for name, feature in wanted.items()
+        if not feature.is_numeric
+    }
+    return FrameTable(
+        columns,
+        strings,
+        missing,
+        np.array([e for piece in pieces for e in piece.episode], np.int64),
+        np.array([n for piece in pieces for n in piece.length], np.int64),
+        np.array([r for piece in pieces for r in piece.first_row], np.int64),
+        bad,
+    )
+
+
+def _first_readable(source: Source, files: list[str]) -> tuple[str, list[str]]:
+    """A file to learn the columns from."""
+    for file in files:
+        try:
+            return file, parquet_columns(source, file)
+        except BrokenFile:
+            continue  # said of each episode in it
+    return files[0], []
+
+
+def fill_in(
+    name: str, columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_of: np.ndarray
+) -> None:
+    """Add LeRobot's own columns where a dataset lacks them; everything else relies on them.
+
+    `task_of` [E] is the task index of each episode in row order.
+    """
+    length = table.length
+    start = np.cumsum(length) - length
+    frame = np.arange(length.sum()) - np.repeat(start, length)
+    derived = {
+        "episode_index": lambda: np.repeat(table.episode, length),
+        "frame_index": lambda: frame,
+        "index": lambda: np.arange(length.sum()),
+        "task_index": lambda: np.repeat(task_of, length),
+        "timestamp": lambda: (frame / fps).astype(np.float32),
+    }
+    added = [column for column in derived if column not in columns]
+    for column in added:
+        columns[column] = derived[column]()
+    if added:
+        warn_once("%s: no column %s: derived from the episode lengths", name, ", ".join(added))
+
+
+def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]) -> bool:
+    return (
+        not feature.is_video
+        and feature.name not in wanted
+        and not (feature.is_image and feature.name in present)
+    )
+
+
+def _why_missing(feature: Feature, file: str) -> str:
+    if feature.is_numeric or feature.is_image or feature.dtype == "string":
+        return f"{file} has no such column"
+    return f"Flexor does not read features of dtype {feature.dtype!r}"
+
+
+def _read_file(
+    source: Source, file: str, wanted: dict[str, Feature], episodes: EpisodeFiles, selected: list[int]
+) -> _Piece:
+    present = parquet_columns(source, file)
+    lacking = [name for name in wanted if name not in present]
+    if lacking:
+        raise BrokenFile(source, file, f"columns {lacking} are missing, though other data files have them")
+    table = read_parquet(source, file, list(dict.fromkeys([*wanted, *_index_column(present)])))
+    spans, bad = _episode_spans(file, table, episodes, selected)
+    if not spans:
+        return _Piece(bad=bad)
+    columns, strings = {}, {}
+    for name, feature in wanted.items():
+        if feature.is_numeric:
+            values = _to_numpy(source, file, table[name], feature)
+            parts = [values[first : first + n] for _, first, n in spans]
+            columns[name] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        else:
+            texts = table[name].to_pylist()
+            strings[name] = [text for _, first, n in spans for text in texts[first : first + n]]
+    index, first_row, length = (list(part) for part in zip(*spans))
+    return _Piece(columns, strings, index, length, first_row, bad)
+
+
+def _index_column(present: list[str]) -> list[str]:
+    return ["episode_index"] if "episode_index" in present else []
+
+
+def _episode_spans(
+    file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
+) -> tuple[list[tuple[int, int, int]], dict[int, str]]:
+    """(episode, first row, rows) of the selected episodes of one file, in row order; and what is wrong with others."""
+    if "episode_index" in table.column_names:
+        index = table["episode_index"].to_numpy()
+        if index.dtype.kind not in "iuf":
+            return [], dict.fromkeys(
+                selected, f"{file}: the column episode_index holds {index.dtype}, not numbers"
+            )
+    else:
+        index = np.full(table.num_rows, selected[0])  # v2 without the column: the file is the episode's
+    spans, bad = [], {}
+    runs = _runs(index)
+    for episode in selected:
+        found = runs.get(episode, [])
+        rows, expected = sum(length for _, length in found), int(episodes.length[episode])
+        if rows != expected:
+            bad[episode] = f"{file} has {rows} rows of it, but its metadata says {expected}"
+        elif not rows:
+            bad[episode] = "it has no rows"
+        elif len(found) > 1:
+            bad[episode] = f"its rows do not lie together in {file}"
+        else:
+            spans.append((episode, *found[0]))
+    return sorted(spans, key=lambda span: span[1]), bad
+
+
+def _runs(index: np.ndarray) -> dict[int, list[tuple[int, int]]]:
+    """Where each value of the column lies: {value: [(first row, rows)]}, more than one if it is torn apart."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    first = np.flatnonzero(np.diff(index, prepend=index[:1] - 1))
+    lengths = np.diff(first, append=len(index))
+    for value, row, length in zip(index[first].tolist(), first.tolist(), lengths.tolist()):
+        runs.setdefault(value, []).append((row, length))
+    return runs
+
+
+def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Feature) -> np.ndarray:
+    """A parquet column [N, *shape] (or [N] for shape [1]) in the dtype that LeRobot's items have."""
+    rows, values = len(column), flat_numbers(column)
+    if values is None:
+        what = f"column {feature.name} holds {column.type}, but meta/info.json declares {feature.dtype}"
+        raise BrokenFile(source, file, what)
+    if values.null_count:
+        raise BrokenFile(source, file, f"column {feature.name} has {values.null_count} empty values")
+    shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
+    flat = values.to_numpy(zero_copy_only=False)
+    if flat.size != int(np.prod(shape)):
+        what = f"column {feature.name} holds {flat.size} numbers in {rows} rows, not {feature.shape} each"
+        raise BrokenFile(source, file, what)
+    return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
+
+
+def flat_numbers(column: pa.ChunkedArray) -> pa.Array | None:
+    """The numbers of a column of numbers or (nested) lists of them, one after the other; None of anything else."""
+    values = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    while isinstance(values, pa.ExtensionArray) or _is_list(values.type):
+        values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
+    kind = values.type
+    numeric = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    return values if numeric else None
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _item_dtype(stored: np.dtype) -> type:
+    """LeRobot turns rows into Python numbers and those into tensors: float32, int64 or bool."""
+    if stored.kind == "b":
+        return np.bool_
+    return np.float32 if stored.kind == "f" else np.int64

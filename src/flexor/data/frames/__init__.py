@@ -1,0 +1,1 @@
+"""Frames by number: decoded, or from where they are kept."""

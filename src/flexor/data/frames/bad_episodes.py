@@ -1,0 +1,126 @@
+"""Episodes that can't be read: found when a dataset is opened, and refused by name or left out and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from flexor.core.errors import DatasetError, SourceError
+from flexor.core.log import warn_once, with_examples
+from flexor.data.format.episode_list import write_episodes
+from flexor.data.format.metadata import Metadata
+from flexor.data.frames.clips import Clip
+from flexor.data.storage.source import Source
+
+READERS = 8  # files looked at together
+
+
+class BadEpisodes:
+    """Those found so far among the selected ones."""
+
+    def __init__(self, dataset: str, selected: Sequence[int]):
+        self.dataset, self.selected = dataset, selected
+        self.reasons: dict[int, str] = {}
+
+    @property
+    def good(self) -> list[int]:
+        """The other ones; that there are none is an error."""
+        good = [episode for episode in self.selected if episode not in self.reasons]
+        if not good:
+            raise self._refusal()
+        return good
+
+    def settle(self, on_bad_episode: str) -> None:
+        """All have been looked for: say what is left out, or refuse."""
+        if self.reasons and on_bad_episode == "raise":
+            raise self._refusal()
+        if self.reasons:
+            what = f"{len(self.reasons)} episodes can't be read and are left out"
+            warn_once("%s", with_examples(f"{self.dataset}: {what}:", self._lines()))
+
+    def _lines(self) -> list[str]:
+        return [f"episode {episode}: {why}" for episode, why in sorted(self.reasons.items())]
+
+    def _refusal(self) -> DatasetError:
+        bad, among = len(self.reasons), len(self.selected)
+        what = with_examples(f"{self.dataset}: {bad} of {among} episodes can't be read:", self._lines())
+        more = f"`flexor data check {self.dataset}` says more."
+        if bad == among:
+            return DatasetError(f"{what}\n{more}")
+        return DatasetError(
+            f"{what}\n{more}\nFetch the files again, or train without these episodes:\n"
+            f"  --dataset.exclude_episodes={write_episodes(self.reasons)}\n"
+            "or without all that can't be read, whichever they are:\n"
+            "  --dataset.on_bad_episode=skip"
+        )
+
+
+def video_cameras(
+    source: Source, meta: Metadata, selected: Sequence[int]
+) -> tuple[list[str], dict[str, str]]:
+    """The cameras that have videos, and why each of the others can't be read at all."""
+    cameras, absent = [], {}
+    for name, feature in meta.features.items():
+        if not feature.is_camera:
+            continue
+        why = "it is a depth map, which Flexor does not read yet" if feature.is_depth else None
+        if why is None and len(feature.shape) != 3:
+            why = f"its shape is {list(feature.shape)}, not height, width and channels"
+        if why is None and feature.is_video:
+            why = _why_no_video(source, meta, name, selected)
+        if why is not None:
+            absent[name] = why
+        elif feature.is_video:
+            cameras.append(name)
+    return cameras, absent
+
+
+def _why_no_video(source: Source, meta: Metadata, camera: str, selected: Sequence[int]) -> str | None:
+    spans = meta.episodes.videos.get(camera)
+    files = [spans.file[i] for i in selected if spans.file[i] is not None] if spans else []
+    if not files:
+        return "the episode metadata does not say where its videos are"
+    if not any(source.exists(file) for file in dict.fromkeys(files) if file):
+        return f"it is declared but has no video files ({files[0]} is missing)"
+    return None
+
+
+def missing_files(
+    source: Source, meta: Metadata, cameras: Iterable[str], selected: Iterable[int]
+) -> dict[int, str]:
+    """Episodes whose table or one of whose videos is not there."""
+    there: dict[str | None, bool] = {}
+
+    def lacks(file: str | None) -> bool:
+        if file not in there:
+            there[file] = file is not None and source.exists(file)
+        return not there[file]
+
+    found = {}
+    for episode in selected:
+        files = {camera: meta.episodes.videos[camera].file[episode] for camera in cameras}
+        data_file = meta.episodes.data_file[episode]
+        missing = [name for name in (data_file, *(file for file in files.values() if file)) if lacks(name)]
+        unnamed = [camera for camera, file in files.items() if file is None]
+        if missing:
+            found[episode] = f"{missing[0]} is missing"
+        elif unnamed:
+            found[episode] = f"the metadata does not say where its video of {unnamed[0]} is"
+    return found
+
+
+def unreadable_clips(clips: Mapping[tuple[str, int], Clip]) -> dict[int, str]:
+    """Episodes one of whose videos can't be opened, or has no frame for some row. Nothing is decoded."""
+
+    def look(clip: Clip) -> str | None:
+        try:
+            clip.starts()
+        except SourceError:
+            raise
+        except DatasetError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(READERS, thread_name_prefix="index") as threads:
+        reasons = list(threads.map(look, clips.values()))
+    return {episode: why for (_, episode), why in zip(clips, reasons) if why is not None}

@@ -1,0 +1,288 @@
+"""The folders that frame caches lie in: what is there, who uses it, what may go.
+
+Caches on disk lie under the cache folder and stay; caches in RAM lie in shared memory, one copy for all
+ranks of a node, and go with their last user. Each is a folder of its own, named after what it holds:
+
+    lock          held shared (flock) by everybody who uses the cache; its time is the last use
+    header.json   what the cache holds and how; written last: a cache without one is half-made
+    data          every frame at its own place, with holes where nothing is kept yet
+    sizes         JPEG only: bytes of each frame
+    ready         a byte per frame: may be read (within the boot it was written in)
+    synced        a copy of `ready` from when all of that was safely on the disk
+
+Opening, looking and removing take one lock for the whole folder, so that nobody opens what is being
+removed; deleting, which can take long, happens after that lock is let go.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexor.core.console import table
+from flexor.core.machine import cache_folder
+
+__all__ = [
+    "CacheInfo",
+    "CacheKey",
+    "disk_folder",
+    "list_caches",
+    "make_room",
+    "prune",
+    "ram_folder",
+    "render",
+]
+
+VERSION = 1
+"""Goes into the folder's name: another layout of the files is another cache."""
+
+SHARED_MEMORY = Path("/dev/shm")
+RESERVE = 1 << 30
+"""Bytes that caches leave free, for checkpoints and everybody else; less on a small file system."""
+
+_REMOVING = ".removing-"
+_this_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """What a cache holds. The same key is the same cache, for every run and every selection of episodes."""
+
+    fingerprint: str  # of the dataset as published
+    camera: str
+    size: tuple[int, int] | None  # height and width, None: as recorded
+    jpeg: int | None = None  # how strongly compressed, None: raw planes
+    dataset: str = field(default="", compare=False)  # its name, for people
+
+    @property
+    def folder_name(self) -> str:
+        content = [VERSION, self.fingerprint, self.camera, self.size, self.jpeg]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """One cache, as `flexor data cache --list` shows it. A broken one has no facts but its size."""
+
+    folder: Path
+    in_use: bool
+    nbytes: int  # on the disk, now
+    last_used: float  # seconds since 1970
+    dataset: str = ""
+    camera: str = ""
+    size: tuple[int, int] | None = None
+    jpeg: int | None = None
+    frames: int = 0
+    ready: int = 0
+    expected: int = 0  # bytes, when all is in it that its users will put
+    broken: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def disk_folder() -> Path:
+    return cache_folder() / "frames"
+
+
+def ram_folder() -> Path | None:
+    """This user's caches in shared memory; None where there is no such thing."""
+    folder = SHARED_MEMORY / f"flexor-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # somebody else might have made a folder of that name, to read or change what we put there
+        return folder if folder.stat().st_uid == os.getuid() else None
+    except OSError:
+        return None
+
+
+@contextmanager
+def guard(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """One at a time opens, looks at or removes the caches of a folder.
+
+    Gives `discard(cache)`: out of everybody's way at once, deleted when the folder is let go.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    discarded: list[Path] = []
+
+    def discard(cache: Path) -> None:
+        aside = folder / f"{_REMOVING}{cache.name}-{time.time_ns()}"
+        cache.rename(aside)
+        discarded.append(aside)
+
+    try:
+        with (folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _this_thread.guards = True
+            yield discard
+    finally:
+        _this_thread.guards = False
+        for aside in discarded:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def guarding() -> bool:
+    """Whether this thread is inside of `guard`, and would wait for itself."""
+    return getattr(_this_thread, "guards", False)
+
+
+def caches_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def in_use(cache: Path) -> bool:
+    """Whether somebody has the cache open. Only inside of `guard`."""
+    try:
+        with (cache / "lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def read_header(cache: Path) -> dict[str, Any] | None:
+    """What a cache holds; None if it is half-made or unreadable."""
+    try:
+        header = json.loads((cache / "header.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
+
+
+def free_bytes(folder: Path) -> int:
+    """What may still be written there, less the reserve."""
+    disk = os.statvfs(folder)
+    reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 20)
+    return max(disk.f_bavail * disk.f_frsize - reserve, 0)
+
+
+def room(folder: Path) -> int:
+    """What is free and not spoken for by caches that are being filled. Only inside of `guard`."""
+    spoken_for = sum(max(i.expected - i.nbytes, 0) for i in map(_look, caches_in(folder)) if i.in_use)
+    return max(free_bytes(folder) - spoken_for, 0)
+
+
+def list_caches() -> list[CacheInfo]:
+    """All caches on disk and in RAM, the most recently used first."""
+    found = []
+    for folder in _folders():
+        with guard(folder):
+            found += [_look(cache) for cache in caches_in(folder)]
+    return sorted(found, key=lambda info: -info.last_used)
+
+
+def prune(
+    *,
+    older_than: float | None = None,
+    limit_bytes: int | None = None,
+    dataset: str | None = None,
+    everything: bool = False,
+) -> list[CacheInfo]:
+    """Remove caches, and say which. Never one in use; always the broken and half-made ones.
+
+    `older_than` seconds without use; `limit_bytes`: the least recently used go until the rest takes no
+    more; `dataset` narrows either down to one dataset, and by itself means all caches of it.
+    """
+    everything |= dataset is not None and older_than is None and limit_bytes is None
+    removed = []
+    for folder in _folders():
+        with guard(folder) as discard:
+            for leftover in folder.glob(f"{_REMOVING}*"):
+                discard(leftover)
+            infos = sorted(map(_look, caches_in(folder)), key=lambda info: info.last_used)
+            total = sum(info.nbytes for info in infos)
+            for info in infos:
+                asked = dataset in (None, info.dataset) and (
+                    everything
+                    or (older_than is not None and time.time() - info.last_used > older_than)
+                    or (limit_bytes is not None and total > limit_bytes)
+                )
+                if not info.in_use and (asked or info.broken):
+                    discard(info.folder)
+                    removed.append(info)
+                    total -= info.nbytes
+    return removed
+
+
+def make_room(folder: Path, wanted: Mapping[CacheKey, int], limit: int) -> bool:
+    """Whether these caches (bytes of each when full) fit the folder's limit and its disk.
+
+    Caches that nobody uses go for that, the least recently used first; none goes if that is not enough.
+    """
+    with guard(folder) as discard:
+        names = {key.folder_name for key in wanted}
+        infos = sorted(map(_look, caches_in(folder)), key=lambda info: info.last_used)
+        own = [info for info in infos if info.folder.name in names]
+        staying = [info for info in infos if info.in_use and info not in own]
+        unused = [info for info in infos if not info.in_use and info not in own]
+        need = sum(wanted.values())
+        free = free_bytes(folder) + sum(info.nbytes for info in own)
+        free -= sum(max(info.expected - info.nbytes, 0) for info in staying)
+        within = limit - sum(max(info.expected, info.nbytes) for info in staying)
+        reclaimable = sum(info.nbytes for info in unused)
+        if need > min(within, free + reclaimable):
+            return False
+        for info in unused:
+            if need <= min(within - reclaimable, free):
+                break
+            discard(info.folder)
+            reclaimable -= info.nbytes
+            free += info.nbytes
+        return True
+
+
+def render(infos: list[CacheInfo]) -> str:
+    """The table of `flexor data cache --list`."""
+    if not infos:
+        return f"no frame caches in {disk_folder()}"
+    rows: list[list[object]] = [
+        ["dataset", "camera", "size", "format", "frames", "GB", "last used", "", "folder"]
+    ]
+    for info in infos:
+        size = "x".join(map(str, info.size)) if info.size else "native"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_used))
+        state = "in use" if info.in_use else "broken" if info.broken else ""
+        kept = f"{info.ready} of {info.frames}"
+        form = "raw" if info.jpeg is None else "jpeg"
+        cells = ["?", "?", "?", "?", "?"] if info.broken else [info.dataset, info.camera, size, form, kept]
+        rows.append([*cells, f"{info.nbytes / 1e9:.3f}", when, state, info.folder])
+    total = sum(info.nbytes for info in infos)
+    return f"{table(rows)}\n{len(infos)} caches, {total / 1e9:.3f} GB"
+
+
+def _folders() -> list[Path]:
+    folders = [disk_folder(), SHARED_MEMORY / f"flexor-{os.getuid()}"]
+    return [folder for folder in folders if folder.is_dir() and folder.stat().st_uid == os.getuid()]
+
+
+def _look(cache: Path) -> CacheInfo:
+    """Only inside of `guard`."""
+    header, used = read_header(cache), in_use(cache)
+    nbytes, last_used = 0, cache.stat().st_mtime
+    for path in cache.iterdir():
+        with suppress(FileNotFoundError):  # whoever uses it writes files aside and renames them
+            status = path.stat()
+            nbytes += status.st_blocks * 512
+            last_used = status.st_mtime if path.name == "lock" else last_used
+    if header is None:
+        return CacheInfo(cache, used, nbytes, last_used, broken=True)
+    try:
+        key, frames = header["key"], header["frames"]
+        ready = frames - (cache / "ready").read_bytes().count(0)
+        size = tuple(key["size"]) if key["size"] else None
+        facts = (header["dataset"], key["camera"], size, key["jpeg"], frames, ready, header["expected"])
+    except (OSError, KeyError, TypeError):
+        return CacheInfo(cache, used, nbytes, last_used, broken=True)
+    return CacheInfo(cache, used, nbytes, last_used, *facts)

@@ -1,0 +1,224 @@
+"""One camera's frames of one episode, in a video file or as pictures in the frame table."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import av
+import numpy as np
+import pyarrow as pa
+from av.video.reformatter import VideoReformatter
+
+from flexor.core.errors import DatasetError
+from flexor.core.log import Repeats
+from flexor.data.format.metadata import Feature, read_parquet
+from flexor.data.storage.source import Source
+from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
+from flexor.data.video.frame_match import FrameBy, NoMatch, match_frames
+
+__all__ = ["Clip", "FrameRule", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+
+
+# decode(distinct numbers ascending, sink) gives number i to sink(i, frame), and {i: reason} for the broken.
+Decode = Callable[[np.ndarray, Sink], dict[int, str]]
+
+
+class Clip(Protocol):
+    """One camera's frames of one episode."""
+
+    @property
+    def where(self) -> str:
+        """Episode, camera and file, for messages."""
+
+    def starts(self) -> np.ndarray:
+        """For every frame, the first frame of the episode that is decoded to get it. [length]"""
+
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        """Frames of the episode as (the file they lie in, who decodes it, their numbers there)."""
+
+
+@dataclass(eq=False)
+class VideoFile:
+    """A video file shared by many episodes; fetched and indexed at first touch."""
+
+    source: Source
+    name: str
+    feature: Feature
+    _index: VideoIndex | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def index(self) -> VideoIndex:
+        with self._lock:
+            if self._index is None:
+                index = index_video(self.source.ranges(self.name))
+                self._check_size(index)
+                self._index = index
+            return self._index
+
+    def _check_size(self, index: VideoIndex) -> None:
+        _, height, width = self.feature.chw
+        if (index.height, index.width) != (height, width):
+            raise DatasetError(
+                f"{self.name}: images are {index.height}x{index.width}, but meta/info.json declares "
+                f"{height}x{width} for {self.feature.name}: correct its shape there"
+            )
+
+
+BY_INDEX = (
+    "%d clips have timestamps that do not fit their video, which has a frame for every row:\n"
+    "  frame i is taken for row i (--dataset.frame_by=time goes by the timestamps)"
+)
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """How the clips of a dataset find the frames of their rows."""
+
+    fps: float
+    tolerance_s: float
+    frame_by: FrameBy = "auto"
+    repeats: Repeats = field(default_factory=Repeats)
+    """Clips whose timestamps are of no use are noted here."""
+
+
+@dataclass(eq=False)
+class VideoClip:
+    """An episode inside of a video file."""
+
+    file: VideoFile
+    episode: int
+    start: float
+    stop: float
+    times: np.ndarray  # [length] the episode's timestamps
+    rule: FrameRule
+    _numbers: np.ndarray | None = None
+
+    @property
+    def where(self) -> str:
+        return f"episode {self.episode}, camera {self.file.feature.name}, {self.file.name}"
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The file's frame number of every frame of the episode."""
+        if self._numbers is None:  # two threads may both compute it: the result is the same
+            self._numbers = self._match()
+        return self._numbers
+
+    def starts(self) -> np.ndarray:
+        _, first, group = np.unique(
+            self.file.index.start[self.numbers], return_index=True, return_inverse=True
+        )
+        return first[group]
+
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        numbers = self.numbers[frames]  # two may be the same, where the recording's clock stumbled
+        return self.file, partial(decode_frames, self.file.index), numbers
+
+    def _match(self) -> np.ndarray:
+        times, rule = self.file.index.times, self.rule
+        try:
+            match = match_frames(
+                times, self.times, self.start, self.stop, rule.fps, rule.tolerance_s, rule.frame_by
+            )
+        except NoMatch as error:
+            raise DatasetError(f"{self.file.name} does not fit episode {self.episode}: {error}") from error
+        if match.seconds_off:
+            camera = self.file.feature.name
+            rule.repeats.add(
+                BY_INDEX, f"episode {self.episode}, {camera}: up to {match.seconds_off:.2f} s off"
+            )
+        return match.numbers
+
+
+class ImageFiles:
+    """Columns of encoded pictures in parquet files; the last few read stay in memory.
+
+    LeRobot limits data files to about 100 MB, so keeping a few is affordable, while a reader at random
+    would otherwise read a whole file for every picture.
+    """
+
+    keep = 8
+
+    def __init__(self, source: Source):
+        self.source = source
+        self._recent: OrderedDict[tuple[str, str], pa.Array] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encoded(self, file: str, column: str) -> pa.Array:
+        with self._lock:
+            if (file, column) not in self._recent:
+                pictures = read_parquet(self.source, file, [column])[column].combine_chunks()
+                self._recent[file, column] = _bytes_of(pictures)
+                while len(self._recent) > self.keep:
+                    self._recent.popitem(last=False)
+            self._recent.move_to_end((file, column))
+            return self._recent[file, column]
+
+
+def _bytes_of(pictures: pa.Array) -> pa.Array:
+    if isinstance(pictures, pa.ChunkedArray):
+        pictures = pa.concat_arrays(pictures.chunks)
+    if pa.types.is_struct(pictures.type) and pictures.type.get_field_index("bytes") >= 0:
+        pictures = pictures.field("bytes")
+    is_bytes = pa.types.is_binary(pictures.type) or pa.types.is_large_binary(pictures.type)
+    return pictures if is_bytes else pa.nulls(len(pictures), pa.binary())  # each is found to be no image
+
+
+@dataclass(eq=False)
+class ImageClip:
+    """An episode whose pictures lie in the frame table."""
+
+    files: ImageFiles
+    file: str
+    feature: Feature
+    first_row: int
+    length: int
+
+    @property
+    def where(self) -> str:
+        return f"camera {self.feature.name}, {self.file}, rows from {self.first_row} on"
+
+    def starts(self) -> np.ndarray:
+        return np.arange(self.length)
+
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        return self.file, self._decode, self.first_row + frames
+
+    def _decode(self, rows: np.ndarray, sink: Sink) -> dict[int, str]:
+        encoded = self.files.encoded(self.file, self.feature.name)
+        bad = {}
+        for i, row in enumerate(rows.tolist()):
+            data = encoded[row].as_py()
+            try:
+                sink(i, _picture(data or b""))
+            except (av.FFmpegError, ValueError) as error:
+                what = f"not a PNG or JPEG ({error})" if data else "there is no picture"
+                bad[i] = f"row {row}: {what}"
+        return bad
+
+
+def decode_image(data: bytes) -> np.ndarray:
+    """PNG or JPEG bytes -> uint8 [H, W, C], with as many channels as the picture has."""
+    pixels = _picture(data).to_ndarray()
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def _picture(data: bytes) -> av.VideoFrame:
+    """PNG or JPEG bytes as a frame in gray, rgb24 or rgba."""
+    name = "png" if data[:4] == b"\x89PNG" else "mjpeg" if data[:2] == b"\xff\xd8" else None
+    if name is None:
+        raise ValueError(f"it starts with {data[:4]!r}")
+    context = av.CodecContext.create(name, "r")
+    frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
+    if not frames:
+        raise ValueError("no picture comes out of it")
+    frame = frames[0]
+    if frame.format.name in ("yuvj420p", "yuvj422p"):
+        # Interpolate the colour as libjpeg (and so PIL, and so LeRobot) does: straight to RGB would repeat it.
+        frame = VideoReformatter().reformat(frame, format="yuvj444p", interpolation="BILINEAR")
+    layout = {"gray": "gray", "ya8": "gray", "rgba": "rgba"}.get(frame.format.name, "rgb24")
+    return VideoReformatter().reformat(frame, format=layout)

@@ -1,0 +1,310 @@
+"""The frame store: any camera's frames by number, from where they are kept or from the videos.
+
+Frames are numbered as rows of the dataset as published, so that every selection of episodes shares what
+is kept. They are planes, as the decoder put them out (see `planes.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol
+
+import av
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexor.core.console import Progress
+from flexor.core.errors import DatasetError, SourceError
+from flexor.core.log import Repeats
+from flexor.data.frames.clips import Clip, FrameRule, VideoClip
+from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.frames.slots import Slot
+from flexor.data.video import nvdec
+from flexor.data.video.decode import Sink, read_ahead
+from flexor.data.video.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
+
+PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
+
+
+class Keeper(Protocol):
+    """Where decoded frames of one camera stay: a `FrameCache`, or a GPU's memory."""
+
+    jpeg: bool
+
+    @property
+    def count(self) -> int: ...
+    def have(self, ids: np.ndarray) -> np.ndarray: ...
+    def view(self, frame: int) -> np.ndarray: ...
+    def put(self, ids: np.ndarray, frames: Sequence[Any]) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class FrameStore:
+    """Frames of all cameras. Safe to use from many threads at once."""
+
+    def __init__(
+        self,
+        clips: Mapping[tuple[str, int], Clip],
+        lengths: np.ndarray,
+        size: tuple[int, int] | None = None,
+        remote: bool = False,
+        rule: FrameRule | None = None,
+    ):
+        """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to;
+        `remote` if videos are read over a network; `rule` of the clips."""
+        self.clips = clips
+        self.ends = np.cumsum(lengths)
+        self.size = size
+        self.remote = remote
+        self.frame_by = rule.frame_by if rule else "auto"
+        self.repeats = rule.repeats if rule else Repeats()
+        self.rgb = False
+        self.caches: Mapping[str, Keeper] = {}
+        self._formats: dict[str, PlaneFormat] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def frames(self) -> int:
+        """Frames per camera in the dataset as published."""
+        return int(self.ends[-1])
+
+    def format(self, camera: str) -> PlaneFormat:
+        """How this camera's frames lie in memory."""
+        with self._lock:
+            if camera not in self._formats:
+                self._formats[camera] = self._probe(camera)
+            return self._formats[camera]
+
+    def set_rgb(self, wanted: bool) -> None:
+        """Whether frames become RGB as soon as they are decoded, as training on a CPU wants it: windows would
+        convert them again and again. Not while caches are open: they hold what was decoded before."""
+        assert not self.caches or wanted == self.rgb
+        with self._lock:
+            if wanted != self.rgb:
+                self.rgb = wanted
+                self._formats.clear()
+
+    def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """Any frames -> RGB uint8 [n, H, W, C]. One that does not decode is an error."""
+        format = self.format(camera)
+        out = np.empty((len(ids), format.height, format.width, format.channels), np.uint8)
+        distinct, slot = np.unique(ids, return_inverse=True)
+        kept = self.kept(camera, distinct)
+        for i in np.flatnonzero(kept[slot]):
+            to_rgb(format, self.view(camera, int(ids[i])), out[i])
+        missing = distinct[~kept]
+        planes = np.empty((min(len(missing), 1), format.nbytes), np.uint8)
+        users = {int(frame): np.flatnonzero(ids == frame) for frame in missing}
+
+        def show(i: int) -> None:
+            first, *others = users[int(missing[i])]
+            to_rgb(format, planes[0], out[first])
+            out[others] = out[first]
+
+        bad = self.decode(camera, missing, lambda i: planes[0], show)
+        if bad:
+            first = min(bad)
+            raise DatasetError(f"{self.where(camera, int(missing[first]))}: {bad[first]}")
+        self.repeats.tell()
+        return out
+
+    def kept(self, camera: str, ids: np.ndarray) -> np.ndarray:
+        """Which of these frames need no decoding. bool [n]"""
+        cache = self.caches.get(camera)
+        return np.zeros(len(ids), bool) if cache is None else cache.have(ids)
+
+    def view(self, camera: str, frame: int) -> np.ndarray:
+        """The planes of a kept frame, uint8 [nbytes]: not to be written to."""
+        data = self.caches[camera].view(frame)
+        if not self.caches[camera].jpeg:
+            return data
+        format = self.format(camera)
+        planes = np.empty(format.nbytes, np.uint8)
+        decode_jpeg(format, data, planes)
+        return planes
+
+    def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
+        """Keep decoded frames, if there is a cache."""
+        cache = self.caches.get(camera)
+        if cache is None:
+            return
+        if cache.jpeg:
+            format = self.format(camera)
+            cache.put(ids, [encode_jpeg(format, np.asarray(_on_host(p))) for p in planes])
+        else:
+            cache.put(ids, planes if isinstance(cache, GPUFrames) else [_on_host(p) for p in planes])
+
+    def decode(
+        self,
+        camera: str,
+        ids: np.ndarray,
+        slot: Callable[[int], np.ndarray],
+        then: Callable[[int], None] | None = None,
+    ) -> dict[int, str]:
+        """Decode frames: the planes of ids[i] go to slot(i), then `then(i)` is called.
+
+        Returns {i: reason} for those that do not decode. Frames that lie in one file are decoded in one go.
+        """
+        format = self.format(camera)
+        bad: dict[int, str] = {}
+        for decode, frames, places in self._requests(camera, ids, bad):
+            users = _users(frames, places)
+            failed = decode(np.unique(frames), partial(_deliver, format, users, slot, then))
+            bad |= {place: reason for i, reason in failed.items() for place in users(i)}
+        return bad
+
+    def read_ahead(self, camera: str, ids: np.ndarray) -> None:
+        """Have what these frames are decoded from fetched, if it lies elsewhere."""
+        if not self.remote:
+            return
+        for _, frames, places in self._requests(camera, ids, {}):
+            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
+            if isinstance(clip, VideoClip):
+                read_ahead(clip.file.index, np.unique(frames))
+
+    def decode_on_gpu(self, camera: str, ids: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
+        """Like `decode`, by the GPU's decoder, into slots on it."""
+        bad: dict[int, str] = {}
+        for _, frames, places in self._requests(camera, ids, bad):
+            clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
+            assert isinstance(clip, VideoClip)
+            failed = nvdec.decode_into(clip.file.index, frames, [slots[i] for i in places])
+            bad |= {places[i]: reason for i, reason in failed.items()}
+        return bad
+
+    def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
+        """Why a camera's videos can't be decoded by this GPU; None if they can."""
+        clip = next(clip for (name, _), clip in self.clips.items() if name == camera)
+        if not isinstance(clip, VideoClip):
+            return f"{camera} is stored as single pictures"
+        if self.size:
+            return "pictures are scaled"
+        return nvdec.supported(clip.file.index.packets.codec, self.format(camera), device)
+
+    def starts(self, camera: str, episode: int) -> np.ndarray:
+        """For every frame of an episode, the first one that is decoded to get it. [length]"""
+        return self.clips[camera, episode].starts()
+
+    def episode_of(self, ids: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.ends, ids, side="right")
+
+    def first_of(self, episode: int) -> int:
+        """The first frame of an episode."""
+        return int(self.ends[episode - 1]) if episode else 0
+
+    def where(self, camera: str, frame: int) -> str:
+        """A frame's place, for messages."""
+        episode = int(self.episode_of(np.array([frame]))[0])
+        return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
+
+    def _requests(
+        self, camera: str, ids: np.ndarray, bad: dict[int, str]
+    ) -> list[tuple[Callable[[np.ndarray, Sink], dict[int, str]], np.ndarray, list[int]]]:
+        """What to ask whom: (who decodes, numbers of frames there, their places in ids), file by file.
+
+        Places of episodes that can't be read at all go to `bad`.
+        """
+        episodes: dict[int, list[int]] = {}
+        for place, episode in enumerate(self.episode_of(ids).tolist()):
+            episodes.setdefault(episode, []).append(place)
+        files: dict[object, tuple[Any, list[np.ndarray], list[int]]] = {}
+        for episode, places in episodes.items():
+            clip, frames = self.clips[camera, episode], ids[places] - self.first_of(episode)
+            try:
+                file, decode, numbers = clip.request(frames)
+            except SourceError:
+                raise
+            except DatasetError as error:
+                bad |= dict.fromkeys(places, str(error))
+                continue
+            _, found, at = files.setdefault(file, (decode, [], []))
+            found.append(numbers)
+            at += places
+        return [(decode, np.concatenate(found), at) for decode, found, at in files.values()]
+
+    def _probe(self, camera: str) -> PlaneFormat:
+        """The format of the first frame that decodes; the others are brought into it."""
+        reason, found = "it has no frames", []
+        for (name, _), clip in self.clips.items():
+            if name != camera:
+                continue
+            try:
+                for frame in range(min(len(clip.starts()), PROBED)):
+                    _, decode, numbers = clip.request(np.array([frame]))
+                    bad = decode(numbers, lambda _, picture: found.append(format_of(picture)))
+                    if found:
+                        format = resized(found[0], *self.size) if self.size else found[0]
+                        planar = format.layout == "yuv420p"
+                        return (
+                            PlaneFormat(format.height, format.width, "rgb24")
+                            if self.rgb and planar
+                            else format
+                        )
+                    reason = bad[0]
+            except DatasetError as error:
+                reason = str(error)
+        raise DatasetError(f"camera {camera}: no frame of it decodes: {reason}")
+
+
+def _deliver(
+    format: PlaneFormat,
+    users: Callable[[int], Sequence[int]],
+    slot: Callable[[int], np.ndarray],
+    then: Callable[[int], None] | None,
+    i: int,
+    frame: av.VideoFrame,
+) -> None:
+    for place in users(i):
+        pack(frame, format, slot(place))
+        if then:
+            then(place)
+
+
+def _users(frames: np.ndarray, places: list[int]) -> Callable[[int], Sequence[int]]:
+    """Which places want the i-th distinct frame."""
+    order = np.argsort(frames, kind="stable")
+    ordered = frames[order]
+    ranked = [places[k] for k in order.tolist()]
+    if (ordered[1:] != ordered[:-1]).all():
+        return lambda i: ranked[i : i + 1]
+    edges = [*np.flatnonzero(np.diff(ordered, prepend=-1)).tolist(), len(ranked)]
+    return lambda i: ranked[edges[i] : edges[i + 1]]
+
+
+def _on_host(planes: Slot) -> np.ndarray:
+    return planes.cpu().numpy() if isinstance(planes, Tensor) else planes
+
+
+def fill_cache(
+    store: FrameStore, cameras: list[str], ids: np.ndarray, workers: int, progress: Progress | None = None
+) -> dict[str, int]:
+    """Decode every frame of `ids` that is not kept yet, on some threads. Returns {camera: broken frames}."""
+    jobs = []
+    for camera in cameras:
+        missing = ids[~store.kept(camera, ids)]
+        by_episode = np.split(missing, np.flatnonzero(np.diff(store.episode_of(missing))) + 1)
+        jobs += [(camera, part) for part in by_episode if len(part)]
+    total, done = sum(len(part) for _, part in jobs), 0
+    broken = dict.fromkeys(cameras, 0)
+
+    def work(job: tuple[str, np.ndarray]) -> tuple[str, int, int]:
+        camera, part = job
+        planes = np.empty(store.format(camera).nbytes, np.uint8)
+        bad = store.decode(
+            camera, part, lambda _: planes, lambda i: store.keep(camera, part[i : i + 1], [planes])
+        )
+        return camera, len(part), len(bad)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="cache") as pool:
+        for camera, count, bad in pool.map(work, jobs):
+            broken[camera] += bad
+            done += count
+            if progress:
+                progress(done, total)
+    store.repeats.tell()
+    return broken

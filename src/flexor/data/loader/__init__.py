@@ -1,0 +1,1 @@
+"""Steps planned ahead -> batches on the device."""

@@ -1,0 +1,133 @@
+"""A step's frames and rows put together into batches, on the CPU or for a GPU.
+
+On the CPU frames are RGB already, or become it here, by the threads that read ahead. For a GPU planes are copied
+into pinned memory, go over on a stream of its own, and become RGB there (see `staging.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexor.core.batch import VALID_STEPS, Batch
+from flexor.data.dataset import Dataset
+from flexor.data.frames.slots import Buffers
+from flexor.data.loader.step import Step
+from flexor.data.loader.step_frames import ShotFinder, Shots
+from flexor.data.loader.to_gpu import Job, Staged, Stager
+from flexor.data.video.planes import to_rgb
+
+
+class Batcher:
+    """Makes the micro-batches of a step. The jobs may run on many threads at once."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        deltas: Mapping[str, Sequence[int]],
+        *,
+        accumulation: int,
+        device: torch.device | None,
+        on_bad_frame: str,
+        jobs: int,
+        counters: Counter[str],
+        valid_steps: Callable[[int], float | None],
+    ):
+        self.dataset, self.deltas = dataset, dict(deltas)
+        self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
+        self.valid_steps = valid_steps
+        self.shots = ShotFinder(dataset.store, on_bad_frame, counters)
+        self.buffers = Buffers()
+        cuda = device is not None and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if cuda else None
+        self.stager = Stager(dataset.store, self.stream, self.jobs) if cuda or device is None else None
+
+    def start(self, step: Step) -> list[Job]:
+        """Jobs that fill the pictures of a step."""
+        order, found = self.shots.find(step)
+        step.rows = step.rows[order]
+        jobs = [job for shots in found for job in self._fill(step, shots)]
+        return jobs or [lambda: None]
+
+    def finish(self, step: Step) -> list[Batch]:
+        """The micro-batches, pictures included; for a GPU they still have to go there."""
+        batches = []
+        valid = self.valid_steps(step.number)
+        for number, rows in enumerate(np.split(step.rows, self.accumulation)):
+            batch = to_tensors(self.dataset.read(rows, self.deltas, []), self.stream is not None)
+            if valid is not None:
+                batch[VALID_STEPS] = valid
+            for camera, pictures in step.pictures.items():
+                batch[camera] = pictures[number]
+            batches.append(batch)
+        return batches
+
+    def to_device(self, batch: Batch) -> Batch:
+        """A batch where it will be used."""
+        if self.stream is None or self.device is None:
+            return batch
+        with torch.cuda.stream(self.stream):
+            moved = {key: self._moved(value, self.device) for key, value in batch.items()}
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for value in moved.values():
+            if isinstance(value, Tensor):
+                value.record_stream(current)  # or its memory could be used again while training reads it
+        return moved
+
+    @staticmethod
+    def _moved(value: Any, device: torch.device) -> Any:
+        if isinstance(value, Staged):
+            return value.on(device)
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def _fill(self, step: Step, shots: Shots) -> list[Job]:
+        camera, samples = shots.camera, np.arange(len(shots.ids))
+        if self.stager is None:
+            return self._fill_on_cpu(step, shots, samples)
+        step.pictures[camera], jobs = [], []
+        for part in np.split(samples, self.accumulation):
+            staged, more = self.stager.stage(shots, part)
+            if camera not in self.deltas:
+                staged.index = staged.index[:, 0]
+            step.pictures[camera].append(staged)
+            jobs += more
+        return jobs
+
+    def _fill_on_cpu(self, step: Step, shots: Shots, samples: np.ndarray) -> list[Job]:
+        format = self.dataset.store.format(shots.camera)
+        pixels = self.buffers.take((*shots.ids.shape, format.height, format.width, format.channels))
+        pictures = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
+        pictures = pictures if shots.camera in self.deltas else pictures[:, 0]
+        step.pictures[shots.camera] = list(pictures.chunk(self.accumulation))
+        parts = np.array_split(samples, min(self.jobs, len(samples)))
+        return [partial(self._convert, shots, part, pixels) for part in parts]
+
+    def _convert(self, shots: Shots, samples: np.ndarray, out: np.ndarray) -> None:
+        format = self.dataset.store.format(shots.camera)
+        for i in samples.tolist():
+            seen: dict[int, int] = {}  # padding repeats a frame
+            for t, frame in enumerate(shots.ids[i].tolist()):
+                if frame in seen and (i, t) not in shots.stand_ins:
+                    out[i, t] = out[i, seen[frame]]
+                    continue
+                to_rgb(format, np.asarray(shots.planes(self.dataset.store, i, t)), out[i, t])
+                seen[frame] = t
+
+
+def to_tensors(batch: Mapping[str, Any], pin_memory: bool = False) -> Batch:
+    """numpy arrays as tensors (in pinned memory for a GPU); everything else as it is."""
+    out: Batch = {}
+    for key, value in batch.items():
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(value)
+            if pin_memory:
+                value = value.pin_memory()
+        out[key] = value
+    return out

@@ -1,0 +1,248 @@
+"""Batches for training: the order says which samples, threads decode and assemble them ahead of the loop.
+
+Batch n of a run is a pure function of its settings, so there is nothing to save but the step: a resumed
+run starts its loader at that step and gets the batches it would have got, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexor.core.batch import ACTION, Batch
+from flexor.data.dataset import Dataset
+from flexor.data.format.windows import window_rows
+from flexor.data.frames.slots import Pool
+from flexor.data.loader.assemble import Batcher, to_tensors
+from flexor.data.loader.prefetch import Feed
+from flexor.data.loader.step import Planner, Wanted
+from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
+from flexor.data.video.decode import bytes_read
+
+__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
+
+TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
+PREFETCH_BYTES = 256 << 20  # of assembled batches that wait; one always may
+PREFETCH_STEPS = 8
+DEFAULT_POOL = 1 << 30
+KEPT_POOLS = 4  # for every sample of a batch: there is a lane for each at most, and a pool in use in each
+
+
+@dataclass(frozen=True, eq=False)
+class PoolFrames:
+    """What is in a pool of the order, [n] each, unit by unit."""
+
+    position: np.ndarray
+    unit: np.ndarray
+    frames: dict[str, np.ndarray]  # per camera [n, T]
+
+    def of(self, unit: int) -> np.ndarray:
+        """Where the samples of a unit are."""
+        return np.arange(*np.searchsorted(self.unit, [unit, unit + 1]))
+
+
+class Loader(Planner):
+    """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
+
+    With no device, pictures stay planes in host memory, as they would go to a GPU (see `batches.Staged`).
+    One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        deltas: Mapping[str, Sequence[int]],
+        *,
+        cameras: Sequence[str] | None = None,
+        batch_size: int,
+        accumulation: int = 1,
+        seed: int = 0,
+        drop_last_frames: int = 0,
+        num_workers: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | str | None = "cpu",
+        order: SampleOrder | None = None,
+        pool_bytes: int = DEFAULT_POOL,
+        on_bad_frame: str = "raise",
+        tier: str = "stream",
+        decoded_on_gpu: bool = False,
+    ):
+        self.dataset = dataset
+        self.deltas = {name: list(steps) for name, steps in deltas.items()}
+        self.cameras = list(dataset.cameras if cameras is None else cameras)
+        self.batch_size = batch_size
+        self.accumulation = accumulation
+        self.rank, self.world_size = rank, world_size
+        self.rows = sample_rows(dataset, drop_last_frames)
+        self.order = order or UniformOrder(len(self.rows), seed)
+        assert self.order.size == len(self.rows), "the order is of another dataset"
+        self.num_workers = num_workers
+        self.device = None if device is None else torch.device(device)
+        self.decoded_on_gpu = decoded_on_gpu
+        self.pool_bytes = pool_bytes
+        self.pool = Pool(pool_bytes)
+        self.on_bad_frame = on_bad_frame
+        self.tier = tier
+        self._counters: Counter[str] = Counter()
+        self._syncing: threading.Thread | None = None
+        self._pools: dict[tuple, PoolFrames] = {}
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.accumulation * self.world_size
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The micro-batches of optimizer steps start ... stop - 1, read ahead by threads."""
+        self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None)
+        batcher = Batcher(
+            self.dataset,
+            self.deltas,
+            accumulation=self.accumulation,
+            device=self.device,
+            on_bad_frame=self.on_bad_frame,
+            jobs=self.num_workers,
+            counters=self._counters,
+            valid_steps=self._valid_steps,
+        )
+        feed: Feed[list[Batch]] = Feed(
+            self,
+            self.dataset.store,
+            self.pool,
+            batcher.start,
+            batcher.finish,
+            threads=self.num_workers,
+            prefetch=self._prefetch(),
+            counters=self._counters,
+        )
+        with closing(feed.steps(start, stop)) as steps:  # its threads end when this iterator is closed
+            for batches in steps:
+                self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
+                yield [batcher.to_device(batch) for batch in batches]
+
+    def sync(self) -> None:
+        """Bring kept frames to the disk in the background, so that they outlive a loss of power."""
+        if self._syncing is None or not self._syncing.is_alive():
+            self._syncing = threading.Thread(target=self._sync, name="sync", daemon=True)
+            self._syncing.start()
+
+    def _sync(self) -> None:
+        for cache in self.dataset.store.caches.values():
+            cache.sync()
+
+    def close(self) -> None:
+        """Let go of kept frames; those on disk stay there."""
+        self.dataset.store.repeats.tell(last=True)
+        if self._syncing is not None:
+            self._syncing.join()
+        caches, self.dataset.store.caches = self.dataset.store.caches, {}
+        for cache in caches.values():
+            cache.close()
+
+    def troubles(self) -> dict[str, int]:
+        """Frames that did not decode and what became of their samples; empty if all is well."""
+        return {name: self._counters[name] for name in TROUBLES if self._counters[name]}
+
+    def counters(self) -> dict[str, Any]:
+        """What has been read so far, in frames and bytes, and the threads' CPU seconds."""
+        count, store = self._counters, self.dataset.store
+        kept = sum(cache.count * store.format(camera).nbytes for camera, cache in store.caches.items())
+        return {
+            "decoded": count["decoded"],
+            "delivered": count["delivered"],
+            "misses": count["misses"],
+            "hits": max(0, count["delivered"] - count["misses"]),
+            "evictions": count["evictions"],
+            "bad_frames": count["bad_frames"],
+            "skipped_samples": count["skipped_samples"],
+            "substituted_samples": count["substituted_samples"],
+            "bytes_read": bytes_read(),
+            "pool_bytes": self.pool.used,
+            "pool_peak_bytes": self.pool.peak,
+            "cache_bytes": kept,
+            "decode_s": count["decode_us"] / 1e6,
+            "convert_s": count["convert_us"] / 1e6,
+        }
+
+    # What each step reads (see `Planner`).
+
+    def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
+        share = self.batch_size * self.accumulation
+        picks = self.order.picks(step * self.global_batch, self.global_batch)
+        picks = picks[self.rank * share : (self.rank + 1) * share]
+        rows = self.rows[picks.sample]
+        keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
+        units = [key if key[-1] >= 0 and self.cameras else None for key in keys]
+        self._look_up_pools({key[:3] for key in units if key is not None})
+        return rows, self._frames(rows), units
+
+    def unit(self, key: tuple, step: int) -> Wanted:
+        plan = self._pools[key[:3]]
+        left = plan.of(key[3])
+        left = left[plan.position[left] >= step * self.global_batch]
+        last = int(plan.position[left].max()) // self.global_batch
+        return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
+
+    def _look_up_pools(self, wanted: set[tuple]) -> None:
+        """Have the pools of the order that a step reads at hand; forget those that were not read for long."""
+        order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
+        new = wanted - self._pools.keys()
+        for key in wanted - new:
+            self._pools[key] = self._pools.pop(key)  # the last ones were read last
+        for epoch in {key[0] for key in new}:
+            assert isinstance(order, StreamingOrder)
+            keys = sorted(key for key in new if key[0] == epoch)
+            for key, plan in zip(keys, order.pools_of(epoch, [key[1:] for key in keys])):
+                by_unit = np.argsort(plan.unit, kind="stable")
+                frames = self._frames(self.rows[plan.sample[by_unit]])
+                self._pools[key] = PoolFrames(plan.position[by_unit], plan.unit[by_unit], frames)
+        while len(self._pools) > KEPT_POOLS * self.global_batch:
+            self._pools.pop(next(iter(self._pools)))
+
+    def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The frames of each camera's windows, [n, T]."""
+        episodes, which = self.dataset.episodes, self.dataset.episode_of(rows)
+        offset = (episodes.first_frame - episodes.start)[which][:, None]
+        frames = {}
+        for camera in self.cameras:
+            steps = self.deltas.get(camera, [0])
+            at, _ = window_rows(rows, steps, episodes.start[which], episodes.end[which])
+            frames[camera] = at + offset
+        return frames
+
+    def _valid_steps(self, step: int) -> float | None:
+        samples = self.order.samples(step * self.global_batch, self.global_batch)
+        return valid_steps(self.dataset, self.rows[samples], self.deltas)
+
+    @property
+    def _frames_per_sample(self) -> int:
+        return sum(len(self.deltas.get(camera, [0])) for camera in self.cameras)
+
+    def _prefetch(self) -> int:
+        formats = [(self.dataset.store.format(c), len(self.deltas.get(c, [0]))) for c in self.cameras]
+        pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
+        step = max(1, pictures * self.batch_size * self.accumulation)
+        return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
+
+
+def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:
+    """Mean number of unpadded actions per sample over all rows that make up one loss."""
+    if ACTION not in deltas:
+        return None
+    episodes, which = dataset.episodes, dataset.episode_of(rows)
+    _, is_pad = window_rows(rows, deltas[ACTION], episodes.start[which], episodes.end[which])
+    return float((~is_pad).sum(1).mean())
+
+
+def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:
+    """Rows that may start a sample: all but the last few of each episode."""
+    episodes = dataset.episodes
+    ends = np.maximum(episodes.start + 1, episodes.end - drop_last_frames)
+    return np.concatenate([np.arange(start, end) for start, end in zip(episodes.start, ends)])

@@ -1,0 +1,219 @@
+"""From settings to batches: where decoded frames stay, who decodes them, chosen by what there is room for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.log import log
+from flexor.core.machine import free_memory, gigabytes, usable_cores
+from flexor.data.dataset import Dataset
+from flexor.data.frames.cache import FrameCache
+from flexor.data.frames.cache_folders import CacheKey, disk_folder, free_bytes, list_caches, make_room
+from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.loader.choose_order import choose_order
+from flexor.data.loader.loader import Loader
+from flexor.data.settings import CacheConfig, DatasetConfig
+from flexor.data.video.planes import JPEG_QUALITY
+
+JPEG_SHARE = 0.2  # of the raw size, about
+ENOUGH_CORES = 12  # for each GPU: they decode as fast as training beside it leaves the GPU's decoder to
+NVDEC_MEMORY = 40 << 30  # bytes of a GPU that can spare what decoding and its pool take
+
+
+def open_loader(
+    dataset: Dataset,
+    settings: DatasetConfig,
+    deltas: Mapping[str, Sequence[int]],
+    *,
+    cameras: Sequence[str],
+    batch_size: int,
+    accumulation: int = 1,
+    seed: int = 0,
+    num_workers: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | str | None = "cpu",
+    drop_last_frames: int = 0,
+    also: Sequence[Dataset] = (),
+) -> Loader:
+    """The batches of a run. `also` are selections of the same dataset whose frames are kept with these."""
+    device = None if device is None else torch.device(device)
+    cameras = list(cameras)
+    dataset.store.set_rgb(device is not None and device.type != "cuda")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
+    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device, local)
+    order, pool = choose_order(
+        dataset,
+        settings,
+        {camera: list(deltas.get(camera, [0])) for camera in cameras},
+        drop_last_frames=drop_last_frames,
+        batch=batch_size * accumulation * world_size,
+        seed=seed,
+        tier=tier,
+    )
+    return Loader(
+        dataset,
+        deltas,
+        cameras=cameras,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        seed=seed,
+        drop_last_frames=drop_last_frames,
+        num_workers=num_workers,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        order=order,
+        pool_bytes=pool // local,
+        on_bad_frame=settings.on_bad_frame,
+        tier=tier,
+        decoded_on_gpu=on_gpu,
+    )
+
+
+# Who decodes.
+
+
+def decodes_on_gpu(
+    dataset: Dataset, decoder: str, cameras: Sequence[str], device: torch.device | None, local_ranks: int
+) -> bool:
+    """Whether the GPU's decoder is used: if asked for; or if it can, has memory to spare, and cores are few."""
+    if decoder == "cpu":
+        return False
+    why_not = (
+        None if device is not None and device.type == "cuda" else f"frames are wanted on {device}, no GPU"
+    )
+    for camera in cameras:
+        if why_not is None and device is not None:
+            why_not = dataset.store.why_not_on_gpu(camera, device)
+    if decoder == "nvdec":
+        if why_not:
+            raise ConfigError(f"dataset.decoder=nvdec: {why_not}. Leave it out, and the CPU decodes.")
+        return True
+    if why_not or usable_cores() // local_ranks >= ENOUGH_CORES:
+        return False
+    if torch.cuda.get_device_properties(device).total_memory < NVDEC_MEMORY:
+        return False
+    log.info("the GPU decodes the videos (--dataset.decoder=cpu would leave it to the CPU)")
+    return True
+
+
+# Where frames stay.
+
+
+def open_tier(
+    dataset: Dataset,
+    cache: CacheConfig,
+    cameras: list[str],
+    device: torch.device | None,
+    selections: Sequence[Dataset],
+    local_ranks: int = 1,
+) -> str:
+    """Open the chosen tier, or what there is room for, and say why. A tier that can't be had is streaming."""
+    store = dataset.store
+    count = sum(len(selection) for selection in selections)
+    sizes = {camera: store.format(camera).nbytes for camera in cameras}
+    need = int(count * sum(sizes.values()) * (JPEG_SHARE if cache.format == "jpeg" else 1))
+    keys = _keys(dataset, cache, cameras)
+    wanted = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
+    if wanted == "stream":
+        return "stream"
+    if wanted == "gpu" and (device is None or device.type != "cuda"):
+        raise ConfigError(
+            f"dataset.cache.tier=gpu needs a GPU to train on, not {device}. Choose ram or disk."
+        )
+    try:
+        if wanted == "gpu":
+            assert device is not None
+            room = -(-count // local_ranks) + 1024
+            store.caches = {c: GPUFrames(room, store.frames, n, device) for c, n in sizes.items()}
+        else:
+            caches = _open_caches(dataset, cache, keys, None if wanted == "ram" else disk_folder(), need)
+            if wanted == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
+                log.warning("shared memory has no room for frames that %d ranks share: disk", local_ranks)
+                wanted = "disk"
+                caches = _open_caches(dataset, cache, keys, disk_folder(), need)
+            store.caches = caches
+    except (DatasetError, torch.OutOfMemoryError, OSError) as error:
+        store.caches = {}
+        log.warning("frames (%s) can't be kept: %s. They are streamed instead", gigabytes(need), error)
+        return "stream"
+    have = min(cache.count for cache in store.caches.values())
+    log.info(
+        "%s of frames are kept %s; %s",
+        gigabytes(need),
+        {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[wanted],
+        "all are there" if have >= count else "each is decoded once, when it is first needed",
+    )
+    return wanted
+
+
+def _pick_tier(cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], count: int) -> str:
+    memory, disk = _budget(cache, free_memory() // 4), _budget(cache, disk_budget())
+    ready = {info.folder: info.ready for info in list_caches()}
+    if all(ready.get(disk_folder() / key.folder_name, 0) >= count for key in keys.values()):
+        return "disk"  # all are there already
+    if need <= memory:
+        return "ram"
+    if need <= disk:
+        log.info("frames take %s, memory has %s for them: disk", gigabytes(need), gigabytes(memory))
+        return "disk"
+    log.info(
+        "frames take %s; memory has %s for them, the disk %s: streaming, each is decoded once per epoch. "
+        "--dataset.cache.size=224x224 or --dataset.cache.format=jpeg would make them smaller",
+        gigabytes(need),
+        gigabytes(memory),
+        gigabytes(disk),
+    )
+    return "stream"
+
+
+def _budget(cache: CacheConfig, default: int) -> int:
+    return default if cache.gb is None else int(cache.gb * 1e9)
+
+
+def disk_budget() -> int:
+    """Bytes on the disk for kept frames: a quarter of what is free or taken by them."""
+    disk_folder().mkdir(parents=True, exist_ok=True)
+    return (free_bytes(disk_folder()) + sum(info.nbytes for info in list_caches())) // 4
+
+
+def _keys(dataset: Dataset, cache: CacheConfig, cameras: Sequence[str]) -> dict[str, CacheKey]:
+    content, quality = dataset.content(), JPEG_QUALITY if cache.format == "jpeg" else None
+    store = dataset.store
+    return {
+        camera: CacheKey(
+            f"{content} {store.format(camera).layout} {store.frame_by}",
+            camera,
+            store.size,
+            quality,
+            dataset.repo_id,
+        )
+        for camera in cameras
+    }
+
+
+def _open_caches(
+    dataset: Dataset, cache: CacheConfig, keys: Mapping[str, CacheKey], folder: Path | None, need: int
+) -> dict[str, FrameCache]:
+    """`folder` None is memory."""
+    formats = {camera: dataset.store.format(camera) for camera in keys}
+    total = sum(format.nbytes for format in formats.values())
+    shares = {camera: need * format.nbytes // total for camera, format in formats.items()}
+    if folder is not None:
+        limit = _budget(cache, max(need, disk_budget()))  # asked for by name, it may take all there is
+        if not make_room(folder, {keys[camera]: share for camera, share in shares.items()}, limit):
+            raise DatasetError(f"there is no room for {gigabytes(need)} in {folder}")
+    return {
+        camera: FrameCache.open(
+            folder, key, dataset.store.frames, formats[camera].nbytes, asdict(formats[camera]), shares[camera]
+        )
+        for camera, key in keys.items()
+    }

@@ -1,0 +1,78 @@
+"""`flexor data cache`: fill a dataset's frame caches ahead of training, so that its first epoch decodes nothing.
+
+Nothing is lost by stopping it: frames that are there already are not decoded again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexor.core.console import Progress
+from flexor.core.errors import DatasetError
+from flexor.core.machine import usable_cores
+from flexor.data.dataset import Dataset
+from flexor.data.frames.cache_folders import disk_folder
+from flexor.data.frames.store import fill_cache
+from flexor.data.loader.open import open_tier
+from flexor.data.settings import CacheConfig
+
+
+def precache(
+    dataset: Dataset,
+    *,
+    cameras: Sequence[str] | None = None,
+    format: str = "raw",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Keep all frames of a dataset on disk, at the size it was opened with; of all cameras unless given."""
+    chosen = _checked_cameras(dataset, cameras)
+    settings = CacheConfig(tier="disk", format=format)  # type: ignore[arg-type]
+    started = time.monotonic()
+    dataset.store.set_rgb(not torch.cuda.is_available())  # as training on this machine will want them
+    if open_tier(dataset, settings, chosen, None, [dataset]) != "disk":
+        raise DatasetError(
+            f"{dataset.repo_id}: its frames were not kept, for the reason above. Make room with `flexor data "
+            f"cache --prune`, set FLEXOR_CACHE to another disk, or make frames smaller with --size or --format=jpeg"
+        )
+    caches = dataset.store.caches
+    ids = dataset.frame_ids(np.arange(len(dataset)))
+    try:
+        broken = fill_cache(dataset.store, chosen, ids, workers or usable_cores(), progress)
+        kept = {camera: int(cache.have(ids).sum()) for camera, cache in caches.items()}
+    finally:
+        for cache in caches.values():
+            cache.close()
+    return {
+        "dataset": dataset.repo_id,
+        "complete": all(kept[camera] + broken[camera] == len(ids) for camera in chosen),
+        "cameras": {
+            camera: {"frames": len(ids), "kept": kept[camera], "broken": broken[camera]} for camera in chosen
+        },
+        "folder": str(disk_folder()),
+        "wall_clock_s": round(time.monotonic() - started, 3),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    """The command's last words."""
+    lines = []
+    for camera, counts in result["cameras"].items():
+        broken = f", {counts['broken']} do not decode" if counts["broken"] else ""
+        lines.append(f"{camera}: {counts['kept']} of {counts['frames']} frames in the cache{broken}")
+    return "\n".join([*lines, f"kept in {result['folder']}"])
+
+
+def _checked_cameras(dataset: Dataset, cameras: Sequence[str] | None) -> list[str]:
+    for camera in cameras or []:
+        if camera not in dataset.cameras:
+            known = ", ".join(dataset.cameras) or "none"
+            raise DatasetError(f"{dataset.repo_id} has no camera {camera!r}. Its cameras: {known}")
+    if not dataset.cameras:
+        raise DatasetError(f"{dataset.repo_id} has no camera that can be read: there is nothing to cache")
+    return list(cameras or dataset.cameras)

@@ -1,0 +1,328 @@
+"""From the order of samples to the frames of each step: planned ahead, decoded once, let go when used.
+
+A *piece* is the frames of one unit (see `units.py`) for as long as samples of it are still to come. The
+feed walks ahead of the training loop, decodes pieces in the order in which they are first needed while the
+pool has room, and assembles steps one after the other. A step whose frames find no room although all before it
+are done decodes just what it needs, so memory is bounded by the pool and one step, whatever the data.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any, Generic
+
+import numpy as np
+
+from flexor.core.errors import DatasetError, SourceError
+from flexor.data.frames.slots import Pool, Slot
+from flexor.data.frames.store import FrameStore
+from flexor.data.loader.step import Piece, Planner, Step, T
+from flexor.data.loader.threads import Crew
+
+AHEAD = 64  # steps that are planned before they are due, if the pool has room
+GROUP = 32  # frames of all cameras that are decoded with one request, about
+
+
+class Feed(Generic[T]):
+    """Runs the steps of a planner through threads."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        store: FrameStore,
+        pool: Pool,
+        assemble: Callable[[Step[T]], list[Callable[[], None]]],
+        finish: Callable[[Step[T]], T],
+        *,
+        threads: int,
+        prefetch: int,
+        counters: Counter[str],
+    ):
+        """`assemble(step)` gives the jobs that fill a batch; `finish(step)` the batch, when they are done."""
+        self.planner, self.store, self.pool = planner, store, pool
+        self.assemble, self.finish = assemble, finish
+        self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
+        self.pieces: dict[tuple, Piece] = {}
+        self.group: list[Piece] = []  # planned, and soon to be decoded together
+        self.group_step = 0
+        self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be kept, by camera and number
+        self.planned: deque[Step[T]] = deque()
+        self.outstanding: set[int] = set()
+        self.taken = 0
+        self.closing = False
+        self.failure: BaseException | None = None
+        self.changed = threading.Condition(threading.RLock())
+
+    def steps(self, start: int, stop: int) -> Generator[T]:
+        self.taken = start
+        self.crew = Crew(self.threads, "loader")
+        steps: deque[Step[T]] = deque()
+        walker = None
+        if self.threads:
+            walker = threading.Thread(
+                target=self._walk, args=(start, stop, steps), name="loader-plan", daemon=True
+            )
+            walker.start()
+        try:
+            for number in range(start, stop):
+                if walker is None:
+                    self._add(self._plan(number), steps)
+                yield self._take(steps)
+        finally:
+            with self.changed:
+                self.closing = True
+                self.changed.notify_all()
+            self.crew.close()
+            if walker:
+                walker.join()
+
+    def _take(self, steps: deque[Step[T]]) -> T:
+        with self.changed:
+            while not steps and self.failure is None:
+                self.changed.wait()
+            if not steps:
+                assert self.failure is not None
+                raise self.failure
+            step = steps.popleft()
+        result = step.result.result()
+        with self.changed:
+            self.taken = step.number + 1
+            self.changed.notify_all()
+        self._advance()
+        return result
+
+    def _walk(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
+        try:
+            for number in range(start, stop):
+                with self.changed:
+                    self.changed.wait_for(lambda: len(self.outstanding) < AHEAD or self.closing)
+                step = self._plan(number)
+                if step is None:
+                    return
+                self._add(step, steps)
+        except BaseException as error:
+            with self.changed:
+                self.failure = error
+                self.changed.notify_all()
+
+    def _add(self, step: Step[T] | None, steps: deque[Step[T]]) -> None:
+        assert step is not None
+        with self.changed:
+            for piece in {*step.pieces, *step.waits} - {None}:
+                if piece.pending:  # type: ignore[union-attr]
+                    piece.steps.append(step)  # type: ignore[union-attr]
+                    step.pending += 1
+            self.planned.append(step)
+            self.outstanding.add(step.number)
+            steps.append(step)
+            self.changed.notify_all()
+        self._advance()
+
+    # Planning: which frames a step needs, and where they will be.
+
+    def _plan(self, number: int) -> Step[T] | None:
+        """The step with its pieces on their way; None if the feed closes meanwhile."""
+        rows, ids, units = self.planner.plan(number)
+        pieces: list[Piece | None] = []
+        waits: list[Piece] = []
+        for i, key in enumerate(units):
+            piece = self.pieces.get(key) if key is not None else None
+            if piece is None and key is not None:
+                piece = self._open(key, number)
+            if piece is None:
+                piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
+            if self.closing:
+                return None
+            pieces.append(piece)
+        self._start()
+        return Step(number, rows, ids, pieces, waits)
+
+    def _open(self, key: tuple, step: int) -> Piece | None:
+        """Start to decode a unit, as soon as there is room for it; None if there will not be."""
+        wanted = self.planner.unit(key, step)
+        piece = self._piece(wanted.ids, wanted.last)
+        if not self._reserve(piece):
+            return None
+        self.pieces[key] = piece
+        for camera in self.store.caches:
+            self.coming |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
+        self._submit(piece, step)
+        return piece
+
+    def _only(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
+        """The frames of one sample alone, those that are neither kept nor about to be."""
+        wanted = {}
+        for camera, frames in ids.items():
+            coming = [self.coming.get((camera, frame)) for frame in frames.tolist()]
+            waits += [piece for piece in coming if piece is not None]
+            wanted[camera] = frames[[piece is None for piece in coming]]
+        piece = self._piece(wanted, step)
+        missing = sum(len(frames) for frames in piece.ids.values())
+        if not missing:
+            return None
+        if not self._reserve(piece):
+            if self.closing:
+                return None
+            self._take_slots(piece, force=True)  # this step can't do without
+        self.counters["misses"] += missing
+        self._submit(piece, step)
+        return piece
+
+    def _piece(self, wanted: Mapping[str, np.ndarray], last: int) -> Piece:
+        ids, uses = {}, {}
+        for camera, window in wanted.items():
+            count = Counter(window.ravel().tolist())
+            frames = np.array(sorted(count), np.int64)
+            ids[camera] = frames[~self.store.kept(camera, frames)] if self.store.caches else frames
+            uses[camera] = {frame: count[frame] for frame in ids[camera].tolist()}
+        return Piece(ids, uses, last)
+
+    def _reserve(self, piece: Piece) -> bool:
+        """Wait for room for a piece; False if there will not be any."""
+        with self.changed:
+            while not self._take_slots(piece) and not self.closing:
+                self._start()  # others may be waiting for what has been planned so far
+                if not self.outstanding:  # no step before this one will make room any more
+                    return False
+                self.changed.wait()
+            return not self.closing
+
+    def _take_slots(self, piece: Piece, force: bool = False) -> bool:
+        sizes: Counter[int] = Counter()
+        for camera, frames in piece.ids.items():
+            sizes[self.store.format(camera).nbytes] += len(frames)
+        slots = self.pool.take(sizes, force)
+        if slots is None:
+            return False
+        for camera, frames in piece.ids.items():
+            free = slots[self.store.format(camera).nbytes]
+            piece.slots[camera] = {frame: free.pop() for frame in frames.tolist()}
+        return True
+
+    # Decoding.
+
+    def _submit(self, piece: Piece, step: int) -> None:
+        """Have a piece decoded, together with some others: one request costs as much as some frames."""
+        piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
+        for camera, frames in piece.ids.items():
+            self.store.read_ahead(camera, frames)
+        self.group.append(piece)
+        self.group_step = step
+        if sum(len(frames) for piece in self.group for frames in piece.ids.values()) >= GROUP:
+            self._start()
+
+    def _start(self) -> None:
+        group, step, self.group = self.group, self.group_step, []
+        for camera in self.planner.cameras if group else ():
+            pieces = [piece for piece in group if len(piece.ids.get(camera, ()))]
+            if pieces:
+                self.crew.submit((step, 1), partial(self._decode, pieces, camera))
+
+    def _decode(self, pieces: list[Piece], camera: str) -> None:
+        started = time.thread_time()
+        ids = np.concatenate([piece.ids[camera] for piece in pieces])
+        slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
+        good: list[int] = []
+        bad: dict[int, str] = {}
+        failure: BaseException | None = None
+        try:
+            if self.pool.device is not None:
+                bad = self.store.decode_on_gpu(camera, ids, slots)
+                good = [i for i in range(len(ids)) if i not in bad]
+            else:
+                bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
+            self.store.keep(camera, ids[good], [slots[i] for i in good])
+        except SourceError as error:  # the data can't be reached: that is no broken frame
+            failure = error
+        except DatasetError as error:
+            bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
+        except BaseException as error:
+            failure = error
+        reasons = {int(ids[i]): reason for i, reason in bad.items()}
+        with self.changed:
+            self.counters["bad_frames"] += len(bad)
+            self.counters["decoded"] += len(good)
+            self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
+            if self.coming:
+                for frame in ids.tolist():
+                    self.coming.pop((camera, frame), None)
+            for piece in pieces:
+                piece.error = piece.error or failure
+                piece.bad[camera] = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
+                piece.pending -= 1
+                if not piece.pending:
+                    for step in piece.steps:
+                        step.pending -= 1
+                    piece.steps.clear()  # and with them their batches
+        self._advance()
+
+    # Assembling: in order, at most `prefetch` steps ahead of the loop.
+
+    def _advance(self) -> None:
+        with self.changed:
+            due = []
+            for step in self.planned:
+                if step.number >= self.taken + self.prefetch or step.pending:
+                    break
+                due.append(step)
+            for _ in due:
+                self.planned.popleft()
+        for step in due:
+            self._assemble(step)
+
+    def _assemble(self, step: Step[T]) -> None:
+        try:
+            for piece in step.pieces:
+                if piece is not None and piece.error is not None:
+                    raise piece.error
+            jobs = self.assemble(step)
+        except BaseException as error:
+            step.result.set_exception(error)
+            return
+        left = [len(jobs)]
+
+        def run(job: Callable[[], None]) -> None:
+            started = time.thread_time()
+            try:
+                job()
+            except BaseException as error:
+                if not step.result.done():
+                    step.result.set_exception(error)
+            with self.changed:
+                self.counters["convert_us"] += int(1e6 * (time.thread_time() - started))
+                left[0] -= 1
+                last = left[0] == 0
+            if last and not step.result.done():
+                self._complete(step)
+
+        for job in jobs:
+            self.crew.submit((step.number, 0), lambda job=job: run(job))  # type: ignore[misc]
+
+    def _complete(self, step: Step[T]) -> None:
+        try:
+            result = self.finish(step)
+        except BaseException as error:
+            step.result.set_exception(error)
+            return
+        self._release(step)
+        step.result.set_result(result)
+
+    def _release(self, step: Step[T]) -> None:
+        """Let go of frames that no later sample reads."""
+        done: list[Slot] = []
+        with self.changed:
+            for i, piece in enumerate(step.pieces):
+                for camera in piece.ids if piece is not None else ():
+                    done += piece.read(camera, step.ids[camera][i].tolist())  # type: ignore[union-attr]
+            self.outstanding.remove(step.number)
+            oldest = min(self.outstanding, default=step.number + 1)
+            for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
+                for slots in self.pieces.pop(key).slots.values():
+                    done += slots.values()  # another rank read the rest of it
+                    self.counters["evictions"] += len(slots)
+            self.pool.give(done)
+            self.changed.notify_all()

@@ -1,0 +1,285 @@
+"""What is decoded together: every sample belongs to one unit, and a unit's samples share their frames.
+
+A frame of a video costs its whole group of pictures (GOP), so samples are streamed in units that use
+all of what is decoded for them. A unit is a run of neighbouring samples or, for windows whose steps
+lie a fixed stride apart, the samples of one phase of that stride: the frames of their windows are the
+same few frames again and again.
+
+Small units shuffle better, large ones decode less at their borders. The trade-off made here: of all
+ways to cut that were tried, the smallest units that decode at most a tenth more than the cheapest way.
+What a way costs is counted on some of the episodes, not estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from flexor.core.rng import mix_numpy
+
+__all__ = ["Units", "build_units", "decoded_per_sample"]
+
+TOLERANCE = 1.1
+"""Frames decoded, relative to the cheapest way to cut, that smaller units may cost."""
+GROWTH = 1.5
+"""From one length of runs that is tried to the next."""
+TRIAL_EPISODES, TRIAL_ROWS = 32, 10_000
+"""How much of a dataset the ways to cut are tried on."""
+COUNTED_SAMPLES = 20_000
+"""In how many samples' units `decoded_per_sample` counts."""
+STRETCH = 20
+"""Phases of an episode longer than this many windows are cut: at a cut, one window is decoded again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """What is decoded together. The k-th sample of unit u is first + (k // run) * stride + k % run."""
+
+    first: np.ndarray  # [U] the unit's first sample
+    count: np.ndarray  # [U] its number of samples
+    run: np.ndarray  # [U] so many samples are neighbours
+    stride: np.ndarray  # [U] from the beginning of one such run to the next
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @property
+    def size(self) -> int:
+        """Samples in all; every one is in exactly one unit."""
+        return int(self.count.sum())
+
+    def samples(self, unit: int) -> np.ndarray:
+        """All samples of one unit, ascending."""
+        k = np.arange(self.count[unit])
+        return self.pick(np.full_like(k, unit), k)
+
+    def pick(self, units: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """The k-th sample of each unit; both arrays [n]."""
+        block, rest = np.divmod(k, self.run[units])
+        return self.first[units] + block * self.stride[units] + rest
+
+
+def build_units(
+    lengths: np.ndarray,
+    starts: Sequence[np.ndarray],
+    deltas: Sequence[Sequence[int]],
+    *,
+    rows: np.ndarray | None = None,
+    least: int = 1,
+    most: int | None = None,
+) -> Units:
+    """Cut all samples into units of about `least` to `most` samples that decode few frames twice.
+
+    Episode e has rows[e] rows (as many as samples unless given) of which the first lengths[e] start a
+    sample. All rows of all episodes are numbered through, [R], in the order of the samples.
+    starts[c][i] is the first row that camera c must decode to get the frame of row i: never before the
+    row's own episode, never decreasing inside of one; i itself where decoding may begin. deltas[c] are
+    the steps of camera c's window relative to now; beyond the episode its first or last row is used.
+
+    A run is never cut inside of the longest GOPs, whatever `most` says.
+    """
+    table = _Episodes.of(lengths, rows, starts, deltas)
+    trial = table.some()
+    ways = list(_ways(trial, int(table.lengths.max()), least, most or table.size))
+    tried = [way(trial) for way in ways]
+    costs = [trial.decoded(units) / units.size for units in tried]
+    good = [i for i, cost in enumerate(costs) if cost <= TOLERANCE * min(costs)]
+    return ways[max(good, key=lambda i: len(tried[i]))](table)
+
+
+def decoded_per_sample(
+    units: Units,
+    lengths: np.ndarray,
+    starts: Sequence[np.ndarray],
+    deltas: Sequence[Sequence[int]],
+    *,
+    rows: np.ndarray | None = None,
+) -> float:
+    """Frames decoded per sample and camera when each unit is decoded once, by itself.
+
+    Counted exactly in a small dataset, on units drawn at random in a large one.
+    """
+    table = _Episodes.of(lengths, rows, starts, deltas)
+    which = np.arange(len(units))
+    if units.size > COUNTED_SAMPLES:
+        which = np.argsort(mix_numpy(which.astype(np.uint64) + np.uint64(1)))
+        which = which[: 1 + np.searchsorted(np.cumsum(units.count[which]), COUNTED_SAMPLES)]
+    frames = table.decoded(units, which)
+    return frames / int(units.count[which].sum()) / len(table.starts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Episodes:
+    """The arguments of `build_units`, checked, with what follows from them."""
+
+    lengths: np.ndarray  # [E] samples
+    rows: np.ndarray  # [E]
+    starts: list[np.ndarray]  # per camera [R]
+    deltas: list[np.ndarray]  # per camera [D]
+    first_sample: np.ndarray  # [E]
+    first_row: np.ndarray  # [E]
+
+    @classmethod
+    def of(
+        cls,
+        lengths: np.ndarray,
+        rows: np.ndarray | None,
+        starts: Sequence[np.ndarray],
+        deltas: Sequence[Sequence[int]],
+    ) -> _Episodes:
+        lengths = np.asarray(lengths, np.int64)
+        rows = lengths if rows is None else np.asarray(rows, np.int64)
+        assert lengths.sum() > 0 and (lengths <= rows).all()
+        assert len(starts) == len(deltas) > 0 and all(len(start) == rows.sum() for start in starts)
+        return cls(
+            lengths=lengths,
+            rows=rows,
+            starts=[np.asarray(start) for start in starts],
+            deltas=[np.asarray(delta, np.int64) for delta in deltas],
+            first_sample=np.cumsum(lengths) - lengths,
+            first_row=np.cumsum(rows) - rows,
+        )
+
+    @property
+    def size(self) -> int:
+        return int(self.lengths.sum())
+
+    def some(self) -> _Episodes:
+        """A few episodes from all over the dataset; of a very long one its beginning."""
+        used = np.flatnonzero(self.lengths)
+        chosen = used[np.linspace(0, len(used) - 1, min(len(used), TRIAL_EPISODES)).astype(np.int64)]
+        rows = np.minimum(self.rows[chosen], TRIAL_ROWS)
+        chosen = chosen[: max(1, int(np.searchsorted(np.cumsum(rows), TRIAL_ROWS, side="right")))]
+        rows = rows[: len(chosen)]
+        moved = self.first_row[chosen] - (np.cumsum(rows) - rows)  # a row's number here and there
+        picked = [slice(first, first + n) for first, n in zip(self.first_row[chosen], rows)]
+        return _Episodes.of(
+            np.minimum(self.lengths[chosen], rows),
+            rows,
+            [np.concatenate([start[s] - m for s, m in zip(picked, moved)]) for start in self.starts],
+            [delta.tolist() for delta in self.deltas],
+        )
+
+    def decoded(self, units: Units, which: np.ndarray | None = None) -> int:
+        """Frames that all cameras decode for all (or these) units, each unit by itself."""
+        which = np.arange(len(units)) if which is None else which
+        unit = np.repeat(which, units.count[which])
+        ends = np.cumsum(units.count[which])
+        sample = units.pick(
+            unit, np.arange(len(unit)) - np.repeat(ends - units.count[which], units.count[which])
+        )
+        episode = np.searchsorted(self.first_sample, sample, side="right") - 1
+        low = self.first_row[episode]
+        high = low + self.rows[episode] - 1
+        now = low + sample - self.first_sample[episode]
+        total = 0
+        for start, delta in zip(self.starts, self.deltas):
+            row = np.clip(now[:, None] + delta, low[:, None], high[:, None])  # [samples, D]
+            # Of each GOP that a unit touches, decoding goes from its start to the last frame in use.
+            unit_of, row = np.divmod(np.unique(unit[:, None] * len(start) + row), len(start))
+            last = np.append((np.diff(unit_of) != 0) | (np.diff(start[row]) != 0), True)
+            total += int((row[last] - start[row[last]] + 1).sum())
+        return total
+
+    def cuts(self) -> list[np.ndarray]:
+        """Samples at which runs may begin, sparse ones first: where all cameras begin a GOP, and
+        where the camera with the longest GOPs does. One list if they are the same."""
+        begins = [start == np.arange(len(start)) for start in self.starts]
+        shared = np.logical_and.reduce(begins)
+        longest = min(begins, key=np.count_nonzero)
+        ways = [shared] if np.array_equal(shared, longest) else [shared, longest]
+        return [self._samples_of(np.flatnonzero(way)) for way in ways]
+
+    def _samples_of(self, rows: np.ndarray) -> np.ndarray:
+        """The samples that these rows start; the first of every episode always among them."""
+        rows = np.union1d(rows, self.first_row[self.lengths > 0])
+        episode = np.searchsorted(self.first_row, rows, side="right") - 1
+        frame = rows - self.first_row[episode]
+        return (self.first_sample[episode] + frame)[frame < self.lengths[episode]]
+
+
+def _ways(trial: _Episodes, longest: int, least: int, most: int) -> Iterator[Callable[[_Episodes], Units]]:
+    """Ways to cut episodes into units, to be tried."""
+    gop = 1
+    for number, cuts in enumerate(trial.cuts()):
+        gop = max(1, int(np.median(np.diff(np.append(cuts, trial.size)))))
+        for length in _run_lengths(gop, min(longest, max(most, least)), least):
+            yield partial(_runs, number=number, length=length)
+    spans = [delta.max() - delta.min() for delta in trial.deltas]
+    stride = int(np.gcd.reduce(np.concatenate([delta - delta[0] for delta in trial.deltas])))
+    for width in _widths(gop, stride):
+        stretch = max(1, min(STRETCH * int(max(spans)) // stride, most // width)) * stride
+        if least <= width * float(np.median(trial.lengths)) / stride:
+            yield partial(_phases, stride=stride, width=width, stretch=stretch)
+
+
+def _run_lengths(gop: int, longest: int, least: int) -> list[int]:
+    lengths, length = {least, longest}, float(gop)
+    while length < longest:
+        lengths.add(max(least, math.ceil(length)))
+        length *= GROWTH
+    return sorted(lengths)
+
+
+def _widths(gop: int, stride: int) -> list[int]:
+    """Widths of phases to try: GOPs and twos of them, and fractions of the stride."""
+    if stride < 2:
+        return []
+    doubled = {gop * 2**power for power in range(stride.bit_length())}
+    return sorted(
+        width for width in doubled | {math.ceil(stride / part) for part in range(1, 9)} if width < stride
+    )
+
+
+def _runs(table: _Episodes, number: int, length: int) -> Units:
+    """Neighbouring samples, at least `length` of them but at the end of an episode."""
+    edges = np.append(table.cuts()[number], table.size)
+    first_items = np.searchsorted(edges, np.append(table.first_sample, table.size))
+    first = edges[_cut_runs(edges, first_items, length)]
+    count = np.diff(np.append(first, table.size))
+    return Units(first, count, run=count, stride=count)
+
+
+def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
+    """Samples whose rows lie in the same `width` rows modulo the stride, in about `stretch` rows of an episode."""
+    parts = np.maximum(1, table.lengths // stretch)
+    rows = (
+        -(-table.lengths // (parts * stride)) * stride
+    )  # of an episode's stretches but the last: whole strides
+    parts = -(-table.lengths // np.maximum(rows, 1))
+    episode = np.repeat(np.arange(len(parts)), parts)
+    begin = (np.arange(len(episode)) - np.repeat(np.cumsum(parts) - parts, parts)) * rows[episode]
+    length = np.minimum(rows[episode], table.lengths[episode] - begin)  # [stretches]
+    offset = np.arange(0, stride, width)  # [phases]
+    run = np.broadcast_to(np.minimum(width, stride - offset), (len(length), len(offset)))
+    whole, rest = np.divmod(length, stride)
+    count = whole[:, None] * run + np.clip(rest[:, None] - offset, 0, run)
+    first = (table.first_sample[episode] + begin)[:, None] + offset
+    used = count > 0
+    return Units(first[used], count[used], run[used], np.full(int(used.sum()), stride))
+
+
+def _cut_runs(edges: np.ndarray, groups: np.ndarray, least: int) -> np.ndarray:
+    """Gather consecutive items into runs; returns the items at which runs begin.
+
+    Item i covers edges[i] to edges[i + 1]; group g is items groups[g] to groups[g + 1] - 1. A run goes
+    on until it covers `least`, or to the end of its group. What remains there, if under half of that,
+    joins the run before it.
+    """
+    count = len(edges) - 1
+    group_first = np.repeat(groups[:-1], np.diff(groups))
+    group_end = np.repeat(groups[1:], np.diff(groups))
+    following = np.minimum(np.searchsorted(edges, edges[:-1] + least), group_end).tolist()
+    found, item = [], 0
+    while item < count:
+        found.append(item)
+        item = following[item]
+    begins = np.array(found, np.int64)
+    covered = np.diff(edges[np.append(begins, count)])
+    at_end = np.append(begins[1:], count) == group_end[begins]
+    tiny = at_end & (2 * covered < least) & (begins != group_first[begins])
+    return begins[~tiny]

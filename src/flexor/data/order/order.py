@@ -1,0 +1,332 @@
+"""The global sample order: which samples make up batch n, as a pure function.
+
+Nothing is stored but a position. A permutation of any number of samples is computed where it is
+needed (a Feistel network walked until it lands inside the range), so an order over a billion frames
+costs no memory, and any rank, worker or resumed run computes the same one.
+
+Two orders: uniform, for frames at hand, and streaming, which visits samples so that each unit of
+video (see units.py) is decoded once per epoch and only some units are in memory at a time. It gives
+up a little of the shuffle for that; shuffle.py measures how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from flexor.core.rng import key_of, mix_numpy
+from flexor.data.order.decode_units import Units
+
+__all__ = [
+    "Permutation",
+    "Picks",
+    "PoolPlan",
+    "SampleOrder",
+    "StreamOnceOrder",
+    "StreamingOrder",
+    "UniformOrder",
+    "permute_within",
+]
+
+ROUNDS = 6
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of the golden section, modulo 1, spread evenly however many of them are taken, from anywhere."""
+BLOCK = 4096
+"""Positions computed at a time: numpy's cost per call is that of some hundred samples."""
+
+
+class SampleOrder(Protocol):
+    """Which samples make up a global batch. Positions count samples since the start of the run."""
+
+    size: int
+
+    def samples(self, position: int, count: int) -> np.ndarray:
+        """The samples [count] of the global batch at positions position ... position + count - 1."""
+        ...
+
+    def picks(self, position: int, count: int) -> Picks:
+        """The same samples in the same order, and where they come from."""
+        ...
+
+    def epoch(self, position: int) -> float:
+        """How many times the data has been seen at this position."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Picks:
+    """Some samples of the order, [n] each; lane, pool and unit are -1 where the order is uniform."""
+
+    position: np.ndarray
+    sample: np.ndarray
+    epoch: np.ndarray
+    lane: np.ndarray
+    pool: np.ndarray  # number of the pool in its lane and epoch
+    unit: np.ndarray  # number of the piece of a unit: the same in all epochs
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    def __getitem__(self, index: slice | np.ndarray) -> Picks:
+        return Picks(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    @staticmethod
+    def join(parts: Sequence[Picks]) -> Picks:
+        return Picks(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Picks)))
+
+
+@dataclass(frozen=True, eq=False)
+class PoolPlan:
+    """What is in one pool, [n] each, in order of delivery."""
+
+    sample: np.ndarray
+    position: np.ndarray
+    unit: np.ndarray
+
+
+class Permutation:
+    """A pseudo-random bijection of range(size), evaluated at any positions."""
+
+    def __init__(self, size: int, *key: object):
+        assert size > 0
+        self.size = size
+        self.bits = np.uint64(_half_bits(size))
+        self.keys = [np.uint64(key_of(*key, round_)) for round_ in range(ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """positions [n] in range(size) -> [n], each value of range(size) at exactly one position."""
+        values = _feistel(np.asarray(positions, np.uint64), self.bits, self.keys)
+        while (outside := values >= self.size).any():  # the domain is at most four times the range
+            values[outside] = _feistel(values[outside], self.bits, self.keys)
+        return values.astype(np.int64)
+
+
+def permute_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Many permutations at once: offsets [n] in ranges of sizes [n], permuted by uint64 keys [n].
+
+    Offsets with the same key must have the same size; theirs is a bijection of range(size).
+    """
+    bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
+    round_keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
+    values = np.array(offsets, np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        values[walking] = _feistel(values[walking], bits[walking], [key[walking] for key in round_keys])
+        walking = walking[values[walking] >= sizes[walking].astype(np.uint64)]
+    return values.astype(np.int64)
+
+
+def _half_bits(size: int) -> int:
+    """Bits of each half of the Feistel network; together they cover at least `size`."""
+    return max(1, ((size - 1).bit_length() + 1) // 2)
+
+
+def _feistel(
+    x: np.ndarray, bits: np.ndarray | np.uint64, keys: Sequence[np.ndarray | np.uint64]
+) -> np.ndarray:
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    left, right = x >> bits, x & mask
+    for key in keys:
+        left, right = right, left ^ (mix_numpy(right + key) & mask)
+    return (left << bits) | right
+
+
+class UniformOrder:
+    """Every sample once per epoch, in a full permutation that differs from epoch to epoch.
+
+    Positions count samples since the start of the run; a batch may span the end of an epoch, so every
+    batch is full and the whole state is one integer.
+    """
+
+    def __init__(self, size: int, seed: int):
+        self.size = size
+        self.seed = seed
+
+    def samples(self, position: int, count: int) -> np.ndarray:
+        return self.picks(position, count).sample
+
+    def picks(self, position: int, count: int) -> Picks:
+        positions = np.arange(position, position + count)
+        epochs, offsets = np.divmod(positions, self.size)
+        out = np.empty(count, np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            out[chosen] = Permutation(self.size, "order", self.seed, int(epoch))(offsets[chosen])
+        nowhere = np.full(count, -1)
+        return Picks(positions, out, epochs, lane=nowhere, pool=nowhere, unit=nowhere)
+
+    def epoch(self, position: int) -> float:
+        return position / self.size
+
+
+class StreamingOrder:
+    """Every sample once per epoch, unit by unit: a unit is decoded when its pool's turn comes, once.
+
+    All units stand in a random line, cut into lanes of equal numbers of samples (a unit at a cut
+    becomes two pieces). Each epoch permutes the pieces of each lane, cuts them into pools of about
+    `pool` samples (at most a quarter and a unit more), and permutes the samples of each pool. Position
+    p of an epoch is taken from lane p % lanes. So about lanes * pool samples are in memory at a time,
+    and a global batch that is a multiple of `lanes` takes equally many from each.
+
+    Lanes do not depend on the number of ranks. A batch is sorted by lane: the slice of it that is a
+    rank's (or a micro-batch's) comes from the same lanes in every batch, but in the one that spans the
+    end of an epoch.
+
+    Costs memory per unit, not per sample.
+    """
+
+    def __init__(self, units: Units, seed: int, *, lanes: int, pool: int):
+        assert lanes > 0 and pool > 0 and units.size > 0
+        self.size = units.size
+        self.seed = seed
+        self.lanes = lanes
+        self.pool = pool
+        self._units = units
+        # Sample by sample, the line of an epoch is lane 0, then lane 1 and so on; lane l begins at _bounds[l].
+        self._bounds = np.cumsum(
+            [0] + [self.size // lanes + (lane < self.size % lanes) for lane in range(lanes)]
+        )
+        line = Permutation(len(units), "line", seed)(np.arange(len(units)))  # [U]
+        ends = np.cumsum(units.count[line])
+        edges = np.union1d(np.append(ends, 0), self._bounds)  # [P + 1]
+        place = np.searchsorted(ends, edges[:-1], side="right")  # [P] in the line, of each piece
+        self._piece_unit = line[place]
+        self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # its unit's samples before it
+        self._piece_count = np.diff(edges)
+        self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
+        self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
+        self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
+        self._block = lru_cache(maxsize=2)(self._block_picks)
+
+    def samples(self, position: int, count: int) -> np.ndarray:
+        """The samples [count] at positions position ... position + count - 1, sorted by lane."""
+        return self.picks(position, count).sample
+
+    def picks(self, position: int, count: int) -> Picks:
+        parts: list[Picks] = []
+        while count:
+            epoch, offset = divmod(position, self.size)
+            parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:count])
+            position, count = position + len(parts[-1]), count - len(parts[-1])
+        found = Picks.join(parts)
+        return found[np.argsort(found.lane, kind="stable")]
+
+    def epoch(self, position: int) -> float:
+        return position / self.size
+
+    def pools(self, epoch: int, lane: int) -> int:
+        """The number of pools of a lane in this epoch."""
+        first = self._table(epoch).lane_pools
+        return int(first[lane + 1] - first[lane])
+
+    def pool_of(self, epoch: int, lane: int, pool: int) -> PoolPlan:
+        """All that one pool delivers; pool counts from 0 in its lane and epoch."""
+        return self.pools_of(epoch, [(lane, pool)])[0]
+
+    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
+        """All that some pools (lane, number) deliver: asking for many costs little more than for one."""
+        table = self._table(epoch)
+        assert all(0 <= number < self.pools(epoch, lane) for lane, number in pools)
+        numbers = [int(table.lane_pools[lane]) + number for lane, number in pools]
+        edges = [(int(table.pool_edges[n]), int(table.pool_edges[n + 1])) for n in numbers]
+        spots = np.concatenate([np.arange(*edge) for edge in edges])
+        sample, piece, _ = self._look_up(table, spots)
+        plans, first = [], 0
+        for (lane, _), (start, end) in zip(pools, edges):
+            part = slice(first, first := first + end - start)
+            position = epoch * self.size + (spots[part] - self._bounds[lane]) * self.lanes + lane
+            plans.append(PoolPlan(sample[part], position, piece[part]))
+        return plans
+
+    def _block_picks(self, epoch: int, number: int) -> Picks:
+        """BLOCK positions of an epoch (fewer at its end), in their order."""
+        offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
+        index, lane = np.divmod(offsets, self.lanes)
+        table = self._table(epoch)
+        sample, unit, pool = self._look_up(table, self._bounds[lane] + index)
+        position = epoch * self.size + offsets
+        return Picks(position, sample, np.full_like(lane, epoch), lane, pool - table.lane_pools[lane], unit)
+
+    def _look_up(self, table: _EpochTable, spots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
+        pool = np.searchsorted(table.pool_edges, spots, side="right") - 1
+        first = table.pool_edges[pool]
+        spots = first + permute_within(
+            spots - first, table.pool_edges[pool + 1] - first, table.pool_keys[pool]
+        )
+        place = np.searchsorted(table.piece_edges, spots, side="right") - 1
+        piece = table.pieces[place]
+        k = self._piece_skip[piece] + spots - table.piece_edges[place]
+        return self._units.pick(self._piece_unit[piece], k), piece, pool
+
+    def _pool_cuts(self, lane: int) -> np.ndarray:
+        """Where the lane's pools should end: they do so with the unit that is there.
+
+        Equal pools, but shifted by a part that differs from lane to lane: so lanes come to their next
+        pools at different times. What that leaves at either end, if little, stays with its neighbour.
+        """
+        size = int(self._bounds[lane + 1] - self._bounds[lane])
+        pieces = int(self._lane_pieces[lane + 1] - self._lane_pieces[lane])
+        count = min(-(-size // self.pool), pieces)
+        if count < 2:
+            return np.empty(0, np.int64)
+        cuts = (np.arange(count) + 1 - lane * GOLDEN % 1) * (size / count)
+        little = size / count / 4
+        cuts = cuts[(cuts > little) & (cuts < size - little)]
+        return self._bounds[lane] + cuts.astype(np.int64)
+
+    def _epoch_table(self, epoch: int) -> _EpochTable:
+        key = np.array([key_of("streaming", self.seed, epoch)], np.uint64)
+        in_lane = np.diff(self._lane_pieces)
+        lane = np.repeat(np.arange(self.lanes), in_lane)  # [P]
+        first = self._lane_pieces[:-1][lane]
+        lane_keys = mix_numpy(key + np.arange(self.lanes, dtype=np.uint64))
+        pieces = first + permute_within(np.arange(len(lane)) - first, in_lane[lane], lane_keys[lane])
+        edges = np.append(0, np.cumsum(self._piece_count[pieces]))
+        pool_places = np.unique(np.searchsorted(edges, self._pool_bounds))  # [Q + 1]
+        return _EpochTable(
+            pieces=pieces,
+            piece_edges=edges,
+            pool_edges=edges[pool_places],
+            pool_keys=mix_numpy(mix_numpy(key) + np.arange(len(pool_places) - 1, dtype=np.uint64)),
+            lane_pools=np.searchsorted(pool_places, self._lane_pieces),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _EpochTable:
+    """One epoch's line: pieces of units one after the other, and where its pools lie."""
+
+    pieces: np.ndarray  # [P] piece at each place of the line
+    piece_edges: np.ndarray  # [P + 1] samples before it
+    pool_edges: np.ndarray  # [Q + 1] samples before each pool
+    pool_keys: np.ndarray  # [Q] uint64
+    lane_pools: np.ndarray  # [lanes + 1] pools before each lane
+
+
+class StreamOnceOrder:
+    """Epoch 0 in streaming order, all later ones in another: for frames that the first epoch decodes and keeps."""
+
+    def __init__(self, streaming: StreamingOrder, later: SampleOrder):
+        assert streaming.size == later.size
+        self.size = streaming.size
+        self.streaming = streaming
+        self.later = later
+
+    def samples(self, position: int, count: int) -> np.ndarray:
+        return self.picks(position, count).sample
+
+    def picks(self, position: int, count: int) -> Picks:
+        streamed = max(0, min(count, self.size - position))
+        parts = [self.streaming.picks(position, streamed)] if streamed else []
+        if streamed < count:
+            later = self.later.picks(position + streamed, count - streamed)
+            parts.append(replace(later, unit=np.full(count - streamed, -1)))  # nothing is decoded any more
+        return Picks.join(parts)
+
+    def epoch(self, position: int) -> float:
+        return position / self.size

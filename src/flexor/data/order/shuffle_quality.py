@@ -1,0 +1,110 @@
+"""How well an order shuffles, compared with drawing every batch at random from the whole dataset.
+
+A batch is worth less when its samples are alike. What makes robot data alike is time: frames of one
+episode, above all frames of the same moment. So that is what is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexor.data.order.order import SampleOrder
+
+__all__ = ["Quality", "shuffle_quality"]
+
+NEAR_S = 2.0
+"""Frames of one episode less than this many seconds apart are near-duplicates."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Means over batches, each beside its expectation for uniformly drawn batches."""
+
+    batch: int
+    episodes: float  # distinct ones in a batch
+    episodes_uniform: float
+    near: float  # pairs of near-duplicates in a batch
+    near_uniform: float
+    near_next: float  # pairs of near-duplicates between a batch and the next
+    near_next_uniform: float
+    correlation: float  # of the sample numbers of neighbours in a batch; uniform: 0
+
+    @property
+    def effective_batch(self) -> float:
+        """The size of a uniform batch with gradients as noisy, if near-duplicates had equal gradients.
+
+        The variance of a mean of B samples of which P pairs are equal is (1 + 2 P / B) times that of B
+        independent ones. Real near-duplicates are less than equal: it is a lower bound.
+        """
+        return self.batch / (1 + 2 * max(0.0, self.near - self.near_uniform) / self.batch)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.episodes:.1f} episodes in a batch of {self.batch} (uniform: {self.episodes_uniform:.1f}), "
+            f"{self.near:.1f} pairs under {NEAR_S:g} s apart (uniform: {self.near_uniform:.1f}), "
+            f"{self.near_next:.1f} with the next batch (uniform: {self.near_next_uniform:.1f})"
+        )
+
+
+def shuffle_quality(
+    order: SampleOrder,
+    episode_of_sample: np.ndarray,
+    row_of_sample: np.ndarray,
+    batch: int,
+    fps: float,
+    batches: int = 50,
+) -> Quality:
+    """Look at `batches` global batches from all over the first epoch."""
+    assert order.size == len(episode_of_sample) == len(row_of_sample)
+    # Integers that are as far apart as their rows in one episode, and further in different ones.
+    near = math.ceil(NEAR_S * fps)
+    episode = np.asarray(episode_of_sample, np.int64)
+    row = np.asarray(row_of_sample, np.int64)
+    moment = episode * (int(row.max()) + near + 1) + row
+
+    last = max(0, order.size // batch - 2)
+    steps = np.unique(np.linspace(0, last, batches).astype(np.int64)).tolist()
+    drawn = np.stack([order.samples(step * batch, batch) for step in steps])  # [steps, batch]
+    following = np.stack([order.samples((step + 1) * batch, batch) for step in steps])
+    inside = np.array([_near_pairs(part, near) for part in moment[drawn]])
+    after = np.array([_near_pairs(part, near) for part in moment[following]])
+    both = np.array([_near_pairs(part, near) for part in moment[np.hstack([drawn, following])]])
+    # The chance that two samples drawn without replacement are near-duplicates.
+    chance = 2 * _near_pairs(moment, near) / max(1, order.size * (order.size - 1))
+    return Quality(
+        batch=batch,
+        episodes=float(np.mean([len(np.unique(part)) for part in episode[drawn]])),
+        episodes_uniform=_expected_episodes(np.unique(episode, return_counts=True)[1], batch),
+        near=float(inside.mean()),
+        near_uniform=chance * batch * (batch - 1) / 2,
+        near_next=float((both - inside - after).mean()),
+        near_next_uniform=chance * batch**2,
+        correlation=_correlation(drawn[:, :-1].ravel(), drawn[:, 1:].ravel()),
+    )
+
+
+def _near_pairs(moments: np.ndarray, near: int) -> int:
+    moments = np.sort(moments)
+    return int((np.searchsorted(moments, moments + near) - np.arange(1, len(moments) + 1)).sum())
+
+
+def _expected_episodes(lengths: np.ndarray, batch: int) -> float:
+    """Distinct episodes in a batch drawn without replacement (hypergeometric)."""
+    size = int(lengths.sum())
+    batch = min(batch, size)
+
+    def ways(among: int) -> float:
+        return math.lgamma(among + 1) - math.lgamma(among - batch + 1)
+
+    distinct, times = np.unique(lengths, return_counts=True)
+    absent = [math.exp(ways(size - n) - ways(size)) if size - n >= batch else 0.0 for n in distinct.tolist()]
+    return float(sum(times * (1 - np.array(absent))))
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    if len(one) < 2 or not one.std() or not other.std():
+        return 0.0
+    return float(np.corrcoef(one, other)[0, 1])

@@ -1,0 +1,151 @@
+"""What a repair does: with each episode, and with the dataset as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.data.check.layout import Episode
+from flexor.data.check.problems import CheckReport, ranges
+
+
+@dataclass(frozen=True)
+class Clip:
+    """An episode's frames in a video file: as many as it has rows, from `first` on."""
+
+    file: str
+    first: int
+    length: int
+    start: float
+    """The first frame's time in the file, in seconds."""
+
+    certain: bool
+    """The file, or the episode's span of it, has exactly as many frames as the episode has rows."""
+
+    size: tuple[int, int]  # height, width
+    whole: bool = False
+    """The frames can't be cut out: the file is copied as it is."""
+
+    delay: int = 0
+    """How many frames at most are decoded before they are shown."""
+
+    steady: bool = True
+    """The frames lie at 1/fps from each other already."""
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length
+
+
+@dataclass
+class EpisodePlan:
+    """One episode of the original, and what becomes of it."""
+
+    episode: Episode
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, int))
+    """Its rows in the data file, in the order in which they were recorded."""
+
+    clock: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n] seconds, as recorded
+    task_index: np.ndarray | None = None  # [n]; None if there is no such column
+    counted: bool = False
+    """frame_index says that no row is missing."""
+
+    clips: dict[str, Clip] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    """What was mended, in words that are the same for every episode with the same fault."""
+
+    reason: str | None = None
+    """Why it is left out; None if it is kept."""
+
+    new: int | None = None
+    """Its number in the new dataset."""
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+
+@dataclass
+class RepairReport:
+    """What was done, episode by episode, and what a check of the result says."""
+
+    root: Path
+    out: Path
+    version: str
+    episodes: list[EpisodePlan]
+    notes: list[str]
+    not_asked_for: int = 0
+    dry_run: bool = False
+    check: CheckReport | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.check is None or self.check.ok
+
+    @property
+    def kept(self) -> list[EpisodePlan]:
+        return [plan for plan in self.episodes if plan.reason is None]
+
+    @property
+    def left_out(self) -> list[EpisodePlan]:
+        return [plan for plan in self.episodes if plan.reason is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "root": str(self.root),
+            "out": str(self.out),
+            "version": self.version,
+            "dry_run": self.dry_run,
+            "dataset": self.notes,
+            "episodes": [_episode_json(plan) for plan in self.episodes],
+            "kept": len(self.kept),
+            "left_out": len(self.left_out),
+            "not_asked_for": self.not_asked_for,
+            "frames": sum(plan.length for plan in self.kept),
+            "check": None if self.check is None else self.check.to_json(),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterable[str]:
+        would = "would be " if self.dry_run else ""
+        yield f"{self.root} ({self.version}) -> {self.out} (v3.0)"
+        for note in self.notes:
+            yield f"  dataset: {note}"
+        for text, plans in _grouped((done, plan) for plan in self.kept for done in plan.done):
+            yield f"  {_episodes(plans)}: {text}"
+        for text, plans in _grouped((plan.reason or "", plan) for plan in self.left_out):
+            yield f"  LEFT OUT {_episodes(plans)}: {text}"
+        frames = sum(plan.length for plan in self.kept)
+        mended = sum(bool(plan.done) for plan in self.kept)
+        more = f", {self.not_asked_for} were not asked for" if self.not_asked_for else ""
+        yield (
+            f"{len(self.kept)} episodes {would}kept ({frames} frames), {mended} of them mended; "
+            f"{len(self.left_out)} left out{more}"
+        )
+        if self.left_out and not self.dry_run:
+            yield "Episodes are numbered anew; --json says which was which."
+        if self.check is not None:
+            yield str(self.check)
+
+
+def _episode_json(plan: EpisodePlan) -> dict[str, Any]:
+    kept = {"done": plan.done} if plan.reason is None else {"reason": plan.reason}
+    return {"episode": plan.episode.index, "new": plan.new, "length": plan.length} | kept
+
+
+def _grouped(pairs: Iterable[tuple[str, EpisodePlan]]) -> list[tuple[str, list[EpisodePlan]]]:
+    groups: dict[str, list[EpisodePlan]] = {}
+    for text, plan in pairs:
+        groups.setdefault(text, []).append(plan)
+    return list(groups.items())
+
+
+def _episodes(plans: list[EpisodePlan]) -> str:
+    numbers = sorted({plan.episode.index for plan in plans})
+    return f"episode{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"

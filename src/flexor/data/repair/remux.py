@@ -1,0 +1,145 @@
+"""Copy an episode's frames from one video file to another without decoding them.
+
+Frames can be cut out where the first of them is a key frame and none of them needs a packet from outside.
+Their times are counted anew, in frames from the episode's start: that is what sets a recording's clock right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from flexor.data.format.dataset_files import PacketClip
+from flexor.data.format.stats import pixel_counts, sample_indices
+from flexor.data.video.colour import rgb_frame
+from flexor.data.video.decode import VideoIndex, decode_frames, read_video_packets
+
+H264_IDR = {5}
+HEVC_IDR = {19, 20}
+
+
+@dataclass(frozen=True)
+class CopiedStream:
+    """Packets as some encoder left them. Those of equal streams decode with one decoder, one after the other."""
+
+    codec: str
+    extradata: bytes
+    width: int
+    height: int
+    delay: int
+    """How many frames a packet may be decoded before it is shown, at most; the same in all of a file."""
+
+    template: Path = field(compare=False)
+    """A file with such a stream, to copy its description from."""
+
+    def add_to(self, container: Any) -> Any:
+        with av.open(str(self.template)) as reader:
+            return container.add_stream_from_template(reader.streams.video[0], opaque=True)
+
+
+def first_packet(index: VideoIndex, first: int, count: int) -> int | None:
+    """Where the packets of `count` frames from `first` on begin, if these can be decoded without any other.
+
+    None if they can't be cut out: the first is no key frame, or frames around them are needed.
+    """
+    packets = index.packet[first : first + count]
+    low = int(packets.min())
+    together = int(packets.max()) - low + 1 == count
+    closed = index.start[first : first + count].min() >= low  # open groups refer to what lies before
+    return low if together and closed and packets[0] == low and index.key[low] else None
+
+
+def is_intact(index: VideoIndex, first: int, count: int) -> bool:
+    """Whether the packets of these frames lie inside of the file, and not behind where it was cut off."""
+    packets = index.packet[first : first + count]
+    ends = index.packets.offset[packets] + index.packets.size[packets]
+    return bool(ends.max() <= index.ranges.size)
+
+
+def reorder_delay(index: VideoIndex, first: int, count: int) -> int:
+    """How many packets at most are decoded before the one that is shown first: 0 without B-frames."""
+    rank = np.argsort(np.argsort(index.packet[first : first + count]))  # [count] place in decode order
+    return int((rank - np.arange(count)).max())
+
+
+def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int) -> PacketClip:
+    """The packets of frames that `first_packet` finds, shown at 0, 1, 2 ... and decoded `delay` earlier."""
+    low = first_packet(index, first, count)
+    assert low is not None
+    facts = index.packets
+    stream = CopiedStream(facts.codec, facts.extradata, facts.width, facts.height, delay, file)
+    shown = np.argsort(index.packet[first : first + count])  # [count] decode order -> place among the frames
+    packets = []
+    for number, packet in read_video_packets(index, low, low + count):
+        packet.pts, packet.dts = int(shown[number - low]), number - low - delay
+        packet.is_keyframe = bool(index.key[number])
+        packets.append(packet)
+    return PacketClip(stream, packets, joins=starts_anew(facts.codec, facts.extradata, bytes(packets[0])))
+
+
+def starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
+    """Whether a decoder forgets at this key frame all that it was given before.
+
+    In H.264 and HEVC only some key frames do. Behind others' packets the rest would be shown out of order.
+    """
+    if codec == "h264" and len(extradata) > 6 and extradata[0] == 1:
+        return any(nal[0] & 0x1F in H264_IDR for nal in _nal_units(packet, 1 + (extradata[4] & 3)))
+    if codec == "hevc" and len(extradata) > 22 and extradata[0] == 1:
+        return any(nal[0] >> 1 & 0x3F in HEVC_IDR for nal in _nal_units(packet, 1 + (extradata[21] & 3)))
+    return codec not in ("h264", "hevc")
+
+
+def _nal_units(packet: bytes, size: int) -> Iterator[bytes]:
+    """The parts of a packet, each behind its length in `size` bytes."""
+    at = 0
+    while at + size < len(packet):
+        length = int.from_bytes(packet[at : at + size], "big")
+        yield packet[at + size : at + size + max(length, 1)]
+        at += size + length
+
+
+@dataclass(frozen=True)
+class Look:
+    """What decoding an episode's frames told."""
+
+    pixels: np.ndarray | None
+    """Summed `pixel_counts` [C, 256] of the frames that statistics are made from."""
+
+    fault: str | None
+
+
+def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> Look:
+    """Decode frames: every one, or those that statistics are made from."""
+    sampled = set((first + sample_indices(count)).tolist())
+    frames = _decoded_with(index, first, count) if every else np.array(sorted(sampled))
+    counts = np.zeros((3, 256), np.int64)
+    odd_size = False
+
+    def take(i: int, frame: av.VideoFrame) -> None:
+        nonlocal counts, odd_size
+        if (frame.height, frame.width) != (index.height, index.width):
+            odd_size = True
+        elif pixels and int(frames[i]) in sampled:
+            counts += pixel_counts(rgb_frame(frame).to_ndarray()[:, : frame.width])
+
+    bad = decode_frames(index, frames, take)
+    if bad:
+        return Look(None, f"{len(bad)} of {len(frames)} frames do not decode: {bad[min(bad)]}")
+    if odd_size:
+        return Look(None, "the picture size changes inside of the file")
+    return Look(counts if pixels else None, None)
+
+
+def _decoded_with(index: VideoIndex, first: int, count: int) -> np.ndarray:
+    """These frames, and those before them that they are drawn over."""
+    packets = index.packet[first : first + count]
+    low, high = int(index.start[first : first + count].min()), int(packets.max())
+    frames = np.flatnonzero((index.packet >= low) & (index.packet <= high))
+    return frames[
+        np.append(True, np.diff(index.frame_pts[frames]) > 0)
+    ]  # decoded frames are told by their time

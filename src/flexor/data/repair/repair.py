@@ -1,0 +1,337 @@
+"""Mend what `flexor data check` finds, as far as that takes no guessing, into a new v3.0 dataset.
+
+    report = repair_dataset("path/to/dataset", "path/to/new")
+    print(report)
+
+Videos are copied packet by packet, never encoded again. The original is only read. What can't be mended is
+left out, episode by episode, with the reason. A sound v2.0 or v2.1 dataset comes out as the same in v3.0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexor.core.console import Progress
+from flexor.core.errors import DatasetError
+from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
+from flexor.data.check.layout import Episode, Layout, read_layout
+from flexor.data.check.problems import CheckReport
+from flexor.data.check.tables import numbers
+from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
+from flexor.data.format.metadata import Feature
+from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
+from flexor.data.frames.clips import decode_image
+from flexor.data.repair.account import Clip, EpisodePlan, RepairReport
+from flexor.data.repair.plan import RepairPlan, make_plan
+from flexor.data.repair.remux import Look, copy_clip, look_at
+from flexor.data.repair.videos import read_index
+from flexor.data.video.decode import VideoIndex
+
+__all__ = ["RepairReport", "repair_dataset"]
+
+FORMAT_FILES = {"info.json", "stats.json", "tasks.parquet"}
+FORMAT_FILES |= {f"{name}.jsonl" for name in ("tasks", "episodes", "episodes_stats")}
+OLD_INFO = ("total_videos", "total_chunks")  # of v2, which v3.0 does not have
+
+MENDED = {
+    "totals": "counted anew",
+    "splits": "set to all episodes",
+    "stray-files": "not copied",
+    "episode-missing": "numbered anew",
+    "episodes-unreadable": "left out",
+    "tasks-missing": "texts taken from the episodes",
+    "tasks-unreadable": "texts taken from the episodes",
+    "task-empty": "left as it is",
+    "info-field": "what it declares is left out",
+}
+"""What becomes of faults that are the dataset's as a whole. Statistics are always computed anew."""
+
+
+def repair_dataset(
+    root: str | Path,
+    out: str | Path,
+    *,
+    episodes: Sequence[int] | None = None,
+    exclude: Sequence[int] = (),
+    decode: bool = True,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> RepairReport:
+    """Write what is good and what can be mended of the dataset in `root` into the new folder `out`.
+
+    With `episodes`, only these, and in any case none of `exclude`. Without `decode` only the frames that
+    statistics are made from are decoded, and damage in others goes unseen. A `dry_run` writes nothing.
+    `progress(done, total)` counts rows.
+    """
+    root, out = Path(root), Path(out)
+    _check_places(root, out)
+    found = CheckReport(root, deep=False)
+    layout = read_layout(root, found)
+    chosen = _chosen(layout, episodes, exclude)
+    plan = make_plan(layout, found, chosen)
+    report = RepairReport(root, out, layout.version, plan.episodes, plan.notes, dry_run=dry_run)
+    report.not_asked_for = 0 if chosen is None else len({e.index for e in layout.episodes} - set(chosen))
+    _tell_what_was_found(layout, found, report)
+    with _Repair(plan, out, decode, dry_run) as repair:
+        repair.run(progress)
+    report.notes += repair.notes
+    if not report.kept:
+        raise DatasetError(f"{root}: no episode is left, so nothing was written.\n{report}")
+    if not dry_run:
+        report.check = check_dataset(out, deep=False)
+    return report
+
+
+def _check_places(root: Path, out: Path) -> None:
+    here, there = root.resolve(), out.resolve()
+    if here == there or here in there.parents or there in here.parents:
+        raise DatasetError(
+            f"{out} and {root}: one lies in the other. The original is not touched: give a folder elsewhere."
+        )
+    check_new_folder(out)
+
+
+def _chosen(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[int]) -> list[int] | None:
+    there = {episode.index for episode in layout.episodes}
+    wrong = sorted(({*(episodes or ()), *exclude}) - there)
+    if wrong and there:
+        raise DatasetError(
+            f"{layout.root} has no episodes {wrong[:10]}: it has {len(there)}, {min(there)} to {max(there)}. "
+            "Correct --episodes or --exclude_episodes."
+        )
+    if episodes is None and not exclude:
+        return None
+    chosen = sorted((there if episodes is None else set(episodes)) - set(exclude))
+    if there and not chosen:
+        raise DatasetError("--episodes and --exclude_episodes leave no episode. Choose at least one.")
+    return chosen
+
+
+def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairReport) -> None:
+    """What was wrong with the metadata, as notes about the dataset or about its episodes."""
+    check_episodes(layout, found)
+    check_totals(layout, found)
+    check_stray_files(layout, found)
+    notes = [] if layout.version == "v3.0" else [f"converted from {layout.version} to v3.0"]
+    for problem in found.problems:
+        if problem.episode is None and problem.kind in MENDED:
+            where = ", ".join(part for part in (problem.feature, problem.file) if part)
+            notes.append(f"{where or 'meta/'}: {problem.message}: {MENDED[problem.kind]}")
+    report.notes[:0] = notes
+    plans = {plan.episode.index: plan for plan in report.episodes}
+    for problem in found.problems:
+        if problem.kind == "row-range" and problem.episode in plans:
+            plans[problem.episode].done.append("its place among all rows counted anew")
+        if problem.kind == "episode-metadata":
+            index = problem.episode if isinstance(problem.episode, int) else -1
+            report.episodes.append(EpisodePlan(Episode(index, 0, [], "", 0), reason=problem.message))
+
+
+class _Repair:
+    """Carries a plan out. Frames are decoded ahead of the writing, by several threads."""
+
+    def __init__(self, plan: RepairPlan, out: Path, decode: bool, dry_run: bool) -> None:
+        self.plan, self.out, self.decode, self.dry_run = plan, out, decode, dry_run
+        self.root, self.layout = plan.layout.root, plan.layout
+        self.notes: list[str] = []
+        self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
+        self._index = lru_cache(32)(read_index)  # an index is small, and episodes of a file come together
+        self._files: DatasetFiles | None = None
+        self._more = self._plain_metadata()
+        self._table: tuple[str, pa.Table] | None = None  # the data file read last
+
+    def __enter__(self) -> _Repair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def run(self, progress: Progress | None) -> None:
+        delays = {camera: self.plan.delay(camera) for camera in self.plan.cameras}
+        kept = self.plan.kept
+        looks = [self._looks(one) for one in kept]
+        total, done = sum(one.length for one in kept), 0
+        try:
+            for one, look in zip(kept, looks):
+                self._carry_out(one, {camera: future.result() for camera, future in look.items()}, delays)
+                done += one.length
+                if progress:
+                    progress(done, total)
+            self._finish()
+        except (OSError, pa.ArrowException, av.FFmpegError) as error:
+            raise DatasetError(
+                f"{self.out} could not be written: {error}. It is no dataset yet: make room, delete it and "
+                "start again."
+            ) from error
+        finally:
+            if self._files is not None:
+                with suppress(OSError, pa.ArrowException, av.FFmpegError):  # said already
+                    self._files.close()
+
+    def _plain_metadata(self) -> list[str]:
+        """What else episodes' metadata say that a table can hold: texts, numbers, yes and no."""
+        values: dict[str, list[Any]] = {}
+        for one in self.plan.kept:
+            for key, value in one.episode.more.items():
+                values.setdefault(key, []).append(value)
+        plain = [key for key, found in values.items() if _is_plain(found)]
+        for key in values.keys() - set(plain):
+            self.notes.append(f"{key!r} in the metadata of episodes is not copied")
+        return plain
+
+    def _looks(self, one: EpisodePlan) -> dict[str, Future[Look]]:
+        return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
+
+    def _look(self, camera: str, clip: Clip) -> Look:
+        index = self._index(self.root / clip.file)
+        if isinstance(index, str):
+            return Look(None, index)
+        pixels = not _is_depth(self.plan.columns.features[camera])
+        try:
+            return look_at(index, clip.first, clip.length, self.decode, pixels)
+        except (DatasetError, OSError, ValueError, av.FFmpegError) as error:
+            return Look(None, f"its video can't be read: {error}")
+
+    def _carry_out(self, one: EpisodePlan, looks: Mapping[str, Look], delays: Mapping[str, int]) -> None:
+        bad = next((f"{camera}: {look.fault}" for camera, look in looks.items() if look.fault), None)
+        if bad:
+            one.reason = bad
+            return
+        count = len(sample_indices(one.length))
+        stats = {n: image_stats(look.pixels, count) for n, look in looks.items() if look.pixels is not None}
+        columns = self._columns(one)
+        if isinstance(columns, str):
+            one.reason = columns
+            return
+        for name in self.plan.columns.stored:
+            if self.plan.columns.feature(name).is_image:
+                found = self._picture_stats(self.plan.columns.feature(name), columns[name])
+                if isinstance(found, str):
+                    one.reason = f"{name}: {found}"
+                    return
+                stats[name] = found
+        if self.dry_run:
+            return
+        clips = {camera: self._clip(clip, delays[camera]) for camera, clip in one.clips.items()}
+        files = self._open()
+        one.new = files.total_episodes
+        assert one.task_index is not None
+        more = {key: one.episode.more.get(key) for key in self._more}
+        files.append(columns, one.task_index, clips, stats, one.episode.tasks or None, more)
+
+    def _columns(self, one: EpisodePlan) -> dict[str, Any] | str:
+        """The episode's rows, in the order in which they were recorded, or why they can't be read."""
+        file, stored = one.episode.data_file, self.plan.columns.stored
+        if self._table is None or self._table[0] != file:
+            try:
+                self._table = file, pq.read_table(self.root / file, columns=stored)
+            except (pa.ArrowException, OSError) as error:
+                return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
+        rows = self._table[1].take(one.rows)
+        columns: dict[str, Any] = {}
+        for name in stored:
+            feature = self.plan.columns.feature(name)
+            if feature.is_numeric:
+                values = numbers(rows[name], feature)
+                assert isinstance(values, np.ndarray), values
+                shape = () if feature.shape == (1,) else feature.shape
+                columns[name] = values.reshape(len(values), *shape)
+            else:
+                cells = rows[name].to_pylist()
+                columns[name] = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]
+        return columns
+
+    def _picture_stats(self, feature: Feature, pictures: list[bytes | None]) -> Stats | str:
+        """Statistics of pictures in the table, or what is wrong with one of them."""
+        sampled = sample_indices(len(pictures)).tolist()
+        shapes, counts = set(), []
+        frames = range(len(pictures)) if self.decode else sorted(set(sampled))
+        for frame, found in zip(frames, self._pool.map(_count_picture, (pictures[i] for i in frames))):
+            if isinstance(found, str):
+                return f"picture {frame} of the episode is unusable: {found}"
+            shapes.add(found[0])
+            counts += [found[1]] * sampled.count(frame)
+        if len(shapes) > 1 or next(iter(shapes))[:2] != feature.chw[1:]:
+            sizes = ", ".join(f"{height}x{width}x{channels}" for height, width, channels in sorted(shapes))
+            return f"its pictures are {sizes}, but {list(feature.shape)} is declared"
+        return image_stats(np.sum(counts, axis=0), len(sampled))
+
+    def _clip(self, clip: Clip, delay: int) -> PacketClip | FileClip:
+        path = self.root / clip.file
+        if clip.whole:
+            return FileClip(path, clip.start, clip.start + clip.length / self.plan.fps)
+        index = self._index(path)
+        assert isinstance(index, VideoIndex), index
+        return copy_clip(index, path, clip.first, clip.length, delay)
+
+    def _open(self) -> DatasetFiles:
+        if self._files is None:
+            features = {
+                name: self._described(name) if spec["dtype"] == "video" else spec
+                for name, spec in self.plan.columns.features.items()
+            }
+            robot = self.layout.info.get("robot_type")
+            self._files = DatasetFiles(self.out, self.plan.fps, features, robot, tasks=self.plan.tasks)
+        return self._files
+
+    def _described(self, camera: str) -> dict[str, Any]:
+        """A camera's declaration, with what its files say about themselves."""
+        spec = dict(self.plan.columns.features[camera])
+        clip = next(one.clips[camera] for one in self.plan.kept)
+        with av.open(str(self.root / clip.file)) as container:
+            context = container.streams.video[0].codec_context
+            codec, pix_fmt = context.codec.canonical_name, context.pix_fmt
+            if container.streams.audio and not clip.whole:
+                self.notes.append(f"camera {camera}: the sound in its videos is not copied")
+        depth, (height, width) = _is_depth(spec), clip.size
+        said = {**(spec.pop("video_info", None) or {}), **(spec.get("info") or {})}
+        facts = {"height": height, "width": width, "codec": codec, "pix_fmt": pix_fmt, "fps": self.plan.fps}
+        spec["info"] = said | {f"video.{key}": value for key, value in facts.items()}
+        spec["info"] |= {"video.is_depth_map": depth, "is_depth_map": depth, "has_audio": False}
+        return spec
+
+    def _finish(self) -> None:
+        if self._files is None:
+            return
+        self._files.close()
+        (self.out / "meta").mkdir(exist_ok=True)
+        for path in sorted((self.root / "meta").glob("*")):
+            if path.is_file() and path.name not in FORMAT_FILES and not path.name.startswith("."):
+                shutil.copyfile(path, self.out / "meta" / path.name)
+                self.notes.append(f"meta/{path.name} copied as it is")
+        more = {key: value for key, value in self.layout.info.items() if key not in OLD_INFO}
+        self._files.write_metadata(more)
+        self.notes.append("statistics computed anew")
+
+
+def _is_plain(values: list[Any]) -> bool:
+    kinds = {type(value) for value in values if value is not None}
+    return len(kinds) == 1 and kinds <= {str, bool, int, float}
+
+
+def _count_picture(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str:
+    """A picture's shape and pixel counts, or what is wrong with it."""
+    if not data:
+        return "there are no bytes"
+    try:
+        picture = decode_image(data)
+    except (av.FFmpegError, ValueError) as error:
+        return str(error)[:100]
+    return picture.shape, pixel_counts(picture)
+
+
+def _is_depth(spec: Mapping[str, Any]) -> bool:
+    said = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
+    return bool(said.get("is_depth_map") or said.get("video.is_depth_map"))

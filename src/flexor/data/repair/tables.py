@@ -1,0 +1,242 @@
+"""The table part of a repair: which columns there will be, and which rows are an episode's, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexor.data.check.layout import Episode, Layout
+from flexor.data.check.tables import OWN_COLUMNS, numbers
+from flexor.data.format.metadata import Feature
+from flexor.data.format.schema import NUMERIC
+from flexor.data.format.table import flat_numbers
+from flexor.data.repair.account import EpisodePlan
+
+
+@dataclass
+class Columns:
+    """The columns of the new dataset, cameras included, as meta/info.json will declare them."""
+
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def feature(self, name: str) -> Feature:
+        spec = self.features[name]
+        return Feature(name, spec["dtype"], tuple(spec["shape"]), spec.get("names"))
+
+    @property
+    def stored(self) -> list[str]:
+        """Those that lie in the tables."""
+        return [name for name, spec in self.features.items() if spec["dtype"] != "video"]
+
+
+def plan_columns(layout: Layout, episodes: list[Episode]) -> Columns:
+    """What the new dataset declares: what is declared and there, and what is there and plain."""
+    columns = Columns()
+    files = list(dict.fromkeys(episode.data_file for episode in episodes))
+    schemas = {file: schema for file in files if (schema := _schema(layout, file)) is not None}
+    there = {name: s.field(name).type for s in reversed(schemas.values()) for name in s.names}
+    for name, feature in layout.features.items():
+        spec = {**layout.info["features"][name], "shape": list(feature.shape), "names": feature.names}
+        if name in OWN_COLUMNS:
+            continue
+        if feature.is_video:
+            if any((layout.root / file).is_file() for file in layout.camera_files(name)):
+                columns.features[name] = spec
+            else:
+                columns.notes.append(f"camera {name} is declared but has no videos: no longer declared")
+        elif name not in there:
+            columns.notes.append(f"{name} is declared but no data file has the column: no longer declared")
+        elif feature.dtype not in NUMERIC | {"string", "image"}:
+            columns.notes.append(f"{name} has the dtype {feature.dtype!r}, which can't be copied: left out")
+        else:
+            columns.features[name] = spec | ({"shape": [1]} if feature.dtype == "string" else {})
+            if feature.is_numeric:
+                _redeclare(layout, columns, name, there[name], list(schemas))
+    for name, kind in there.items():
+        if name not in layout.features and name not in OWN_COLUMNS:
+            _take_undeclared(columns, name, kind)
+    added = [name for name in OWN_COLUMNS if schemas and name not in there]
+    if added:
+        columns.notes.append(f"columns added: {', '.join(added)}")
+    return columns
+
+
+def _schema(layout: Layout, file: str) -> pa.Schema | None:
+    try:
+        return pq.read_schema(layout.root / file)
+    except (pa.ArrowException, OSError):
+        return None
+
+
+def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, files: list[str]) -> None:
+    """Where no file holds what is declared and all hold the same other thing, the declaration is wrong."""
+    spec = columns.features[name]
+    leaf = kind
+    while pa.types.is_nested(leaf) and leaf.num_fields:
+        leaf = leaf.field(0).type
+    stored = _numpy_name(leaf)
+    if stored and not np.can_cast(np.dtype(stored), np.dtype(spec["dtype"]), "same_kind"):
+        columns.notes.append(f"{name} is declared {spec['dtype']} but holds {stored}: declared so")
+        spec["dtype"] = stored
+    declared = int(np.prod(spec["shape"]))
+    if _width(layout, files[0], name) == declared:
+        return
+    widths = {_width(layout, file, name) for file in files} - {None}
+    if declared not in widths and len(widths) == 1:
+        (width,) = widths
+        columns.notes.append(f"{name} is declared {spec['shape']} but holds [{width}]: declared so")
+        spec["shape"] = [width]
+        if isinstance(spec.get("names"), list) and len(spec["names"]) != width:
+            spec["names"] = None
+
+
+def _width(layout: Layout, file: str, name: str) -> int | None:
+    """How many numbers the first row of a column has."""
+    try:
+        with pq.ParquetFile(layout.root / file) as parquet:
+            batch = next(parquet.iter_batches(1, columns=[name]))
+    except (pa.ArrowException, OSError, StopIteration, KeyError):
+        return None
+    values = flat_numbers(pa.chunked_array([batch.column(0)]))
+    return len(values) or None if values is not None else None
+
+
+def _take_undeclared(columns: Columns, name: str, kind: pa.DataType) -> None:
+    shape, leaf = [1], kind
+    if pa.types.is_fixed_size_list(kind):
+        shape, leaf = [kind.list_size], kind.value_type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    dtype = "string" if text else _numpy_name(leaf)
+    if dtype is None or "/" in name or shape == [0]:
+        columns.notes.append(f"column {name} ({kind}) is not declared: left out")
+    else:
+        columns.notes.append(f"column {name} was not declared: declared as {dtype} {shape}")
+        columns.features[name] = {"dtype": dtype, "shape": shape, "names": None}
+
+
+def _numpy_name(kind: pa.DataType) -> str | None:
+    if pa.types.is_boolean(kind):
+        return "bool"
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        return str(np.dtype(kind.to_pandas_dtype()))
+    return None
+
+
+def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> None:
+    """Add to each plan which rows are the episode's, or why it can't be used."""
+    files: dict[str, list[EpisodePlan]] = {}
+    for plan in plans:
+        files.setdefault(plan.episode.data_file, []).append(plan)
+    for file, inside in files.items():
+        found = _read(layout, columns, file)
+        episodes = [e for e in layout.episodes if e.data_file == file]
+        for plan in inside:
+            if isinstance(found, str):
+                plan.reason = found
+            else:
+                found.find(plan, episodes)
+
+
+def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
+    """The numbers of a data file, or why there are none."""
+    path = layout.root / file
+    if not path.is_file():
+        return f"its data file {file} is missing"
+    schema = _schema(layout, file)
+    if schema is None:
+        return f"its data file {file} is damaged or cut short"
+    missing = [name for name in columns.stored if name not in schema.names]
+    if missing:
+        return f"its data file {file} has no column {', '.join(missing)}, though others have"
+    wanted = {n: columns.feature(n) for n in columns.stored if columns.feature(n).is_numeric}
+    own = {name: Feature(name, "int64", (1,)) for name in OWN_COLUMNS if name in schema.names}
+    try:
+        table = pq.read_table(path, columns=[*wanted, *own])
+    except (pa.ArrowException, OSError) as error:
+        return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
+    values = {name: numbers(table[name], feature) for name, feature in (wanted | own).items()}
+    for name, found in values.items():
+        if isinstance(found, str) and name in wanted:
+            return f"{name} in its data file {file}: {found}"
+    usable = {name: found for name, found in values.items() if not isinstance(found, str)}
+    return _File(
+        layout,
+        table.num_rows,
+        {n: v for n, v in usable.items() if n in wanted},
+        {n: v[:, 0] for n, v in usable.items() if n in own},
+    )
+
+
+@dataclass
+class _File:
+    layout: Layout
+    length: int
+    values: dict[str, np.ndarray]  # [N, D]
+    own: dict[str, np.ndarray]  # [N] LeRobot's own columns, as far as they are there
+
+    def find(self, plan: EpisodePlan, inside: list[Episode]) -> None:
+        rows = self._own_rows(plan, inside)
+        order = row_order(rows, self._own("frame_index", rows), self._own("timestamp", rows))
+        if not len(rows) or order is None:
+            order_unknown = "neither frame_index nor timestamp tells in which order its rows were recorded"
+            plan.reason = order_unknown if len(rows) else "the table has no rows of it"
+            return
+        if (np.diff(rows[order]) != 1).any():
+            plan.done.append("rows put into the order of frame_index")
+        plan.rows = rows = rows[order]
+        clock, count = self._own("timestamp", rows), self._own("frame_index", rows)
+        plan.clock = np.arange(len(rows)) / self.layout.fps if clock is None else clock.astype(np.float64)
+        plan.counted = count is not None and bool((np.diff(count) == 1).all())
+        if count is not None and not (count == np.arange(len(rows))).all():
+            plan.done.append("frame_index counted anew")
+        tasks = self._own("task_index", rows)
+        plan.task_index = None if tasks is None else tasks.astype(np.int64)
+        plan.reason = self._not_finite(rows)
+
+    def _own(self, name: str, rows: np.ndarray) -> np.ndarray | None:
+        return self.own[name][rows] if name in self.own else None
+
+    def _own_rows(self, plan: EpisodePlan, inside: list[Episode]) -> np.ndarray:
+        """The rows that bear the episode's number; all, if the file is its alone and says another one."""
+        episode = plan.episode
+        inside = list({e.index: e for e in inside}.values())  # metadata may have an episode twice
+        alone = not self.layout.version.startswith("v3")
+        column = self.own.get("episode_index")
+        if column is not None:
+            rows = np.flatnonzero(column == episode.index)
+            other = not len(rows) and self.length == episode.length and len(np.unique(column)) == 1
+            if not (alone and other):
+                return rows
+            plan.done.append("episode_index corrected")
+        if len(inside) == 1:
+            return np.arange(self.length)
+        if sum(e.length for e in inside) != self.length:
+            return np.empty(0, int)
+        start = sum(e.length for e in inside if e.index < episode.index)
+        return np.arange(start, start + episode.length)
+
+    def _not_finite(self, rows: np.ndarray) -> str | None:
+        for name, values in self.values.items():
+            if values.dtype.kind == "f":
+                bad = ~np.isfinite(values[rows]).all(axis=1)
+                if bad.any():
+                    return f"{name} is NaN or infinite in {bad.sum()} frames"
+        return None
+
+
+def row_order(rows: np.ndarray, count: np.ndarray | None, clock: np.ndarray | None) -> np.ndarray | None:
+    """The order in which rows were recorded: by their frame_index, or else by their timestamps.
+
+    None where neither tells: frame_index is no count, and the clock does not only go forward.
+    """
+    if count is not None:
+        order = np.argsort(count, kind="stable")
+        if (np.diff(count) > 0).all() or (np.diff(count[order]) == 1).all():
+            return order
+    steps = np.diff(clock) if clock is not None else np.diff(rows) == 1 if count is None else np.zeros(1)
+    return np.arange(len(rows)) if (steps > 0).all() else None

@@ -1,0 +1,1 @@
+"""Bytes of files: on disk, on the Hub, in a bucket."""

@@ -1,0 +1,406 @@
+"""Where a dataset's files come from: a folder, the Hugging Face Hub or any fsspec address.
+
+All three answer the same questions with paths relative to the dataset's root. Tables and metadata are
+handed out as local files, so that everything above this module reads plain folders. Videos are read by
+byte ranges, and where they are not on this machine, only the parts that are wanted come over.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import threading
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flexor.core.errors import DatasetError
+from flexor.core.log import log
+from flexor.core.machine import cache_folder
+from flexor.data.storage.block_cache import block_cache
+from flexor.data.storage.ranges import LocalRanges, Ranges, RemoteRanges
+from flexor.data.storage.remote import (
+    HubFile,
+    NoRanges,
+    RemoteFile,
+    copy_file,
+    fsspec_file,
+    http_options,
+    look_up,
+    retrying,
+)
+
+__all__ = ["FolderSource", "FsspecSource", "HubSource", "Source", "find_source", "lerobot_home"]
+
+HUB_VERSIONS = ("v3.0", "v2.1", "v2.0")
+"""Tags tried on the Hub when no revision is given, best first."""
+
+TABLES = (".parquet", ".json", ".jsonl")
+"""Endings of files that are always read whole; all others are videos."""
+
+
+class Source:
+    """A dataset's files. `root` is the local folder they lie (or will lie) in."""
+
+    root: Path
+    streams = False
+    """Whether videos are read by ranges over a network, and never fetched whole to train on."""
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def local(self, name: str) -> Path:
+        """The file's path on this machine; fetches it if need be. It may not exist."""
+        return self.root / name
+
+    def exists(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
+    def size(self, name: str) -> int:
+        return self.local(name).stat().st_size
+
+    def list(self, folder: str, suffix: str) -> list[str]:
+        """Names of all files under a folder, sorted."""
+        found = (self.root / folder).rglob(f"*{suffix}")
+        return sorted(path.relative_to(self.root).as_posix() for path in found)
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Announce which files will be read, for sources that are faster in bulk."""
+
+    def content(self, names: Iterable[str]) -> str:
+        """A hash that changes when any of these files does; none is fetched for it."""
+        stats = [(self.root / name).stat() for name in sorted(set(names)) if (self.root / name).is_file()]
+        return _hash([(stat.st_size, stat.st_mtime_ns) for stat in stats])
+
+    def holds(self, count: int) -> bool:
+        """Whether so many bytes of videos can stay on this machine."""
+        return True
+
+    def ranges(self, name: str) -> Ranges:
+        """The file by byte ranges; not fetched as a whole where that can be avoided."""
+        return LocalRanges(self.local(name))
+
+
+class FolderSource(Source):
+    def __init__(self, root: Path):
+        self.root = root
+        if not (root / "meta" / "info.json").is_file():
+            raise DatasetError(
+                f"{root} is no LeRobot dataset: it has no meta/info.json. "
+                f"Give the folder that contains meta/, data/ and videos/"
+            )
+
+
+class HubSource(Source):
+    """A dataset repository on the Hub, in LeRobot's own snapshot cache: neither downloads twice.
+
+    With `streaming` its videos are not downloaded but read by ranges. All that is read is of the commit
+    that the revision meant when the dataset was opened.
+    """
+
+    def __init__(
+        self, repo_id: str, revision: str | None, streaming: bool = False, cache_bytes: int | None = None
+    ):
+        self.repo_id = repo_id
+        self.streams = streaming
+        self.revision = revision or self._newest_version()
+        try:
+            root = self._snapshot(["meta/*"], self.revision, local_files_only=False)
+        except Exception as error:
+            # Without the Hub a snapshot from an earlier run will do.
+            root = self._snapshot(["meta/*"], self.revision, local_files_only=True)
+            if root is None:
+                raise self._unreachable(error) from error
+        if root is None:
+            raise DatasetError(f"{self} is no LeRobot dataset: it has no meta/info.json")
+        self.root = root
+        self.commit = root.name
+        self._blocks = block_cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.repo_id} (revision {self.revision})"
+
+    def local(self, name: str) -> Path:
+        if self.streams and not super().exists(name) and name in self._listing():
+            self._download([name])
+        return self.root / name
+
+    def exists(self, name: str) -> bool:
+        return super().exists(name) or (self.streams and name in self._listing())
+
+    def size(self, name: str) -> int:
+        return super().size(name) if super().exists(name) or not self.streams else self._listing()[name]
+
+    def fetch(self, names: Iterable[str]) -> None:
+        missing = sorted({name for name in names if not super(HubSource, self).exists(name)})
+        if self.streams:
+            missing = [name for name in missing if name.endswith(TABLES)]
+        if missing:
+            log.info("downloading %d files of %s", len(missing), self)
+            self._download(missing)
+
+    def content(self, names: Iterable[str]) -> str:
+        return _hash([self.repo_id, self.root.name])  # the snapshot's folder is named after its commit
+
+    def holds(self, count: int) -> bool:
+        return not self.streams or count <= self._blocks.limit
+
+    def ranges(self, name: str) -> Ranges:
+        if not self.streams or super().exists(name):
+            return LocalRanges(self.root / name)
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo_id, name, repo_type="dataset", revision=self.commit)
+        if name not in self._listing():
+            raise DatasetError(f"{url} does not exist. Check that the dataset on the Hub is whole")
+        return RemoteRanges(HubFile(name=url, size=self._listing()[name], identity=url), self._blocks)
+
+    def _listing(self) -> dict[str, int]:
+        """Sizes of all files on the Hub, asked for once."""
+        with self._lock:
+            if self._sizes is None:
+                self._sizes = retrying(f"the list of files of {self}", self._list_hub)
+            return self._sizes
+
+    def _list_hub(self) -> dict[str, int]:
+        from huggingface_hub import HfApi
+
+        tree = HfApi().list_repo_tree(self.repo_id, recursive=True, revision=self.commit, repo_type="dataset")
+        return {entry.path: entry.size for entry in tree if hasattr(entry, "size")}
+
+    def _download(self, names: "list[str]") -> None:
+        try:
+            self._snapshot(names, self.commit, local_files_only=False)
+        except Exception as error:
+            raise self._unreachable(error) from error
+
+    def _newest_version(self) -> str:
+        """The best format version the repository is tagged with; its main branch if it has no such tag."""
+        from huggingface_hub import HfApi
+
+        try:
+            refs = HfApi().list_repo_refs(self.repo_id, repo_type="dataset")
+        except Exception as error:
+            for version in (*HUB_VERSIONS, "main"):
+                if self._snapshot(["meta/*"], version, local_files_only=True):
+                    log.warning("the Hub does not answer (%s); using the cached %s", error, version)
+                    return version
+            raise self._unreachable(error) from error
+        tags = {tag.name for tag in refs.tags}
+        return next((version for version in HUB_VERSIONS if version in tags), "main")
+
+    def _snapshot(self, patterns: "list[str]", revision: str, local_files_only: bool) -> Path | None:
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = snapshot_download(
+                self.repo_id,
+                repo_type="dataset",
+                revision=revision,
+                cache_dir=lerobot_home() / "hub",
+                allow_patterns=patterns,
+                local_files_only=local_files_only,
+            )
+        except Exception:
+            if local_files_only:
+                return None
+            raise
+        root = Path(folder)
+        return root if (root / "meta" / "info.json").is_file() else None
+
+    def _unreachable(self, error: Exception) -> DatasetError:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return DatasetError(
+            f"dataset {self.repo_id} is not (or not whole) in {lerobot_home()} and cannot be had from the Hub: "
+            f"{reason}. "
+            f"Check the name and the network (a private dataset needs `hf auth login`), or give its folder "
+            f"with --dataset.root"
+        )
+
+
+class FsspecSource(Source):
+    """Any address fsspec can open (s3://, gs://, http://, memory://).
+
+    Tables and metadata are copied when they are first read, and so is whatever is asked for as a local
+    file. A copy is kept under the cache folder and used again while its size matches the original's. The
+    folder's name depends on the content of meta/info.json, so a dataset that grew is read afresh.
+    """
+
+    streams = True
+
+    def __init__(self, address: str, cache_bytes: int | None = None):
+        import fsspec
+
+        self.address = address.rstrip("/")
+        try:
+            options = http_options() if self._is_http else {}
+            self.fs, self.base = fsspec.core.url_to_fs(self.address, **options)
+        except Exception as error:
+            raise DatasetError(
+                f"{self.address} cannot be opened: {type(error).__name__}: {error}. Check the address (the folder "
+                f"that contains meta/, data/ and videos/); s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
+            ) from error
+        read = partial(self.fs.cat_file, f"{self.base}/meta/info.json")
+        info = retrying(f"{self.address}/meta/info.json", read)
+        identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
+        self.root = cache_folder() / "datasets" / identity
+        self._blocks = block_cache(cache_bytes)
+        self._lock = threading.Lock()
+        self._file_locks: dict[str, threading.Lock] = {}
+        self._names: set[str] | None = None
+        self._infos: dict[str, dict[str, Any]] = {}
+
+    def __str__(self) -> str:
+        return self.address
+
+    def local(self, name: str) -> Path:
+        target = self.root / name
+        with self._lock:
+            lock = self._file_locks.setdefault(name, threading.Lock())
+        with lock:
+            if self.exists(name) and not self._is_copied(name):
+                self._copy(name, target)
+        return target
+
+    def exists(self, name: str) -> bool:
+        names = self._listing()
+        return name in names if names else self._info(name) is not None
+
+    def size(self, name: str) -> int:
+        return self._remote(name).size
+
+    def list(self, folder: str, suffix: str) -> "list[str]":
+        names = self._listing() or self._probe(folder, suffix)
+        return sorted(name for name in names if name.startswith(f"{folder}/") and name.endswith(suffix))
+
+    def _probe(self, folder: str, suffix: str) -> set[str]:
+        """Where the server cannot list: the names LeRobot numbers, as far as they go."""
+
+        def chunk(number: int) -> set[str]:
+            files = (f"{folder}/chunk-{number:03d}/file-{file:03d}{suffix}" for file in itertools.count())
+            return set(itertools.takewhile(self.exists, files))
+
+        return set().union(*itertools.takewhile(bool, map(chunk, itertools.count())))
+
+    def content(self, names: Iterable[str]) -> str:
+        return _hash([self.root.name])  # named after the address and meta/info.json
+
+    def holds(self, count: int) -> bool:
+        return count <= self._blocks.limit
+
+    def ranges(self, name: str) -> Ranges:
+        if self._is_copied(name):
+            return LocalRanges(self.root / name)
+        return RemoteRanges(self._remote(name), self._blocks)
+
+    def _is_copied(self, name: str) -> bool:
+        target = self.root / name
+        return target.is_file() and target.stat().st_size == self.size(name)
+
+    def _remote(self, name: str) -> RemoteFile:
+        address, info = f"{self.address}/{name}", self._info(name)
+        if info is None:
+            raise DatasetError(f"{address} does not exist. Check that the dataset there is whole")
+        return fsspec_file(self.fs, f"{self.base}/{name}", address, info)
+
+    @property
+    def _is_http(self) -> bool:
+        return self.address.startswith(("http://", "https://"))
+
+    def _info(self, name: str) -> dict[str, Any] | None:
+        """What the file system says of a file, asked for once; None if there is no such file."""
+        with self._lock:
+            info = self._infos.get(name)
+        if info is None:
+            info = retrying(f"{self.address}/{name}", partial(look_up, self.fs, f"{self.base}/{name}"))
+            if info is not None:
+                with self._lock:
+                    self._infos[name] = info
+        return info
+
+    def _listing(self) -> set[str]:
+        """Names of all files, asked for once; empty where the server cannot list."""
+        with self._lock:
+            if self._names is None:
+                # Over HTTP a folder that fails would silently be left out of the list.
+                options = {"on_error": "raise"} if self._is_http else {}
+                try:
+                    found = retrying(
+                        f"the list of files of {self.address}", lambda: self.fs.find(self.base, **options)
+                    )
+                except DatasetError as error:
+                    log.warning("%s cannot be listed (%s); asking for each file", self.address, error)
+                    found = []
+                base = self.base.rstrip("/") + "/"
+                self._names = {path.removeprefix(base) for path in found if path.startswith(base)}
+            return self._names
+
+    def _copy(self, name: str, target: Path) -> None:
+        # Written aside and renamed, so that an interrupted copy is never taken for the file.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        file = self._remote(name)
+        try:
+            try:
+                copy_file(file, aside)
+            except NoRanges:
+                retrying(file.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(aside)))
+            aside.replace(target)
+        except OSError as error:
+            raise DatasetError(
+                f"{self.address}/{name} cannot be copied to {target}: {error}. Free some space, or set "
+                f"$FLEXOR_CACHE to another disk"
+            ) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether this could be a repository on the Hub rather than a folder: user/name."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
+
+
+def find_source(
+    repo_id: str | None,
+    root: str | Path | None,
+    revision: str | None,
+    streaming: bool = False,
+    cache_bytes: int | None = None,
+) -> Source:
+    """LeRobot's rule: the given root; else $HF_LEROBOT_HOME/repo_id; else the Hub.
+
+    With `streaming`, videos on the Hub are read by ranges instead of downloaded, as those at fsspec
+    addresses always are. `cache_bytes` is how much of what was read that way is kept on disk.
+    """
+    if root is not None:
+        address = str(root)
+        if address.startswith("file://"):
+            return FolderSource(Path(address.removeprefix("file://")))
+        on_hub = re.fullmatch(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([^/]+))?/?", address)
+        if on_hub:
+            return HubSource(on_hub[1], on_hub[2] or revision, streaming, cache_bytes)
+        if "://" in address:
+            return FsspecSource(address, cache_bytes)
+        return FolderSource(Path(address).expanduser())
+    if repo_id is None:
+        raise DatasetError("no dataset given: set --dataset.repo_id, or --dataset.root for a folder")
+    if "://" in repo_id:
+        return find_source(None, repo_id, revision, streaming, cache_bytes)
+    local = lerobot_home() / repo_id
+    if (local / "meta" / "info.json").is_file():
+        return FolderSource(local)
+    return HubSource(repo_id, revision, streaming, cache_bytes)
+
+
+def lerobot_home() -> Path:
+    """Where LeRobot keeps datasets: $HF_LEROBOT_HOME, by default $HF_HOME/lerobot."""
+    hf_home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return Path(os.environ.get("HF_LEROBOT_HOME") or f"{hf_home}/lerobot").expanduser()

@@ -1,0 +1,1 @@
+"""Packets of a video -> frames."""

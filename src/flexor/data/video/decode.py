@@ -1,0 +1,340 @@
+"""Video files: where every packet lies, and the frames asked for, each group of pictures decoded once.
+
+Frames are numbered in display order. A frame's time is its presentation time stamp, read from the
+container: never its number divided by a frame rate, which is wrong for every file that does not start
+at zero or has a variable rate.
+
+Packets go from the file straight to a decoder that its thread keeps: nothing is opened, demuxed or sought
+for a request, which is most of what random access to a video costs.
+"""
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import av
+import numpy as np
+from av.video.reformatter import VideoReformatter
+
+from flexor.data.storage.ranges import LocalRanges, Ranges
+from flexor.data.video.mp4 import Packets, Unsupported, broken, read_packets
+
+__all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
+
+KEPT_DECODERS = 8  # per thread; a dataset has as many kinds of stream as it has encoder settings
+
+
+@dataclass(frozen=True, eq=False)
+class VideoIndex:
+    """The packets of one file in decode order, and its frames in display order.
+
+    Packets and frames are not the same list: B-frames are stored after the frames they lie before,
+    and an edit list may hide packets that must be decoded but are never shown.
+    """
+
+    ranges: Ranges
+    packets: Packets
+    packet: np.ndarray  # [F] packet of every frame, display order
+    frame_pts: np.ndarray  # [F] ticks, ascending
+    times: np.ndarray  # [F] seconds, ascending
+    start: np.ndarray  # [F] packet from which decoding must start to get this frame right
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+    @property
+    def width(self) -> int:
+        return self.packets.width
+
+    @property
+    def height(self) -> int:
+        return self.packets.height
+
+    @property
+    def key(self) -> np.ndarray:
+        return self.packets.key
+
+    @property
+    def gops(self) -> np.ndarray:
+        """Packet ranges [G, 2] from one key frame to the next, in decode order."""
+        keys = np.flatnonzero(self.key)
+        return np.stack([keys, np.append(keys[1:], len(self.key))], axis=1)
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """Packets where decoding may start."""
+        return np.flatnonzero(self.key)
+
+
+def index_video(file: str | Path | Ranges) -> VideoIndex:
+    """Read where the packets of a video file are, from its tables: no picture is read, none decoded."""
+    if isinstance(file, str | Path) and not Path(file).is_file():
+        raise broken(str(file), "the file is missing")
+    ranges = LocalRanges(Path(file)) if isinstance(file, str | Path) else file
+    try:
+        packets = read_packets(ranges)
+    except Unsupported:
+        packets = _demux(ranges)
+    if not len(packets.pts):
+        raise broken(ranges.name, "it holds no video packet")
+    key = packets.key
+    if not key[0]:
+        key[0] = True  # some muxers do not flag the first packet; there is nothing before it anyway
+    shown = np.flatnonzero(~packets.hidden)
+    packet = shown[np.argsort(packets.pts[shown], kind="stable")]
+    return VideoIndex(
+        ranges=ranges,
+        packets=packets,
+        packet=packet,
+        frame_pts=packets.pts[packet],
+        times=packets.pts[packet] * packets.time_base,
+        start=_decode_starts(key, packets.pts)[packet],
+    )
+
+
+Sink = Callable[[int, av.VideoFrame], None]
+DecoderOf = Callable[[Packets], av.VideoCodecContext]
+
+
+def decode_frames(
+    index: VideoIndex, frames: np.ndarray, sink: Sink, decoder_of: DecoderOf | None = None
+) -> dict[int, str]:
+    """Decode distinct frames; `sink(i, frame)` gets frames[i], in whatever order they come.
+
+    Returns {i: reason} for those that do not decode: one broken packet costs the rest of its group of
+    pictures and nothing else. A file that can't be read at all is an error.
+    """
+    waiting = {pts: i for i, pts in enumerate(index.frame_pts[frames].tolist())}
+    assert len(waiting) == len(frames), "frames must be distinct"
+    reason = "no picture comes out"
+    for first, end in _packet_ranges(index, frames):
+        for item in _decoded(index, first, end, decoder_of or _decoder):
+            if isinstance(item, str):
+                reason = item
+            elif item.pts in waiting and not item.is_corrupt:
+                sink(waiting.pop(item.pts), item)
+    return {i: f"{reason} (at {pts * index.packets.time_base:.3f} s)" for pts, i in waiting.items()}
+
+
+def read_ahead(index: VideoIndex, frames: np.ndarray) -> None:
+    """Say that these frames will be decoded soon, so that their packets are here by then."""
+    packets = index.packets
+    for first, end in _packet_ranges(index, frames):
+        low = int(packets.offset[first:end].min())
+        high = min(int((packets.offset[first:end] + packets.size[first:end]).max()), index.ranges.size)
+        if low < high:
+            index.ranges.ahead(low, high - low)
+
+
+def decode(
+    file: str | Path | Ranges, frames: Sequence[int] | np.ndarray, index: VideoIndex | None = None
+) -> np.ndarray:
+    """RGB frames [n, H, W, 3] by number in display order; any order, repeats allowed.
+
+    The pixels are those of PyAV's `frame.to_ndarray(format="rgb24")`, bit for bit.
+    """
+    index = index or index_video(file)
+    wanted = np.asarray(frames, np.int64)
+    if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(index)):
+        raise IndexError(f"frame {wanted.min()}..{wanted.max()} of {len(index)} in {index.ranges.name}")
+    distinct, slots = np.unique(wanted, return_inverse=True)
+    pixels = np.empty((len(distinct), index.height, index.width, 3), np.uint8)
+    reformatter = VideoReformatter()  # kept: to_ndarray() sets up a new scaler for every frame
+
+    def keep(i: int, frame: av.VideoFrame) -> None:
+        if (frame.height, frame.width) != pixels.shape[1:3]:
+            raise broken(index.ranges.name, "the picture size changes inside of the file")
+        pixels[i] = reformatter.reformat(frame, format="rgb24").to_ndarray()
+
+    raise_bad(index, len(distinct), decode_frames(index, distinct, keep))
+    return pixels[slots]
+
+
+def raise_bad(index: VideoIndex, asked: int, bad: dict[int, str]) -> None:
+    """An error about frames that did not decode, if there are any."""
+    if bad:
+        first = bad[min(bad)]
+        raise broken(index.ranges.name, f"{len(bad)} of {asked} frames do not decode; the first is {first}")
+
+
+def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
+    """The key packet from which each packet decodes right.
+
+    In an open group of pictures the frames shown before the key frame refer to the previous group, so
+    decoding must start one key frame earlier.
+    """
+    keys = np.flatnonzero(key)
+    group = np.searchsorted(keys, np.arange(len(key)), side="right") - 1
+    leading = pts < pts[keys[group]]
+    return keys[np.maximum(group - leading, 0)]
+
+
+def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int]]:
+    """Packet ranges to feed so that all of `frames` come out; touching ranges are one."""
+    ranges: list[tuple[int, int]] = []
+    pairs = zip(index.start[frames].tolist(), (index.packet[frames] + 1).tolist())
+    for first, end in sorted(pairs):
+        if ranges and first <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
+        else:
+            ranges.append((first, end))
+    return ranges
+
+
+def _decoded(index: VideoIndex, first: int, end: int, decoder_of: DecoderOf) -> Iterator[av.VideoFrame | str]:
+    """Every frame that packets first..end-1 give, and a reason wherever some do not decode."""
+    decoder = decoder_of(index.packets)
+    failed = False  # until the next key packet: what comes before that refers to what is lost
+    try:
+        for number, packet in read_video_packets(index, first, end):
+            if failed and not index.key[number]:
+                continue
+            try:
+                pictures, failed = decoder.decode(packet), False
+            except av.FFmpegError as error:
+                yield from _drain(decoder)
+                decoder.flush_buffers()
+                yield str(error)
+                failed = True
+                continue
+            yield from pictures
+        yield from _drain(decoder)
+    finally:
+        # Also when the consumer gave up half-way: what is left inside belongs to no other request.
+        decoder.flush_buffers()
+
+
+def _drain(decoder: av.VideoCodecContext) -> list[av.VideoFrame]:
+    try:
+        return decoder.decode(None)
+    except av.FFmpegError:
+        return []
+
+
+def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
+    """Packets first..end-1 with their numbers, read in one go where they lie together."""
+    packets, total = index.packets, index.ranges.size
+    offset, size = packets.offset[first:end], packets.size[first:end]
+    low, high = int(offset.min()), int((offset + size).max())
+    together = high - low <= 2 * int(size.sum()) + (64 << 10) and high <= total
+    data = memoryview(index.ranges.read(low, high - low)) if together else None
+    _count_read(high - low if together else int(size.sum()))
+    columns = zip(offset.tolist(), size.tolist(), packets.pts[first:end].tolist())
+    for number, (at, count, pts) in enumerate(columns, first):
+        if data is not None:
+            payload = data[at - low : at - low + count]
+        else:  # what is cut off gets the complaint of the decoder
+            payload = memoryview(index.ranges.read(at, count) if at + count <= total else b"\xff")
+        # Copied into a packet of FFmpeg's own: decoders read beyond the end and must find zeros there.
+        packet = av.Packet(len(payload))
+        packet.update(payload)  # type: ignore[arg-type]
+        packet.pts = pts
+        yield number, packet
+
+
+_read = 0
+_read_lock = threading.Lock()
+
+
+def _count_read(count: int) -> None:
+    global _read
+    with _read_lock:
+        _read += count
+
+
+def bytes_read() -> int:
+    """Bytes of videos that this process has read to decode them."""
+    return _read
+
+
+_kept = threading.local()
+
+
+def _decoder(packets: Packets) -> av.VideoCodecContext:
+    """This thread's decoder for streams of this kind."""
+    decoders: OrderedDict[tuple, av.VideoCodecContext] | None = getattr(_kept, "decoders", None)
+    if decoders is None:
+        decoders = _kept.decoders = OrderedDict()
+    kind = (packets.codec, packets.extradata, packets.width, packets.height)
+    if kind not in decoders:
+        decoders[kind] = _new_decoder(packets)
+        while len(decoders) > KEPT_DECODERS:
+            decoders.popitem(last=False)
+    decoders.move_to_end(kind)
+    return decoders[kind]
+
+
+def _new_decoder(packets: Packets) -> av.VideoCodecContext:
+    context = av.CodecContext.create(_decoder_name(packets.codec), "r")
+    assert isinstance(context, av.VideoCodecContext)
+    if packets.extradata:
+        context.extradata = packets.extradata
+    context.width, context.height = packets.width, packets.height
+    # Several one-threaded decoders beat one decoder with several threads at robot camera sizes.
+    context.thread_type = "NONE"
+    context.thread_count = 1
+    return context
+
+
+@cache
+def _decoder_name(codec: str) -> str:
+    """FFmpeg's own AV1 decoder needs hardware; dav1d does not."""
+    return "libdav1d" if codec == "av1" and "libdav1d" in av.codecs_available else codec
+
+
+def _demux(ranges: Ranges) -> Packets:
+    """The packets as the demuxer finds them, for files whose tables `mp4.py` does not read."""
+    found: list[tuple[int, int, bool, int, bool]] = []
+    try:
+        with av.open(RangesFile(ranges), "r") as container:
+            if not container.streams.video:
+                raise broken(ranges.name, "it has no video stream")
+            stream = container.streams.video[0]
+            for packet in container.demux(stream):
+                if not packet.size or packet.pts is None:
+                    continue
+                at = -1 if packet.pos is None else packet.pos
+                if not found and ranges.read(max(at, 0), packet.size) != bytes(packet):
+                    raise broken(
+                        ranges.name, f"its packets can't be read from a {container.format.name} file"
+                    )
+                found.append((at, packet.size, packet.is_keyframe, packet.pts, packet.is_discard))
+            context = stream.codec_context
+            facts = (context.width, context.height, context.codec.canonical_name, context.extradata or b"")
+            time_base = float(stream.time_base or 0)
+    except (av.FFmpegError, OSError) as error:
+        raise broken(ranges.name, f"{error}; {len(found)} packets could be read") from error
+    columns = [np.array(column) for column in zip(*found)] or [np.empty(0, np.int64)] * 5
+    offset, size, key, pts, hidden = columns
+    return Packets(*facts, time_base, offset, size, key.astype(bool), pts, hidden.astype(bool))
+
+
+class RangesFile(io.RawIOBase):
+    """A file read by ranges, as the file object that a demuxer wants."""
+
+    def __init__(self, ranges: Ranges):
+        self.ranges, self.at = ranges, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.ranges.size}[whence]
+        return self.at
+
+    def read(self, count: int | None = -1) -> bytes:
+        left = max(self.ranges.size - self.at, 0)
+        count = left if count is None or count < 0 else min(count, left)
+        data = self.ranges.read(self.at, count) if count else b""
+        self.at += len(data)
+        return data

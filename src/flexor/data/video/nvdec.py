@@ -1,0 +1,273 @@
+"""Videos decoded by the GPU's own decoder (NVDEC), frames left in the GPU's memory as planes.
+
+It is the decoding of `video.py` with another decoder put in: the same packets, the same order, the same numbers
+(the formats in `CODECS` define every bit of a decoded picture). PyAV's wheels for x86_64 Linux bring all that is
+needed from version 17 on, so there is nothing to install beside it; the rest comes with NVIDIA's driver.
+
+The trade-off: FFmpeg works on CUDA's default stream, and so does everything here. Frames are in order with what
+is computed on that stream, without a wait; but a training step queued there holds decoding up, too. And the
+hardware conceals damage inside a picture where `video.py` would report it: `flexor data check` finds it.
+"""
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+
+import av
+import numpy as np
+import torch
+from av.codec.hwaccel import HWAccel, hwdevices_available
+from torch import Tensor
+
+from flexor.core.log import log
+from flexor.data.video.decode import VideoIndex, decode_frames
+from flexor.data.video.mp4 import Packets, broken
+from flexor.data.video.planes import PlaneFormat, format_of, pack
+
+__all__ = ["NvDecoder", "decode_into", "supported"]
+
+CODECS = {"h264": 4, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
+"""NVIDIA's numbers of the formats whose decoding is exact (MPEG-4's is not: its transform may be rounded)."""
+
+CHROMA_420 = 1
+KEPT_DECODERS = 4  # per thread; each takes some tens of MB of the GPU's memory
+CHUNK = 32  # frames packed at once: few launches per frame, and no more than this waits in FFmpeg's memory
+
+
+class Capabilities(ctypes.Structure):
+    """What the driver says about one format: `CUVIDDECODECAPS` of NVIDIA's video interface."""
+
+    _fields_ = [
+        ("codec", ctypes.c_int),
+        ("chroma", ctypes.c_int),
+        ("bits_over_8", ctypes.c_uint),
+        ("reserved1", ctypes.c_uint * 3),
+        ("supported", ctypes.c_uint8),
+        ("engines", ctypes.c_uint8),
+        ("output_formats", ctypes.c_uint16),
+        ("max_width", ctypes.c_uint),
+        ("max_height", ctypes.c_uint),
+        ("max_macroblocks", ctypes.c_uint),
+        ("min_width", ctypes.c_uint16),
+        ("min_height", ctypes.c_uint16),
+        ("histogram", ctypes.c_uint8),
+        ("counter_bits", ctypes.c_uint8),
+        ("histogram_bins", ctypes.c_uint16),
+        ("reserved2", ctypes.c_uint * 10),
+    ]
+
+
+def supported(codec: str, format: PlaneFormat, device: torch.device) -> str | None:
+    """Why videos of this kind can't be decoded on `device`; None if they can."""
+    return (
+        _no_device(device)
+        or _no_software(av.__version__, hwdevices_available())
+        or _not_exact(codec, format)
+        or _not_in_hardware(codec, format, device)
+    )
+
+
+def _no_device(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the frames are wanted on {device}, and NVDEC is a part of NVIDIA's GPUs"
+    if not torch.cuda.is_available():
+        return "torch sees no NVIDIA GPU"
+    return None
+
+
+def _no_software(version: str, devices: list[str]) -> str | None:
+    if int(version.partition(".")[0]) < 17:
+        return f"PyAV {version} can't leave frames on the GPU: `pip install -U 'av>=17'`"
+    if "cuda" not in devices:
+        return (
+            f"this build of PyAV {version} has no NVDEC: the wheels for Linux on x86_64 do, "
+            "`pip install --force-reinstall --only-binary=av 'av>=17'`"
+        )
+    return None
+
+
+def _not_exact(codec: str, format: PlaneFormat) -> str | None:
+    if codec not in CODECS:
+        return (
+            f"NVDEC gives other numbers than the CPU for {codec}, or none: it is used for {', '.join(CODECS)}"
+        )
+    if format.layout != "yuv420p":
+        return f"the frames are {format.layout}, and only 8-bit yuv420p is read from NVDEC"
+    return None
+
+
+def _not_in_hardware(codec: str, format: PlaneFormat, device: torch.device) -> str | None:
+    found = _capabilities(codec, _number(device))
+    if isinstance(found, str):
+        return found
+    return judge(found, codec, format, torch.cuda.get_device_name(device))
+
+
+def judge(found: Capabilities, codec: str, format: PlaneFormat, gpu: str) -> str | None:
+    """What the driver's answer means for frames of this format."""
+    height, width = format.height, format.width
+    if not found.supported or not found.output_formats & 1:  # bit 0: NV12
+        return f"the {gpu} has no decoder for {codec}"
+    if width < found.min_width or height < found.min_height:
+        least = f"{found.min_height}x{found.min_width}"
+        return f"frames are {height}x{width}, and the {gpu} decodes {codec} from {least} on (height x width)"
+    # Macroblocks are 16x16, and a picture's last row and column of them may be cut.
+    macroblocks = -(-width // 16) * -(-height // 16)
+    if width > found.max_width or height > found.max_height or macroblocks > found.max_macroblocks:
+        most = f"{found.max_height}x{found.max_width}"
+        return f"frames are {height}x{width}, and the {gpu} decodes {codec} up to {most} (height x width)"
+    return None
+
+
+def _number(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _capabilities(codec: str, device: int) -> Capabilities | str:
+    """The driver's answer, or why there is none."""
+    try:
+        library = ctypes.CDLL("libnvcuvid.so.1")
+    except OSError:
+        return (
+            "the driver's video library, libnvcuvid.so.1, is not there: start the container with "
+            "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video, or install the driver's decoding package"
+        )
+    asked = Capabilities(codec=CODECS[codec], chroma=CHROMA_420)
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # the question is about the context that is current, which this makes
+        status = library.cuvidGetDecoderCaps(ctypes.byref(asked))
+    return asked if status == 0 else f"the driver does not say what it can decode (CUDA error {status})"
+
+
+class NvDecoder:
+    """Decodes on one GPU, for one thread: every thread has its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = torch.device("cuda", _number(device))
+        self._kept: OrderedDict[tuple, av.VideoCodecContext] = OrderedDict()
+
+    def decode(self, index: VideoIndex, frames: np.ndarray, out: Tensor) -> dict[int, str]:
+        """Planes of distinct frames, frames[i] into out[i], uint8 [n, nbytes] on the device.
+
+        Returns {i: reason} for those that do not decode, as `decode_frames` does; their rows stay as they
+        were. The rows are complete for whatever is launched on the device's default stream from now on.
+        What the hardware does not give, because it is broken or the GPU short of memory, the CPU decodes: there
+        is one authority on what is wrong with a dataset.
+        """
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.default_stream(self.device)):
+            writer = PlaneWriter(index.ranges.name, index.height, index.width, out)
+            bad = decode_frames(index, frames, writer.add, self._decoder)
+            writer.flush()
+            return decode_on_cpu(index, frames, out, bad) if bad else {}
+
+    def _decoder(self, packets: Packets) -> av.VideoCodecContext:
+        kind = (packets.codec, packets.extradata, packets.width, packets.height)
+        if kind not in self._kept:
+            self._kept[kind] = self._open(packets)
+            while len(self._kept) > KEPT_DECODERS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(kind)
+        return self._kept[kind]
+
+    def _open(self, packets: Packets) -> av.VideoCodecContext:
+        # FFmpeg must work in torch's context, where alone torch can read its frames, and which torch made with
+        # settings that FFmpeg's own way to the same context refuses. Any call makes it this thread's current one.
+        torch.cuda.default_stream(self.device).query()
+        hardware = HWAccel(
+            "cuda",
+            device=str(self.device.index),
+            allow_software_fallback=False,
+            options={"primary_ctx": "0", "current_ctx": "1"},
+            is_hw_owned=True,
+        )
+        context = av.CodecContext.create(packets.codec, "r", hwaccel=hardware)
+        assert isinstance(context, av.VideoCodecContext) and context.is_hwaccel, (
+            "not asked `supported` before"
+        )
+        if packets.extradata:
+            context.extradata = packets.extradata
+        context.width, context.height = packets.width, packets.height
+        context.thread_type, context.thread_count = "NONE", 1
+        return context
+
+
+_this_thread = threading.local()
+
+
+def decode_into(index: VideoIndex, frames: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
+    """Planes of frames[i] into slots[i] on a GPU, by this thread's decoder; {i: reason} for the broken.
+
+    Two rows of a dataset may have the same frame, so frames may repeat.
+    """
+    device = slots[0].device
+    decoders = _this_thread.__dict__.setdefault("decoders", {})
+    if device not in decoders:
+        decoders[device] = NvDecoder(device)
+    distinct, users = np.unique(frames, return_inverse=True)
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.default_stream(device)):
+        planes = torch.empty((len(distinct), len(slots[0])), dtype=torch.uint8, device=device)
+        bad = decoders[device].decode(index, distinct, planes)
+        torch._foreach_copy_(list(slots), [planes[i] for i in users.tolist()])
+    return {i: bad[user] for i, user in enumerate(users.tolist()) if user in bad}
+
+
+def decode_on_cpu(
+    index: VideoIndex, frames: np.ndarray, out: Tensor, failed: dict[int, str]
+) -> dict[int, str]:
+    """Another try at frames[i] for the i in `failed`; returns what still fails."""
+    _warn(index.ranges.name)
+    again = np.array(sorted(failed))
+    planes = np.empty((len(again), out.shape[1]), np.uint8)
+    bad = decode_frames(index, frames[again], lambda i, frame: pack(frame, format_of(frame), planes[i]))
+    for i, row in enumerate(again.tolist()):
+        if i not in bad:
+            out[row] = torch.from_numpy(planes[i])
+    return {int(again[i]): reason for i, reason in bad.items()}
+
+
+@cache  # once for a file
+def _warn(name: str) -> None:
+    log.warning("%s: NVDEC does not decode some frames, so the CPU tries them", name)
+
+
+class PlaneWriter:
+    """Takes frames as NVDEC gives them (NV12) and writes them to their rows as planes, some at a time."""
+
+    def __init__(self, name: str, height: int, width: int, out: Tensor):
+        assert out.shape[1] == height * width * 3 // 2, "rows of 8-bit yuv420p"
+        self.name, self.size, self.out = name, (height, width), out
+        self._rows: list[int] = []
+        self._luma: list[Tensor] = []
+        self._chroma: list[Tensor] = []
+
+    def add(self, row: int, frame: av.VideoFrame) -> None:
+        if (frame.height, frame.width) != self.size:
+            raise broken(self.name, "the picture size changes inside of the file")
+        # Asked for without a stream (torch would name one, and PyAV knows none): it is the same one anyway.
+        luma, chroma = (torch.from_dlpack(plane.__dlpack__()) for plane in frame.planes)
+        assert luma.dtype == torch.uint8, "8 bits a sample"
+        self._rows.append(row)
+        self._luma.append(luma)
+        self._chroma.append(chroma)
+        if len(self._rows) == CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        planes = planes_of_nv12(torch.stack(self._luma), torch.stack(self._chroma))
+        rows = np.array(self._rows)
+        # Slices, not an index: uploading one waits for all that is queued on the stream. Rows come in order,
+        # so there is one slice, unless frames are bad.
+        for run in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
+            self.out[rows[run[0]] : rows[run[-1]] + 1] = planes[run[0] : run[-1] + 1]
+        # Only now may FFmpeg use the frames' memory again; it does so in the order of the same stream.
+        self._rows, self._luma, self._chroma = [], [], []
+
+
+def planes_of_nv12(luma: Tensor, chroma: Tensor) -> Tensor:
+    """luma [n, H, W] and chroma [n, H/2, W/2, 2] -> planes [n, H * W * 3 / 2]: Y, then U, then V."""
+    return torch.cat([luma.flatten(1), chroma.permute(0, 3, 1, 2).flatten(1)], dim=1)

@@ -1,0 +1,268 @@
+"""Frames as the decoder puts them out: one flat run of bytes each, and RGB made of them at the very end.
+
+Most cameras come as YUV 4:2:0, half the bytes of RGB, so that is how frames are kept and moved. Whatever
+else a decoder gives (10 bit, 4:4:4, odd sizes, palettes) is rare, costs as much or nearly as much as RGB,
+and swscale treats each in its own way: it becomes RGB at once.
+"""
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from itertools import count
+from typing import Any, Literal
+
+import av
+import numpy as np
+import torch
+
+from flexor.core.errors import DatasetError, FlexorError
+from flexor.data.video import colour
+
+__all__ = [
+    "JPEG_QUALITY",
+    "PlaneFormat",
+    "decode_jpeg",
+    "encode_jpeg",
+    "format_of",
+    "pack",
+    "resized",
+    "rgb_on_device",
+    "to_rgb",
+]
+
+CHANNELS = {"yuv420p": 3, "rgb24": 3, "rgba": 4, "gray": 1}
+JPEG_QUALITY = 2  # mjpeg's quantiser: 1 is the best, 2 is about what others call quality 95
+
+
+@dataclass(frozen=True)
+class PlaneFormat:
+    """How a camera's frames lie in memory: one flat run of bytes per frame, plane after plane, no padding."""
+
+    height: int
+    width: int
+    layout: str
+    """yuv420p (sides even), rgb24, rgba or gray."""
+
+    matrix: str = "bt601"
+    """Coefficients of yuv420p: bt601, bt709, fcc, smpte240m or bt2020."""
+
+    full_range: bool = True
+    """Luma 0..255 instead of 16..235."""
+
+    def __post_init__(self) -> None:
+        assert self.layout in CHANNELS and self.matrix in colour.MATRICES
+        assert self.layout != "yuv420p" or not (self.height % 2 or self.width % 2)
+
+    @property
+    def channels(self) -> int:
+        """Of the picture that comes out."""
+        return CHANNELS[self.layout]
+
+    @property
+    def nbytes(self) -> int:
+        pixels = self.height * self.width
+        return pixels * 3 // 2 if self.layout == "yuv420p" else pixels * self.channels
+
+    @property
+    def planes(self) -> tuple[tuple[int, int, int], ...]:
+        """(first byte, rows, bytes per row) of every plane."""
+        height, width = self.height, self.width
+        if self.layout != "yuv420p":
+            return ((0, height, width * self.channels),)
+        luma, chroma = height * width, height * width // 4
+        half = (height // 2, width // 2)
+        return (0, height, width), (luma, *half), (luma + chroma, *half)
+
+    def split(self, planes: np.ndarray) -> list[np.ndarray]:
+        """Views [rows, bytes per row] of the planes in a frame's bytes [nbytes]."""
+        return [planes[first : first + rows * row].reshape(rows, row) for first, rows, row in self.planes]
+
+
+def format_of(frame: av.VideoFrame) -> PlaneFormat:
+    """The format in which frames like this one are kept."""
+    return _format(
+        frame.height, frame.width, frame.format.name, colour.matrix_of(frame), colour.full_range_of(frame)
+    )
+
+
+@lru_cache  # asked for every frame
+def _format(height: int, width: int, name: str, matrix: str, full_range: bool) -> PlaneFormat:
+    if name in ("yuv420p", "yuvj420p") and not (height % 2 or width % 2):
+        return PlaneFormat(height, width, "yuv420p", matrix, full_range)
+    return PlaneFormat(height, width, name if name in ("gray", "rgba") else "rgb24")
+
+
+def resized(format: PlaneFormat, height: int, width: int) -> PlaneFormat:
+    """The format of the same camera at another size."""
+    if format.layout == "yuv420p" and (height % 2 or width % 2):
+        return PlaneFormat(height, width, "rgb24")
+    return replace(format, height=height, width=width)
+
+
+def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
+    """Write a decoded frame into `out`, uint8 [nbytes].
+
+    A frame of this very format is copied; any other is converted, and scaled by averaging areas.
+    """
+    own = format_of(frame)
+    if own == format and (own.layout == "yuv420p" or frame.format.name == own.layout):
+        packed = frame
+    elif format == PlaneFormat(own.height, own.width, "rgb24"):
+        packed = colour.rgb_frame(frame)
+    else:
+        packed = colour.reformat(
+            frame,
+            colour.matrix_of(frame),
+            colour.full_range_of(frame),
+            format.layout,
+            format.matrix,
+            format.full_range,
+            (format.height, format.width),
+        )
+    _gather(packed, format, out)
+
+
+def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
+    """Planes uint8 [nbytes] -> the picture in `out`, uint8 [H, W, C]; swscale works without the GIL."""
+    if format.layout != "yuv420p":
+        out[:] = planes.reshape(out.shape)
+        return
+    frame = colour.kept_frame("yuv420p", format.height, format.width, format.full_range)
+    _scatter(format, planes, frame)
+    rgb = colour.reformat(frame, format.matrix, format.full_range, "rgb24")
+    assert out.flags.c_contiguous  # else the reshape below would write into a copy
+    out.reshape(format.height, -1)[:] = colour.rows(rgb.planes[0])[:, : format.width * 3]
+
+
+def _gather(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
+    for plane, part in zip(frame.planes, format.split(out)):
+        part[:] = colour.rows(plane)[:, : part.shape[1]]
+
+
+def _scatter(format: PlaneFormat, planes: np.ndarray, frame: av.VideoFrame) -> None:
+    for plane, part in zip(frame.planes, format.split(planes)):
+        colour.rows(plane)[:, : part.shape[1]] = part
+
+
+def rgb_on_device(format: PlaneFormat, planes: torch.Tensor) -> torch.Tensor:
+    """Planes uint8 [n, nbytes] on any device -> pictures uint8 [n, C, H, W] there, contiguous.
+
+    The same as `to_rgb` to within one level: a picture's levels are luma times a constant plus a level for
+    each of the two colours, which is looked up in tables measured from `to_rgb` itself, because every
+    processor's swscale rounds in its own way.
+    """
+    n, height, width = len(planes), format.height, format.width
+    if format.layout != "yuv420p":
+        return planes.view(n, height, width, format.channels).permute(0, 3, 1, 2).contiguous()
+    slope, of_u, of_v = _levels(format.matrix, format.full_range, width % 32, planes.device)
+    out = torch.empty((n, 3, height, width), dtype=torch.uint8, device=planes.device)
+    some = max(1, 2**24 // (height * width))  # frames at a time: 64 MiB for each intermediate result
+    for pixels, part in zip(out.split(some), planes.split(some)):
+        _some_to_rgb(format, part, pixels, slope, of_u, of_v)
+    return out
+
+
+def _some_to_rgb(
+    format: PlaneFormat,
+    planes: torch.Tensor,
+    pixels: torch.Tensor,
+    slope: float,
+    of_u: torch.Tensor,
+    of_v: torch.Tensor,
+) -> None:
+    """Planes uint8 [n, nbytes] -> `pixels`, uint8 [n, 3, H, W]."""
+    n, height, width = len(planes), format.height, format.width
+    luma, u, v = planes.split([rows * row for _, rows, row in format.planes], dim=1)
+    luma = luma.reshape(n, height // 2, 2, width // 2, 2) * slope  # a colour sample and its 2x2 pixels
+    u, v = u.reshape(-1).int(), v.reshape(-1).int()
+    for channel in range(3):
+        colour = of_u[channel].index_select(0, u) + of_v[channel].index_select(0, v)  # [n*H/2*W/2]
+        levels = luma + colour.view(n, height // 2, 1, width // 2, 1)
+        pixels[:, channel].unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).copy_(levels.clamp_(0, 255))
+
+
+@lru_cache
+def _levels(
+    matrix: str, full_range: bool, odd_columns: int, device: torch.device
+) -> tuple[float, torch.Tensor, torch.Tensor]:
+    """(slope of luma, levels [3, 256] that each U adds, and each V) as this machine's swscale has them.
+
+    Measured on pictures that hold every luma for every U, and every luma for every V. `odd_columns`: the
+    width modulo 32, on which the code that swscale takes may depend.
+    """
+    slope = 1.0 if full_range else 255 / 219
+    format = PlaneFormat(512, 512 + odd_columns, "yuv420p", matrix, full_range)
+    picture = np.empty((512, 512 + odd_columns, 3), np.uint8)
+    found = []
+    for swept in (1, 2):  # U, then V
+        planes = np.full(format.nbytes, 128, np.uint8)
+        parts = format.split(planes)
+        parts[0][:, :512] = np.arange(256).repeat(2)
+        parts[swept][:] = np.arange(256)[:, None]
+        to_rgb(format, planes, picture)
+        levels = picture[::2, :512:2].astype(np.float64)  # [colour, luma, channel]
+        inside = (levels > 0) & (levels < 255)
+        assert inside.any(axis=1).all()
+        # Levels are whole numbers, half a level below the straight line on average.
+        above = np.where(inside, levels - slope * np.arange(256)[:, None] + 0.5, 0)
+        found.append((above.sum(1) / inside.sum(1)).T)
+    of_u, of_v = found
+    of_u -= of_u[:, 128:129]  # what gray adds is in both
+    return slope, _table(of_u, device), _table(of_v, device)
+
+
+def _table(levels: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(levels, np.float32)).to(device)
+
+
+def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
+    """A frame's planes, uint8 [nbytes], as a JPEG of those numbers: matrix and range stay the camera's."""
+    if format.layout == "rgba":
+        raise FlexorError("JPEG has no transparency: use --dataset.cache.format=raw for this dataset")
+    frame = _jpeg_frame(format)
+    _scatter(format, planes, frame)
+    if format.layout != "yuv420p":
+        frame = colour.reformat(frame, "bt601", True, "yuvj444p")
+    key = ("encoder", frame.format.name, format.height, format.width)
+    encoder, numbers = colour.kept(key, lambda: (_jpeg_encoder(frame), count()))
+    frame.pts = next(numbers)
+    return b"".join(bytes(packet) for packet in encoder.encode(frame))
+
+
+def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) -> None:
+    """What `encode_jpeg` made -> the planes in `out`, uint8 [nbytes]."""
+    decoder = colour.kept(("decoder",), lambda: _jpeg_codec("r"))
+    try:
+        frames = decoder.decode(av.Packet(data))  # type: ignore[arg-type]
+    except av.FFmpegError:
+        frames = []
+    if [(frame.height, frame.width) for frame in frames] != [(format.height, format.width)]:
+        raise DatasetError(
+            "a frame kept as JPEG is damaged: delete its cache (`flexor data cache --list` says where it is) "
+            "and it is built anew"
+        )
+    frame = frames[0]
+    if format.layout != "yuv420p":
+        frame = colour.reformat(frame, "bt601", True, format.layout)
+    _gather(frame, format, out)
+
+
+def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
+    """This thread's frame of that size; yuv420p is called full range, so that the codec leaves it alone."""
+    layout = "yuvj420p" if format.layout == "yuv420p" else format.layout
+    key = ("jpeg", layout, format.height, format.width)
+    return colour.kept(key, lambda: av.VideoFrame(format.width, format.height, layout))
+
+
+def _jpeg_encoder(frame: av.VideoFrame) -> Any:
+    encoder = _jpeg_codec("w")
+    encoder.width, encoder.height, encoder.pix_fmt = frame.width, frame.height, frame.format.name
+    encoder.time_base = Fraction(1, 1)  # it insists on one, and on frames that are numbered
+    encoder.qmin = encoder.qmax = JPEG_QUALITY
+    return encoder
+
+
+def _jpeg_codec(mode: Literal["r", "w"]) -> Any:
+    codec: Any = av.CodecContext.create("mjpeg", mode)
+    codec.thread_count = 1  # we have threads of our own
+    return codec

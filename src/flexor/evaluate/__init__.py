@@ -1,0 +1,1 @@
+"""Episodes in an environment, and how they went."""

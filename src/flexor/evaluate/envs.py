@@ -1,0 +1,141 @@
+"""Make any gymnasium environment, and give its observations the names LeRobot datasets use."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+import flexor.sim  # noqa: F401  (registers the built-in task)
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.sim.task import ENV_ID
+
+# The names `lerobot-train --env.type` knows, with what LeRobot passes for them.
+SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "place": (ENV_ID, {}),
+    "pusht": ("gym_pusht/PushT-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 300}),
+    "aloha": ("gym_aloha/AlohaInsertion-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 400}),
+    "xarm": ("gym_xarm/XarmLift-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 200}),
+}
+
+
+def make_env(
+    env_type: str, *, task: str | None = None, package: str | None = None, **kwargs: Any
+) -> gymnasium.Env[Any, Any]:
+    """An environment by short name ("place", "pusht") or gymnasium id ("gym_pusht/PushT-v0").
+
+    `task` names another environment of the same package, as LeRobot's `--env.task` does. `package` is
+    imported first, so that it can register its environments; for an id with a namespace it defaults to
+    the namespace. Other arguments go to the environment.
+    """
+    env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
+    if task is not None:
+        env_id = f"{env_id.split('/')[0]}/{task}"
+    if package is not None or env_id not in gymnasium.registry:
+        _import_package(env_id, package)
+    if env_id not in gymnasium.registry:
+        raise ConfigError(_unknown(env_type))
+    settings = {"render_mode": "rgb_array", **defaults, **kwargs}
+    try:
+        # gymnasium's checker warns on every observation that departs from its taste; ours are checked below.
+        return gymnasium.make(env_id, disable_env_checker=True, **settings)
+    except TypeError as error:
+        raise ConfigError(f"{env_id} does not accept the settings {settings}: {error}") from error
+    except gymnasium.error.Error as error:
+        raise ConfigError(f"{env_id} cannot be made with the settings {settings}: {error}") from error
+
+
+def _import_package(env_id: str, package: str | None) -> None:
+    """Import what registers an environment; complain only if a package was asked for by name."""
+    name = package or (env_id.split("/")[0] if "/" in env_id else None)
+    if name is None:
+        return
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if package is None and error.name == name:
+            return
+        raise ConfigError(
+            f"environment {env_id!r} needs the Python package {error.name!r}, which is not installed; "
+            f"install it, for example with: pip install {(error.name or name).replace('_', '-')}"
+        ) from error
+
+
+def _unknown(env_type: str) -> str:
+    """What to say about an id that nobody registered."""
+    known = [*SHORT_NAMES, *gymnasium.registry]
+    by_folded = {name.casefold(): name for name in known}
+    close = [by_folded[m] for m in difflib.get_close_matches(env_type.casefold(), by_folded, n=3, cutoff=0.6)]
+    lines = [f"no environment is called {env_type!r}."]
+    if close:
+        lines.append(f"Close to it: {', '.join(close)}.")
+    lines.append(f"Built in: {ENV_ID!r} (short: 'place').")
+    namespace = env_type.split("/")[0] if "/" in env_type else None
+    if namespace and namespace != "flexor":
+        lines.append(f"Its package may be missing: pip install {namespace.replace('_', '-')}.")
+    lines.append("For an environment of your own, name the package that registers it: package=your_package.")
+    return " ".join(lines)
+
+
+def observation_to_batch(observation: Any) -> dict[str, np.ndarray]:
+    """One observation under LeRobot's names, without a batch dimension; images as uint8 [C, H, W].
+
+    pixels -> observation.image, pixels {camera: picture} -> observation.images.{camera},
+    agent_pos -> observation.state, environment_state -> observation.environment_state, any other
+    key -> observation.{key}. An observation that is one array is an image or a state by its shape.
+    """
+    if not isinstance(observation, Mapping):
+        array = np.asarray(observation)
+        if array.ndim == 3:
+            return {"observation.image": _image("the observation", array)}
+        return {"observation.state": _vector("the observation", array)}
+    batch: dict[str, np.ndarray] = {}
+    for key, value in observation.items():
+        if key == "pixels" and isinstance(value, Mapping):
+            for camera, picture in value.items():
+                batch[f"observation.images.{camera}"] = _image(f"pixels[{camera!r}]", picture)
+        elif key == "pixels":
+            batch["observation.image"] = _image("pixels", value)
+        else:
+            name = "state" if key == "agent_pos" else key
+            batch[f"observation.{name}"] = _vector(key, value)
+    return batch
+
+
+def stack_batch(observations: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Observations of several environments as one batch: arrays [N, ...]."""
+    return {key: np.stack([each[key] for each in observations]) for key in observations[0]}
+
+
+def _image(name: str, value: Any) -> np.ndarray:
+    """A picture as uint8 [channels, height, width]."""
+    array = np.asarray(value)
+    if array.dtype != np.uint8 or array.ndim != 3:
+        raise FlexorError(
+            f"{name} of the environment is {array.dtype} of shape {list(array.shape)}, not a uint8 picture "
+            "[height, width, 3]; wrap the environment in a gymnasium.ObservationWrapper that makes it one"
+        )
+    if array.shape[-1] in (1, 3):
+        return np.ascontiguousarray(array.transpose(2, 0, 1))
+    if array.shape[0] in (1, 3):
+        return np.ascontiguousarray(array)
+    raise FlexorError(
+        f"{name} of the environment has shape {list(array.shape)}, without 1 or 3 channels first or last; "
+        "keep the red, green and blue channels with a gymnasium.ObservationWrapper"
+    )
+
+
+def _vector(name: str, value: Any) -> np.ndarray:
+    """A vector as float32 [dimension]."""
+    try:
+        array = np.asarray(value, np.float32)
+    except (TypeError, ValueError) as error:
+        raise FlexorError(
+            f"{name!r} of the environment's observation is a {type(value).__name__}, not numbers; "
+            "flatten it with gymnasium.wrappers.FlattenObservation or leave it out with FilterObservation"
+        ) from error
+    return np.atleast_1d(array)

@@ -1,0 +1,61 @@
+"""Episodes of an actor in an environment, with videos."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexor.config.schema import EnvConfig, EvalConfig
+from flexor.core.console import Progress
+from flexor.evaluate.envs import make_env
+from flexor.evaluate.film import write_video
+from flexor.evaluate.rollout import Actor, Episode, rollout
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside, GPUs do not round float32 to TF32: how much that changes an action depends on the batch size."""
+    settings: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in settings]
+    for part in settings:
+        part.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for part, allowed in zip(settings, before):
+            part.allow_tf32 = allowed
+
+
+def play(
+    actor: Actor,
+    env: EnvConfig,
+    settings: EvalConfig,
+    videos: Path | None = None,
+    progress: Progress | None = None,
+) -> list[Episode]:
+    """Episodes in the environment, with videos of the first few."""
+    seeds = [settings.seed + i for i in range(settings.n_episodes)]
+    recorded = seeds[: settings.videos] if videos else []
+    assert env.type is not None
+
+    make = functools.partial(make_env, env.type, task=env.task, package=env.package, **env.kwargs)
+    with full_float32():
+        episodes = rollout(
+            make,
+            actor,
+            seeds,
+            env.max_steps,
+            batch_size=settings.batch_size or min(25, settings.n_episodes),
+            record=recorded,
+            progress=progress,
+        )
+    for episode in episodes:
+        if videos and episode.frames:
+            outcome = "success" if episode.success else "failure"
+            write_video(videos / f"episode_{episode.seed}_{outcome}.mp4", episode.frames, episode.fps)
+    return episodes

@@ -1,0 +1,70 @@
+"""`flexor eval`: play episodes with a saved policy and say how it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flexor.config.lerobot_flags import drop_ignored
+from flexor.config.parse import flatten, nest, parse_flags, read_run
+from flexor.config.schema import EnvConfig, EvalConfig
+from flexor.core.console import Progress
+from flexor.core.devices import find_device
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.run_files import RUN_CONFIG, VIDEOS
+from flexor.core.typed import closest, coerce, from_plain
+from flexor.evaluate.play import play
+from flexor.evaluate.rollout import summarize
+from flexor.policies.actor import PolicyActor
+from flexor.policies.pretrained import find_folder, load_pretrained
+
+GROUPS = ("env", "eval", "policy")
+
+
+def evaluate_policy(
+    path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
+) -> tuple[dict[str, Any], str]:
+    """Success of the policy at `path`; what is not given is taken from the run it was trained in."""
+    flags = drop_ignored(parse_flags(settings))
+    if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
+        log.warning("--policy.use_amp has no effect here: evaluation runs in float32")
+    for key in flags:
+        if key.split(".")[0] not in (*GROUPS, "seed"):
+            raise ConfigError(
+                f"Unknown setting {key}={flags[key]!r}. {closest(key, [f'{g}.' for g in GROUPS])}"
+            )
+    folder = find_folder(path)
+    tree = nest({**_run_settings(folder), **flags})
+    env = from_plain(EnvConfig, tree.get("env", {}), "env")
+    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
+    if env.type is None:
+        raise ConfigError("Which environment? Give --env.type=place, or any gymnasium id.")
+    given = nest(flags).get("policy", {})
+    device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
+    seed = coerce(flags.get("seed", 0), int, "seed")
+    actor = PolicyActor(load_pretrained(str(folder), str(device), given), seed)
+    if videos is not None and settings_.videos == 0:
+        settings_.videos = min(3, settings_.n_episodes)
+    videos = videos or _video_folder(folder)
+    summary = summarize(play(actor, env, settings_, videos, progress))
+    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+
+
+def _video_folder(folder: Path) -> Path:
+    """Beside the run's other videos, or here."""
+    run = _run_folder(folder)
+    return run / VIDEOS / "eval" if run else Path(VIDEOS)
+
+
+def _run_folder(folder: Path) -> Path | None:
+    return next((p for p in folder.absolute().parents[:3] if (p / RUN_CONFIG).is_file()), None)
+
+
+def _run_settings(folder: Path) -> dict[str, Any]:
+    """The environment and evaluation of the run a checkpoint lies in, if it does."""
+    run = _run_folder(folder)
+    flat = flatten(read_run(run)) if run else {}
+    return {k: v for k, v in flat.items() if k.split(".")[0] in ("env", "eval")}

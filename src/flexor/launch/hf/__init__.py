@@ -1,0 +1,1 @@
+"""Jobs on Hugging Face's machines."""

@@ -1,0 +1,76 @@
+"""Watching a job of Hugging Face's: its log to the end, and what went wrong with the Hub, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+from flexor.core.errors import FlexorError
+from flexor.core.log import log
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, JobInfo
+
+ENDED = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
+TRIES = 20  # in a row, over about eight minutes
+PERMANENT = (401, 403, 404)
+
+
+def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
+    """Print the job's log until it has ended. A connection that breaks is made again; no line comes twice."""
+    namespace = job.owner.name
+    shown = failures = 0
+    while True:
+        try:
+            for number, line in enumerate(
+                api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
+            ):
+                if number >= shown:  # the Hub sends all from the start again
+                    print(line, file=out, flush=True)
+                    shown, failures = number + 1, 0
+            now = api.inspect_job(job_id=job.id, namespace=namespace)
+            if now.status.stage in ENDED:
+                return now
+        except HTTPError as error:
+            failures += 1
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+            if status in PERMANENT or failures == TRIES:
+                raise FlexorError(
+                    f"Lost sight of job {job.id}, which goes on ({_explain(error, api.endpoint, namespace)}). "
+                    f"Its page: {job.url}"
+                ) from error
+            log.warning("the job's log broke off, trying again: %s", _first_line(error))
+        time.sleep(min(2.0**failures, 30))
+
+
+@contextmanager
+def explained(endpoint: str, namespace: str) -> Iterator[None]:
+    """Errors of the Hub as what to do about them."""
+    try:
+        yield
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise FlexorError(_explain(error, endpoint, namespace or "your account")) from error
+
+
+def _explain(error: Exception, endpoint: str, namespace: str) -> str:
+    if not isinstance(error, HfHubHTTPError):
+        return f"Can't reach {endpoint}: {_first_line(error)}. Is the network up, and HF_HUB_OFFLINE unset?"
+    status = error.response.status_code
+    advice = {
+        401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
+        402: f"{namespace} has no credit for jobs. Add some on {endpoint}/settings/billing.",
+        403: f"Your token may not do this for {namespace}. It needs write access and the right to start jobs "
+        f"there: {endpoint}/settings/tokens.",
+        404: f"The Hub does not know {namespace}, or does not let you see it. Check --namespace and --bucket.",
+        429: "The Hub has had too many requests from you. Try again in a few minutes.",
+    }
+    said = error.server_message or _first_line(error)
+    return f"{advice.get(status, 'The Hub refused.')} It said: {status} {said}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

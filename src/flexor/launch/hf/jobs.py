@@ -1,0 +1,216 @@
+"""`flexor launch hf-jobs`: a training on Hugging Face's machines, watched from here.
+
+A job's machine is thrown away when the job ends, so a private bucket of the user's is mounted into it and
+`keep.py` copies there what training finishes. Started again with the same --output_dir, it goes on from
+there. Whatever can be found wrong is found before the job is sent, because from then on it costs money.
+The machine and the time are the plan's, unless the user gives them (`hf_plan.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flexor import __version__
+from flexor.config.schema import TrainConfig
+from flexor.core.console import print_result
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.log import log
+from flexor.launch.hf.follow import explained, follow
+from flexor.launch.hf.plan import offers_of, settle_machine
+from flexor.launch.hf.request import (
+    BUCKET,
+    Machine,
+    Training,
+    build_request,
+    read_env,
+    read_seconds,
+    read_secrets,
+    settle,
+    shown,
+)
+from flexor.plan.site.hardware import Flavor, load_hardware
+from flexor.sim.record import BUILTIN
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, JobHardwareInfo, JobInfo
+
+
+def launch_hf_jobs(arguments: list[str]) -> int:
+    """`flexor launch hf-jobs ...`: 0 if the job completed or is left alone, 1 if it failed, 130 after Ctrl-C."""
+    options, words = _parse(arguments)
+    training = settle(words)
+    secrets = read_secrets(options.secret, training.config)
+    if options.dry_run:
+        options.namespace = options.namespace or "YOUR-NAME"
+        machine = _machine(options, training, secrets, _offers(_flavors_of_client()))
+        print(json.dumps(shown(build_request(training, machine)), indent=2))
+        return 0
+    api = _client(secrets["HF_TOKEN"])
+    with explained(api.endpoint, options.namespace):
+        options.namespace = options.namespace or api.whoami()["name"]
+        _check_dataset(api, training.config)
+        known = {hardware.name: hardware for hardware in api.list_jobs_hardware()}
+        machine = _machine(options, training, secrets, _offers(known, known.values()))
+        request = build_request(training, machine)
+        log.info("%s: %s", machine.flavor, _describe(known[machine.flavor], machine.seconds / 3600))
+        bucket = request["volumes"][0].source
+        api.create_bucket(bucket, private=True, exist_ok=True)
+        job = api.run_job(**request)
+    log.info("job %s: %s", job.id, job.url)
+    log.info("what it saves goes to hf://buckets/%s/%s", bucket, training.name)
+    return _watch(api, job, _summary(job, training, machine, bucket), options)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="flexor launch hf-jobs",
+        usage="flexor launch hf-jobs [options] [--] [train] [settings ...]",
+        description="Train on a machine of Hugging Face's, with all of its GPUs; it costs money by the minute. "
+        "Checkpoints go to a private bucket of yours, and with the same --output_dir a run goes on from there. "
+        "Ctrl-C stops watching, not the job. Ends with 0 if the job completed, with 1 if it did not.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "--flavor",
+        default="",
+        help="the machine (`hf jobs hardware`); unless given, the cheapest by the plan",
+    )
+    add("--timeout", help="when the job is ended: seconds, 90m, 6h or 2d; unless given, by the plan")
+    add("--image", default="python:3.12", help="Docker image with bash and Python; unless given, python:3.12")
+    add("--package", help="what pip installs there; unless given, this version of flexor")
+    add("--namespace", default="", help="organisation that runs it and pays; unless given, you")
+    add("--bucket", help=f"OWNER/NAME of the bucket; unless given, NAMESPACE/{BUCKET}")
+    add(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a variable of your environment that the job gets as a secret, besides HF_TOKEN",
+    )
+    add(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the job's environment"
+    )
+    add("--detach", action="store_true", help="do not watch the job")
+    add("--dry-run", "--dry_run", action="store_true", help="print the request, send nothing")
+    add("--json", action="store_true", help="print one JSON object; the job's log goes to standard error")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options, words = parser.parse_known_args(arguments[:cut])
+    words += arguments[cut + 1 :]
+    if words[:1] == ["resume"]:
+        raise ConfigError(
+            "A run on Hugging Face Jobs goes on when it is started again: `flexor launch hf-jobs -- train ...` "
+            "with its --output_dir."
+        )
+    return options, words[1:] if words[:1] == ["train"] else words
+
+
+def _machine(
+    options: argparse.Namespace, training: Training, secrets: dict[str, str], offers: dict[str, Flavor | None]
+) -> Machine:
+    """`offers`: what there is, each as far as the plan knows it."""
+    if options.flavor and options.flavor not in offers:
+        raise ConfigError(f"There is no flavor {options.flavor!r}. There are: {', '.join(offers)}.")
+    env = read_env(options.env, secrets)
+    seconds = None if options.timeout is None else read_seconds(options.timeout)
+    known = [offer for offer in offers.values() if offer is not None]
+    flavor, seconds = settle_machine(training, options.flavor, seconds, known)
+    return Machine(
+        namespace=options.namespace,
+        flavor=flavor,
+        seconds=seconds,
+        image=options.image,
+        package=options.package,
+        bucket=options.bucket,
+        env=env,
+        secrets=secrets,
+    )
+
+
+def _client(token: str) -> HfApi:
+    try:
+        from huggingface_hub import HfApi, JobHardwareInfo  # noqa: F401  (which is as new as what is used here)
+    except ImportError as error:
+        raise FlexorError("Hugging Face Jobs need a newer client: pip install -U huggingface_hub.") from error
+    return HfApi(token=token, library_name="flexor", library_version=__version__)
+
+
+def _flavors_of_client() -> list[str]:
+    from huggingface_hub import JobHardware
+
+    return [flavor.value for flavor in JobHardware]
+
+
+def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dict[str, Flavor | None]:
+    """What is on offer, by name, with the Hub's own prices where it says them; None for what has no plan."""
+    known = offers_of(load_hardware())
+    offers = {name: known.get(name) for name in names}
+    for hardware in prices:
+        offer = offers[hardware.name]
+        if offer is not None and hardware.unit_label == "minute":
+            offers[hardware.name] = replace(offer, usd_per_hour=60 * hardware.unit_cost_usd)
+    return offers
+
+
+def _check_dataset(api: HfApi, config: TrainConfig) -> None:
+    repo = config.dataset.repo_id
+    on_hub = repo is not None and repo != BUILTIN and config.dataset.root is None
+    if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
+        raise ConfigError(
+            f"dataset.repo_id={repo} is no dataset on the Hub that you can read, so the job can't read it. "
+            f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
+        )
+
+
+def _describe(hardware: JobHardwareInfo, hours: float) -> str:
+    gpu = hardware.accelerator
+    what = f"{gpu.quantity}x {gpu.model} ({gpu.vram})" if gpu else hardware.cpu
+    price = f"{hardware.unit_cost_usd:g} $ a {hardware.unit_label}"
+    most = (
+        f", which is {hardware.unit_cost_usd * 60 * hours:.2f} $" if hardware.unit_label == "minute" else ""
+    )
+    return f"{what}, {price}; ended after {hours:g} hours at the latest (--timeout){most}"
+
+
+def _summary(job: JobInfo, training: Training, machine: Machine, bucket: str) -> dict[str, Any]:
+    return {
+        "id": job.id,
+        "url": job.url,
+        "namespace": machine.namespace,
+        "flavor": machine.flavor,
+        "timeout_s": machine.seconds,
+        "bucket": bucket,
+        "folder": training.name,
+    }
+
+
+def _watch(api: HfApi, job: JobInfo, summary: dict[str, Any], options: argparse.Namespace) -> int:
+    """Follow the job unless it is to be left alone, and say what came of it."""
+    which = f"--namespace {summary['namespace']} {job.id}"
+    text = f"The job goes on. Watch it: `hf jobs logs --follow {which}`. End it: `hf jobs cancel {which}`."
+    code = 0
+    if not options.detach:
+        log.info("its log follows as soon as it has a machine; Ctrl-C stops watching, not the job")
+        try:
+            job = follow(api, job, sys.stderr if options.json else sys.stdout)
+            code = 0 if job.status.stage == "COMPLETED" else 1
+            text = _outcome(job, summary)
+        except KeyboardInterrupt:
+            code = 130
+    print_result({**summary, "stage": job.status.stage, "message": job.status.message}, options.json, text)
+    return code
+
+
+def _outcome(job: JobInfo, summary: dict[str, Any]) -> str:
+    folder = summary["folder"]
+    why = f": {job.status.message}" if job.status.message else ""
+    text = f"job {job.id} ended with {job.status.stage}{why}"
+    text += f"\nget what it saved: hf buckets sync hf://buckets/{summary['bucket']}/{folder} {folder}"
+    if job.status.stage != "COMPLETED":
+        text += f"\nlet it go on from there: the same command with --output_dir={folder}"
+    return text

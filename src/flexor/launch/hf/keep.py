@@ -1,0 +1,185 @@
+"""Keep a run in a folder that outlives the machine: python -m flexor.launch.hf.keep KEPT RUN -- train ...
+
+On Hugging Face Jobs that folder is a mounted bucket. A file in a bucket is written once, from front to
+back, and is there when it has been closed, which waits for its upload. It can't be appended to or locked,
+and links are forgotten. A run does all of that, so it is trained on the machine's own disk, and what is
+finished is copied: whole checkpoints, manifest last, and the files beside them. What a machine that dies
+takes along is what came after the last copy. To lose nothing to a time limit, training is told to save
+and stop a while before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flexor.core.errors import CheckpointError
+from flexor.core.log import log, setup_logging
+from flexor.train.checkpoint import folder as checkpoint
+
+CHECKPOINTS = "checkpoints"
+TOLD_TO_STOP = 75
+LAST_TRIES = 5  # to copy what is left when training has ended
+
+
+def restore(kept: Path, run: Path) -> None:
+    """Bring back what an earlier machine left: the newest checkpoint that is whole, and what lies beside."""
+    if run.exists():
+        return  # the same machine again: what it has is newer
+    for name in _beside(kept):
+        _copy(kept / name, run / name)
+    for folder in (kept / CHECKPOINTS).glob("*"):
+        if not (folder / checkpoint.MANIFEST).is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # that machine died while copying it
+    for folder in reversed(checkpoint.complete(kept / CHECKPOINTS).values()):
+        copy = run / CHECKPOINTS / folder.name
+        try:
+            shutil.copytree(folder, copy)
+            checkpoint.verify(copy)
+        except (OSError, CheckpointError) as error:
+            log.warning("can't go on from %s, trying the one before: %s", folder, error)
+            shutil.rmtree(copy, ignore_errors=True)
+        else:
+            log.info("brought back the run with its checkpoint %s", folder)
+            return
+
+
+class Keeper:
+    """Copies what is new in a run, and removes the copies of checkpoints that the run removed."""
+
+    def __init__(self, run: Path, kept: Path):
+        self.run = run
+        self.kept = kept
+        self._files = {name: _state(run / name) for name in _beside(run)}
+        self._checkpoints = {folder.name for folder in checkpoint.complete(run / CHECKPOINTS).values()}
+
+    def copy(self) -> bool:
+        """Whether all could be copied; what could not is tried again next time."""
+        whole = {folder.name for folder in checkpoint.complete(self.run / CHECKPOINTS).values()}
+        return all(
+            [
+                *(self._try(self._copy_file, name) for name in _beside(self.run)),
+                *(self._try(self._copy_checkpoint, n) for n in sorted(whole - self._checkpoints)),
+                *(self._try(self._remove_checkpoint, n) for n in sorted(self._checkpoints - whole)),
+            ]
+        )
+
+    def _try(self, action: Callable[[str], None], name: str) -> bool:
+        try:
+            action(name)
+        except OSError as error:
+            log.warning("%s is not kept in %s yet: %s", name, self.kept, error)
+            return False
+        return True
+
+    def _copy_file(self, name: str) -> None:
+        state = _state(self.run / name)
+        if state is not None and state != self._files.get(name):
+            _copy(self.run / name, self.kept / name)
+            self._files[name] = state
+
+    def _copy_checkpoint(self, name: str) -> None:
+        source, target = self.run / CHECKPOINTS / name, self.kept / CHECKPOINTS / name
+        self._remove_checkpoint(name)
+        files = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+        try:
+            for file in sorted(files, key=checkpoint.MANIFEST.__eq__):  # last what says that all is there
+                _copy(source / file, target / file)
+        except OSError:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+        self._checkpoints.add(name)
+        log.info("kept %s", target)
+
+    def _remove_checkpoint(self, name: str) -> None:
+        target = self.kept / CHECKPOINTS / name
+        (target / checkpoint.MANIFEST).unlink(missing_ok=True)
+        if target.exists():
+            shutil.rmtree(target)
+        self._checkpoints.discard(name)
+
+
+def _beside(folder: Path) -> Iterator[str]:
+    """The files of a run that are not checkpoints, without hidden ones: locks, and what is being written."""
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name != CHECKPOINTS and not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield (Path(where) / name).relative_to(folder).as_posix()
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes when a file does; None if it is gone, which it may be at any time."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def train_and_keep(
+    kept: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 30.0
+) -> int:
+    """Run `flexor WORDS`, copying what it finishes every `pause` seconds; its exit code."""
+    restore(kept, run)
+    keeper = Keeper(run, kept)
+    process = subprocess.Popen([sys.executable, "-m", "flexor", *words])
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    if seconds is not None:
+        # a thread of its own, since copying may take minutes
+        timer = threading.Timer(max(seconds, 0), _stop, [process])
+        timer.daemon = True
+        timer.start()
+    while process.poll() is None:
+        keeper.copy()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(pause)
+    if not _copy_the_rest(keeper, pause):
+        log.error("the end of the run could not be kept in %s", kept)
+        return 1
+    if process.returncode == TOLD_TO_STOP:
+        log.info("stopped and saved: started again with the same --output_dir it goes on from here")
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    log.info("the time is nearly over: training is told to save and stop")
+    process.terminate()
+
+
+def _copy_the_rest(keeper: Keeper, pause: float) -> bool:
+    for tries in range(LAST_TRIES):
+        time.sleep(pause * tries)
+        if keeper.copy():
+            return True
+    return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    at = list(arguments).index("--")
+    parser = argparse.ArgumentParser(prog="python -m flexor.launch.hf.keep")
+    parser.add_argument("kept", type=Path, help="folder that lasts")
+    parser.add_argument("run", type=Path, help="folder that the run is trained in: its --output_dir")
+    parser.add_argument("--seconds", type=float, help="after so many, tell training to save and stop")
+    options = parser.parse_args(arguments[:at])
+    setup_logging()
+    return train_and_keep(options.kept, options.run, arguments[at + 1 :], options.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,219 @@
+"""What a job of Hugging Face's is asked to do: the user's settings as a request that means the same there.
+
+A job sees nothing of this machine. Files of settings and of episodes go along as text; datasets and policies
+can't, and are refused. Secrets go as secrets: they are neither in the command nor in the environment, both of
+which everybody who may see the job can read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from flexor import __version__
+from flexor.config.parse import load_config, parse_flags
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError
+from flexor.policies.external import is_code
+from flexor.train.checkpoint.run_folder import default_folder
+
+BUCKET = "flexor-runs"
+MOUNT = PurePosixPath("/flexor-runs")  # where the bucket is in the job
+WORK = PurePosixPath("/tmp")  # the disk of the job's machine
+SETTINGS = WORK / "settings.yaml"
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
+SAVING = 600  # seconds before a job is ended that the run has to save itself and be copied
+SHORTEST_SECRET = 8  # shorter ones may well occur in other words
+
+
+@dataclass
+class Training:
+    """What is to be trained, without what only this machine has."""
+
+    config: TrainConfig
+    name: str  # of the run's folder in the bucket
+    flags: dict[str, Any]  # of `flexor train`
+    settings: str | None  # the text of a settings file
+    gpus: int | None = None  # of the machine's; all unless given
+    on_cpu: bool = False
+
+
+@dataclass
+class Machine:
+    """Where, for how long, and with what besides the training."""
+
+    namespace: str
+    flavor: str
+    seconds: int
+    image: str
+    package: str | None
+    bucket: str | None
+    env: dict[str, str]
+    secrets: dict[str, str]
+
+    @property
+    def has_gpu(self) -> bool:
+        return not self.flavor.startswith("cpu")
+
+
+def settle(words: Sequence[str]) -> Training:
+    """The settings of `flexor train` as a job can use them; refused where there is no way."""
+    flags = parse_flags(words)
+    processes = {key: flags.pop(key) for key in ("gpus", "processes") if key in flags}
+    if str(flags.pop("resume", "auto")) != "auto":
+        raise ConfigError("A job goes on with the run in --output_dir, or begins it: leave --resume out.")
+    config = load_config(_as_words(flags))
+    _refuse_local(config)
+    name = re.sub(r"[^\w.-]+", "-", config.output_dir or "").strip("-.")
+    name = name or default_folder(config.job_name or config.policy.type).name
+    settings = None
+    if "config" in flags and Path(flags["config"]).is_file():
+        settings = Path(flags["config"]).read_text()
+        flags["config"] = str(SETTINGS)
+    if config.dataset.episodes is not None:  # they may be in a file
+        flags["dataset.episodes"] = json.dumps(config.dataset.episodes)
+    if config.policy.device is not None:  # there may be another
+        flags["policy.device"] = "null"
+    flags |= {"output_dir": str(WORK / name), "resume": "auto"}
+    gpus = str(processes.get("gpus", "all"))
+    return Training(
+        config,
+        name,
+        flags | processes,
+        settings,
+        gpus=int(gpus) if gpus.isdigit() else None,
+        on_cpu="processes" in processes,
+    )
+
+
+def _as_words(flags: dict[str, Any]) -> list[str]:
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+def _refuse_local(config: TrainConfig) -> None:
+    root = config.dataset.root
+    if root is not None and ("://" not in root or root.startswith("file:")):
+        raise ConfigError(
+            f"dataset.root={root} is on this machine, where the job can't see it. Upload it with "
+            f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
+        )
+    path = config.policy_path
+    if path is not None and Path(path).exists():
+        raise ConfigError(
+            f"policy.path={path} is on this machine, where the job can't see it. Upload its pretrained_model "
+            "folder with `hf upload USER/NAME FOLDER` and give --policy.path=USER/NAME instead."
+        )
+    if is_code(config.policy.type):
+        raise ConfigError(
+            f"policy.type={config.policy.type} is code on this machine, where the job can't see it. Put it into a "
+            "package that needs flexor and has an entry point in the group flexor.policies, and give its URL as "
+            "--package (docs/your-own-policy.md)."
+        )
+
+
+def read_seconds(text: str) -> int:
+    """90m -> 5400."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    seconds = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if seconds < 60:
+        raise ConfigError(f"--timeout={text}: give a minute or more, as seconds or as 90m, 6h, 2d.")
+    return seconds
+
+
+def read_secrets(names: Sequence[str], config: TrainConfig) -> dict[str, str]:
+    """The values, from the user's environment and login."""
+    from huggingface_hub import get_token
+
+    instead = {"HF_TOKEN": ", or log in with `hf auth login`"}
+    if config.wandb.enable and config.wandb.mode in (None, "online"):
+        instead["WANDB_API_KEY"] = ", or give --wandb.enable=false"
+    found = {name: os.environ.get(name) for name in (*instead, *names)} | {"HF_TOKEN": get_token()}
+    for name, value in found.items():
+        if "=" in name:
+            raise ConfigError("--secret takes a name alone: the value is read from your environment.")
+        if not value:
+            raise ConfigError(
+                f"The job needs the secret {name}, which is not set: export {name}=...{instead.get(name, '')}."
+            )
+    return {name: str(value) for name, value in found.items()}
+
+
+def read_env(pairs: Sequence[str], secrets: dict[str, str]) -> dict[str, str]:
+    env = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if name in secrets:
+            raise ConfigError(f"{name} is a secret: give it with --secret {name}, not with --env.")
+        if not equals or not name:
+            raise ConfigError(f"--env {pair}: give NAME=VALUE.")
+        env[name] = value
+    return env
+
+
+def build_request(training: Training, machine: Machine) -> dict[str, Any]:
+    """What `HfApi.run_job` is called with."""
+    from huggingface_hub import Volume
+
+    env = machine.env
+    if machine.has_gpu:
+        # without "video" the container does not get the GPU's video decoder
+        env = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility,video", **env}
+    command = ["bash", "-c", _script(training, machine)]
+    for name, value in machine.secrets.items():
+        if len(value) >= SHORTEST_SECRET and any(value in text for text in (*command, *env.values())):
+            raise ConfigError(
+                f"The value of {name} is in the settings or in --env, where others can read it."
+            )
+    bucket = machine.bucket or f"{machine.namespace}/{BUCKET}"
+    if bucket.count("/") != 1:
+        raise ConfigError(f"--bucket={bucket}: give OWNER/NAME.")
+    return {
+        "namespace": machine.namespace,
+        "image": machine.image,
+        "command": command,
+        "env": env,
+        "secrets": machine.secrets,
+        "flavor": machine.flavor,
+        "timeout": machine.seconds,
+        "labels": {"name": re.sub(r"[^a-zA-Z0-9_-]", "-", training.name)},
+        "volumes": [Volume(type="bucket", source=bucket, mount_path=str(MOUNT), read_only=False)],
+    }
+
+
+def _script(training: Training, machine: Machine) -> str:
+    """What the job does, in bash."""
+    flags = dict(training.flags)
+    if machine.has_gpu and not {"gpus", "processes"} & flags.keys():
+        flags["gpus"] = "all"
+    package = machine.package or _own_package(training.config)
+    if Path(package).exists():
+        raise ConfigError(f"--package={package} is on this machine, where the job can't see it: give a URL.")
+    lines = ["set -e", f"python -m pip install --quiet {shlex.quote(package)}"]
+    if training.settings is not None:
+        lines.append(f"printf %s {shlex.quote(training.settings)} > {SETTINGS}")
+    stop = machine.seconds - min(SAVING, machine.seconds // 10)
+    # bash counts SECONDS since its own start: what installing took
+    keep = f"exec python -m flexor.launch.hf.keep --seconds=$(({stop} - SECONDS))"
+    folders = shlex.join([str(MOUNT / training.name), str(WORK / training.name)])
+    lines.append(f"{keep} {folders} -- train {shlex.join(_as_words(flags))}")
+    return "\n".join(lines)
+
+
+def _own_package(config: TrainConfig) -> str:
+    extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
+    wanted = ",".join(name for name, needed in extras.items() if needed)
+    return f"flexor[{wanted}]=={__version__}" if wanted else f"flexor=={__version__}"
+
+
+def shown(request: dict[str, Any]) -> dict[str, Any]:
+    """The request as anybody may read it."""
+    return request | {
+        "secrets": dict.fromkeys(request["secrets"], "***"),
+        "volumes": [volume.to_dict() for volume in request["volumes"]],
+    }

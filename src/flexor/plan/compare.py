@@ -1,0 +1,84 @@
+"""A plan in detail, the same job on every GPU, and what to change: what `flexor plan` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError
+from flexor.core.machine import free_memory, usable_cores
+from flexor.plan.advise import Change, advise
+from flexor.plan.data.host import Data, Speed
+from flexor.plan.plan import FPS, WORKSTATION, Host, Plan, make_plan, site_of
+from flexor.plan.rank import COUNTS, Choice, Ranking, cheapest
+from flexor.plan.site.hardware import GPU, Hardware
+from flexor.plan.speed.speeds import assumed as assumed_speeds
+from flexor.plan.trace.traces import Traces
+
+
+@dataclass(frozen=True)
+class Study:
+    plan: Plan
+    choices: list[Choice]
+    """All GPUs and counts that were asked about, the cheapest first."""
+    changes: list[Change]
+    """What would make it fit, in order of least harm; empty if it fits."""
+    remedy: list[Change]
+    """The least harmful of them that are enough together."""
+    assumed: str
+    """What was assumed of the data; nothing if there is a dataset."""
+    hardware: Hardware
+    traces: Traces
+
+
+def study(
+    config: TrainConfig,
+    data: Data,
+    hardware: Hardware,
+    gpus: Sequence[GPU] = (),
+    *,
+    here: bool = False,
+    count: int | None = None,
+    nodes: int = 1,
+    link: float | None = None,
+    price: float | None = None,
+    speed: Speed | None = None,
+    rate_hz: float = FPS,
+    executed: int | None = None,
+    assumed: str = "",
+) -> Study:
+    """Look at a job from all sides. Without GPUs, all are compared and the cheapest that fits is described."""
+    traces, speeds = Traces(config), assumed_speeds()
+    host = Host(usable_cores(), free_memory(), WORKSTATION.disk, "this machine") if here else None
+
+    def plan_on(gpu: GPU, on: int) -> Plan:
+        site = site_of(hardware, gpu, on, nodes, link=link, price=price, host=host)
+        return make_plan(
+            config, data, site, hardware, traces=traces, speed=speed, rate_hz=rate_hz, executed=executed
+        )
+
+    def rank(global_batch: int) -> list[Choice]:
+        ranked = Ranking(
+            TrainConfig(**{**vars(config), "global_batch_size": global_batch}),
+            data,
+            hardware,
+            speeds,
+            traces=traces,
+            speed=speed,
+        )
+        compared = hardware.gpus.values() if here or not gpus else gpus
+        return ranked.choices(compared, COUNTS if count is None else (count,))
+
+    if gpus:
+        plan = plan_on(gpus[0], count or 1)
+        choices = rank(plan.split.global_batch)
+    else:
+        batch = config.global_batch_size or config.batch_size * (config.gradient_accumulation_steps or 1)
+        choices = rank(batch * (count or 1) if config.global_batch_size is None else batch)
+        best = cheapest(choices) or next(iter(choices), None)
+        if best is None:
+            raise ConfigError(f"No GPU can take a global batch of {batch} on {count} of them.")
+        plan = plan_on(best.gpu, best.gpus if count is None else count)
+    changes, remedy = advise(plan, hardware, config, traces) if not plan.fits else ([], [])
+    return Study(plan, choices, changes, remedy, assumed, hardware, traces)

@@ -1,0 +1,48 @@
+"""An opened dataset -> what planning needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from flexor.config.schema import TrainConfig
+from flexor.data.dataset import Dataset
+from flexor.data.frames.clips import VideoClip
+from flexor.plan.data.host import PICTURES, Camera, Data
+from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
+
+LOOKED_AT = 8  # episodes whose key frames are counted; encoders do not change their mind within a dataset
+
+
+def open_for_plan(config: TrainConfig) -> tuple[TrainConfig, Data]:
+    """Settings with the features of their dataset filled in, and its facts. Videos on the Hub are not downloaded."""
+    training, _ = build_datasets(replace(config.dataset, streaming=True))
+    policy = fit_to_dataset(config.policy, training)
+    return replace(config, policy=policy), facts_of(training, list(policy.images), deltas_of(policy))
+
+
+def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequence[int]]) -> Data:
+    """The dataset as these cameras and windows (steps relative to now) read it. One frame of each is decoded."""
+    rows = sum(column.nbytes for column in dataset.columns.values()) / max(1, len(dataset))
+    return Data(
+        frames=len(dataset),
+        cameras=tuple(_camera(dataset, name, len(deltas.get(name, [0]))) for name in cameras),
+        row_bytes=round(rows),
+        file_bytes=dataset.video_bytes,
+    )
+
+
+def _camera(dataset: Dataset, name: str, steps: int) -> Camera:
+    episodes = dataset.episodes.index.tolist()
+    clip, size = dataset.store.clips[name, episodes[0]], dataset.store.size
+    format = dataset.store.format(name)
+    if not isinstance(clip, VideoClip):
+        return Camera(format.height, format.width, steps, PICTURES, 1, size, format.layout)
+    packets = clip.file.index.packets
+    some = episodes[:: max(1, len(episodes) // LOOKED_AT)]
+    starts = [dataset.store.starts(name, episode) for episode in some]
+    groups = sum(len(np.unique(of_episode)) for of_episode in starts)
+    gop = max(1, round(sum(map(len, starts)) / max(1, groups)))
+    return Camera(packets.height, packets.width, steps, packets.codec, gop, size, format.layout)

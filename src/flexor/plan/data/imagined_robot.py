@@ -1,0 +1,70 @@
+"""A robot that nobody has recorded yet: cameras, state and actions, for plans without a dataset."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from flexor.core.batch import ACTION, STATE
+from flexor.core.errors import ConfigError
+from flexor.plan.data.host import Camera, Data
+from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+from flexor.train.build import deltas_of
+
+
+@dataclass(frozen=True)
+class Robot:
+    cameras: int = 2
+    height: int = 480
+    width: int = 640
+    state: int = 14
+    action: int = 14
+
+    def fill_in(self, policy: PolicyConfig) -> PolicyConfig:
+        """The policy's settings with this robot's features, as `train.build.fit_to_dataset` would set them."""
+        pictures = {
+            f"observation.images.camera{i}": PolicyFeature(Kind.VISUAL, (3, self.height, self.width))
+            for i in range(self.cameras)
+        }
+        state = {STATE: PolicyFeature(Kind.STATE, (self.state,))} if self.state else {}
+        policy = replace(
+            policy,
+            input_features={**pictures, **state},
+            output_features={ACTION: PolicyFeature(Kind.ACTION, (self.action,))},
+        )
+        policy.validate()
+        return policy
+
+
+USUAL = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
+
+
+def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:
+    """The first of some usual robots that a policy allows, and the policy's settings for it."""
+    for robot in USUAL:
+        try:
+            return robot, robot.fill_in(policy)
+        except ConfigError as error:
+            refusal = error
+    raise ConfigError(f"policy.type={policy.type} allows none of the usual robots: {refusal}") from refusal
+
+
+def imagined_data(policy: PolicyConfig, frames: int) -> Data:
+    """A dataset that has what the policy, whose features are filled in, observes."""
+    deltas = deltas_of(policy)
+    return Data(
+        frames,
+        tuple(
+            Camera(feature.shape[1], feature.shape[2], len(deltas.get(name, [0])))
+            for name, feature in policy.images.items()
+        ),
+    )
+
+
+def parse_cameras(text: str) -> tuple[int, int, int]:
+    """2x480x640 -> number, height, width."""
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if not found:
+        raise ConfigError(f"--cameras={text} must be NUMBERxHEIGHTxWIDTH, such as 2x480x640.")
+    number, height, width = map(int, found.groups())
+    return number, height, width

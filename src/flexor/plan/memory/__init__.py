@@ -1,0 +1,1 @@
+"""Traces -> the peak of a GPU's memory."""

@@ -1,0 +1,327 @@
+"""How torch hands out a GPU's memory, so that a list of births and deaths becomes a peak in bytes.
+
+What a process takes from the driver is not the sum of its tensors: torch's caching allocator rounds requests, gets
+memory in segments, splits and merges blocks, and gives nothing back. Its rules are few and deterministic, so they
+are played here rather than covered by a factor. Not modelled: blocks that another stream still uses when they are
+freed (torch waits for that stream), and memory pools of CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexor.plan.trace.events import Event, Step, Trace
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+ROUND = 512  # every request is a multiple of this
+SMALL = MIB  # requests up to here are served from small segments
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+LARGE = 10 * MIB  # requests from here on have a segment of their own size
+ROUND_SEGMENT = 2 * MIB
+
+
+class OutOfMemory(Exception):
+    """The request does not fit, not even with all that is cached given back."""
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A run of addresses within a segment, between its neighbours there."""
+
+    address: int
+    size: int
+    pool: tuple[int, bool]  # stream, small
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+    def __lt__(self, other: Block) -> bool:
+        return self.address < other.address
+
+
+Entry = tuple[int, Block]  # size, and among equals the lowest address
+
+
+@dataclass
+class CachingAllocator:
+    """The rules of `c10::cuda::CUDACachingAllocator` as torch ships it; `malloc` and `free` are all there is."""
+
+    capacity: int | None = None
+    """Bytes that the driver can give; None for any number."""
+    expandable: bool = False
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: one segment per pool that grows at its end."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    retries: int = 0  # times that cached memory had to be given back
+
+    _free: dict[tuple[int, bool], list[Entry]] = field(default_factory=lambda: defaultdict(list))
+    _ends: dict[tuple[int, bool], Block] = field(default_factory=dict)  # last block of expandable segments
+    _starts: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _next_address: int = 1 << 40
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
+        """A block of at least that many bytes; a tensor without elements has none."""
+        if nbytes <= 0:
+            return None
+        size = _up(nbytes, ROUND)
+        pool = (stream, size <= SMALL)
+        block = self._best_fit(pool, size) or self._new_segment(pool, size)
+        block.free = False
+        self._split(block, size)
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        """Give back what `malloc` gave; it merges with free neighbours."""
+        if block is None:
+            return
+        assert not block.free, "freed twice"
+        self.allocated -= block.size
+        block.free = True
+        if block.after is not None and block.after.free:
+            self._take(block.after)
+            block = self._merge(block, block.after)
+        if block.before is not None and block.before.free:
+            self._take(block.before)
+            block = self._merge(block.before, block)
+        insort(self._free[block.pool], (block.size, block))
+
+    def forget_peaks(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    # Blocks.
+
+    def _best_fit(self, pool: tuple[int, bool], size: int) -> Block | None:
+        """The smallest free block that is large enough; the end of a segment that can grow counts as the largest."""
+        free = self._free[pool]
+        at = bisect_left(free, size, key=lambda entry: entry[0])
+        if at == len(free):
+            return None
+        if free[at][1] is self._ends.get(pool) and at + 1 < len(free):
+            at += 1
+        return free.pop(at)[1]
+
+    def _split(self, block: Block, size: int) -> None:
+        """Keep what is left of a block, unless it is too little to be worth it."""
+        left = block.size - size
+        small = block.pool[1] or self.expandable
+        if left < ROUND if small else left <= SMALL:
+            return
+        rest = self._cut(block, size)
+        rest.free = True
+        insort(self._free[block.pool], (rest.size, rest))
+
+    def _cut(self, block: Block, size: int) -> Block:
+        """Shorten a block; what follows it is a block of its own."""
+        rest = Block(block.address + size, block.size - size, block.pool, block.free, block, block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        if self._ends.get(block.pool) is block:
+            self._ends[block.pool] = rest
+        return rest
+
+    def _merge(self, left: Block, right: Block) -> Block:
+        left.size += right.size
+        left.after = right.after
+        if right.after is not None:
+            right.after.before = left
+        if self._ends.get(left.pool) is right:
+            self._ends[left.pool] = left
+        return left
+
+    def _take(self, block: Block) -> None:
+        free = self._free[block.pool]
+        del free[bisect_left(free, (block.size, block))]
+
+    # Segments.
+
+    def _new_segment(self, pool: tuple[int, bool], size: int) -> Block:
+        if self.expandable:
+            return self._grow(pool, size)
+        nbytes = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else _up(size, ROUND_SEGMENT)
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            self.retries += 1
+            self._give_back()
+        self._reserve(nbytes)
+        block = Block(self._next_address, nbytes, pool)
+        self._next_address += nbytes + ROUND_SEGMENT  # segments never touch, so they never merge
+        return block
+
+    def _grow(self, pool: tuple[int, bool], size: int) -> Block:
+        """More pages at the end of the segment; what is free there already counts."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        end = self._ends.get(pool)
+        there = end.size if end is not None and end.free else 0
+        if self.capacity is not None and self.reserved + _up(size - there, page) > self.capacity:
+            self.retries += 1
+            self._give_back()
+            end = self._ends.get(pool)  # its pages may have been given back too
+            there = end.size if end is not None and end.free else 0
+        nbytes = _up(size - there, page)
+        self._reserve(nbytes)
+        if end is not None and end.free:
+            self._take(end)
+            end.size += nbytes
+            return end
+        block = Block(self._next_address if end is None else end.address + end.size, nbytes, pool)
+        if end is None:
+            self._starts[pool] = block.address
+            self._next_address += 1 << 44
+        else:
+            end.after, block.before = block, end
+        self._ends[pool] = block
+        return block
+
+    def _reserve(self, nbytes: int) -> None:
+        if self.capacity is not None and self.reserved + nbytes > self.capacity:
+            raise OutOfMemory(f"{nbytes} bytes on top of {self.reserved} of {self.capacity}")
+        self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _give_back(self) -> None:
+        """Segments that are wholly free go back to the driver; of segments that grow, whole free pages."""
+        for pool, free in self._free.items():
+            blocks = [block for _, block in free]
+            if self.expandable:
+                for block in blocks:
+                    self._unmap(pool, block)
+                continue
+            whole = {id(block) for block in blocks if block.before is None and block.after is None}
+            self.reserved -= sum(block.size for block in blocks if id(block) in whole)
+            free[:] = [entry for entry in free if id(entry[1]) not in whole]
+
+    def _unmap(self, pool: tuple[int, bool], block: Block) -> None:
+        """Give back a free block's whole pages. Their addresses stay taken: the segment grows at its end only."""
+        page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        first = _up(block.address - self._starts[pool], page) + self._starts[pool] - block.address
+        nbytes = (block.size - first) // page * page
+        if nbytes <= 0:
+            return
+        self._take(block)
+        hole = self._cut(block, first) if first else block
+        rest = self._cut(hole, nbytes) if hole.size > nbytes else None
+        hole.free = False
+        for part in (block if first else None, rest):
+            if part is not None:
+                insort(self._free[pool], (part.size, part))
+        self.reserved -= nbytes
+
+
+@dataclass
+class Peak:
+    """The most that a run takes of torch's allocator."""
+
+    allocated: int
+    reserved: int
+    """What the driver has given, which is what other processes miss."""
+    by_category: dict[str, int]
+    """What the allocated bytes are for; they add up."""
+    step: int
+    op: int
+    """During which operation of the trace."""
+    timeline: list[tuple[int, int]]
+    """(operation, bytes allocated after it) of the last step."""
+    retries: int = 0
+
+
+COPYING = 1  # the stream on which batches come to the GPU; computing is on stream 0
+
+
+class _Player:
+    """Plays the events of a trace on an allocator, and looks at what is there when most is."""
+
+    def __init__(self, trace: Trace, memory: CachingAllocator):
+        self.trace, self.memory = trace, memory
+        self.blocks: dict[int, Block | None] = {}
+        self.held: dict[str, int] = defaultdict(int)
+        self.batches: list[int] = []  # storages of the last step's
+        self.peak = Peak(0, 0, {}, 0, 0, [])
+
+    def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
+        """`fresh`: otherwise what is there already, such as the optimizer's state, is not made again."""
+        trace, blocks = self.trace, self.blocks
+        for event in events:
+            if event.what == "dies":
+                self._free(event.storage, blocks)
+            elif event.what == "scratch":
+                block = self.memory.malloc(event.nbytes)
+                self._look(event.op, step, 0 if block is None else block.size)
+                self.memory.free(block)
+            elif fresh or event.storage not in blocks:
+                loading = event.op >= 0 and trace.ops[event.op].phase == "load"
+                block = self.memory.malloc(event.nbytes, COPYING if loading else 0)
+                blocks[event.storage] = block
+                if block is not None:
+                    self.held[trace.category[event.storage]] += block.size
+                self._look(event.op, step)
+
+    def _free(self, storage: int, blocks: dict[int, Block | None]) -> None:
+        block = blocks.pop(storage, None)
+        if block is not None:
+            self.held[self.trace.category[storage]] -= block.size
+            self.memory.free(block)
+
+    def _look(self, op: int, step: int, scratch: int = 0) -> None:
+        if self.memory.allocated > self.peak.allocated:
+            self.peak.allocated, self.peak.op, self.peak.step = self.memory.allocated, op, step
+            self.peak.by_category = dict(self.held)
+            if scratch:
+                self.peak.by_category["workspaces"] = self.held["workspaces"] + scratch
+        self.peak.timeline.append((op, self.memory.allocated))
+
+    def step(self, step: Step, again: bool) -> None:
+        """One optimizer step. Its batches come while those of the step before are still there."""
+        events = self.trace.events
+        old = {key: self.blocks.pop(key) for key in self.batches if key in self.blocks}
+        self.peak.timeline.clear()
+        self.play(events[step.start : step.loaded], step.number)
+        for storage in list(old):
+            self._free(storage, old)
+        self.batches = self._batches(step)
+        until = self._last_use(step)
+        self.play(events[step.loaded : until], step.number, fresh=not again)
+
+    def _batches(self, step: Step) -> list[int]:
+        """Storages of the step's batches, which its loading leaves behind."""
+        left: dict[int, None] = {}
+        for event in self.trace.events[step.start : step.loaded]:
+            if event.what == "born":
+                left[event.storage] = None
+            elif event.what == "dies":
+                left.pop(event.storage, None)
+        return list(left)
+
+    def _last_use(self, step: Step) -> int:
+        """The trace lets go of its batches at the very end of the step; a run does when it has the next ones."""
+        events, batches, at = self.trace.events, set(self.batches), step.end
+        while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:
+            at -= 1
+        return at
+
+
+def replay(trace: Trace, steps: int = 3, *, capacity: int | None = None, expandable: bool = False) -> Peak:
+    """The peak of a run's first steps; from the third on they are alike. Raises `OutOfMemory` over the capacity."""
+    memory = CachingAllocator(capacity, expandable)
+    player = _Player(trace, memory)
+    player.play(trace.events[: trace.built], 0)
+    for number in range(max(steps, len(trace.steps))):
+        seen = min(number, len(trace.steps) - 1)
+        player.step(trace.steps[seen], again=number > seen)
+    player.peak.reserved, player.peak.retries = memory.peak_reserved, memory.retries
+    player.peak.by_category = {key: value for key, value in player.peak.by_category.items() if value}
+    return player.peak
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple

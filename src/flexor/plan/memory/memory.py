@@ -1,0 +1,338 @@
+"""How much of a GPU's memory a run takes, for what, and when: a trace played on the allocator, and what comes on top.
+
+On top are the CUDA context with its kernels, and what many processes need to talk. Strategies of many processes
+change a trace by rules: what is sharded shrinks, what is gathered for a while is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from flexor.config.schema import ParallelConfig, TrainConfig
+from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
+from flexor.plan.trace.cuda_on_meta import Card
+from flexor.plan.trace.events import Category, Event, Step, Trace
+from flexor.plan.trace.trace import trace_step
+from flexor.plan.trace.traces import Traces
+from flexor.train.ranks.split import hsdp_sizes, split_batch
+
+MOST = 4096  # samples in a pass; nobody wants to know more
+# Samples in a pass by which a peak is extended: with few, what does not grow with them may be the peak.
+FAR = (32, 64)
+
+CONTEXT = 500 * MIB  # of CUDA, and the kernels that a run loads
+CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
+NCCL = 300 * MIB  # buffers and kernels of its own; 200 to 500 MiB, depending on links
+SPARE = 0.01  # of a GPU's memory
+BUCKET = 25 * MIB  # of gradients, that DDP sends at once
+
+# What is shared out by FSDP.
+SHARDED: tuple[Category, ...] = ("weights", "optimizer", "ema")
+
+
+@dataclass(frozen=True)
+class Share:
+    """How processes share a run."""
+
+    strategy: str = "one process"
+    world_size: int = 1
+    parts: int = 1
+    """In how many parts each weight is."""
+
+
+@dataclass
+class MemoryPlan:
+    """Bytes of one GPU at the peak of a run. The parts add up to `total`."""
+
+    batch_size: int
+    accumulation: int
+    share: Share
+    parts: dict[str, int]
+    """weights, buffers, casts, gradients, optimizer, ema, batch, activations, workspaces, other: at the peak."""
+    allocator: int
+    """What torch has from the driver and does not use at the peak."""
+    context: int
+    """Outside torch's allocator: CUDA's context, kernels, and NCCL's buffers."""
+    phase: str
+    """Where in a step the peak is: load, batch, forward, backward, clip, optimizer or ema."""
+    operation: str
+    module: str
+    step: int
+    timeline: list[tuple[int, int]] = field(repr=False)
+    """(operation, bytes allocated after it) of a step."""
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def reserved(self) -> int:
+        return self.allocated + self.allocator
+
+    @property
+    def total(self) -> int:
+        """What `nvidia-smi` shows of the process."""
+        return self.reserved + self.context
+
+    def part(self, name: str) -> int:
+        return self.parts.get(name, 0)
+
+    def within(self, memory: int) -> MemoryPlan:
+        """The same on a GPU where it just fits: torch gives back what it does not use when there is no more."""
+        return replace(self, allocator=min(self.allocator, memory - self.allocated - self.context))
+
+
+class MemoryPlanner:
+    """Memory of a run for any batch size. The first plan takes two traces, all others next to nothing.
+
+    `expandable`: torch's allocator has segments that grow, which is what the trainer tells it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        gpu: Card,
+        *,
+        world_size: int = 1,
+        local_world_size: int | None = None,
+        expandable: bool = True,
+        traces: Traces | None = None,
+    ):
+        self.config, self.gpu, self.expandable = config, gpu, expandable
+        self.world_size = world_size
+        self.local_world_size = local_world_size or world_size
+        self.traces = traces or Traces(config)
+
+    def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
+        """What a step does with that many samples in each pass, as one process alone does it."""
+        accumulation = accumulation or self.accumulation(batch_size)
+        return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
+
+    def accumulation(self, batch_size: int) -> int:
+        return split_batch(replace(self.config, batch_size=batch_size), self.world_size).accumulation
+
+    def at(self, batch_size: int, accumulation: int | None = None) -> MemoryPlan:
+        trace = self.trace(batch_size, accumulation, costs=False)
+        return self.plan(trace)
+
+    def plan(self, trace: Trace) -> MemoryPlan:
+        share = self.share(trace)
+        peak = replay(shared_out(trace, share, self.config), expandable=self.expandable)
+        return self._described(trace, peak, share)
+
+    def share(self, trace: Trace) -> Share:
+        return share_of(self.config, self.gpu, trace, self.world_size, self.local_world_size)
+
+    def _described(self, trace: Trace, peak: Peak, share: Share) -> MemoryPlan:
+        op = trace.ops[peak.op]
+        return MemoryPlan(
+            batch_size=trace.batch_size,
+            accumulation=trace.accumulation,
+            share=share,
+            parts=peak.by_category,
+            allocator=peak.reserved - peak.allocated,
+            context=context_of(self.gpu, self.world_size),
+            phase=op.phase,
+            operation=op.name,
+            module=op.module,
+            step=peak.step,
+            timeline=peak.timeline,
+        )
+
+    def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
+        """Whether it runs at all, even if torch has to give back what it has cached now and then."""
+        trace = self.trace(batch_size, accumulation, costs=False)
+        capacity = usable(self.gpu) - context_of(self.gpu, self.world_size)
+        try:
+            replay(
+                shared_out(trace, self.share(trace), self.config),
+                capacity=capacity,
+                expandable=self.expandable,
+            )
+        except OutOfMemory:
+            return False
+        return True
+
+    def largest_batch(self, accumulation: int | None = None) -> int:
+        """Most samples in a pass that fit, up to `MOST`; 0 if not even one does."""
+        accumulation = accumulation or self.config.gradient_accumulation_steps or 1
+        fits, too_many = self._bounds(accumulation)
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self.fits(middle, accumulation) else (fits, middle)
+        return fits
+
+    def _bounds(self, accumulation: int) -> tuple[int, int]:
+        """A batch size that fits and one that does not, on both sides of where a straight line leads."""
+        (less, of_less), (more, of_more) = ((size, self.at(size, accumulation).allocated) for size in FAR)
+        room = usable(self.gpu) - context_of(self.gpu, self.world_size)
+        slope = max(1.0, (of_more - of_less) / (more - less))
+        guess = min(max(1, round(more + (room - of_more) / slope)), MOST)
+        width = max(1, guess // 32)
+        if self.fits(guess, accumulation):
+            while guess + width <= MOST and self.fits(guess + width, accumulation):
+                guess, width = guess + width, 2 * width
+            return guess, min(guess + width, MOST + 1)
+        while guess - width > 0 and not self.fits(guess - width, accumulation):
+            guess, width = guess - width, 2 * width
+        return max(0, guess - width), guess
+
+
+def plan_memory(
+    config: TrainConfig,
+    gpu: Card,
+    batch_size: int | None = None,
+    *,
+    world_size: int = 1,
+    local_world_size: int | None = None,
+    expandable: bool = True,
+) -> MemoryPlan:
+    """The memory of a run on one of its GPUs, from a single trace; for many batch sizes use a `MemoryPlanner`."""
+    planner = MemoryPlanner(
+        config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
+    )
+    batch_size = batch_size or split_batch(replace(config), world_size).batch_size
+    return planner.plan(trace_step(config, batch_size, gpu, planner.accumulation(batch_size)))
+
+
+def context_of(gpu: Card, world_size: int = 1) -> int:
+    """Bytes outside torch's allocator."""
+    if gpu.compute_capability is None:
+        return 0
+    context = CONTEXT_HOPPER if gpu.compute_capability[0] in (9, 10) else CONTEXT
+    return context + (NCCL if world_size > 1 else 0)
+
+
+def usable(gpu: Card) -> int:
+    """Bytes that a process may take. To the last one nothing fits: allocators leave gaps, and others want some too."""
+    return round(gpu.memory * (1 - SPARE))
+
+
+# Many processes.
+
+
+def share_of(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> Share:
+    if world_size == 1:
+        return Share()
+    parallel = config.parallel
+    strategy: str = parallel.strategy
+    if strategy == "auto":
+        strategy = _automatic(config, gpu, trace, world_size, local_world_size)
+    if strategy == "ddp":
+        return Share("ddp", world_size)
+    if strategy == "fsdp":
+        return Share("fsdp", world_size, world_size)
+    _, parts = hsdp_sizes(world_size, local_world_size, parallel.dp_replicate, parallel.dp_shard)
+    return Share("hsdp", world_size, parts)
+
+
+def _automatic(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> str:
+    """As `train.build.pick_strategy` decides it."""
+    average = 4 * trace.trained if config.ema.enable else 0
+    need = trace.nbytes("weights") + 3 * trace.gradients + average
+    room = gpu.memory // 2
+    if need <= room:
+        return "ddp"
+    return "hsdp" if world_size > local_world_size and need / local_world_size <= room else "fsdp"
+
+
+def shared_out(trace: Trace, share: Share, config: TrainConfig) -> Trace:
+    """The trace of one of many processes."""
+    if share.world_size == 1:
+        return trace
+    if share.strategy == "ddp":
+        return _with_buckets(trace)
+    return _in_parts(trace, share.parts, config)
+
+
+def _with_buckets(trace: Trace) -> Trace:
+    """DDP: gradients live in buckets that are always there; each is computed beside them and copied over."""
+    category: dict[int, Category] = dict(trace.category)
+    buckets = _births(_pieces(trace.gradients, BUCKET), category, "gradients")
+    own = {storage for storage, what in trace.category.items() if what == "gradients"}
+
+    def change(events: list[Event]) -> list[Event]:
+        out: list[Event] = []
+        waiting: int | None = None
+        for event in events:
+            if event.what == "dies" and event.storage in own:
+                continue
+            out.append(event)
+            if event.what == "born" and waiting is not None:
+                out.append(Event("dies", waiting, 0, event.op))  # copied before the next was computed
+                waiting = None
+            if event.what == "born" and event.storage in own:
+                waiting = event.storage
+        if waiting is not None:
+            out.append(Event("dies", waiting, 0, events[-1].op))
+        return out
+
+    return _rewritten(trace, buckets, change, category)
+
+
+def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
+    """FSDP: a part of each weight, its gradient and state; blocks are whole while they compute.
+
+    Beside the parts: what is left over of the policy, which is whole all the time, two blocks (one computes while the
+    next is gathered), and a block's gradient with the float32 buffer in which ranks add it up. Instead of copies that
+    autocast makes, weights are gathered in the lower precision.
+    """
+    parallel: ParallelConfig = config.parallel
+    width = 4 if config.precision == "no" else 2
+    *units, rest = (numbers for numbers, _ in trace.units)
+    units = sorted(units, reverse=True)
+    whole = rest + sum(units[:2] if parallel.reshard_after_forward else units)
+    largest = max(trained for _, trained in trace.units)
+    gathered = [whole * width, largest * width, largest * 4]
+    category: dict[int, Category] = dict(trace.category)
+    added = [
+        *_births(gathered[:1], category, "weights"),
+        *_births([*gathered[1:], -(-trace.gradients // parts)], category, "gradients"),
+    ]
+    on_host = ("weights", "optimizer") if parallel.cpu_offload else ()
+
+    def change(events: list[Event]) -> list[Event]:
+        out = []
+        for event in events:
+            what = trace.category.get(event.storage)
+            if what in SHARDED and event.what == "born":
+                event = event._replace(nbytes=0 if what in on_host else -(-event.nbytes // parts))
+            if what not in ("casts", "gradients"):
+                out.append(event)
+        return out
+
+    return _rewritten(trace, added, change, category)
+
+
+def _pieces(nbytes: int, most: int) -> list[int]:
+    whole, left = divmod(nbytes, most)
+    return [most] * whole + ([left] if left else [])
+
+
+def _births(sizes: Iterable[int], category: dict[int, Category], what: Category) -> list[Event]:
+    """Memory that a trace does not have."""
+    events = []
+    for nbytes in sizes:
+        number = max(category) + 1
+        category[number] = what
+        events.append(Event("born", number, nbytes, 0))
+    return events
+
+
+def _rewritten(
+    trace: Trace,
+    added: list[Event],
+    change: Callable[[list[Event]], list[Event]],
+    category: dict[int, Category],
+) -> Trace:
+    """The trace with something added to what is built, and every part of it changed."""
+    events = [*change(trace.events[: trace.built]), *added]
+    built, steps = len(events), []
+    for step in trace.steps:
+        start = len(events)
+        events += change(trace.events[step.start : step.loaded])
+        loaded = len(events)
+        events += change(trace.events[step.loaded : step.end])
+        steps.append(Step(step.number, start, loaded, len(events)))
+    return replace(trace, events=events, category=category, built=built, steps=steps)

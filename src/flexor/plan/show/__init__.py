@@ -1,0 +1,1 @@
+"""Plans as text, JSON, a page and the hardware guide."""

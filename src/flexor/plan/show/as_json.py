@@ -1,0 +1,178 @@
+"""A study of a run as a program reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from flexor.plan.advise import Change
+from flexor.plan.compare import Study
+from flexor.plan.plan import Plan
+from flexor.plan.rank import Choice
+
+
+def to_json(study: Study) -> dict[str, Any]:
+    """Everything, with the unit in each name."""
+    plan = study.plan
+    result = {
+        "policy": plan.config.policy.type,
+        "gpu": plan.site.gpu.name,
+        "gpus": plan.site.gpus,
+        "nodes": plan.site.nodes,
+        "strategy": plan.memory.share.strategy,
+        "batch_size": plan.split.batch_size,
+        "accumulation": plan.split.accumulation,
+        "global_batch_size": plan.split.global_batch,
+        "steps": plan.config.steps,
+        "epochs": plan.epochs,
+        "parameters": plan.parameters,
+        "trained_parameters": plan.trained,
+        "fits": plan.fits,
+        "largest_batch": plan.largest_batch,
+        "memory": _memory(plan),
+        "time": _time(plan),
+        "data": _data(plan),
+        "host": _host(plan),
+        "robot": _robot(plan),
+        "experiments": asdict(plan.together) if plan.together else None,
+        "money": _money(plan),
+        "changes": [_change(change) for change in study.changes],
+        "remedy": [change.setting for change in study.remedy],
+        "choices": [_choice(choice) for choice in study.choices],
+    }
+    return json.loads(json.dumps(_finite(result)))
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        **{f"{name}_bytes": size for name, size in memory.parts.items()},
+        "allocator_bytes": memory.allocator,
+        "context_bytes": memory.context,
+        "frames_bytes": plan.frames_on_gpu,
+        "allocated_bytes": memory.allocated,
+        "reserved_bytes": memory.reserved,
+        "peak_bytes": plan.peak,
+        "gpu_bytes": plan.site.gpu.memory,
+        "peak_phase": memory.phase,
+        "peak_module": memory.module,
+        "peak_operation": memory.operation,
+    }
+
+
+def _time(plan: Plan) -> dict[str, Any]:
+    step = plan.pace.step
+    return {
+        "step_s": step.seconds,
+        "spread": step.spread,
+        "calibrated": step.calibrated,
+        "bound": step.bound,
+        "gpu_s": step.gpu,
+        "host_s": step.host,
+        "communication_s": step.communication,
+        "exposed_s": step.exposed,
+        "at_best_s": step.at_best,
+        "compiled_at_best_s": step.compiled_at_best,
+        "flops": step.flops,
+        "mfu": step.mfu,
+        "waits": list(plan.waits),
+        "samples_per_s": plan.samples_per_s,
+        "run_s": plan.pace.seconds,
+    }
+
+
+def _data(plan: Plan) -> dict[str, Any]:
+    pace = plan.pace
+    return {
+        "frames": plan.data.frames,
+        "tier": pace.tier,
+        "bound": plan.data_bound,
+        "wanted_samples_per_s": pace.later.wanted,
+        "first_epoch_samples_per_s": pace.first.loaded,
+        "later_samples_per_s": pace.later.loaded,
+        "threads_needed": pace.later.threads,
+        "cores_needed": pace.later.cores,
+    }
+
+
+def _host(plan: Plan) -> dict[str, Any]:
+    return {
+        **{f"memory_{name}_bytes": size for name, size in asdict(plan.host_memory).items()},
+        "memory_bytes": plan.host_memory.total,
+        **{f"disk_{name}_bytes": size for name, size in asdict(plan.disk).items()},
+        "disk_bytes": plan.disk.total,
+        "checkpoint_bytes": plan.checkpoint,
+        "checkpoints_at_most": plan.kept.most,
+        "cores": plan.site.host.cores,
+        "source": plan.site.host.source,
+    }
+
+
+def _robot(plan: Plan) -> dict[str, Any]:
+    wire = plan.robot
+    return {
+        "rate_hz": plan.rate_hz,
+        "exchanges_per_s": wire.per_s,
+        "observation_raw_bytes": wire.raw,
+        "observation_jpeg_bytes": wire.jpeg,
+        "answer_bytes": wire.answer,
+        "up_raw_mbit_per_s": wire.mbit_up(False),
+        "up_jpeg_mbit_per_s": wire.mbit_up(True),
+        "down_mbit_per_s": wire.mbit_down,
+    }
+
+
+def _money(plan: Plan) -> dict[str, Any]:
+    paid, site = plan.money, plan.site
+    return {
+        "rent_usd": paid.rent,
+        "rent_usd_per_hour": site.usd_per_hour,
+        "rent_source": site.price_source,
+        "energy_kwh": paid.energy.kwh,
+        "energy_usd": paid.energy.usd,
+        "power_w": paid.energy.watts,
+        "buy_usd": paid.own.usd if paid.own else None,
+        "buying_pays_after_hours": paid.against.hours if paid.against else None,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: what has no end is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _change(change: Change) -> dict[str, Any]:
+    assert change.effect
+    return {
+        "name": change.name,
+        "setting": change.setting,
+        "harm": change.harm.name.lower(),
+        "saves_bytes": change.effect.memory,
+        "step_times": change.effect.time,
+        "gpus_times": change.effect.gpus,
+    }
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    split = choice.split
+    return {
+        "gpu": choice.gpu.name,
+        "gpus": choice.gpus,
+        "fits": choice.fits,
+        "batch_size": split.batch_size if split else None,
+        "accumulation": split.accumulation if split else None,
+        "peak_bytes": choice.peak,
+        "step_s": choice.step_s,
+        "run_s": choice.hours * 3600,
+        "spread": choice.spread,
+        "bound": choice.bound,
+        "rent_usd": choice.usd,
+        "rent_usd_per_hour": choice.usd_per_hour,
+        "energy_usd": choice.energy_usd,
+    }

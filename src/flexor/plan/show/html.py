@@ -1,0 +1,202 @@
+"""One page about a planned run, with plots drawn here: nothing is loaded from anywhere, light and dark."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexor.plan.compare import Study
+from flexor.plan.memory.memory import MemoryPlanner
+from flexor.plan.show.report import duration, number, render
+from flexor.plan.speed.time import step_time
+from flexor.policies.external import short_name
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 64, 40, 16
+POINTS = 600  # of a curve; a step has thousands of operations
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --soft: #6b7280; --grid: #e5e7eb; --line: #2563eb;
+  --mark: #d97706; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --paper: #16181c; --soft: #9ca3af; --grid: #30343b;
+  --line: #60a5fa; --mark: #fbbf24; } }
+body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }
+pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
+svg { max-width: 100%; height: auto; } figure { margin: 2rem 0; } figcaption { color: var(--soft); }
+text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--grid); }
+.line { fill: none; stroke: var(--line); stroke-width: 2; } .limit { stroke: var(--mark); stroke-dasharray: 5 4; }
+circle { fill: var(--line); } circle.best { fill: var(--mark); } text.name { fill: var(--ink); }
+"""
+
+
+def page(study: Study) -> str:
+    """The whole file."""
+    plan = study.plan
+    title = f"{short_name(plan.config.policy.type)} on {plan.site.gpu.name}"
+    figures = [
+        ("Memory over a step", memory_plot(study)),
+        ("Time of a step against batch size", batch_plot(study)),
+        ("Cost against time, for every GPU that can be rented", cost_plot(study)),
+    ]
+    drawn = "\n".join(
+        f"<figure>\n<figcaption>{caption}</figcaption>\n{plot}\n</figure>" for caption, plot in figures
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<style>{STYLE}</style>\n<h1>{html.escape(title)}</h1>\n{drawn}\n<pre>{html.escape(render(study))}</pre>\n"
+        "</html>\n"
+    )
+
+
+# The three plots.
+
+
+def memory_plot(study: Study) -> str:
+    plan = study.plan
+    timeline = thinned([(float(op), float(size)) for op, size in plan.memory.timeline])
+    first = timeline[0][0]
+    points = [(op - first, size / 1e9) for op, size in timeline]
+    room = (plan.site.gpu.memory - plan.memory.context) / 1e9
+    top = max(size for _, size in points) * 1.1
+    axes = Axes((0, points[-1][0]), (0, max(top, room) if room < 2 * top else top))
+    drawn = axes.frame("operation", "GB allocated", "{:.0f}".format, number) + axes.line(points)
+    if room <= axes.y[1]:
+        drawn += axes.level(room, f"what the {plan.site.gpu.name} has")
+    return svg(drawn)
+
+
+def batch_plot(study: Study) -> str:
+    plan = study.plan
+    most = max(plan.largest_batch or 0, plan.split.batch_size)
+    sizes = sorted({size for size in BATCHES if size <= most} | {plan.split.batch_size})
+    planner = MemoryPlanner(plan.config, plan.site.gpu, world_size=plan.site.world_size, traces=study.traces)
+    points = []
+    for size in sizes:
+        trace = planner.traces.at(size, plan.split.accumulation, plan.site.gpu, exact=False)
+        step = step_time(
+            trace,
+            plan.site.gpu,
+            config=plan.config,
+            share=plan.memory.share,
+            link=plan.site.slowest_link,
+        )
+        points.append((math.log2(size), step.seconds * 1e3))
+    axes = Axes((0, max(1, points[-1][0])), (0, max(time for _, time in points) * 1.1))
+    drawn = axes.frame("samples in a pass", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, whole=True)
+    drawn += axes.line(points)
+    for place, time in points:
+        now = round(2**place) == plan.split.batch_size
+        drawn += axes.dot(place, time, f"batch {2**place:.0f}: {time:.1f} ms", best=now)
+    return svg(drawn)
+
+
+def cost_plot(study: Study) -> str:
+    priced = [(choice, choice.usd) for choice in study.choices if choice.fits and choice.usd]
+    if not priced:
+        return "<p>None of these GPUs is in a price list.</p>"
+    hours = [math.log10(choice.hours) for choice, _ in priced]
+    dollars = [math.log10(cost) for _, cost in priced]
+    axes = Axes(_widened(hours), _widened(dollars))
+    drawn = axes.frame("time of the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
+    named: list[tuple[float, float]] = []
+    for (choice, cost), x, y in zip(priced, hours, dollars):
+        best = _is_best(x, y, hours, dollars)
+        text = f"{choice.gpus} x {choice.gpu.name}"
+        drawn += axes.dot(x, y, f"{text}: {duration(choice.hours * 3600)}, {cost:.2f} USD", best=best)
+        place = axes.at(x, y)
+        if best and all(abs(place[1] - other[1]) > 12 or abs(place[0] - other[0]) > 110 for other in named):
+            named.append(place)
+            drawn += (
+                f'<text class="name" x="{place[0] + 7:.0f}" y="{place[1] + 4:.0f}">{html.escape(text)}</text>'
+            )
+    return svg(drawn)
+
+
+def _is_best(x: float, y: float, hours: Sequence[float], dollars: Sequence[float]) -> bool:
+    """Nothing else is both faster and cheaper."""
+    return not any(a <= x and b <= y and (a, b) != (x, y) for a, b in zip(hours, dollars))
+
+
+def _widened(values: Sequence[float]) -> tuple[float, float]:
+    margin = max(0.1, 0.08 * (max(values) - min(values)))
+    return min(values) - margin, max(values) + 2 * margin
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A curve of fewer points that still shows its peaks."""
+    every = -(-len(points) // POINTS)
+    return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
+
+
+# Drawing.
+
+
+@dataclass(frozen=True)
+class Axes:
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """A place on the picture."""
+        right, low = WIDTH - 16, HEIGHT - BOTTOM
+        across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
+        up = (y - self.y[0]) / ((self.y[1] - self.y[0]) or 1)
+        return LEFT + across * (right - LEFT), low - up * (low - TOP)
+
+    def frame(
+        self,
+        across: str,
+        up: str,
+        name_x: Callable[[float], str],
+        name_y: Callable[[float], str],
+        whole: bool = False,
+    ) -> str:
+        """Grid lines with their values, and what the axes are. `whole`: a mark at each whole number across."""
+        marks = (
+            [math.ceil(self.x[0]) + i for i in range(int(self.x[1] - self.x[0]) + 1)]
+            if whole
+            else ticks(*self.x)
+        )
+        drawn = ""
+        for value in marks:
+            x, y = self.at(value, self.y[0])
+            drawn += (
+                f'<text x="{x:.0f}" y="{y + 16:.0f}" text-anchor="middle">{html.escape(name_x(value))}</text>'
+            )
+        for value in ticks(*self.y):
+            x, y = self.at(self.x[0], value)
+            drawn += f'<line class="grid" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
+            drawn += (
+                f'<text x="{x - 6:.0f}" y="{y + 4:.0f}" text-anchor="end">{html.escape(name_y(value))}</text>'
+            )
+        drawn += f'<text x="{WIDTH - 16}" y="{HEIGHT - 4}" text-anchor="end">{across}</text>'
+        return drawn + f'<text x="4" y="12">{up}</text>'
+
+    def line(self, points: Sequence[tuple[float, float]]) -> str:
+        places = [self.at(*point) for point in points]
+        return f'<polyline class="line" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+
+    def dot(self, x: float, y: float, title: str, best: bool = False) -> str:
+        across, down = self.at(x, y)
+        kind = ' class="best"' if best else ""
+        return f'<circle{kind} cx="{across:.1f}" cy="{down:.1f}" r="4"><title>{html.escape(title)}</title></circle>'
+
+    def level(self, value: float, title: str) -> str:
+        x, y = self.at(self.x[0], value)
+        drawn = f'<line class="limit" x1="{x:.0f}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}"/>'
+        return f'{drawn}<text x="{x + 6:.0f}" y="{y - 5:.0f}">{html.escape(title)}</text>'
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Round values between two others, about five."""
+    step = 10 ** math.floor(math.log10(((high - low) or 1) / 4))
+    step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 6)
+    return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def svg(inside: str) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{inside}</svg>'

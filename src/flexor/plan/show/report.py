@@ -1,0 +1,325 @@
+"""A study of a run as a person reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from flexor.core.console import table
+from flexor.core.machine import gigabytes
+from flexor.plan.advise import Change, Harm
+from flexor.plan.compare import Study
+from flexor.plan.memory.memory import MOST
+from flexor.plan.plan import HOURS_PER_MONTH, Plan
+from flexor.plan.rank import Choice, cheapest, fastest
+from flexor.policies.external import short_name
+
+SHOWN = 10  # choices in the terminal
+HARMS = {
+    Harm.TIME: "time",
+    Harm.HARDWARE: "more GPUs",
+    Harm.ROUNDING: "rounding",
+    Harm.LEARNING: "another training",
+}
+
+
+def render(study: Study) -> str:
+    """The answer, then where it comes from."""
+    sections = [
+        answer(study),
+        _changes(study),
+        _memory(study.plan),
+        _time(study.plan),
+        _host(study.plan),
+        _robot(study.plan),
+        _money(study.plan, study),
+        _choices(study),
+        _assumptions(study),
+    ]
+    return "\n\n".join(section for section in sections if section)
+
+
+# The answer.
+
+
+def answer(study: Study) -> str:
+    plan = study.plan
+    gpu, step = plan.site.gpu, plan.pace.step
+    policy = short_name(plan.config.policy.type)
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines = [
+        f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
+        f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
+        f"({number(plan.epochs)} epochs) {duration(plan.pace.seconds)}"
+        f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
+    ]
+    if plan.data_bound:
+        lines.append(
+            f"Training will wait for data: {plan.pace.later.loaded:.0f} samples/s come, "
+            f"{plan.pace.later.wanted:.0f} could be trained on."
+        )
+    if not plan.fits and study.remedy:
+        lines.append(f"It would fit with {' '.join(change.setting for change in study.remedy)}.")
+    elif not plan.fits:
+        lines.append("No change that is known here makes it fit.")
+    return "\n".join(lines)
+
+
+def machines(plan: Plan) -> str:
+    count, nodes = plan.site.gpus, plan.site.nodes
+    name = plan.site.gpu.name
+    article = "an" if name.startswith(("RTX", "A", "L", "H")) else "a"
+    each = f"{count} {name}" if count > 1 else f"{article} {name}"
+    return f"{nodes} nodes with {each} each" if nodes > 1 else each
+
+
+# What it is made of.
+
+
+def _memory(plan: Plan) -> str:
+    memory, split = plan.memory, plan.split
+    rows: list[list[object]] = [["memory of each GPU", "GB"]]
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
+    rows += [[f"  {name}", gb(size)] for name, size in parts if size >= 5e6]
+    small = sum(size for _, size in parts if size < 5e6)
+    if small:
+        rows.append(["  everything smaller", gb(small)])
+    rows.append(["  kept by torch's allocator", gb(memory.allocator)])
+    rows.append(["  CUDA's context and libraries", gb(memory.context)])
+    if plan.frames_on_gpu:
+        rows.append(["  frames of the dataset", gb(plan.frames_on_gpu)])
+    rows.append(["  together, at the peak", gb(plan.peak)])
+    where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
+    lines = [
+        table(rows),
+        f"The peak is in: {where}. Batch {split.batch_size}"
+        + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
+        + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
+        + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
+    ]
+    if plan.largest_batch is not None:
+        more = " or more" if plan.largest_batch == MOST else ""
+        lines.append(f"The largest batch that fits is {plan.largest_batch}{more}.")
+    if plan.together:
+        some = plan.together
+        lines.append(
+            f"{some.fit} such runs fit at once ({some.limit} is the limit); "
+            + (
+                f"{some.useful} of them do {some.faster:.1f} times the work of one."
+                if some.useful > 1
+                else "more than one would only share the GPU."
+            )
+        )
+    return "\n".join(lines)
+
+
+BOUNDS = {
+    "gpu": "The GPU's work bounds the step.",
+    "host": "The host bounds the step: it issues operations more slowly than the GPU works them off. Larger batches "
+    "cost little.",
+    "network": "Traffic between GPUs bounds the step.",
+}
+
+
+def _time(plan: Plan) -> str:
+    step = plan.pace.step
+    rows: list[list[object]] = [["time of a step", "ms"]]
+    rows += [[f"  {name}", ms(seconds)] for name, seconds in sorted(step.gpu.items(), key=lambda x: -x[1])]
+    rows.append(["  the GPU's work together", ms(step.gpu_seconds)])
+    rows.append(["  the host, beside it", ms(step.host_seconds)])
+    if step.communication:
+        rows.append(["  traffic between GPUs", ms(step.communication)])
+        rows.append(["  of that, waited for", ms(step.exposed)])
+    rows.append(["  a step", ms(step.seconds)])
+    basis = (
+        "from a calibration of this machine"
+        if step.calibrated
+        else "from data sheets and how far an H200 stays behind its own; `flexor plan --calibrate` measures yours"
+    )
+    lines = [
+        table(rows),
+        f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data sheet. "
+        f"Times are {basis}.",
+    ]
+    if plan.waits:
+        lines.append(
+            f"The policy makes the host wait for the GPU: {'; '.join(plan.waits)}. Then the two do not overlap, and a "
+            f"step takes up to {ms(step.gpu_seconds + step.host_seconds)} ms."
+        )
+    if plan.config.compile:
+        lines.append(
+            f"Compiled blocks: memory and time are those of the policy as it is, which is the most it takes; at best, "
+            f"if all that can be joined is, a step takes {ms(step.compiled_at_best)} ms."
+        )
+    elif step.bound == "host":
+        lines.append(f"If issuing took no time, as with CUDA graphs, it would be {ms(step.at_best)} ms.")
+    return "\n".join(lines)
+
+
+def _host(plan: Plan) -> str:
+    host, disk, later = plan.host_memory, plan.disk, plan.pace.later
+    rows: list[list[object]] = [["each node", "GB"]]
+    rows += [[f"  memory: {name}", gb(size)] for name, size in asdict(host).items() if size >= 5e6]
+    rows.append(["  memory together", gb(host.total)])
+    rows += [[f"  disk: {name}", gb(size)] for name, size in asdict(disk).items() if size]
+    rows.append(["  disk together, at most", gb(disk.total)])
+    waits = (
+        f"{later.threads} threads in all would be enough ({plan.loading.workers} for each GPU now)"
+        if later.bound
+        else f"{later.threads} of {plan.loading.workers * plan.loading.ranks} loading threads are needed"
+    )
+    first = ""
+    if plan.pace.first.bound and not later.bound:
+        first = f" The first epoch waits for decoding: {plan.pace.first.loaded:.0f} samples/s of {later.wanted:.0f}."
+    return "\n".join(
+        [
+            table(rows),
+            f"Frames: {_tier(plan.pace.tier)}. {waits}; the machine has {plan.site.host.cores} cores and "
+            f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}",
+        ]
+    )
+
+
+def _tier(tier: str) -> str:
+    return {
+        "stream": "decoded anew in each epoch",
+        "ram": "kept in memory",
+        "disk": "kept on disk",
+        "gpu": "kept on the GPU",
+    }[tier]
+
+
+def _robot(plan: Plan) -> str:
+    wire = plan.robot
+    return (
+        f"robot and server: an observation is {gigabytes(wire.raw)} raw or {gigabytes(wire.jpeg)} as JPEG, "
+        f"{wire.per_s:.2g} times a second: {wire.mbit_up(False):.2f} or {wire.mbit_up(True):.2f} Mbit/s up, "
+        f"{wire.mbit_down:.2f} down, at {plan.rate_hz:g} actions a second."
+    )
+
+
+def _money(plan: Plan, study: Study) -> str:
+    paid, site = plan.money, plan.site
+    lines = []
+    if paid.rent is not None and site.usd_per_hour is not None:
+        lines.append(f"rent: {usd(paid.rent)} at {usd(site.usd_per_hour)} an hour ({site.price_source}).")
+    lines.append(
+        f"energy: {paid.energy.kwh:.2f} kWh at {paid.energy.watts:.0f} W, {usd(paid.energy.usd)} at home "
+        f"({study.hardware.prices.kwh:g} USD/kWh)."
+    )
+    if paid.own:
+        lines.append(_buying(plan, study))
+    return "\n".join(lines)
+
+
+def _buying(plan: Plan, study: Study) -> str:
+    own, against = plan.money.own, plan.money.against
+    assert own
+    text = f"buying: {usd(own.usd)} for such a machine"
+    if against is None:
+        return f"{text}; nobody in the list rents it out."
+    if against.hours is None or against.months is None:
+        return f"{text}, which never pays: an hour of it costs more energy than renting."
+    runs = against.hours / plan.pace.hours
+    within = "within" if against.buys else "beyond"
+    return (
+        f"{text}; it has cost less than renting after {against.hours:,.0f} hours ({runs:,.0f} such runs, "
+        f"{against.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} the {study.hardware.prices.years:g} "
+        "years that it is reckoned to last."
+    )
+
+
+def _choices(study: Study) -> str:
+    fitting = [choice for choice in study.choices if choice.fits]
+    if not fitting:
+        return "It fits on none of the GPUs that were compared, not even one sample at a time."
+    shown = fitting[:SHOWN]
+    quick, cheap = fastest(fitting), cheapest(fitting)
+    if quick and quick not in shown:
+        shown.append(quick)
+    rows: list[list[object]] = [["GPU", "count", "batch", "peak GB", "step", "run", "USD", "bound by", ""]]
+    for choice in shown:
+        marks = [word for word, best in (("cheapest", cheap), ("fastest", quick)) if choice is best]
+        rows.append([*_row(choice), " and ".join(marks)])
+    left = len(study.choices) - len(fitting)
+    text = f"the same training (a global batch of {study.plan.split.global_batch}) elsewhere, the cheapest first:"
+    more = f"{len(fitting)} of {len(study.choices)} combinations fit" + (
+        f"; {left} have too little memory." if left else "."
+    )
+    return f"{text}\n{table(rows)}\n{more}"
+
+
+def _row(choice: Choice) -> list[object]:
+    assert choice.split
+    passes = f" x {choice.split.accumulation}" if choice.split.accumulation > 1 else ""
+    return [
+        choice.gpu.name,
+        choice.gpus,
+        f"{choice.split.batch_size}{passes}",
+        gb(choice.peak),
+        duration(choice.step_s),
+        duration(choice.hours * 3600),
+        "-" if choice.usd is None else f"{choice.usd:.2f}",
+        choice.bound,
+    ]
+
+
+def _changes(study: Study) -> str:
+    if not study.changes:
+        return ""
+    rows: list[list[object]] = [["what to change, least harm first", "saves GB", "step takes", "costs", ""]]
+    rows += [_change(change) for change in study.changes]
+    return table(rows)
+
+
+def _change(change: Change) -> list[object]:
+    effect = change.effect
+    assert effect
+    return [change.setting, gb(effect.memory), f"x {effect.time:.2f}", HARMS[change.harm], change.why]
+
+
+def _assumptions(study: Study) -> str:
+    site, lines = study.plan.site, []
+    if study.assumed:
+        lines.append(
+            f"No dataset was named, so this is about {study.assumed}; its files are not counted among what is on disk."
+        )
+    figures = [name for name in ("memory_gib", "bandwidth_gb_s", "tdp_w") if not site.gpu.is_checked(name)]
+    figures += [name for name in site.gpu.tflops if not site.gpu.is_checked(name)]
+    if figures:
+        lines.append(f"Figures of the {site.gpu.name} that nobody has checked: {', '.join(figures)}.")
+    return "\n".join(lines)
+
+
+# Numbers.
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.2f}"
+
+
+def ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def usd(amount: float) -> str:
+    return f"{amount:,.2f} USD" if amount < 100 else f"{amount:,.0f} USD"
+
+
+def plus_minus(spread: float) -> str:
+    return f"(+-{spread:.0%})"
+
+
+def number(value: float) -> str:
+    """To three digits, without powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """As a person would say it."""
+    if seconds < 1:
+        return f"{number(seconds * 1e3)} ms"
+    if seconds < 120:
+        return f"{number(seconds)} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"

@@ -1,0 +1,132 @@
+"""A hardware guide for all policies: what they take and where to begin, made by planning each of them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from flexor.config.schema import TrainConfig
+from flexor.plan.data import FRAMES
+from flexor.plan.data.imagined_robot import Robot, imagined_data, usual_robot
+from flexor.plan.plan import Plan, make_plan, site_of
+from flexor.plan.rank import Choice, Ranking, cheapest, fastest
+from flexor.plan.show.report import duration, gb
+from flexor.plan.site.hardware import Hardware
+from flexor.plan.speed.speeds import assumed
+from flexor.plan.trace.traces import Traces
+from flexor.policies import POLICIES, policy_class
+from flexor.policies.base import PolicyConfig
+
+BATCH, EPOCHS = 8, 5
+REFERENCE = "RTX 4090"  # whose memory is shown; others differ by CUDA's context and the kernels of attention
+PRECISIONS: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
+
+HEAD = f"""# Hardware
+
+Which GPU for which policy. `flexor plan --table` makes this page: every figure is a plan of that policy with its
+default settings, batch {BATCH}, a state and actions of {Robot().state} numbers, and as many cameras as it says. Times
+are for {EPOCHS} epochs of {FRAMES:,} frames on one GPU. [Plan](plan.md) says how sure they are, and plans your own run.
+
+"""
+
+FOOT = f"""
+*Memory* is the peak of one GPU, on an {REFERENCE}. *To buy* is the card with the lowest price that fits it, *to rent*
+the lowest price of the whole run, *fastest* the single GPU that is done first, or the cheapest of those that are. Cards
+without bf16, and those that share the host's memory, are left out. Prices are those of `src/flexor/plan/gpus.toml`,
+each with its date.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy in one precision."""
+
+    kind: str
+    robot: Robot
+    plan: Plan
+    buy: Choice | None
+    rent: Choice | None
+    fast: Choice | None
+
+
+def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -> str:
+    """The page."""
+    made = [row for kind in kinds for row in rows(kind, hardware)]
+    lines = [
+        "| Policy | Cameras | Precision | Parameters | Memory, GB | To buy | To rent | Fastest |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(_line(row, hardware) for row in made),
+    ]
+    return HEAD + "\n".join(lines) + "\n" + FOOT
+
+
+def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
+    with offline(kind) as policy:
+        robot, policy = usual_robot(policy)
+        for precision in PRECISIONS:
+            config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
+            config.precision = precision
+            yield _row(kind, robot, config, hardware)
+
+
+def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Row:
+    data, traces, speeds = imagined_data(config.policy, FRAMES), Traces(config), assumed()
+    config.dataset = replace(config.dataset, cache=replace(config.dataset.cache, tier="disk"))
+    site = site_of(hardware, hardware.find(REFERENCE))
+    plan = make_plan(config, data, site, hardware, traces=traces, speeds=speeds, search=False)
+    ranking = Ranking(
+        replace(config, global_batch_size=BATCH), data, hardware, speeds, traces=traces, calibrated=False
+    )
+    gpus = [gpu for gpu in hardware.gpus.values() if not gpu.unified and "bf16" in gpu.tflops]
+    fitting = [c for c in ranking.choices(gpus, (1,)) if c.split and c.split.accumulation == 1]
+    for_sale = [choice for choice in fitting if choice.gpu.name in hardware.purchases]
+    bought = min(for_sale, key=lambda choice: hardware.purchases[choice.gpu.name].usd, default=None)
+    return Row(kind, robot, plan, bought, cheapest(fitting), fastest(fitting))
+
+
+@contextmanager
+def offline(kind: str) -> Iterator[PolicyConfig]:
+    """A policy's default settings; a CLIP that it would look up on the Hub is described in a folder instead."""
+    config = policy_class(kind).Config()
+    names = [name for name in ("vision_encoder_name", "text_encoder_name") if hasattr(config, name)]
+    if not names:
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix="clip-vit-base-patch16-") as folder:
+        describe_clip(Path(folder))
+        own: dict[str, Any] = dict.fromkeys(names, folder)
+        yield replace(config, **own)
+
+
+def describe_clip(folder: Path) -> None:
+    """The shape of openai/clip-vit-base-patch16, where it differs from what `transformers` assumes."""
+    described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+def _line(row: Row, hardware: Hardware) -> str:
+    plan, robot = row.plan, row.robot
+    buy = "-"
+    if row.buy:
+        buy = f"{row.buy.gpu.name} ({hardware.purchases[row.buy.gpu.name].usd:,.0f} USD): {_time(row.buy)}"
+    rent = f"{row.rent.gpu.name}: {_time(row.rent)}, {row.rent.usd:.2f} USD" if row.rent else "-"
+    cells = [
+        row.kind,
+        f"{robot.cameras} of {robot.height}x{robot.width}",
+        "float32" if plan.config.precision == "no" else plan.config.precision,
+        f"{plan.parameters / 1e6:.1f} M",
+        gb(plan.peak),
+        buy,
+        rent,
+        f"{row.fast.gpu.name}: {_time(row.fast)}" if row.fast else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _time(choice: Choice) -> str:
+    return duration(choice.hours * 3600)

@@ -1,0 +1,1 @@
+"""Where a run may take place: GPUs, clouds, prices."""

@@ -1,0 +1,341 @@
+"""What each GPU is and what it costs: `gpus.toml`, and what a user's own file adds to it or corrects.
+
+Figures are those of data sheets, dense and with fp32 accumulation, so that a roofline over them is a limit and not an
+advertisement. Which of them nobody has checked is written beside them. Prices are dated and meant to be edited.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from flexor.core.errors import ConfigError
+from flexor.core.typed import closest, from_plain
+
+OWN_FILE = "FLEXOR_GPUS"  # environment variable that names a user's file
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
+INSTEAD = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32"}  # what computes it where there is no unit for it
+PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes/s of one lane in one direction
+MAKERS = {"nvidia", "geforce", "tesla", "quadro", "apple"}  # words of a name that tell nothing
+SAME_MEMORY = 0.03  # relative: what a driver or ECC takes differs by so much
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One GPU, in the units of its data sheet; the properties are in bytes, bytes/s and FLOP/s."""
+
+    name: str
+    memory_gib: float
+    bandwidth_gb_s: float
+    tflops: dict[str, float] = field(hash=False)
+    tdp_w: float
+    maker: Literal["nvidia", "apple", "other"] = "nvidia"
+    aliases: tuple[str, ...] = ()
+    unified: bool = False
+    sms: int | None = None
+    capability: str | None = None
+    l2_mib: float | None = None
+    nvlink_gb_s: float | None = None
+    pcie: int | None = None
+    pcie_lanes: int = 16
+    source: str = ""
+    checked: str = ""
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that there are for a process, its CUDA context included."""
+        return round(self.memory_gib * 2**30)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of its memory."""
+        return self.bandwidth_gb_s * 1e9
+
+    def flops(self, dtype: str) -> float:
+        """Dense FLOP/s of matrix products; without a unit for the type, those of the type that is used instead."""
+        assert dtype in DTYPES, dtype
+        rate = self.tflops.get(dtype, self.tflops.get(INSTEAD.get(dtype, ""), 0.0))
+        if not rate:
+            raise ConfigError(
+                f"The {self.name} does not compute in {dtype}: only in {', '.join(self.tflops)}."
+            )
+        return rate * 1e12
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """(major, minor) of CUDA; None if it has none."""
+        if self.capability is None:
+            return None
+        major, _, minor = self.capability.partition(".")
+        return int(major), int(minor)
+
+    @property
+    def host_link(self) -> float:
+        """Bytes/s from the host's memory, in one direction; memory that is the host's needs no link."""
+        if self.unified or self.pcie is None:
+            return self.bandwidth
+        return PCIE_LANE[self.pcie] * self.pcie_lanes
+
+    @property
+    def peer_link(self) -> float:
+        """Bytes/s to the other GPUs of a machine, in one direction, before what collectives lose of it."""
+        return self.nvlink_gb_s * 1e9 / 2 if self.nvlink_gb_s else self.host_link
+
+    def is_checked(self, figure: str) -> bool:
+        """Whether a field, or a dtype of `tflops`, was compared with its source."""
+        return bool(self.checked) and not {"all", figure} & set(self.unchecked)
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """A machine that a cloud rents out."""
+
+    cloud: str
+    name: str
+    gpu: str
+    gpus: int
+    usd_per_hour: float
+    cores: int
+    ram_gb: float
+    disk_gb: float | None = None
+    billed_by_s: int = 1
+    as_of: str = ""
+    source: str = ""
+
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        return self.usd_per_hour / self.gpus
+
+
+@dataclass(frozen=True)
+class Purchase:
+    """What one GPU costs to buy, or a machine that is sold with it inside."""
+
+    usd: float
+    whole_machine: bool = False
+    as_of: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Everything else that money is computed with, in US dollars."""
+
+    kwh: float
+    workstation: float
+    resale: float
+    years: float
+    as_of: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """All GPUs and prices that are known."""
+
+    gpus: dict[str, GPU]
+    flavors: tuple[Flavor, ...]
+    purchases: dict[str, Purchase]
+    prices: Prices
+
+    def find(self, name: str) -> GPU:
+        """The GPU that a person means: its name, an alias or what its driver calls it."""
+        found = _named(name, self.gpus.values())
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise ConfigError(f"{name!r} may be {' or '.join(gpu.name for gpu in found)}: say which.")
+        names = {_folded(known): gpu.name for gpu in self.gpus.values() for known in (gpu.name, *gpu.aliases)}
+        near = dict.fromkeys(
+            names[n] for n in difflib.get_close_matches(_folded(name), names, n=4, cutoff=0.5)
+        )
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(self.gpus)}."
+        raise ConfigError(
+            f"There is no GPU {name!r}. {hint} A GPU of your own goes into a file: --gpus-file or ${OWN_FILE}."
+        )
+
+    def recognise(self, device_name: str, memory: int | None = None) -> GPU | None:
+        """The GPU that `torch.cuda.get_device_name()` names; `memory` in bytes tells variants apart.
+
+        A card with other memory than the one known is that card with this memory.
+        """
+        found = _named(device_name, self.gpus.values())
+        if not found:
+            return None
+        if memory is None:
+            return found[0] if len(found) == 1 else None
+        gpu = min(found, key=lambda gpu: abs(gpu.memory - memory))
+        if abs(gpu.memory - memory) <= SAME_MEMORY * memory:
+            return gpu
+        return replace(gpu, memory_gib=memory / 2**30)
+
+    def offers(self, gpu: GPU, gpus: int = 1) -> list[Flavor]:
+        """Machines with so many of them, the cheapest first."""
+        fitting = [f for f in self.flavors if f.gpu == gpu.name and f.gpus == gpus]
+        return sorted(fitting, key=lambda flavor: flavor.usd_per_hour)
+
+    def flavor(self, name: str) -> Flavor:
+        """A flavor by its name, as NAME or CLOUD/NAME."""
+        found = [f for f in self.flavors if name in (f.name, f"{f.cloud}/{f.name}")]
+        if len(found) == 1:
+            return found[0]
+        full = [f"{f.cloud}/{f.name}" for f in found or self.flavors]
+        if found:
+            raise ConfigError(f"The flavor {name!r} is {' and '.join(full)}: say which.")
+        raise ConfigError(
+            f"There is no flavor {name!r}. {closest(name, [*full, *(f.name for f in self.flavors)])}"
+        )
+
+
+def load_hardware(file: Path | str | None = None) -> Hardware:
+    """What is known, with what $FLEXOR_GPUS and then `file` add or correct."""
+    data = tomllib.loads(resources.files("flexor.plan.site").joinpath("gpus.toml").read_text())
+    for own in (os.environ.get(OWN_FILE), file):
+        if own:
+            _correct(data, _read(Path(own).expanduser()), str(own))
+    return _build(data)
+
+
+def gpu_here(hardware: Hardware) -> GPU | None:
+    """The GPU of this machine that torch would train on; None if there is none."""
+    if torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(torch.cuda.current_device())
+        name, memory = about.name, about.total_memory
+        known = f'sms = {about.multi_processor_count}\ncapability = "{about.major}.{about.minor}"\n'
+    elif torch.backends.mps.is_available() and sys.platform == "darwin":
+        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        name = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        memory, known = torch.mps.recommended_max_memory(), 'maker = "apple"\nunified = true\n'
+    else:
+        return None
+    gpu = hardware.recognise(name, memory)
+    if gpu is None:
+        raise ConfigError(
+            f"This machine's GPU, {name!r}, is not known. Put its data sheet into a file and name that in --gpus-file "
+            f'or ${OWN_FILE}:\n\n[gpus."{name}"]\nmemory_gib = {memory / 2**30:.2f}\n{known}'
+            "bandwidth_gb_s = ...\ntflops = { fp32 = ..., bf16 = ... }\ntdp_w = ..."
+        )
+    return gpu
+
+
+# Names.
+
+
+def _folded(name: str) -> str:
+    """A name without what differs between drivers, shops and people: case, blanks, the maker."""
+    words = re.split(r"[^a-z0-9]+", name.casefold())
+    return "".join(word for word in words if word not in MAKERS)
+
+
+def _named(name: str, gpus: Iterable[GPU]) -> list[GPU]:
+    """The GPU of this name; else all that have it as an alias."""
+    wanted, gpus = _folded(name), list(gpus)
+    exactly = [gpu for gpu in gpus if _folded(gpu.name) == wanted]
+    return exactly or [gpu for gpu in gpus if wanted in map(_folded, gpu.aliases)]
+
+
+# Files.
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"Can't read the GPUs in {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from error
+
+
+def _correct(data: dict[str, Any], own: Mapping[str, Any], file: str) -> None:
+    """Put a user's tables over ours; a GPU may be called by any of its names."""
+    unknown = own.keys() - data.keys()
+    if unknown:
+        raise ConfigError(f"{file}: unknown table {min(unknown)!r}. {closest(min(unknown), data)}")
+    own = dict(own)
+    if "gpus" in own:
+        known = [
+            GPU(name, 0, 0, {}, 0, aliases=tuple(v.get("aliases", ()))) for name, v in data["gpus"].items()
+        ]
+        corrected = {}
+        for name, figures in _table(own["gpus"], f"{file}: gpus").items():
+            figures = dict(_table(figures, f"{file}: gpus.{name}"))
+            same = _named(name, known)
+            if len(same) == 1:
+                name = same[0].name
+                theirs = f"{data['gpus'][name].get('source', '')}; {', '.join(figures)}: {file}"
+                figures.setdefault("source", theirs)
+            corrected[name] = {"source": file, **figures}
+        own["gpus"] = corrected
+    _merge(data, own)
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(key), dict):
+            _merge(below[key], value)
+        else:
+            below[key] = value
+
+
+def _table(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value!r} must be a table.")
+    return value
+
+
+def _build(data: Mapping[str, Any]) -> Hardware:
+    gpus = {name: _gpu(name, figures) for name, figures in data["gpus"].items()}
+    prices = dict(data["prices"])
+    purchases = {
+        name: _parse(Purchase, price, f"prices.buy.{name}") for name, price in prices.pop("buy", {}).items()
+    }
+    flavors = []
+    for cloud, about in data["clouds"].items():
+        about = dict(_table(about, f"clouds.{cloud}"))
+        for name, machine in about.pop("flavors", {}).items():
+            where = f"clouds.{cloud}.flavors.{name}"
+            flavors.append(_parse(Flavor, {**about, **machine, "cloud": cloud, "name": name}, where))
+    hardware = Hardware(gpus, tuple(flavors), purchases, _parse(Prices, prices, "prices"))
+    for name in (*purchases, *(flavor.gpu for flavor in flavors)):
+        if name not in gpus:
+            raise ConfigError(f"There is a price for {name!r}, but no such GPU. {closest(name, gpus)}")
+    return hardware
+
+
+def _gpu(name: str, figures: Mapping[str, Any]) -> GPU:
+    gpu = _parse(GPU, {**figures, "name": name}, f"gpus.{name}")
+    strange = [dtype for dtype in gpu.tflops if dtype not in DTYPES]
+    if strange:
+        raise ConfigError(f"gpus.{name}.tflops.{strange[0]}: there are {', '.join(DTYPES)}.")
+    if not gpu.tflops.get("fp32"):
+        raise ConfigError(f"gpus.{name}.tflops needs fp32, which everything else is measured against.")
+    numbers = {"memory_gib": gpu.memory_gib, "bandwidth_gb_s": gpu.bandwidth_gb_s, "tdp_w": gpu.tdp_w}
+    for key, value in {**numbers, **{f"tflops.{k}": v for k, v in gpu.tflops.items()}}.items():
+        if value <= 0:
+            raise ConfigError(f"gpus.{name}.{key}={value:g} must be more than 0.")
+    if gpu.pcie is not None and gpu.pcie not in PCIE_LANE:
+        raise ConfigError(f"gpus.{name}.pcie={gpu.pcie}: generations are {', '.join(map(str, PCIE_LANE))}.")
+    if gpu.capability is not None and not re.fullmatch(r"\d+\.\d", gpu.capability):
+        raise ConfigError(f'gpus.{name}.capability={gpu.capability!r} must be like "8.9".')
+    return gpu
+
+
+def _parse(cls: type, data: Mapping[str, Any], where: str) -> Any:
+    needed = [f.name for f in fields(cls) if f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT]
+    missing = [name for name in needed if name not in data]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}.")
+    return from_plain(cls, dict(data), where)

@@ -1,0 +1,1 @@
+"""Traces -> seconds, and the measurements behind that."""

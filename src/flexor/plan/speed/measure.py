@@ -1,0 +1,178 @@
+"""A run's steps on this machine's GPU, without data: their memory, their time, and the time of each operation."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from flexor.config.schema import TrainConfig
+from flexor.plan.speed.time import steps_ops
+from flexor.plan.trace.events import Category, Event, Trace
+from flexor.plan.trace.ops import Op, Phase
+from flexor.plan.trace.rehearsal import Rehearsal
+
+WINDOWS = 3  # of time that are looked at
+WARM_UP = 3  # steps: cuDNN chooses its kernels, the allocator settles
+
+
+class Stopwatch:
+    """Watches a rehearsal: how long the host is in each phase of a step."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._phase: Phase = "build"
+        self._since = time.perf_counter()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Nothing is kept of memory here: the allocator counts it."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a run's first steps."""
+
+    allocated: int
+    reserved: int
+    process: int
+    """All that is taken of the GPU, which is this process's if it is alone there."""
+
+
+class Measured:
+    """A run on the GPU, to be measured. Its memory is given back in the end."""
+
+    def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.watch = Stopwatch()
+        self.run = Rehearsal(config, batch_size, accumulation, self.watch, self.device)
+        self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
+        for number in self.run.steps_to_see():
+            self.run.step(number)
+        self.window(WARM_UP)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        del self.run
+        gc.collect()
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def steps(self, count: int) -> float:
+        """Seconds of a step: what is usual, for other programs want the host too."""
+        return statistics.median(self.windows(count))
+
+    def windows(self, count: int) -> list[float]:
+        return [self.window(count) for _ in range(WINDOWS)]
+
+    def window(self, count: int) -> float:
+        """Seconds of a step, over some of them, with nothing waited for in between."""
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            self.run.step(self.number)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - started) / count
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info()
+        statistics = torch.cuda.memory_stats()
+        reserved_now = statistics["reserved_bytes.all.current"]
+        reserved = statistics["reserved_bytes.all.peak"]
+        return Memory(
+            statistics["allocated_bytes.all.peak"], reserved, total - free - reserved_now + reserved
+        )
+
+    def host(self, count: int = 10) -> dict[str, float]:
+        """Seconds that the host takes for each phase of a step while the GPU has nothing else to do."""
+        torch.cuda.synchronize()
+        self.watch.phase = "build"
+        self.watch.seconds.clear()
+        for _ in range(count):
+            self.run.step(self.number)
+            self.watch.phase = "build"
+            torch.cuda.synchronize()
+        return {phase: seconds / count for phase, seconds in self.watch.seconds.items() if phase != "build"}
+
+    def operations(self, trace: Trace) -> tuple[list[tuple[Op, float]], float]:
+        """The operations of a trace with the seconds that the GPU took for each, and the share of all that they are."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True
+        ) as profiled:
+            self.run.step(self.number)
+            torch.cuda.synchronize()
+        events = list(profiled.events())
+        return pair(list(steps_ops(trace)), events)
+
+
+def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:
+    """Operations of a trace and the same ones in a profile, in order; and their share of the GPU's time.
+
+    A profile may have a few more or fewer of a name. Then those are paired whose first shape is as frequent in both.
+    """
+    traced, profiled = defaultdict(list), defaultdict(list)
+    for op in ops:
+        if op.kind != "view":
+            traced[op.name].append((op.shapes[:1], op))
+    for name, shape, seconds in _profiled(events, set(traced)):
+        profiled[name].append((shape, seconds))
+    paired = []
+    for name, some in traced.items():
+        for ours, theirs in _alike(some, profiled[name]):
+            paired += list(zip(ours, theirs))
+    in_all = sum(sum(kernel.duration for kernel in event.kernels) for event in events) * 1e-6
+    return paired, sum(seconds for _, seconds in paired) / max(in_all, 1e-12)
+
+
+def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, float]]:
+    """What a profile has of some names, with what they call: name, first shape and seconds on the GPU."""
+    waiting = [e for e in events if e.cpu_parent is None and str(e.device_type).endswith("CPU")]
+    waiting.sort(key=lambda e: e.time_range.start, reverse=True)
+    while waiting:
+        event = waiting.pop()
+        space, _, name = event.name.partition("::")
+        if space == "aten" and name in names:
+            shape = next((tuple(s) for s in event.input_shapes or [] if s), None)
+            yield name, () if shape is None else (shape,), event.device_time_total * 1e-6
+        else:
+            waiting += sorted(event.cpu_children, key=lambda e: e.time_range.start, reverse=True)
+
+
+def _alike(ours: list[tuple], theirs: list[tuple]) -> Iterator[tuple[list, list]]:
+    if len(ours) == len(theirs):
+        yield [op for _, op in ours], [seconds for _, seconds in theirs]
+        return
+    for shape in {shape for shape, _ in ours}:
+        some, others = ([x for at, x in both if at == shape] for both in (ours, theirs))
+        if len(some) == len(others):
+            yield some, others
+
+
+def unpaired(ops: list[Op], paired: list[tuple[Op, float]]) -> Counter[str]:
+    """Names of operations that a profile had more or fewer of."""
+    known = {id(op) for op, _ in paired}
+    return Counter(op.name for op in ops if op.kind != "view" and id(op) not in known)

@@ -1,0 +1,226 @@
+"""How long a training step takes on a GPU: its operations one after the other, and the host that issues them.
+
+The host issues a step's operations ahead of the GPU, which works them off. Over many steps the slower of the two sets
+the pace. Traffic between GPUs hides behind the backward pass as far as it can.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flexor.config.schema import TrainConfig
+from flexor.plan.memory.memory import Share
+from flexor.plan.site.hardware import GPU
+from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
+from flexor.plan.trace.events import Trace
+from flexor.plan.trace.ops import Op
+
+LINK = 0.75  # of the bandwidth between GPUs, that collectives reach
+HIDDEN = 0.9  # of the work that traffic can hide behind
+MORE_LINKS = 0.15  # error of a step, beyond that of one GPU, if all of its time were traffic
+
+Bound = Literal["gpu", "host", "network"]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One optimizer step, with all of its passes. Seconds."""
+
+    gpu: dict[str, float]
+    """Of the GPU's work, by kind: matmul, convolution, attention, memory."""
+    fusible: float
+    """Of that, what a compiler could join with its neighbours at most: traffic with memory in both passes."""
+    host: dict[str, float]
+    """That the host needs to issue it, by phase of the step."""
+    communication: float
+    """Of traffic between GPUs."""
+    exposed: float
+    """Of that, what does not hide behind computing."""
+    seconds: float
+    """Of the step. Waiting for data is not in it."""
+    spread: float
+    """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
+    bound: Bound
+    flops: float
+    """Of one GPU in a step."""
+    mfu: float
+    """Of the FLOP/s that the data sheet promises for the precision in use."""
+    calibrated: bool
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(self.gpu.values())
+
+    @property
+    def host_seconds(self) -> float:
+        return sum(self.host.values())
+
+    @property
+    def at_best(self) -> float:
+        """If issuing took no time, as with CUDA graphs."""
+        return self.gpu_seconds + self.exposed
+
+    @property
+    def compiled_at_best(self) -> float:
+        """If issuing took no time, and all that compiling can join disappeared."""
+        return self.at_best - self.fusible
+
+
+def step_time(
+    trace: Trace,
+    gpu: GPU,
+    *,
+    config: TrainConfig,
+    share: Share | None = None,
+    speeds: Speeds | None = None,
+    link: float | None = None,
+) -> StepTime:
+    """How long a step of the last phase of a run takes.
+
+    `speeds`: what was measured; otherwise this machine's own calibration for that GPU, or without one the reference.
+    `link`: bytes/s of the slowest link between the GPUs, in one direction.
+    """
+    speeds = speeds or load(gpu) or assumed()
+    calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
+    share = share or Share()
+    clocks = _play(trace, gpu, speeds, config)
+    communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
+    seconds = max(clocks.seconds, clocks.loading) + exposed
+    return StepTime(
+        gpu=clocks.gpu,
+        fusible=clocks.fusible,
+        host=clocks.host,
+        communication=communication,
+        exposed=exposed,
+        seconds=seconds,
+        spread=_spread(speeds if calibrated else None, clocks) + MORE_LINKS * exposed / seconds,
+        bound=_bound(clocks, exposed, seconds),
+        flops=clocks.flops,
+        mfu=clocks.flops / seconds / gpu.flops(_unit(config)),
+        calibrated=calibrated,
+    )
+
+
+def _unit(config: TrainConfig) -> str:
+    return "tf32" if config.precision == "no" else config.precision
+
+
+@dataclass
+class Clocks:
+    gpu: dict[str, float]
+    host: dict[str, float]
+    backward: float
+    """Seconds of the GPU's work in the backward pass."""
+    fusible: float
+    loading: float
+    """Of what brings the batches, on a stream of its own."""
+    flops: float
+    seconds: float
+
+
+def steps_ops(trace: Trace) -> Iterator[Op]:
+    """The operations of a step of the last phase, once the optimizer's state is there.
+
+    Passes beyond the second are like it.
+    """
+    first = trace.events[trace.steps[-1].start].op
+    once = {e.op for e in trace.events if e.what == "born" and trace.category[e.storage] == "optimizer"}
+    phases = [op for at, op in enumerate(trace.ops[first:], first) if at not in once]
+    passes = _passes(phases) if trace.accumulation > trace.passes else {}
+    for at, op in enumerate(phases):
+        yield op
+        if at in passes:
+            for _ in range(trace.accumulation - trace.passes):
+                yield from phases[passes[at] : at + 1]
+
+
+def _passes(ops: list[Op]) -> dict[int, int]:
+    """Where the last pass of a step that accumulates ends, and where it begins."""
+    of_pass = [at for at, op in enumerate(ops) if op.phase in ("batch", "forward", "backward")]
+    ends = [at for at in of_pass if ops[at].phase == "backward"]
+    if not ends:
+        return {}
+    end = begin = ends[-1]
+    seen_forward = False
+    while begin > 0 and not (seen_forward and ops[begin - 1].phase == "backward"):
+        begin -= 1
+        seen_forward |= ops[begin].phase == "forward"
+    return {end: begin}
+
+
+@functools.lru_cache(maxsize=8)
+def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
+    """Few of a step's thousands of operations differ: each of those, how many are like it, and how many times as long
+    as its limit it takes."""
+    groups: dict[tuple, tuple[Op, int]] = {}
+    for op in steps_ops(trace):
+        costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)
+        groups[costs] = (op, groups[costs][1] + 1 if costs in groups else 1)
+    return [(op, count, speeds.times(op)) for op, count in groups.values()]
+
+
+def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
+    kinds: dict[str, float] = defaultdict(float)
+    phases: dict[str, float] = defaultdict(float)  # of the host
+    work: dict[str, float] = defaultdict(float)  # of the GPU, by phase
+    phases["step"] = speeds.around(config.policy.type)
+    flops = fusible = 0.0
+    for op, count, times in _different(trace, speeds):
+        phases[op.phase] += count * speeds.issue(op, config.policy.type)
+        flops += count * op.flops
+        if op.kind != "view":
+            seconds = count * times * limit(op, gpu)
+            work[op.phase] += seconds
+            if op.phase != "load":
+                kinds[op.kind] += seconds
+            if op.kind == "memory" and op.phase in ("forward", "backward"):
+                fusible += seconds
+    loading = work.pop("load", 0.0)
+    # The GPU may be behind by a step; over many of them the slower clock sets the pace.
+    host, device = sum(phases.values()), sum(work.values())
+    seconds = max(host, device)
+    if config.precision == "fp16":
+        # before the optimizer the scaler asks whether gradients are finite, and waits
+        after = ("optimizer", "ema")
+        late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
+        seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
+    return Clocks(dict(kinds), dict(phases), work["backward"], fusible, loading, flops, seconds)
+
+
+def _traffic(
+    trace: Trace, share: Share, config: TrainConfig, clocks: Clocks, link: float
+) -> tuple[float, float]:
+    """Seconds of traffic, and of those the ones that computing waits for."""
+    if share.world_size == 1:
+        return 0.0, 0.0
+    others = (share.world_size - 1) / share.world_size
+    if share.strategy == "ddp":
+        seconds = 2 * others * trace.gradients / link
+        behind = clocks.backward
+    else:
+        width = 4 if config.precision == "no" else 2
+        gathered = (
+            2 * width * trace.parameters
+            if config.parallel.reshard_after_forward
+            else width * trace.parameters
+        )
+        seconds = others * (gathered + 4 * trace.trained) / link
+        behind = sum(clocks.gpu.values())
+    return seconds, max(0.0, seconds - HIDDEN * behind)
+
+
+def _bound(clocks: Clocks, exposed: float, seconds: float) -> Bound:
+    if exposed > seconds / 2:
+        return "network"
+    return "host" if sum(clocks.host.values()) > sum(clocks.gpu.values()) else "gpu"
+
+
+def _spread(calibration: Speeds | None, clocks: Clocks) -> float:
+    by_host = sum(clocks.host.values()) > sum(clocks.gpu.values())
+    if calibration is None:
+        return UNCALIBRATED_HOST if by_host else UNCALIBRATED_GPU
+    return calibration.spread_host if by_host else calibration.spread_gpu

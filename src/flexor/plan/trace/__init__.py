@@ -1,0 +1,1 @@
+"""One training step without data and memory, written down as it happens."""

@@ -1,0 +1,255 @@
+"""A run without data: the trainer's own step on the meta device, for a plan to watch, or on a GPU, to be measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
+from flexor.config.schema import TrainConfig
+from flexor.core.batch import ACTION, REWARD, SAMPLE_ID, VALID_STEPS, Batch
+from flexor.data.loader.to_gpu import Staged
+from flexor.data.video.planes import PlaneFormat
+from flexor.monitor.meters import Meters
+from flexor.plan.trace.eight_bit import AdamW8bit
+from flexor.plan.trace.events import Category, Event, Step
+from flexor.plan.trace.ops import Phase
+from flexor.policies.base import Kind, Policy, PolicyConfig
+from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.processing import TASK_MASK, TASK_TOKENS, Normalize, Pipeline, ToDevice
+from flexor.train.build import deltas_of, make_policy
+from flexor.train.checkpoint.state import TrainState
+from flexor.train.engine.base import Engine
+from flexor.train.optim.ema import EMA
+from flexor.train.optim.optimizers import build_optimizer
+from flexor.train.optim.schedules import build_scheduler
+from flexor.train.ranks.split import Split
+from flexor.train.step import optimizer_step
+
+META = torch.device("meta")
+PASSES = 2  # of a step that accumulates gradients: the first makes them, all others add to them
+# Values stay as they are.
+STATISTICS = {"mean": 0, "std": 1, "min": -1, "max": 1, "q01": -1, "q99": 1, "q10": -1, "q90": 1}
+
+
+class Watcher(Protocol):
+    """Who wants to know what the step is at: see `trace.Tracker`."""
+
+    events: list[Event]
+    phase: Phase
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None: ...
+
+
+class WatchedEngine(Engine):
+    """The engine of one process, which says what the step is at."""
+
+    def __init__(self, device: torch.device, precision: str, tracker: Watcher):
+        super().__init__(device, precision)
+        self.tracker = tracker
+
+    @contextlib.contextmanager
+    def forward(self, seed: int, step: int, first: int) -> Iterator[None]:
+        self.tracker.phase = "forward"
+        with super().forward(seed, step, first):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.tracker.phase = "backward"
+        super().backward(loss)
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        self.tracker.name(gradients, "gradients")
+        self.tracker.phase = "batch"  # of the next pass
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+        self.tracker.phase = "clip"
+        return super().clip_grad_norm(optimizer, limit)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.tracker.phase = "optimizer"
+        super().step(optimizer)
+        self.tracker.phase = "ema"
+
+
+class Rehearsal:
+    """Everything that a run has on its GPU, built as the trainer builds it."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        batch_size: int,
+        accumulation: int,
+        tracker: Watcher,
+        device: torch.device = META,
+    ):
+        optimizer = resolve_optimizer(config.optimizer, config.policy)
+        scheduler = resolve_scheduler(config.scheduler, config.policy)
+        config = replace(config, optimizer=optimizer, scheduler=scheduler)
+        self.config, self.tracker, self.device = config, tracker, device
+        self.split = Split(batch_size, accumulation, 1)
+        self.passes = min(accumulation, PASSES) if device == META else accumulation
+        self.policy = policy_on(config, device)
+        tracker.name(self.policy.buffers(), "buffers")
+        tracker.name(self.policy.parameters(), "weights")
+        engine = WatchedEngine(device, config.precision, tracker)
+        on_paper = AdamW8bit if device == META and optimizer.type == "adamw_8bit" else None
+        made = build_optimizer(optimizer, self.policy, make=on_paper)
+        engine.prepare(self.policy, made)
+        ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
+        if ema:
+            tracker.name(list(ema.average.values()), "ema")
+        self.policy.train()
+        before = preprocessor(config.policy, device)
+        self.state = TrainState(
+            config=config,
+            fingerprint="",
+            engine=engine,
+            policy=self.policy,
+            preprocessor=before,
+            postprocessor=before,
+            optimizer=made,
+            scheduler=build_scheduler(scheduler, made, config.steps),
+            ema=ema,
+            split=self.split,
+        )
+        self.meters = Meters()
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.host: Batch | None = None
+        self.batches: list[Batch] = []
+
+    def steps_to_see(self) -> list[int]:
+        """The first step; a policy that is trained in phases may need more memory in the last."""
+        phases = type(self.policy).begin_step is not Policy.begin_step
+        return [0, self.config.steps - 1] if phases and self.config.steps > 1 else [0]
+
+    def step(self, number: int) -> Step:
+        tracker = self.tracker
+        step = Step(number, start=len(tracker.events))
+        tracker.phase = "load"
+        self.batches = self._load()  # while those of the step before are still there
+        step.loaded = len(tracker.events)
+        tracker.phase = "batch"
+        self.state.step = number
+        optimizer_step(self.state, self.batches[: self.passes], self.meters)
+        if self.device == META:
+            self.batches = []
+        step.end = len(tracker.events)
+        return step
+
+    def _load(self) -> list[Batch]:
+        """As the loader does it: on a stream of its own."""
+        if self.host is None:
+            self.host = host_batch(self.config.policy, self.split.batch_size, self.device)
+        passes = range(self.split.accumulation)
+        if self.stream is None:
+            return [to_device(self.host, self.device) for _ in passes]
+        with torch.cuda.stream(self.stream):
+            batches = [to_device(self.host, self.device) for _ in passes]
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self.stream)
+        for tensor in (t for batch in batches for t in batch.values() if isinstance(t, Tensor)):
+            tensor.record_stream(current)
+        return batches
+
+    def units(self) -> list[tuple[int, int]]:
+        """Numbers that each block has alone, and of these the trained ones; and what is left of the policy."""
+        seen: set[int] = set()
+        sizes = []
+        for unit in [*self.policy.shard_units(), self.policy]:
+            own = [p for p in unit.parameters() if id(p) not in seen]
+            seen |= {id(p) for p in own}
+            sizes.append((sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)))
+        return sizes
+
+
+def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
+    """The policy as the trainer makes it, with whatever weights its constructor gives it."""
+    return (make_policy(config) if device != META else _without_memory(config)).to(device)
+
+
+def _without_memory(config: TrainConfig) -> Policy:
+    """Constructors that need values get them, for buffers only."""
+    try:
+        with META:
+            return make_policy(config)
+    except (NotImplementedError, RuntimeError):
+        with parameters_without_memory():
+            return make_policy(config)
+
+
+def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
+    """What happens to a batch on the GPU; words have become tokens before (see `loaded_batch`)."""
+    features = {**policy.input_features, **policy.output_features}
+    shapes = {n: (f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape for n, f in features.items()}
+    stats = {
+        name: {key: np.full(shape, value, np.float32) for key, value in STATISTICS.items()}
+        for name, shape in shapes.items()
+    }
+    return Pipeline("plan", [ToDevice(str(device)), Normalize(features, policy.normalization_mapping, stats)])
+
+
+def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
+    """A batch as the loader has it before it goes to the GPU: pictures are planes, everything else is small."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return _values((batch_size, *shape), dtype, device)
+
+    deltas = deltas_of(policy)
+    batch: Batch = {}
+    for name, feature in {**policy.input_features, **policy.output_features}.items():
+        steps = [len(deltas[name])] if name in deltas else []
+        if name in deltas:
+            batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
+        if feature.type is Kind.VISUAL:
+            batch[name] = pictures(feature.shape, batch_size, steps, device)
+        else:
+            batch[name] = zeros(*steps, *feature.shape)
+    if REWARD in deltas:
+        batch[f"{REWARD}_is_pad"] = zeros(len(deltas[REWARD]), dtype=torch.bool)
+        batch[REWARD] = zeros(len(deltas[REWARD]))
+    batch[SAMPLE_ID] = zeros(dtype=torch.int64)
+    batch["task"] = ["do something"] * batch_size
+    batch[VALID_STEPS] = float(len(deltas.get(ACTION, [0])))
+    words = getattr(policy, "tokenizer", None)
+    if words:
+        batch[TASK_TOKENS] = zeros(words["max_length"], dtype=torch.int64)
+        batch[TASK_MASK] = zeros(words["max_length"], dtype=torch.bool)
+    return batch
+
+
+def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device) -> Staged:
+    """One camera's pictures [B, (T,) C, H, W], each frame another: as many bytes as there can be."""
+    channels, height, width = shape
+    layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
+    if channels == 3 and not (height % 2 or width % 2):
+        layout = "yuv420p"
+    format = PlaneFormat(height, width, layout)
+    index = np.arange(batch_size * int(np.prod(steps, dtype=int))).reshape(batch_size, *steps)
+    return Staged(format, index, _values((index.size, format.nbytes), torch.uint8, device))
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the host, to go to a device; if nobody will compute with them, nothing, which takes no memory."""
+    if device == META:
+        return torch.empty(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Staged):
+            return value.on(device)
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in batch.items()}
+
+
+def loaded_batch(policy: PolicyConfig, batch_size: int) -> Batch:
+    """A batch as the loader brings it to a GPU, without its memory."""
+    return to_device(host_batch(policy, batch_size), META)

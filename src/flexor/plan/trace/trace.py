@@ -1,0 +1,289 @@
+"""One training step of the real policy, computed without data and without a GPU, written down as it happens.
+
+The step is the trainer's own (`train.loop.optimizer_step`) with the policy, its optimizer and its moving average on
+the meta device, so a plan follows the code. What is written down: when each piece of memory is taken and given back,
+and every operation with what it costs. `allocator.replay` turns the first into a peak, `time.py` the second into
+seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.plan.trace.cuda_on_meta import Card, CudaDialect
+from flexor.plan.trace.events import Category, Event, Trace, What
+from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
+from flexor.plan.trace.shortcuts import Repeats, without_compiler
+from flexor.plan.trace.workspaces import cublas_workspace, scratch
+from flexor.policies import POLICIES, policy_class
+from flexor.policies.base import PolicyConfig
+from flexor.policies.external import described
+
+aten = torch.ops.aten
+
+
+BORN_IN: dict[Phase, Category] = {
+    "load": "batch",
+    "batch": "batch",
+    "forward": "activations",
+    "backward": "activations",
+    "optimizer": "optimizer",
+    "ema": "ema",
+}
+
+
+class Tracker(TorchDispatchMode):
+    """Watches every operation on one device: its cost, and which memory is born and dies."""
+
+    def __init__(self, device: str = "meta", capability: tuple[int, int] | None = None, scratch: bool = True):
+        super().__init__()
+        self.device, self.capability, self.scratch = device, capability, scratch
+        self.events: list[Event] = []
+        self.ops: list[Op] = []
+        self.category: dict[int, Category] = {}
+        self.phase: Phase = "build"
+        self.module = ""
+        self._ids: dict[int, int] = {}  # storage -> its number, while it lives
+        self._watched: dict[int, weakref.ref] = {}
+        self._multiplied: set[str] = set()
+        self._born = 0
+        self._owned = _references_of_an_owned_gradient()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is aten.add.Tensor and self._summed_in_place(*args[:2]):
+            self._note(aten.add_.Tensor, args, [args[0]])
+            return args[0]
+        if self.device != "meta":
+            out = function(*args, **kwargs)
+        elif function in WITHOUT_META:
+            out = WITHOUT_META[function](*args)
+        else:
+            out = REPEATS.call(function, args, kwargs)
+        self._note(function, [*args, *kwargs.values()], list(tensors_in(out)))
+        return out
+
+    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
+        outs = [x for x in outs if x.device.type == self.device]
+        ins = [x for x in tensors_in(args) if x.device.type == self.device]
+        if (not outs and not ins) or operator_name(function) == "device":
+            return
+        op = describe(function, args, ins, outs, self.phase)
+        op.module = self.module
+        if op.kind != "view" and self.scratch:
+            op.scratch = scratch(op, args, outs)
+        self.ops.append(op)
+        if op.kind == "matmul":
+            self._multiply()
+        if not is_view(function):  # what a view shows was there before
+            for out in reversed(outs) if op.name == "native_dropout" else outs:  # whose mask comes first
+                self.track(out)
+        if op.scratch or op.detail == OVER_ROWS:  # which may take something with more rows
+            self._event("scratch", 0, op.scratch)
+
+    def _event(self, what: What, storage: int, nbytes: int) -> None:
+        self.events.append(Event(what, storage, nbytes, len(self.ops) - 1))
+
+    # Memory.
+
+    def track(self, tensor: Tensor) -> None:
+        """Watch the memory of a tensor from now on, unless it is watched already."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._ids:
+            return
+        number = self._new(storage.nbytes(), BORN_IN.get(self.phase, "other"))
+        self._ids[storage._cdata] = number
+        self._watched[number] = weakref.ref(storage, functools.partial(self._dies, storage._cdata, number))
+
+    def _new(self, nbytes: int, category: Category) -> int:
+        self._born += 1
+        self.category[self._born] = category
+        self._event("born", self._born, nbytes)
+        return self._born
+
+    def _dies(self, storage: int, number: int, _: Any) -> None:
+        if self._ids.get(storage) == number:
+            del self._ids[storage]
+        self._watched.pop(number, None)
+        self._event("dies", number, 0)
+
+    def number(self, tensor: Tensor) -> int | None:
+        """Which piece of memory a tensor is in, if it is watched."""
+        return self._ids.get(tensor.untyped_storage()._cdata)
+
+    def name(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Say what the memory of some tensors is for."""
+        for tensor in tensors:
+            number = self.number(tensor)
+            if number is not None:
+                self.category[number] = category
+
+    def _multiply(self) -> None:
+        """The first product of each of the two threads makes cuBLAS take its workspace, which it keeps."""
+        thread = "backward" if self.phase == "backward" else "forward"
+        if thread not in self._multiplied and self.scratch and self.phase != "build":
+            self._multiplied.add(thread)
+            self._new(cublas_workspace(self.capability), "workspaces")
+
+    def _summed_in_place(self, left: Any, right: Any) -> bool:
+        """Whether the autograd engine would add a gradient to one that nobody else has, which it does in place.
+
+        While somebody watches it does not, so that must be undone here.
+        """
+        if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            return False
+        if not isinstance(right, Tensor) or left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        tensors, storages = self._owned
+        return left._use_count() <= tensors and _storage_references(left) <= storages
+
+    @contextmanager
+    def modules(self, policy: nn.Module) -> Iterator[None]:
+        """Know which part of the policy computes."""
+        names = {module: name for name, module in policy.named_modules()}
+        outer: list[str] = []
+
+        def enter(module: nn.Module, _: Any) -> None:
+            outer.append(self.module)
+            self.module = names.get(module, self.module)
+
+        def leave(module: nn.Module, _: Any, __: Any) -> None:
+            self.module = outer.pop() if outer else ""
+
+        hooks = (
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            self.module = ""
+            for hook in hooks:
+                hook.remove()
+
+
+def _amp_update_scale(scale: Tensor, *_: Any) -> Tensor:
+    return scale
+
+
+# Operators in place that torch never needed on the meta device.
+WITHOUT_META: dict[Any, Any] = {
+    aten._fused_sgd_.default: lambda *_: None,
+    aten._amp_update_scale_.default: _amp_update_scale,
+}
+
+
+REPEATS = Repeats()
+
+
+def _storage_references(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def _references_of_an_owned_gradient() -> tuple[int, int]:
+    """How often a gradient that only the engine has is referred to, seen from a mode; torch's versions differ."""
+    seen = [(4, 2)]
+
+    class Probe(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is aten.add.Tensor and not torch.is_grad_enabled():
+                seen.append((args[0]._use_count(), _storage_references(args[0])))
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(4, 4, device="meta", requires_grad=True)
+    with Probe():
+        y = x.exp()
+        ((y * 3).sum() + (y * 2).sum() + (y * 4).sum()).backward()
+    return max(seen[1:] or seen)
+
+
+def _make_tables(policy: PolicyConfig) -> None:
+    """Tables of colours are made once in a process, and kept: they belong to no step."""
+    from flexor.plan.trace.rehearsal import loaded_batch
+
+    with Tracker("meta"):
+        loaded_batch(policy, 1)
+
+
+@without_compiler()
+def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> list[Event]:
+    """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
+    from flexor.plan.trace.rehearsal import loaded_batch
+
+    _make_tables(config.policy)
+    with (tracker := Tracker("meta")):
+        tracker.phase = "load"
+        batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
+        events = list(tracker.events)
+    del batches
+    return events
+
+
+@contextmanager
+def _explained(kind: str) -> Iterator[None]:
+    """What a user's own policy raises without data, said as such; an error of a policy here is a mistake of ours."""
+    try:
+        yield
+    except FlexorError:
+        raise
+    except Exception as error:
+        if kind in POLICIES:
+            raise
+        what = described(error, inspect.getsourcefile(policy_class(kind)))
+        raise ConfigError(
+            f"policy.type={kind} can't be planned: {what}. A plan has no data: conditions on values of tensors are "
+            "false there, and numbers read from tensors zero."
+        ) from error
+
+
+@without_compiler()
+def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
+    """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
+
+    The policy's features must be filled in, as `train.build.fit_to_dataset` does. `accumulation`: forward passes per
+    step; what the settings say unless given.
+    """
+    from flexor.plan.trace.rehearsal import Rehearsal
+
+    _make_tables(config.policy)
+    tracker = Tracker("meta", gpu.compute_capability)
+    dialect = CudaDialect(gpu.compute_capability)
+    dialect.on_cast = lambda copy: tracker.name([copy], "casts")
+    accumulation = accumulation or config.gradient_accumulation_steps or 1
+    with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
+        rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
+        built = len(tracker.events)
+        dialect.asked.clear()
+        with tracker.modules(rehearsal.policy):
+            steps = [rehearsal.step(number) for number in rehearsal.steps_to_see()]
+    policy = rehearsal.policy
+    return Trace(
+        events=tracker.events[: steps[-1].end],
+        ops=tracker.ops,
+        category=tracker.category,
+        built=built,
+        steps=steps,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        passes=rehearsal.passes,
+        parameters=sum(p.numel() for p in policy.parameters()),
+        trained=sum(p.numel() for p in policy.parameters() if p.requires_grad),
+        units=rehearsal.units(),
+        gradients=sum(p.nbytes for p in policy.parameters() if p.requires_grad),
+        attention=dict(dialect.attention),
+        asked=dialect.asked,
+    )

@@ -1,0 +1,149 @@
+"""Memory that no tensor shows: what cuBLAS, cuDNN and attention's backward pass take while they work.
+
+It goes through torch's allocator too, so it is part of the peak. Sizes are torch's source where they are written
+there, and measured on an H200 where a library decides for itself (convolutions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.plan.trace.cuda_on_meta import HALF
+from flexor.plan.trace.ops import OVER_ROWS, Op, nbytes
+
+# Written as in CUBLAS_WORKSPACE_CONFIG, in KiB: number of buffers of a size.
+CUBLAS = (2 * 4096 + 8 * 16) * 1024
+CUBLAS_HOPPER = 32 << 20  # and Blackwell's large parts
+
+TABLE_ROW = 4 * 8  # bytes per element that sorting the tokens of an embedding takes, and their count
+MULTIPROCESSORS = 132  # of an H200; a smaller GPU splits work into fewer parts, and takes less for them
+LAYER_NORM_PARTS = 2 * MULTIPROCESSORS  # partial sums of the gradients of scale and shift
+TILE = 128 * 128 * 4  # bytes of a part of a product, in float32
+PARTS = 16  # of a weight's gradient, that are computed side by side and added up
+THREADS = 2048  # of a multiprocessor
+LARGEST = 2**31 - 1  # numbers in a tensor that cuDNN can count
+
+
+def cublas_workspace(capability: tuple[int, int] | None) -> int:
+    """Bytes that cuBLAS keeps for each thread that multiplies: one goes forward, one backward."""
+    if capability is None:
+        return 0
+    return CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else CUBLAS
+
+
+def scratch(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
+    """Bytes that a kernel allocates besides its results, and lets go of when it is done."""
+    if op.kind == "convolution":
+        return round(_convolution(op, args, outs) * share_at_once(op))
+    if op.kind == "attention" and op.detail[1] == "backward":
+        return _attention_backward(op)
+    if op.name == "native_layer_norm_backward":
+        features = args[2][0] if isinstance(args[2], list | tuple) and args[2] else 1
+        return LAYER_NORM_PARTS * 4 * int(features)
+    if op.name == "embedding_dense_backward":
+        return int(args[1].numel()) * (TABLE_ROW + 8)
+    if op.detail == OVER_ROWS:
+        return partial_sums(op)
+    if op.name == "index":
+        return _indices(args[1])
+    if op.name == "_foreach_norm":
+        # a partial sum for each chunk of 65,536 elements, padded to the longest tensor
+        longest = max(tensor.numel() for tensor in args[0])
+        return len(args[0]) * -(-longest // 65536) * 4
+    return 0
+
+
+def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
+    """Copies of input, weight and output with channels last, which is what tensor cores read.
+
+    Few channels are filled up with zeros. A weight's gradient is computed in parts.
+    """
+    backward = op.detail[0] == "backward"
+    y, x, weight = (args[0], args[1], args[2]) if backward else (outs[0], args[0], args[1])
+    if channels_last(x):
+        return 0
+    taps = math.prod(weight.shape[2:])
+    if taps == 1 and not backward and (x.shape[2:] == y.shape[2:] or x.shape[1] <= 64):
+        return 0  # a product of matrices as they are
+    lanes = 8 if op.dtype in HALF else 4 if backward else 1
+    copies = nbytes(x) * max(x.shape[1], lanes) // x.shape[1] + nbytes(y)
+    if not x.is_contiguous():
+        copies += nbytes(x)
+    if taps > 1:
+        copies += nbytes(weight)
+    if backward:
+        copies += min(PARTS * nbytes(weight), MULTIPROCESSORS * TILE)
+    return copies
+
+
+def share_at_once(op: Op) -> float:
+    """Of the samples that a convolution takes at once: torch splits them where cuDNN would count beyond 32 bits.
+
+    Measured on an H200: TD-MPC's first convolution, 1,405 to 6,195 images of 448x448 pixels.
+    """
+    samples = op.shapes[0][0]
+    numbers = [math.prod(shape) for shape in op.shapes[:2]]
+    if op.detail[0] == "forward":
+        numbers.append(op.extent[0] * op.extent[1])  # its result
+    each = max(numbers) // samples
+    return min(samples, max(1, LARGEST // each)) / samples
+
+
+def channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def partial_sums(op: Op) -> int:
+    """Sums over many rows are split among blocks of threads, which put theirs side by side.
+
+    The arithmetic is that of torch's reductions: four columns to a thread if they can be read at once, 512 / 4 threads
+    to a block, wide before tall, and as many blocks as keep the GPU busy with at least 16 rows to a thread.
+    """
+    if op.dtype is None or not op.written:
+        return 0
+    rows, columns = op.read // op.written, op.written // op.dtype.itemsize
+    together = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads = 512 // together
+    width = min(_power(columns // together), 32)
+    height = min(_power(rows), threads // width)
+    width = min(_power(columns // together), threads // height)
+    each = -(-rows // height)
+    grid = -(-columns // (together * width))
+    busy = MULTIPROCESSORS * (THREADS // (width * height))
+    if each < 256 or grid > busy:
+        return 0
+    blocks = max(min(-(-busy // grid), -(-each // 16)), -(-each // 256))
+    return 4 * columns * blocks * width * together if blocks > 1 else 0
+
+
+def _power(value: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (max(1, value).bit_length() - 1)
+
+
+def _indices(indices: Sequence[Tensor | None]) -> int:
+    """Several that are not laid out alike are copied until they are."""
+    given = torch.broadcast_tensors(*(index for index in indices if index is not None))
+    if len({index.stride() for index in given}) < 2:
+        return 0
+    return sum(index.numel() * 8 for index in given if not index.is_contiguous())
+
+
+def _attention_backward(op: Op) -> int:
+    """The gradient of the queries is summed in float32, and each row's sum is kept beside it."""
+    batch, heads, queries, _, width = op.extent
+    if op.detail[0] == "flash":
+        rows = _up(queries, 128)
+        return batch * heads * rows * 4 * ((_up(width, 32) if width <= 128 else _up(width, 64)) + 1)
+    if op.detail[0] == "cudnn":
+        return batch * heads * _up(queries, 64) * (4 * _up(width, 8) + 8)
+    return batch * heads * (_up(queries, 64) * _up(width, 64) + queries) * 4
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

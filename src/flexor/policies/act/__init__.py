@@ -1,0 +1,1 @@
+"""ACT: action chunks from a transformer with a style variable."""

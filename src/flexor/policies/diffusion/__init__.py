@@ -1,0 +1,1 @@
+"""Diffusion Policy: action chunks from noise, by a U-Net over time."""

@@ -1,0 +1,78 @@
+"""CLIP's two encoders (Radford et al. 2021, https://arxiv.org/abs/2103.00020): a picture or a sentence as one vector.
+
+The networks are `transformers`' own, so any published CLIP can be used; that package is imported only when
+one is. It has changed the names of their parameters, so here they hang under names of our own, which are
+LeRobot's. Made from their settings alone: weights come from a checkpoint, or from `load_pretrained`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flexor.policies.hf_transformers import fetch, import_transformers
+
+
+class ClipVision(nn.Module):
+    """Pictures [B, 3, H, W] -> the vector [B, D] of the class token, which has looked at all of the picture."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        clip = import_transformers("CLIP")
+        settings = fetch("CLIPVisionConfig", name)
+        self.model = nn.ModuleDict({"vision_model": _bare(clip.CLIPVisionModel(settings), "vision_model")})
+        self.image_size: int = settings.image_size
+        self.out_dim: int = settings.hidden_size
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        out = self.model["vision_model"](pixel_values=pictures)
+        # The last normalisation is for a vector that is not used. DDP waits for gradients of all that is
+        # trained, and an optimizer numbers it as LeRobot's does, so it gets gradients of zero.
+        return out.last_hidden_state[:, 0] + 0 * out.pooler_output
+
+    def load_pretrained(self) -> None:
+        _load(self.model["vision_model"], "CLIPVisionModel", self.name, "vision_model")
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.get_submodule("model.vision_model.encoder.layers").children())
+
+
+class ClipText(nn.Module):
+    """Tokens and their mask [B, L] -> [B, out_dim]: CLIP as it is, never trained, and a projection that is."""
+
+    def __init__(self, name: str, out_dim: int):
+        super().__init__()
+        self.name = name
+        clip = import_transformers("CLIP")
+        settings = fetch("CLIPTextConfig", name)
+        self.text_encoder = nn.ModuleDict({"text_model": _bare(clip.CLIPTextModel(settings), "text_model")})
+        self.text_encoder.requires_grad_(False)
+        self.projection = nn.Linear(settings.hidden_size, out_dim)
+        self.max_length: int = settings.max_position_embeddings
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        before = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        attend = (
+            before & mask[:, None, None].bool()
+        )  # whole: `transformers` would ask whether anything is masked
+        with torch.no_grad():
+            out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=attend)
+        return self.projection(out.pooler_output)
+
+    def load_pretrained(self) -> None:
+        _load(self.text_encoder["text_model"], "CLIPTextModel", self.name, "text_model")
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.get_submodule("text_encoder.text_model.encoder.layers").children())
+
+
+def _bare(model: nn.Module, inner: str) -> nn.Module:
+    """In `transformers` up to 5.5 the network is a part of the model; in newer ones the model is the network."""
+    return getattr(model, inner, model)
+
+
+def _load(network: nn.Module, kind: str, name: str, inner: str) -> None:
+    published = fetch(kind, name, dtype=torch.float32)
+    network.load_state_dict(_bare(published, inner).state_dict())

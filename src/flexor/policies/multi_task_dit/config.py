@@ -1,0 +1,141 @@
+"""The settings of Multi-Task DiT, under LeRobot's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from flexor.core.errors import ConfigError
+from flexor.policies.base import MOST_DROPOUT
+from flexor.policies.nn.denoising import DenoisingConfig
+
+Size = tuple[int, int]  # height, width
+
+
+@dataclass
+class MultiTaskDiTConfig(DenoisingConfig):
+    """Defaults are LeRobot's. Those of diffusion count when that is the objective."""
+
+    type: ClassVar[str] = "multi_task_dit"
+
+    horizon: int = 32
+    n_action_steps: int = 24
+    objective: Literal["diffusion", "flow_matching"] = "diffusion"
+    """How noise becomes actions."""
+    sigma_min: float = 0.0
+    """Flow matching: noise left at the end of a path."""
+    num_integration_steps: int = 100
+    """Flow matching: steps when acting. Fewer are faster and less exact."""
+    integration_method: Literal["euler", "rk4"] = "euler"
+    """Flow matching: euler asks the network once per step, rk4 (Runge-Kutta) four times."""
+    timestep_sampling_strategy: Literal["uniform", "beta"] = "beta"
+    """Flow matching: which times are trained: all alike, or (beta) more of those near noise."""
+    timestep_sampling_s: float = 0.999
+    """Flow matching, beta: the latest time trained."""
+    timestep_sampling_alpha: float = 1.5
+    """Flow matching, beta: alpha of the beta distribution."""
+    timestep_sampling_beta: float = 1.0
+    """Flow matching, beta: beta of the beta distribution."""
+    hidden_dim: int = 512
+    """Width of the transformer."""
+    num_layers: int = 6
+    """Layers of the transformer."""
+    num_heads: int = 8
+    """Attention heads."""
+    dropout: float = 0.1
+    """Dropout of attention."""
+    use_positional_encoding: bool = False
+    """Add a learned vector for each place in the chunk."""
+    timestep_embed_dim: int = 256
+    """Size of the vector that says how noisy the chunk is."""
+    use_rope: bool = True
+    """Tell places in the chunk by rotary position embedding."""
+    rope_base: float = 10_000.0
+    """Its longest wavelength, over 2 pi."""
+    vision_encoder_name: str = "openai/clip-vit-base-patch16"
+    """The CLIP that sees: a Hub repository, or a folder whose path has "clip" in it."""
+    use_separate_rgb_encoder_per_camera: bool = False
+    """A CLIP for each camera instead of one for all."""
+    vision_encoder_lr_multiplier: float = 0.1
+    """The CLIP's learning rate as a part of policy.optimizer_lr. 0 freezes it."""
+    image_resize_shape: Size | None = None
+    """Resize pictures to this height and width first."""
+    image_crop_shape: Size | None = (224, 224)
+    """Then cut out this height and width, which must be what the CLIP takes; skipped if pictures are smaller."""
+    image_crop_is_random: bool = True
+    """In training cut out anywhere (the same place in all pictures of a sample), else in the middle."""
+    text_encoder_name: str = "openai/clip-vit-base-patch16"
+    """The CLIP that reads the task. It is never trained."""
+    tokenizer_max_length: int = 77
+    """How many tokens of a task are read."""
+    tokenizer_padding: Literal["max_length", "longest"] = "max_length"
+    """Fill up shorter tasks to that length, or to the longest of a batch."""
+    tokenizer_padding_side: Literal["left", "right"] = "right"
+    """On which side."""
+    tokenizer_truncation: bool = True
+    """Cut off longer tasks."""
+    optimizer_lr: float = 2e-5
+    optimizer_weight_decay: float = 0.0
+    drop_n_last_frames: int | None = None
+    """Frames at the end of an episode that no sample starts at; as many as have no action to execute unless given."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(
+            1, "hidden_dim", "num_layers", "num_heads", "num_integration_steps", "tokenizer_max_length"
+        )
+        self.require(4, "timestep_embed_dim")
+        self.require(0, "vision_encoder_lr_multiplier", "drop_n_last_frames")
+        self.require(0, "dropout", high=MOST_DROPOUT)
+        self.require(0, "sigma_min", high=1)
+        self.require(1e-3, "timestep_sampling_s", high=1)
+        self.require(1e-3, "timestep_sampling_alpha", "timestep_sampling_beta")
+        if self.objective == "diffusion":
+            self.check_diffusion()
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if self.hidden_dim % (self.num_heads * (2 if self.use_rope else 1)):
+            raise ConfigError(
+                f"policy.hidden_dim={self.hidden_dim} must be a multiple of policy.num_heads={self.num_heads}"
+                f"{', with policy.use_rope of twice that' if self.use_rope else ''}."
+            )
+        if self.timestep_embed_dim % 2:
+            raise ConfigError(f"policy.timestep_embed_dim={self.timestep_embed_dim} must be even.")
+        for name in ("vision_encoder_name", "text_encoder_name"):
+            if "clip" not in getattr(self, name).lower():
+                raise ConfigError(
+                    f"policy.{name}={getattr(self, name)!r} must be a CLIP, with "
+                    "'clip' in its name: LeRobot takes no other."
+                )
+
+    @property
+    def drop_last_frames(self) -> int:
+        if self.drop_n_last_frames is not None:
+            return self.drop_n_last_frames
+        return self.horizon - self.n_action_steps - self.n_obs_steps + 1
+
+    @property
+    def tokenizer(self) -> dict[str, Any]:
+        """How the task becomes tokens."""
+        return {
+            "tokenizer_name": self.text_encoder_name,
+            "max_length": self.tokenizer_max_length,
+            "padding": self.tokenizer_padding,
+            "padding_side": self.tokenizer_padding_side,
+            "truncation": self.tokenizer_truncation,
+        }
+
+    @property
+    def resized(self) -> Size:
+        """Height and width of pictures before they are cropped."""
+        height, width = next(iter(self.images.values())).shape[1:]
+        return self.image_resize_shape or (height, width)
+
+    @property
+    def crop(self) -> Size | None:
+        """What is cut out of pictures; nothing if they are smaller, as LeRobot has it."""
+        crop = self.image_crop_shape
+        if not self.images or crop is None or crop[0] > self.resized[0] or crop[1] > self.resized[1]:
+            return None
+        return crop

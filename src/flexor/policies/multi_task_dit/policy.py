@@ -1,0 +1,173 @@
+"""The multi-task diffusion transformer (after TRI's Large Behavior Models, https://arxiv.org/abs/2507.05331).
+
+CLIP sees the cameras and reads the task; its vectors and the robot's state steer a transformer that turns
+noise into an action chunk, by diffusion or by flow matching. One vector per picture makes it small and
+quick for a policy that understands language; what needs an exact place in a picture is not its strength.
+
+Parameter names and settings are LeRobot's, so checkpoints go both ways.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexor.core.batch import STATE, Batch
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.policies.base import NoiseSource, ParamGroup
+from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
+from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
+from flexor.policies.multi_task_dit.flow import FlowMatching
+from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
+from flexor.policies.nn.camera import center_crop, random_crop
+from flexor.policies.nn.denoising import DenoisingPolicy
+from flexor.policies.nn.diffusion import DiffusionSchedule
+from flexor.policies.processing import TASK_MASK, TASK_TOKENS
+
+
+class MultiTaskDiT(DenoisingPolicy):
+    Config = MultiTaskDiTConfig
+    config: MultiTaskDiTConfig
+
+    def __init__(self, config: MultiTaskDiTConfig):
+        super().__init__(config)
+        self.observation_encoder = ObservationEncoder(config)
+        self.noise_predictor = DiffusionTransformer(
+            config.action.shape[0],
+            config.horizon,
+            self.observation_encoder.out_dim,
+            dim=config.hidden_dim,
+            depth=config.num_layers,
+            heads=config.num_heads,
+            time_dim=config.timestep_embed_dim,
+            dropout=config.dropout,
+            rope_base=config.rope_base if config.use_rope else None,
+            learned_positions=config.use_positional_encoding,
+        )
+        self.objective = make_objective(config)
+
+    def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        return self.observation_encoder(batch, noise)
+
+    def denoise(self, x: Tensor, level: Tensor, observed: Tensor) -> Tensor:
+        return self.noise_predictor(x, level, observed)
+
+    def load_backbone(self) -> None:
+        for encoder in self.observation_encoder.encoders():
+            encoder.load_pretrained()
+
+    def shard_units(self) -> list[nn.Module]:
+        layers = [layer for encoder in self.observation_encoder.encoders() for layer in encoder.layers()]
+        return [*layers, *self.noise_predictor.transformer_blocks]
+
+    def param_groups(self) -> list[ParamGroup]:
+        # a CLIP that sees is among them even if it is frozen: LeRobot's optimizer numbers its parameters too
+        encoders = "observation_encoder.vision_encoder"
+        vision = [p for name, p in self.named_parameters() if name.startswith(encoders)]
+        rest = [p for name, p in self.named_parameters() if p.requires_grad and not name.startswith(encoders)]
+        rate = self.config.optimizer_lr * self.config.vision_encoder_lr_multiplier
+        return [ParamGroup(rest), ParamGroup(vision, {"lr": rate})]
+
+
+def make_objective(config: MultiTaskDiTConfig) -> DiffusionSchedule | FlowMatching:
+    if config.objective == "diffusion":
+        return DiffusionSchedule(config)
+    flow = partial(FlowMatching, config.sigma_min, config.num_integration_steps, config.integration_method)
+    if config.timestep_sampling_strategy == "uniform":
+        return flow()
+    return flow(
+        time_beta=(config.timestep_sampling_alpha, config.timestep_sampling_beta),
+        time_max=config.timestep_sampling_s,
+    )
+
+
+class ObservationEncoder(nn.Module):
+    """State, cameras and task -> one vector. Per moment: state, each camera's vector, the task's."""
+
+    def __init__(self, config: MultiTaskDiTConfig):
+        super().__init__()
+        self.config = config
+        self.cameras = list(config.images)
+        if self.cameras and config.use_separate_rgb_encoder_per_camera:
+            self.vision_encoders = nn.ModuleList(ClipVision(config.vision_encoder_name) for _ in self.cameras)
+        elif self.cameras:
+            self.vision_encoder = ClipVision(config.vision_encoder_name)
+        self.text_encoder = ClipText(config.text_encoder_name, config.hidden_dim)
+        assert config.state is not None
+        moment = config.state.shape[0] + config.hidden_dim
+        if self.cameras:
+            moment += len(self.cameras) * self.vision()[0].out_dim
+        self.out_dim = config.n_obs_steps * moment
+        self._check(config)
+        if config.vision_encoder_lr_multiplier == 0:
+            for encoder in self.vision():
+                encoder.requires_grad_(False)
+
+    def vision(self) -> list[ClipVision]:
+        """One for each camera, one for all of them, or none."""
+        if not self.cameras:
+            return []
+        shared = not self.config.use_separate_rgb_encoder_per_camera
+        return [self.vision_encoder] if shared else list(self.vision_encoders)  # type: ignore[arg-type]
+
+    def encoders(self) -> list[ClipVision | ClipText]:
+        return [*self.vision(), self.text_encoder]
+
+    def _check(self, config: MultiTaskDiTConfig) -> None:
+        """Refuse what the CLIP that was found can't take."""
+        if config.tokenizer_max_length > self.text_encoder.max_length:
+            raise ConfigError(
+                f"policy.tokenizer_max_length={config.tokenizer_max_length}: {config.text_encoder_name} reads "
+                f"{self.text_encoder.max_length} tokens at most."
+            )
+        if not self.cameras:
+            return
+        if config.crop != config.image_crop_shape:
+            log.warning(
+                "policy.image_crop_shape=%s is larger than the pictures (%s): they are not cropped",
+                config.image_crop_shape,
+                config.resized,
+            )
+        size, wanted = config.crop or config.resized, self.vision()[0].image_size
+        if size != (wanted, wanted):
+            raise ConfigError(
+                f"Pictures are {size[0]} x {size[1]}, but {config.vision_encoder_name} takes {wanted} x {wanted}: set "
+                f"--policy.image_resize_shape='[{wanted}, {wanted}]' and --policy.image_crop_shape=null, or another "
+                "pair that ends with this size."
+            )
+
+    def forward(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        state = batch[STATE]  # [B, T, S]
+        seen = [state, self._see(batch, noise)] if self.cameras else [state]
+        task = self.text_encoder(batch[TASK_TOKENS], batch[TASK_MASK])
+        seen.append(task[:, None].expand(-1, state.shape[1], -1))
+        return torch.cat(seen, -1).flatten(1)  # [B, T * (state + cameras + task)]
+
+    def _see(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """What CLIP makes of all cameras: [B, T, cameras * D]. Those that share an encoder go through it together."""
+        encoders = self.vision()
+        groups = [self.cameras] if len(encoders) == 1 else [[camera] for camera in self.cameras]
+        seen = []
+        for index, (encoder, cameras) in enumerate(zip(encoders, groups)):
+            pictures = torch.stack([batch[camera] for camera in cameras], 2)  # [B, T, N, 3, H, W]
+            fitted = self._fit(pictures.flatten(1, 2), noise, f"crop{index}")  # [B, T * N, 3, h, w]
+            vectors = encoder(fitted.flatten(0, 1)).unflatten(0, (*pictures.shape[:2], -1))
+            seen.append(vectors.flatten(2))  # [B, T, N * D]
+        return torch.cat(seen, -1)
+
+    def _fit(self, pictures: Tensor, noise: NoiseSource, name: str) -> Tensor:
+        """Pictures [B, N, 3, H, W] in the size CLIP takes."""
+        config = self.config
+        size = tuple(pictures.shape[-2:])
+        if size != config.resized:
+            flat = F.interpolate(pictures.flatten(0, 1), config.resized, mode="bilinear", antialias=True)
+            pictures = flat.unflatten(0, pictures.shape[:2])
+        if config.crop is None:
+            return pictures
+        if self.training and config.image_crop_is_random:
+            return random_crop(pictures, config.crop, noise, name)
+        return center_crop(pictures, config.crop)

@@ -1,0 +1,174 @@
+"""A camera picture as a short vector: ResNet, then where each of a few learned features is in the picture.
+
+Spatial softmax (Finn et al. 2016, https://arxiv.org/abs/1509.06113) keeps positions and drops everything
+else, which suits manipulation and keeps the vector small. Parameter names are LeRobot's.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.policies.base import NoiseSource
+from flexor.policies.nn.batchnorm import BatchNorm2d
+from flexor.policies.nn.resnet import ResNet
+
+Size = tuple[int, int]  # height, width
+
+
+@dataclass
+class VisionSettings:
+    """The settings of every policy that sees this way, under LeRobot's names."""
+
+    vision_backbone: str = "resnet18"
+    """The ResNet that encodes a camera: resnet18, 34, 50, 101 or 152."""
+    crop_shape: Size | None = None
+    """Height and width that a crop leaves of a picture; null for all of it."""
+    crop_is_random: bool = True
+    """In training, crop somewhere; otherwise, and always when acting, in the middle."""
+    pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
+    """ImageNet weights the backbone starts from; null for random ones."""
+    use_group_norm: bool = False
+    """Normalise groups of channels in the backbone instead of the batch; needs random weights."""
+    spatial_softmax_num_keypoints: int = 32
+    """Points that the encoder looks for in a picture."""
+
+    @property
+    def crop(self) -> Size | None:
+        """Height and width that are left of a picture, whichever way they are given."""
+        return self.crop_shape
+
+    def check_vision(self, cameras: dict[str, tuple[int, ...]]) -> None:
+        """Refuse settings no encoder can have; `cameras` are the sizes of what is cropped, by name."""
+        if self.spatial_softmax_num_keypoints < 1:
+            raise ConfigError(
+                f"policy.spatial_softmax_num_keypoints={self.spatial_softmax_num_keypoints} must be at least 1."
+            )
+        if self.use_group_norm and self.pretrained_backbone_weights is not None:
+            raise ConfigError(
+                "policy.use_group_norm=true replaces the normalisation ImageNet weights were trained with: "
+                "set --policy.pretrained_backbone_weights=null too."
+            )
+        if self.crop is None:
+            return
+        if min(self.crop) < 1:
+            raise ConfigError(f"policy.crop_shape={list(self.crop)} must be at least 1 by 1.")
+        for name, (*_, height, width) in cameras.items():
+            if self.crop[0] > height or self.crop[1] > width:
+                raise ConfigError(
+                    f"policy.crop_shape={list(self.crop)} does not fit into {name}, which is [{height}, {width}]."
+                )
+
+
+class SpatialSoftmax(nn.Module):
+    """Feature maps [B, C, H, W] -> the mean position [B, K, 2] (x, y in -1..1) of each of K mixtures of them."""
+
+    pos_grid: Tensor  # [H * W, 2]
+
+    def __init__(self, channels: int, height: int, width: int, keypoints: int):
+        super().__init__()
+        self.nets = nn.Conv2d(channels, keypoints, 1)
+        x, y = np.meshgrid(np.linspace(-1, 1, width), np.linspace(-1, 1, height))
+        grid = np.stack((x.ravel(), y.ravel()), axis=1)
+        self.register_buffer("pos_grid", torch.from_numpy(grid).float())
+
+    def forward(self, features: Tensor) -> Tensor:
+        heat = self.nets(features).flatten(2)  # [B, K, H * W]
+        # in full precision: bfloat16 would round positions to whole pixels
+        with torch.autocast(heat.device.type, enabled=False):
+            return heat.to(self.pos_grid.dtype).softmax(-1) @ self.pos_grid
+
+
+class RgbEncoder(nn.Module):
+    """Pictures [B, ..., 3, H, W] -> features [B, ..., 2 * keypoints]: resize, crop, ResNet, spatial softmax."""
+
+    def __init__(self, settings: VisionSettings, image_shape: tuple[int, ...], resize: Size | None = None):
+        super().__init__()
+        self.settings = settings
+        channels, *size = image_shape
+        if channels != 3:
+            raise ConfigError(f"A camera has {channels} channels: a ResNet sees colour pictures with 3.")
+        self.resize = resize
+        resnet = ResNet(
+            settings.vision_backbone, group_norm_of_16 if settings.use_group_norm else BatchNorm2d
+        )
+        self.backbone = nn.Sequential(*resnet.children())
+        seen = settings.crop or resize or size
+        height, width = resnet.feature_map_size(*seen)
+        if height * width == 1:
+            warn_blind(*seen)
+        keypoints = settings.spatial_softmax_num_keypoints
+        self.pool = SpatialSoftmax(resnet.out_channels, height, width, keypoints)
+        self.feature_dim = 2 * keypoints
+        self.out = nn.Linear(self.feature_dim, self.feature_dim)
+
+    def forward(self, images: Tensor, noise: NoiseSource, name: str = "crop") -> Tensor:
+        """`noise` says where pictures are cropped in training, under `name`: once for all of a sample's."""
+        batch, middle, size = len(images), images.shape[1:-3], images.shape[-2:]
+        crop = self.settings.crop
+        x = images.flatten(0, -4)  # [B * ..., 3, H, W]
+        if self.resize is not None and self.resize != tuple(size):
+            x = F.interpolate(x, self.resize, mode="bilinear", align_corners=False, antialias=True)
+        if crop is not None and self.settings.crop_is_random and self.training:
+            x = random_crop(x.unflatten(0, (batch, -1)), crop, noise, name).flatten(0, 1)
+        elif crop is not None:
+            x = center_crop(x, crop)
+        keypoints = self.pool(self.backbone(x)).flatten(1)
+        return F.relu(self.out(keypoints)).unflatten(0, (batch, *middle))
+
+    def load_imagenet(self) -> None:
+        """Start the ResNet from the published weights that the settings name, if they do."""
+        if self.settings.pretrained_backbone_weights is None:
+            return
+        resnet = ResNet(self.settings.vision_backbone, BatchNorm2d)
+        resnet.load_imagenet(self.settings.pretrained_backbone_weights)
+        self.backbone.load_state_dict(nn.Sequential(*resnet.children()).state_dict())
+
+
+@functools.cache
+def warn_blind(height: int, width: int) -> None:
+    """Once, however many cameras there are."""
+    log.warning(
+        "Of pictures of %d x %d pixels a ResNet leaves a single point, and where something is can't be told: "
+        "the cameras are of no use. Take pictures of more than 32 x 32, or enlarge them if the policy can "
+        "(--policy.resize_shape=[64,64]).",
+        height,
+        width,
+    )
+
+
+def group_norm_of_16(channels: int) -> nn.Module:
+    return nn.GroupNorm(channels // 16, channels)
+
+
+def center_crop(x: Tensor, size: Size) -> Tensor:
+    """The middle [..., h, w] of [..., H, W]; half a pixel is rounded to an even number, as torchvision does."""
+    top, left = (round((have - want) / 2) for have, want in zip(x.shape[-2:], size))
+    return x[..., top : top + size[0], left : left + size[1]]
+
+
+def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str, border: int = 0) -> Tensor:
+    """Another place for each sample: [B, N, C, H, W] -> [B, N, C, h, w].
+
+    A sample's images (of several moments) are cropped alike, so that only what moved has moved. Crops may reach
+    `border` pixels beyond the edge, whose pixels are repeated there.
+    """
+    batch, (height, width) = len(x), x.shape[-2:]
+    slack = [have + 2 * border - want for have, want in zip((height, width), size)]
+    top, left = (
+        noise.integers(f"{name}/{side}", (batch,), space + 1).to(x.device)
+        for side, space in zip(("top", "left"), slack)
+    )
+    rows = top[:, None] + torch.arange(size[0], device=x.device) - border  # [B, h]
+    columns = left[:, None] + torch.arange(size[1], device=x.device) - border  # [B, w]
+    if border:  # not F.pad: CUDA can't pad tensors of more than 2^31 numbers
+        rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+    sample = torch.arange(batch, device=x.device)[:, None, None]
+    return x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))

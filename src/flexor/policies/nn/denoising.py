@@ -1,0 +1,126 @@
+"""What every policy has in common that turns noise into a chunk of actions, whatever network it does it with.
+
+A chunk begins at the oldest observation, so that its first actions are known from the past; those from now on
+are executed. All of them are predicted at once, given one vector of what was observed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from flexor.core.batch import ACTION, STATE, Batch
+from flexor.core.errors import ConfigError
+from flexor.policies.base import (
+    Kind,
+    Loss,
+    NoiseSource,
+    Normalization,
+    Policy,
+    PolicyConfig,
+    mean_over_valid,
+)
+from flexor.policies.nn.adam import AdamSettings
+from flexor.policies.nn.diffusion import DiffusionSettings, Network
+
+
+class Objective(Protocol):
+    """How noise becomes actions: `DiffusionSchedule`, `FlowMatching`."""
+
+    def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
+        """The squared error [B, H, A] of what the network predicts for actions [B, H, A] with noise."""
+
+    def sample(self, network: Network, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
+        """Actions of `shape` [B, H, A] out of pure noise, on the device of `like`."""
+
+
+@dataclass
+class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
+    """Under LeRobot's names."""
+
+    n_obs_steps: int = 2
+    """How many observations, up to the current one, the policy sees."""
+    horizon: int = 64
+    """How many actions are predicted at once, from the oldest observation on."""
+    n_action_steps: int = 32
+    """How many of them, from the current one on, are executed before the policy looks again."""
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    do_mask_loss_for_padding: bool = False
+    """Leave actions beyond the end of an episode out of the loss."""
+    scheduler_name: str = "cosine"
+    """Learning rate over time: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
+    scheduler_warmup_steps: int = 0
+    """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
+
+    def validate(self) -> None:
+        self.require(1, "n_obs_steps", "horizon", "n_action_steps")
+        self.require(0, "scheduler_warmup_steps")
+        future = self.horizon - self.n_obs_steps + 1
+        if self.n_action_steps > future:
+            raise ConfigError(
+                f"policy.n_action_steps={self.n_action_steps} is more than policy.horizon - policy.n_obs_steps "
+                f"+ 1 = {future}: only actions that are predicted from now on can be executed."
+            )
+        self._check_inputs()
+
+    def _check_inputs(self) -> None:
+        if self.input_features and not self.state:
+            raise ConfigError(f"{self.type} needs {STATE}; the dataset has {', '.join(self.input_features)}.")
+        shapes = {key: camera.shape for key, camera in self.images.items()}
+        if len(set(shapes.values())) > 1:
+            listed = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+            raise ConfigError(f"{self.type} needs cameras of one size, but there are {listed}.")
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        if self.scheduler_name == "constant":
+            return {"type": "constant"}
+        return {"type": self.scheduler_name, "num_warmup_steps": self.scheduler_warmup_steps}
+
+    @property
+    def observation_deltas(self) -> list[int]:
+        return list(range(1 - self.n_obs_steps, 1))
+
+    @property
+    def action_deltas(self) -> list[int]:
+        first = 1 - self.n_obs_steps
+        return list(range(first, first + self.horizon))
+
+    @property
+    def action_steps(self) -> int:
+        return self.n_action_steps
+
+
+class DenoisingPolicy(Policy):
+    """A policy says what it observes and how it denoises; the rest is here."""
+
+    config: DenoisingConfig
+    objective: Objective
+
+    def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """One vector of what is seen at all moments: [B, C]."""
+        raise NotImplementedError
+
+    def denoise(self, x: Tensor, level: Tensor, observed: Tensor) -> Tensor:
+        """A noisy chunk [B, H, A], the level or time of its noise [B], what was observed -> [B, H, A]."""
+        raise NotImplementedError
+
+    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        network = partial(self.denoise, observed=self.observe(batch, noise))
+        error = self.objective.error(network, batch[ACTION], noise)
+        if self.config.do_mask_loss_for_padding:
+            return Loss(mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch), {})
+        return Loss(error.mean((1, 2)), {})
+
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        observed = self.observe(batch, noise)
+        shape = (len(observed), self.config.horizon, self.config.action.shape[0])
+        network = partial(self.denoise, observed=observed)
+        chunk = self.objective.sample(network, shape, noise, batch[STATE])
+        return chunk[:, self.config.n_obs_steps - 1 :]

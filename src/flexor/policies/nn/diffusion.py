@@ -1,0 +1,152 @@
+"""Diffusion: noise added to actions in training, taken away step by step when acting.
+
+DDPM (Ho et al. 2020, https://arxiv.org/abs/2006.11239) adds fresh noise at every step on the way back;
+DDIM (Song et al. 2021, https://arxiv.org/abs/2010.02502) adds none, and so does with a tenth of the steps.
+The numbers are those of `diffusers`, computed in float32 as there: 1 - a / b loses digits, and a more
+exact value would be another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexor.core.errors import ConfigError
+from flexor.policies.base import NoiseSource
+
+CHOICES = {
+    "noise_scheduler_type": ("DDPM", "DDIM"),
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "prediction_type": ("epsilon", "sample"),
+}
+
+# x [B, H, A] with noise of a level, or at a time, [B] -> what the objective asks for, [B, H, A]
+Network = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class DiffusionSettings:
+    """The settings of every policy that diffuses, under LeRobot's names."""
+
+    noise_scheduler_type: str = "DDPM"
+    """How noise is taken away when acting: DDPM, or DDIM, which needs fewer steps."""
+    num_train_timesteps: int = 100
+    """Levels of noise."""
+    beta_schedule: str = "squaredcos_cap_v2"
+    """How noise grows with the level: linear, scaled_linear or squaredcos_cap_v2 (a squared cosine)."""
+    beta_start: float = 0.0001
+    """Noise added at the first level (linear and scaled_linear)."""
+    beta_end: float = 0.02
+    """Noise added at the last level (linear and scaled_linear)."""
+    prediction_type: str = "epsilon"
+    """What the network predicts: the noise (epsilon) or the actions (sample)."""
+    clip_sample: bool = True
+    """Keep the actions expected at each step within policy.clip_sample_range (in normalised units)."""
+    clip_sample_range: float = 1.0
+    """The largest normalised action, with policy.clip_sample."""
+    num_inference_steps: int | None = None
+    """Steps when acting, evenly spaced over the levels; all levels unless given."""
+
+    def check_diffusion(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"policy.{name}={getattr(self, name)!r}; one of {', '.join(choices)}.")
+        if self.num_train_timesteps < 1:
+            raise ConfigError(f"policy.num_train_timesteps={self.num_train_timesteps} must be at least 1.")
+        steps = self.num_inference_steps
+        if steps is not None and not 1 <= steps <= self.num_train_timesteps:
+            raise ConfigError(
+                f"policy.num_inference_steps={steps} must be from 1 to policy.num_train_timesteps="
+                f"{self.num_train_timesteps}: the network knows no other levels of noise."
+            )
+        if not 0 < self.beta_start <= self.beta_end < 1:
+            raise ConfigError(
+                f"policy.beta_start={self.beta_start} and policy.beta_end={self.beta_end} must be between "
+                "0 and 1, the start no larger than the end."
+            )
+        if self.clip_sample_range <= 0:
+            raise ConfigError(f"policy.clip_sample_range={self.clip_sample_range} must be more than 0.")
+
+
+class DiffusionSchedule:
+    """How much signal is left at each level of noise, and the way there and back."""
+
+    def __init__(self, settings: DiffusionSettings):
+        self.settings = settings
+        self.signal = torch.cumprod(1 - betas(settings), 0)  # [T]; actions are scaled by its square root
+
+    def levels(self) -> list[int]:
+        """The levels visited when acting, from the noisiest to 0."""
+        steps = self.settings.num_inference_steps or self.settings.num_train_timesteps
+        stride = self.settings.num_train_timesteps // steps
+        return [stride * i for i in reversed(range(steps))]
+
+    def add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """clean and noise [B, ...], level [B] -> clean with noise, [B, ...]."""
+        signal = self.signal.to(clean.device, non_blocking=True)[level].view(-1, *[1] * (clean.dim() - 1))
+        return signal.sqrt() * clean + (1 - signal).sqrt() * noise
+
+    def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
+        """The squared error [B, H, A] of what the network predicts for actions [B, H, A] with noise."""
+        added = noise.normal("noise", tuple(clean.shape)).to(clean)
+        count = self.settings.num_train_timesteps
+        level = noise.integers("timestep", (len(clean),), count).to(clean.device)
+        predicted = network(self.add_noise(clean, added, level), level)
+        target = added if self.settings.prediction_type == "epsilon" else clean
+        return F.mse_loss(predicted, target, reduction="none")
+
+    def sample(self, network: Network, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
+        """Actions of `shape` [B, H, A] out of pure noise, on the device of `like`."""
+        x = noise.normal("x", shape).to(like)
+        levels = self.levels()
+        for level, following in zip(levels, [*levels[1:], -1]):
+            predicted = network(x, torch.full(shape[:1], level, device=x.device))
+            fresh = None
+            if self.settings.noise_scheduler_type == "DDPM" and level > 0:
+                fresh = noise.normal(f"step{level}", shape).to(x)
+            x = self.step(predicted, x, level, following, fresh)
+        return x
+
+    def step(self, predicted: Tensor, x: Tensor, level: int, following: int, fresh: Tensor | None) -> Tensor:
+        """x at `level` -> x at the level `following` (-1: clean), with DDPM's `fresh` noise."""
+        signal = self.signal[level]
+        root, noise_root = signal.sqrt().item(), (1 - signal).sqrt().item()
+        if self.settings.prediction_type == "epsilon":
+            clean, epsilon = (x - noise_root * predicted) / root, predicted
+        else:
+            clean, epsilon = predicted, (x - root * predicted) / noise_root
+        if self.settings.clip_sample:
+            clean = clean.clamp(-self.settings.clip_sample_range, self.settings.clip_sample_range)
+
+        after = self.signal[following] if following >= 0 else torch.tensor(1.0)
+        if self.settings.noise_scheduler_type == "DDIM":
+            return after.sqrt().item() * clean + (1 - after).sqrt().item() * epsilon
+        kept = signal / after
+        to_clean = (after.sqrt() * (1 - kept) / (1 - signal)).item()
+        to_x = (kept.sqrt() * (1 - after) / (1 - signal)).item()
+        x = to_clean * clean + to_x * x
+        if fresh is None:
+            return x
+        variance = ((1 - after) / (1 - signal) * (1 - kept)).clamp(min=1e-20)
+        return x + variance.sqrt().item() * fresh
+
+
+def betas(settings: DiffusionSettings) -> Tensor:
+    """How much noise each level adds to the one before it: [T]."""
+    count, start, end = settings.num_train_timesteps, settings.beta_start, settings.beta_end
+    if settings.beta_schedule == "linear":
+        return torch.linspace(start, end, count)
+    if settings.beta_schedule == "scaled_linear":
+        return torch.linspace(start**0.5, end**0.5, count).square()
+
+    # Nichol and Dhariwal 2021, https://arxiv.org/abs/2102.09672: the signal left is a squared cosine
+    def left(time: float) -> float:
+        return math.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    steps = [1 - left((i + 1) / count) / left(i / count) for i in range(count)]
+    return torch.tensor(steps).clamp(max=0.999)

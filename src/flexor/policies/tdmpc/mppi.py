@@ -1,0 +1,106 @@
+"""Planning with a learned model: MPPI, fitted by the cross-entropy method, as TD-MPC plans.
+
+Many sequences of actions are tried in the model, drawn from a normal distribution and from the learned
+policy; the best of them say where to look next. Costs `cem_iterations` times (samples x horizon) small
+networks per decision, and in return needs no gradients and leaves bad local choices behind.
+
+Sequences are valued as in FOWM (Feng et al. 2023, https://arxiv.org/abs/2310.16029, equation 4): where
+the critics disagree, the model has not been, so their spread is taken off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flexor.policies.base import NoiseSource
+from flexor.policies.tdmpc.world_model import LatentWorld
+
+if TYPE_CHECKING:
+    from flexor.policies.tdmpc.config import TDMPCConfig
+
+
+def plan(
+    model: LatentWorld, config: TDMPCConfig, latent: Tensor, noise: NoiseSource, previous: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A sequence of actions [B, H, A], and the mean [B, H, A] that the next search of the episode starts from."""
+    batch, actions = len(latent), config.action.shape[0]
+    proposed = _follow_policy(model, config, latent, noise)  # [B, P, H, A]
+    mean = torch.zeros(batch, config.horizon, actions, device=latent.device)
+    if previous is not None:
+        mean[:, :-1] = previous[:, 1:]  # one step has passed
+    std = torch.full_like(mean, config.max_std)
+    for iteration in range(config.cem_iterations):
+        name = f"plan/{iteration}"
+        epsilon = noise.normal(f"{name}/samples", (batch, config.n_gaussian_samples, *mean.shape[1:]))
+        sampled = (mean[:, None] + std[:, None] * epsilon.to(mean)).clamp(-1, 1)
+        candidates = torch.cat([sampled, proposed], 1)  # [B, N, H, A]
+        value = _value(model, config, latent, candidates, noise, name).nan_to_num(0)  # [B, N]
+        best, index = value.topk(config.n_elites, dim=1)
+        elites = candidates.take_along_dim(index[:, :, None, None], 1)  # [B, K, H, A]
+        weights = (config.elite_weighting_temperature * best).softmax(1)  # [B, K]
+        share = weights[:, :, None, None]
+        centre = (share * elites).sum(1)
+        std = (share * (elites - centre[:, None]).square()).sum(1).sqrt()
+        std = std.clamp(config.min_std, config.max_std)
+        mean = config.gaussian_mean_momentum * mean + (1 - config.gaussian_mean_momentum) * centre
+    return _pick(elites, weights, noise), mean
+
+
+def _follow_policy(model: LatentWorld, config: TDMPCConfig, latent: Tensor, noise: NoiseSource) -> Tensor:
+    """What the learned policy would do, a little shaken: [B, P, H, A]."""
+    batch, count, actions = len(latent), config.n_pi_samples, config.action.shape[0]
+    epsilon = noise.normal("plan/policy", (batch, count, config.horizon, actions)).to(latent.device)
+    latent = latent[:, None].expand(-1, count, -1)
+    taken = []
+    for t in range(config.horizon if count else 0):
+        taken.append(model.act(latent) + config.min_std * epsilon[:, :, t])
+        latent, _ = model.step(latent, taken[-1])
+    return torch.stack(taken, 2) if taken else epsilon
+
+
+def _value(
+    model: LatentWorld,
+    config: TDMPCConfig,
+    latent: Tensor,
+    actions: Tensor,
+    noise: NoiseSource,
+    name: str,
+) -> Tensor:
+    """What the sequences [B, N, H, A] are worth [B, N]: rewards, then what critics expect of the end."""
+    batch, count, horizon, width = actions.shape
+    latent = latent[:, None].expand(-1, count, -1)
+    doubt = config.uncertainty_regularizer_coeff
+    total = torch.zeros(batch, count, device=actions.device)
+    discount = 1.0
+    for t in range(horizon):
+        action = actions[:, :, t]
+        if doubt > 0:
+            total = total - discount * doubt * model.values(latent, action).std(-1)
+        latent, reward = model.step(latent, action)
+        total = total + discount * reward
+        discount *= config.discount
+    epsilon = noise.normal(f"{name}/last", (batch, count, width)).to(actions)
+    values = model.values(latent, model.act(latent) + config.min_std * epsilon)  # [B, N, E]
+    total = total + discount * lower_of_two(values, noise, f"{name}/critics")
+    if doubt > 0:
+        total = total - discount * doubt * values.std(-1)
+    return total
+
+
+def lower_of_two(values: Tensor, noise: NoiseSource, name: str) -> Tensor:
+    """The lower of two critics that each sample draws (perhaps the same one twice): [B, N, E] -> [B, N]."""
+    batch, _, critics = values.shape
+    if critics > 2:
+        drawn = noise.integers(name, (batch, 2), critics).to(values.device)
+        values = values.take_along_dim(drawn[:, None, :], 2)
+    return values.amin(-1)
+
+
+def _pick(elites: Tensor, weights: Tensor, noise: NoiseSource) -> Tensor:
+    """One of the sequences [B, K, H, A] by its weight [B, K]: a draw keeps the robot exploring a little."""
+    chance = noise.uniform("plan/choice", (len(elites), 1)).to(weights)
+    index = (weights.cumsum(1) < chance).sum(1, keepdim=True).clamp(max=weights.shape[1] - 1)
+    return elites.take_along_dim(index[:, :, None, None], 1)[:, 0]

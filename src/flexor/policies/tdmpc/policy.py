@@ -1,0 +1,163 @@
+"""TD-MPC: plan in a learned model of the task (Hansen et al. 2022, https://arxiv.org/abs/2203.04955).
+
+Observations become a small latent, in which the model predicts what an action leads to, what reward it
+brings and what may still come after it; acting is a search in that model (`blocks/mppi.py`). It learns
+from recorded rewards as FOWM does (Feng et al. 2023, https://arxiv.org/abs/2310.16029), which never asks
+critics about actions that nobody took. The only policy here that can become better than its data; in
+return the data needs rewards, and a decision costs thousands of small predictions.
+
+Parameter names and settings are LeRobot's, so checkpoints go both ways. Unlike there, pictures are shifted
+in training whatever their camera is called, and a policy may see a picture or a state alone.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flexor.core.batch import ACTION, MEMORY, REWARD, STATE, Batch
+from flexor.core.tensors import local
+from flexor.policies.base import (
+    Loss,
+    NoiseSource,
+    ParamGroup,
+    Policy,
+    PolicyFeature,
+)
+from flexor.policies.nn.camera import random_crop
+from flexor.policies.tdmpc.config import TDMPCConfig
+from flexor.policies.tdmpc.mppi import lower_of_two, plan
+from flexor.policies.tdmpc.world_model import LatentWorld
+
+LARGEST_PREFERENCE = 100.0  # for an action that turned out better than expected
+
+
+class Targets(NamedTuple):
+    """What the model should have predicted, without gradients."""
+
+    latents: Tensor  # [B, H, L], after each action
+    critics: Tensor  # [B, H]
+    value: Tensor  # [B, H]
+    preference: Tensor  # [B, H]: how much an action is worth imitating
+
+
+class TDMPC(Policy):
+    Config = TDMPCConfig
+    config: TDMPCConfig
+
+    def __init__(self, config: TDMPCConfig):
+        super().__init__(config)
+        self.model = LatentWorld(config)
+        self.model_target = deepcopy(self.model).requires_grad_(False)
+
+    @torch.no_grad()
+    def begin_step(self, step: int) -> None:
+        """The target follows what the last optimizer step made of the model."""
+        if step > 0:
+            pairs = list(zip(self.model_target.parameters(), self.model.parameters(), strict=True))
+            targets, own = [local(t) for t, _ in pairs], [local(p) for _, p in pairs]
+            torch._foreach_lerp_(targets, own, 1 - self.config.target_model_momentum)
+
+    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        config, model = self.config, self.model
+        actions, rewards = batch[ACTION], batch[REWARD]  # [B, H, A], [B, H]
+        observed = {key: batch[key] for key in config.observed}  # [B, H + 1, ...]
+        observed |= {key: self._shift(observed[key], noise) for key in config.images}
+        first = {key: value[:, 0] for key, value in observed.items()}
+        following = {key: value[:, 1:] for key, value in observed.items()}
+
+        latents, predicted_rewards = model.imagine(model.encode(first), actions)  # [B, H + 1, L], [B, H]
+        starts = latents[:, :-1]
+        critics, value = model.values(starts, actions), model.value(starts)  # [B, H, E], [B, H]
+        imitated = model.act(starts.detach())  # [B, H, A]
+        target = self._targets(following, starts, actions, rewards, value, noise)
+
+        known, followed, rewarded = self._valid(batch)
+        surprise = target.value - value
+        expectile = torch.where(surprise > 0, config.expectile_weight, 1 - config.expectile_weight)
+        errors = {
+            "consistency_loss": _squares(latents[:, 1:], target.latents).mean(-1) * followed,
+            "reward_loss": _squares(predicted_rewards, rewards) * rewarded,
+            "Q_value_loss": _squares(critics, target.critics[..., None]).sum(-1) * (followed & rewarded),
+            "V_value_loss": expectile * surprise.square(),
+            # a mean over time, as in the paper's code; the others are sums
+            "pi_loss": target.preference * _squares(imitated, actions).sum(-1) / config.horizon,
+        }
+        decay = config.temporal_decay_coeff ** torch.arange(config.horizon, device=actions.device)
+        parts = {name: (decay * error * known).sum(1) for name, error in errors.items()}
+        total = (
+            config.consistency_coeff * parts["consistency_loss"]
+            + config.reward_coeff * parts["reward_loss"]
+            + config.value_coeff * (parts["Q_value_loss"] + parts["V_value_loss"])
+            + config.pi_coeff * parts["pi_loss"]
+        )
+        return Loss(total, {**parts, "Q": critics.mean((1, 2)), "V": value.mean(1)})
+
+    @torch.no_grad()
+    def _targets(
+        self,
+        following: dict[str, Tensor],
+        starts: Tensor,
+        actions: Tensor,
+        rewards: Tensor,
+        value: Tensor,
+        noise: NoiseSource,
+    ) -> Targets:
+        config = self.config
+        believed = self.model_target.values(starts, actions)  # [B, H, E]
+        advantage = lower_of_two(believed, noise, "critics/advantage") - value
+        return Targets(
+            latents=self.model_target.encode(following),
+            # of recorded actions alone, and by the model itself, not by its target: as FOWM does it
+            critics=rewards + config.discount * self.model.value(self.model.encode(following)),
+            value=lower_of_two(believed, noise, "critics/value"),
+            preference=(config.advantage_scaling * advantage).exp().clamp(max=LARGEST_PREFERENCE),
+        )
+
+    def _shift(self, pictures: Tensor, noise: NoiseSource) -> Tensor:
+        """Each picture of [B, T, C, S, S] moved by a few pixels of its own; the border is repeated."""
+        steps, size = pictures.shape[1], (pictures.shape[-2], pictures.shape[-1])
+        pad = round(self.config.max_random_shift_ratio * size[0])
+        if pad == 0:
+            return pictures
+        moved = [
+            random_crop(pictures[:, t : t + 1], size, noise, f"shift/{t}", border=pad) for t in range(steps)
+        ]
+        return torch.cat(moved, 1)
+
+    def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Steps [B, H] that start and act within the episode, whose next observation does, whose reward does."""
+        key = STATE if STATE in self.config.observed else next(iter(self.config.observed))
+        seen = ~batch[f"{key}_is_pad"]  # [B, H + 1]
+        return seen[:, :1] & ~batch[f"{ACTION}_is_pad"], seen[:, 1:], ~batch[f"{REWARD}_is_pad"]
+
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """Actions [B, n, A] for now: a plan's first ones, or its first one n times."""
+        config, memory = self.config, batch.get(MEMORY, {})
+        latent = self.model.encode({k: _now(batch[k], feature) for k, feature in config.observed.items()})
+        if config.use_mpc:
+            actions, memory["plan"] = plan(self.model, config, latent, noise, memory.get("plan"))
+        else:
+            actions = self.model.act(latent)[:, None]
+        if config.n_action_repeats > 1:
+            actions = actions[:, :1].expand(-1, config.n_action_repeats, -1)
+        return actions[:, : config.action_steps].clamp(-1, 1)
+
+    def shard_units(self) -> list[nn.Module]:
+        return [*self.model.networks(), *self.model_target.networks()]
+
+    def param_groups(self) -> list[ParamGroup]:
+        # with the target, which gets no gradient: LeRobot's optimizer numbers its parameters too
+        return [ParamGroup(list(self.parameters()))]
+
+
+def _now(observed: Tensor, feature: PolicyFeature) -> Tensor:
+    """[B, ...] of an observation that may have a time dimension."""
+    return observed[:, 0] if observed.dim() > 1 + len(feature.shape) else observed
+
+
+def _squares(predicted: Tensor, target: Tensor) -> Tensor:
+    return (predicted - target).square()

@@ -1,0 +1,161 @@
+"""A model of the task in a small latent: what TD-MPC learns and plans with.
+
+Names of parameters, and the order in which they are made, are LeRobot's. Leading dimensions are free
+everywhere, so that training over time and planning over samples use the same few methods.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flexor.core.batch import ENV_STATE, STATE
+
+if TYPE_CHECKING:
+    from flexor.policies.tdmpc.config import TDMPCConfig
+
+KERNELS = (7, 5, 3, 3)  # of the camera's convolutions, each with a stride of 2
+
+
+class LatentWorld(nn.Module):
+    """Encoder, dynamics, reward, policy, critics and value. Their names are LeRobot's, as is their order."""
+
+    def __init__(self, config: TDMPCConfig):
+        super().__init__()
+        actions, latent, width = config.action.shape[0], config.latent_dim, config.mlp_dim
+        self._encoder = ObservationEncoder(config)
+        self._dynamics = nn.Sequential(
+            *_network(latent + actions, width, latent), nn.LayerNorm(latent), nn.Sigmoid()
+        )
+        self._reward = nn.Sequential(*_network(latent + actions, width, 1))
+        self._pi = nn.Sequential(*_network(latent, width, actions))
+        self._Qs = nn.ModuleList(_critic(latent + actions, width) for _ in range(config.q_ensemble_size))
+        self._V = _critic(latent, width)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Orthogonal, without biases; rewards and critics start at zero, so that nothing is promised."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                gain = nn.init.calculate_gain("relu") if isinstance(module, nn.Conv2d) else 1.0
+                nn.init.orthogonal_(module.weight, gain)
+                assert module.bias is not None
+                nn.init.zeros_(module.bias)
+        for network in (self._reward, *self._Qs):
+            last = list(network.children())[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
+
+    def networks(self) -> list[nn.Module]:
+        return [self._encoder, self._dynamics, self._reward, self._pi, *self._Qs, self._V]
+
+    def encode(self, observed: dict[str, Tensor]) -> Tensor:
+        """Observations [..., *shape] -> latent [..., L]."""
+        return self._encoder(observed)
+
+    def step(self, latent: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        """The next latent [..., L] and the reward [...]."""
+        x = torch.cat([latent, action], -1)
+        return self._dynamics(x), self._reward(x).squeeze(-1).float()
+
+    def imagine(self, latent: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [B, H + 1, L], the first one given, and rewards [B, H] of a sequence of actions [B, H, A]."""
+        latents, rewards = [latent], []
+        for action in actions.unbind(1):
+            latent, reward = self.step(latent, action)
+            latents.append(latent)
+            rewards.append(reward)
+        return torch.stack(latents, 1), torch.stack(rewards, 1)
+
+    def act(self, latent: Tensor) -> Tensor:
+        return self._pi(latent).float().tanh()
+
+    def value(self, latent: Tensor) -> Tensor:
+        return self._V(latent).squeeze(-1).float()
+
+    def values(self, latent: Tensor, action: Tensor) -> Tensor:
+        """What each critic expects of an action [..., E]."""
+        x = torch.cat([latent, action], -1)
+        return torch.cat([critic(x) for critic in self._Qs], -1).float()
+
+
+class ObservationEncoder(nn.Module):
+    """A latent per camera and state, and their mean."""
+
+    def __init__(self, config: TDMPCConfig):
+        super().__init__()
+        self.camera = next(iter(config.images), None)
+        latent, width = config.latent_dim, config.state_encoder_hidden_dim
+        if self.camera is not None:
+            channels, size, _ = config.images[self.camera].shape
+            self.enlarge = enlargement(size)
+            self.image_enc_layers = _camera(
+                channels, size * self.enlarge, config.image_encoder_hidden_dim, latent
+            )
+        if config.state:
+            self.state_enc_layers = _state(config.state.shape[0], width, latent)
+        if config.environment_state:
+            self.env_state_enc_layers = _state(config.environment_state.shape[0], width, latent)
+
+    def forward(self, observed: dict[str, Tensor]) -> Tensor:
+        latents = []
+        if self.camera is not None:
+            pictures = observed[self.camera]  # [..., C, S, S]
+            flat = pictures.flatten(0, -4)
+            if self.enlarge > 1:
+                flat = F.interpolate(flat, scale_factor=float(self.enlarge), mode="nearest")
+            latents.append(self.image_enc_layers(flat).unflatten(0, pictures.shape[:-3]))
+        if ENV_STATE in observed:
+            latents.append(self.env_state_enc_layers(observed[ENV_STATE]))
+        if STATE in observed:
+            latents.append(self.state_enc_layers(observed[STATE]))
+        return torch.stack(latents).mean(0)
+
+
+def enlargement(size: int) -> int:
+    """How many times a picture must be enlarged for the convolutions to leave something of it.
+
+    More than once below 39 pixels, where LeRobot has no such policy.
+    """
+    return next(factor for factor in range(1, 40) if _convolved(factor * size) >= 1)
+
+
+def _convolved(size: int) -> int:
+    for kernel in KERNELS:
+        size = (size - kernel) // 2 + 1
+    return size
+
+
+def _camera(channels: int, size: int, width: int, latent: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for kernel in KERNELS:
+        layers += [nn.Conv2d(channels, width, kernel, stride=2), nn.ReLU()]
+        channels = width
+    pixels = _convolved(size) ** 2
+    return nn.Sequential(
+        *layers, nn.Flatten(), nn.Linear(width * pixels, latent), nn.LayerNorm(latent), nn.Sigmoid()
+    )
+
+
+def _state(size: int, width: int, latent: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(size, width), nn.ELU(), nn.Linear(width, latent), nn.LayerNorm(latent), nn.Sigmoid()
+    )
+
+
+def _network(inputs: int, width: int, outputs: int) -> list[nn.Module]:
+    return [
+        *(nn.Linear(inputs, width), nn.LayerNorm(width), nn.Mish()),
+        *(nn.Linear(width, width), nn.LayerNorm(width), nn.Mish()),
+        nn.Linear(width, outputs),
+    ]
+
+
+def _critic(inputs: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Linear(inputs, width), nn.LayerNorm(width), nn.Tanh()),
+        *(nn.Linear(width, width), nn.ELU(), nn.Linear(width, 1)),
+    )

@@ -1,0 +1,138 @@
+"""The settings of VQ-BeT, under LeRobot's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from flexor.core.batch import STATE
+from flexor.core.errors import ConfigError
+from flexor.policies.base import (
+    MOST_DROPOUT,
+    Kind,
+    Normalization,
+    PolicyConfig,
+)
+from flexor.policies.nn.adam import AdamSettings
+from flexor.policies.nn.camera import VisionSettings
+
+TOKENS_PER_STEP = 3  # picture, state, and one that asks for actions
+
+
+@dataclass
+class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
+    """Defaults are those for PushT, as LeRobot sets them."""
+
+    type: ClassVar[str] = "vqbet"
+
+    n_obs_steps: int = 5
+    """How many observations, up to the current one, the policy sees."""
+    n_action_pred_token: int = 3
+    """How many chunks are predicted from now on, each beginning one step later; the first one is executed."""
+    action_chunk_size: int = 5
+    """How many actions two codes stand for, and are executed before the policy looks again."""
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    crop_shape: tuple[int, int] | None = (84, 84)
+    n_vqvae_training_steps: int = 20000
+    """Optimizer steps of the first phase, which trains the action vocabulary alone (at least one)."""
+    vqvae_n_embed: int = 16
+    """Codes in each of the two codebooks."""
+    vqvae_embedding_dim: int = 256
+    """Size of a code."""
+    vqvae_enc_hidden_dim: int = 128
+    """Width of the auto-encoder of actions."""
+    gpt_block_size: int = 500
+    """Tokens the transformer has positions for: at least 3 n_obs_steps + n_action_pred_token - 1."""
+    gpt_input_dim: int = 512
+    """Size of a token: a picture's or a state's projection."""
+    gpt_output_dim: int = 512
+    """Size of a feature, from which codes and offsets are predicted."""
+    gpt_n_layer: int = 8
+    """Layers of the transformer."""
+    gpt_n_head: int = 8
+    """Attention heads."""
+    gpt_hidden_dim: int = 512
+    """Width of the transformer."""
+    dropout: float = 0.1
+    """Dropout in the transformer."""
+    offset_loss_weight: float = 10000.0
+    """Weight of the offset's error in the loss."""
+    primary_code_loss_weight: float = 5.0
+    """Weight of the first code's loss."""
+    secondary_code_loss_weight: float = 0.5
+    """Weight of the second code's loss."""
+    bet_softmax_temperature: float = 0.1
+    """Of the sampling of codes: near 0 the likeliest, 1 as likely as predicted."""
+    sequentially_select: bool = False
+    """Predict the second code knowing the first one, instead of both at once."""
+    optimizer_vqvae_lr: float = 1e-3
+    """Learning rate of the first phase."""
+    optimizer_vqvae_weight_decay: float = 1e-4
+    """Weight decay of the first phase."""
+    scheduler_warmup_steps: int = 500
+    """Steps of warm-up at the beginning of the second phase (--scheduler.num_warmup_steps takes precedence)."""
+
+    def __post_init__(self) -> None:
+        # LeRobot counts tokens by the features that are declared: declare only what there is a token for
+        self.input_features = {**self.images, **({STATE: self.state} if self.state else {})}
+
+    def validate(self) -> None:
+        self.require(1, "n_obs_steps", "n_action_pred_token", "action_chunk_size")
+        self.require(1, "vqvae_n_embed", "vqvae_embedding_dim", "vqvae_enc_hidden_dim")
+        self.require(1, "gpt_input_dim", "gpt_output_dim", "gpt_n_layer", "gpt_n_head", "gpt_hidden_dim")
+        self.require(0, "dropout", high=MOST_DROPOUT)
+        if self.bet_softmax_temperature <= 0:
+            raise ConfigError(
+                f"policy.bet_softmax_temperature={self.bet_softmax_temperature} must be more than 0; "
+                "1e-3 always takes the likeliest code."
+            )
+        if self.gpt_hidden_dim % self.gpt_n_head:
+            raise ConfigError(
+                f"policy.gpt_hidden_dim={self.gpt_hidden_dim} must be a multiple of "
+                f"policy.gpt_n_head={self.gpt_n_head}."
+            )
+        tokens = TOKENS_PER_STEP * self.n_obs_steps + self.n_action_pred_token - 1
+        if self.gpt_block_size < tokens:
+            raise ConfigError(
+                f"policy.gpt_block_size={self.gpt_block_size} is too small for the {tokens} tokens of "
+                f"policy.n_obs_steps={self.n_obs_steps} and policy.n_action_pred_token={self.n_action_pred_token}."
+            )
+        cameras = {name: camera.shape for name, camera in self.images.items()}
+        self.check_vision(cameras)
+        if self.output_features and (len(cameras) != 1 or self.state is None):
+            raise ConfigError(
+                f"VQ-BeT looks at one camera and {STATE}; here are {', '.join(self.input_features) or 'neither'}. "
+                "Name the two in policy.input_features, with their type and shape."
+            )
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        return {
+            "type": "vqbet",
+            "num_warmup_steps": self.scheduler_warmup_steps,
+            "num_vqvae_training_steps": self.n_vqvae_training_steps,
+        }
+
+    @property
+    def observation_deltas(self) -> list[int]:
+        return list(range(1 - self.n_obs_steps, 1))
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of a sample are predicted: one from each observation on, and the future ones."""
+        return self.n_obs_steps + self.n_action_pred_token - 1
+
+    @property
+    def action_deltas(self) -> list[int]:
+        first = 1 - self.n_obs_steps
+        return list(range(first, first + self.chunks + self.action_chunk_size - 1))
+
+    @property
+    def action_steps(self) -> int:
+        return self.action_chunk_size
+
+    @property
+    def uses_all_parameters(self) -> bool:
+        return False  # the phases train one part each

@@ -1,0 +1,53 @@
+"""What a run says before it begins: what is trained, on what, and which rank is where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from flexor.core.log import log
+from flexor.data.dataset import Dataset
+from flexor.train.checkpoint.state import TrainState
+from flexor.train.engine.base import Engine
+
+
+def introduce(state: TrainState, training: Dataset, held_out: Dataset | None, found: Path | None) -> None:
+    """What is about to happen, in a few lines."""
+    config = state.config
+    parameters = list(state.policy.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    log.info(
+        "%s: %.1f M parameters, %.1f M trained, on %s, precision %s",
+        config.policy.type,
+        total / 1e6,
+        trained / 1e6,
+        state.engine.device if state.engine.world_size == 1 else f"{state.engine.world_size} processes",
+        state.engine.precision,
+    )
+    _introduce_ranks(state.engine)
+    held = f" and {len(held_out.episodes)} held out" if held_out is not None else ""
+    log.info("%s: %d episodes, %d frames%s", training.repo_id, len(training.episodes), len(training), held)
+    rates = ", ".join(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups)
+    log.info(
+        "steps %d to %d, %d samples each (%s), %s lr %s",
+        state.step,
+        config.steps,
+        state.split.global_batch,
+        state.split,
+        config.optimizer.type,
+        rates,
+    )
+    log.info("run folder %s%s", config.output_dir, f", going on from {found.name}" if found else "")
+
+
+def _introduce_ranks(engine: Engine) -> None:
+    """Which rank is on which device of which host, and what is sharded."""
+    if not engine.processes.joined:
+        return
+    cuda = engine.device.type == "cuda"
+    name = f"{engine.device} ({torch.cuda.get_device_name(engine.device)})" if cuda else "cpu"
+    for rank, (host, device) in enumerate(engine.processes.gather((engine.processes.host, name))):
+        log.info("rank %d: %s on %s", rank, device, host)
+    log.info("%s: %s", engine.strategy, engine.describe())

@@ -1,0 +1,56 @@
+"""`flexor export`: the policy of a checkpoint as one `model.safetensors`, also if many ranks saved it in parts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
+from flexor.core.typed import from_plain
+from flexor.policies.adapters import LoraConfig, merged
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.tensors import ShardedTensors
+
+
+def export(path: Path, output: Path | None = None) -> Path:
+    """The `pretrained_model` folder of a run's newest checkpoint, or of the one named, complete with its weights.
+
+    `output` is a new folder for it; unless given, the weights are put into the checkpoint itself.
+    """
+    found = _find(path)
+    checkpoint.verify(found)
+    target = found / PRETRAINED
+    if output is not None:
+        if output.exists():
+            raise ConfigError(f"{output} exists: choose a new folder, so that nothing is lost.")
+        shutil.copytree(target, output)
+        target = output
+    if not (target / WEIGHTS).is_file():
+        _write_weights(found, target)
+    return target
+
+
+def _find(path: Path) -> Path:
+    if (path / checkpoint.MANIFEST).is_file():
+        return path
+    newest = checkpoint.newest(path / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{path} is neither a run with checkpoints nor one of its checkpoints.")
+    return newest
+
+
+def _write_weights(found: Path, target: Path) -> None:
+    """The moving average if there is one, adapters merged, as in any checkpoint; read without other ranks."""
+    run = json.loads((found / TRAINING_STATE / "flexor.json").read_text())
+    kind = "model." if run["ema_updates"] is None else "ema."
+    weights = ShardedTensors(found / TRAINING_STATE / SHARDS).read(kind)
+    lora = from_plain(LoraConfig, run["config"].get("lora", {}))
+    if lora.r:
+        weights = merged(weights, lora)
+    aside = target / f".{WEIGHTS}"
+    save_file(weights, aside)
+    aside.rename(target / WEIGHTS)

@@ -1,0 +1,183 @@
+"""Checkpoints that are whole or not there: written aside, manifest last, renamed into place.
+
+Whatever instant a process is killed at, a numbered folder with a manifest is complete, anything else
+is rubbish that the next run sweeps away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from flexor.core.errors import CheckpointError
+from flexor.core.log import log
+from flexor.core.machine import flush_to_disk
+
+MANIFEST = "training_state/manifest.json"
+LAST = "last"
+
+
+def folder_name(step: int, total_steps: int) -> str:
+    """LeRobot's: at least six digits."""
+    return f"{step:0{max(6, len(str(total_steps)))}d}"
+
+
+class Folder:
+    """A checkpoint in the making: filled aside, then the newest one in an instant."""
+
+    def __init__(self, checkpoints: Path, step: int, total_steps: int):
+        self.step = step
+        self.final = checkpoints / folder_name(step, total_steps)
+        self.aside = checkpoints / f".{self.final.name}.writing"
+
+    def open(self) -> None:
+        with self.failures_named():
+            shutil.rmtree(self.aside, ignore_errors=True)
+            (self.aside / "training_state").mkdir(parents=True)
+
+    def finish(self, hashes: Mapping[str, str] | None = None) -> None:
+        """`hashes` of files that somebody has computed already, by their names in the folder."""
+        _write_manifest(self.aside, self.step, hashes or {})
+        _replace_folder(self.aside, self.final)
+        _point_last_at(self.final)
+
+    @contextlib.contextmanager
+    def failures_named(self) -> Iterator[None]:
+        """What goes wrong inside is said in a person's words, and leaves nothing half-written."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            raise _failed(self.final.parent, self.step, error) from error
+
+
+def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
+    kept = newest(checkpoints)
+    full = getattr(error, "errno", None) == errno.ENOSPC or any(
+        sign in str(error) for sign in ("os error 28", "No space left")
+    )
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
+    cause = f"the disk is full{free}" if full else f"{error}"
+    return CheckpointError(
+        f"Can't save the checkpoint of step {step} in {checkpoints}: {cause}. "
+        + (f"The last good one is {kept}. " if kept else "There is no earlier one. ")
+        + "Make room (--checkpoint.keep_last=2 keeps fewer) and go on with `flexor resume`."
+    )
+
+
+def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
+    """What belongs to the checkpoint, with sizes and hashes; everything reaches the disk before it does."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name) or hash_file(path)}
+        flush_to_disk(path)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "step": step, "files": files}, indent=2))
+    flush_to_disk(manifest)
+    for subfolder in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
+        flush_to_disk(subfolder)
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace_folder(source: Path, target: Path) -> None:
+    """Rename over a folder that may exist: a run that goes on from an older step writes steps anew."""
+    old = target.with_name(f".{target.name}.old")
+    if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+    source.rename(target)
+    flush_to_disk(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _point_last_at(folder: Path) -> None:
+    link = folder.parent / f".{LAST}.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.name)
+    link.rename(folder.parent / LAST)
+
+
+def complete(checkpoints: Path) -> dict[int, Path]:
+    """step -> folder of every finished checkpoint, oldest first."""
+    found = {}
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else []:
+        if path.name.isdigit() and (path / MANIFEST).is_file():
+            found[int(path.name)] = path
+    return dict(sorted(found.items()))
+
+
+def newest(checkpoints: Path) -> Path | None:
+    return next(reversed(complete(checkpoints).values()), None)
+
+
+def verify(folder: Path) -> None:
+    """Refuse a checkpoint that is not what was written."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        sizes = {name: (expected["size"], expected["sha256"]) for name, expected in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} is damaged: {MANIFEST} can't be read ({error!r}). {_instead(folder)}"
+        ) from error
+    for name, (size, sha256) in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is damaged: {name} is missing. {_instead(folder)}")
+        if path.stat().st_size != size or hash_file(path) != sha256:
+            raise CheckpointError(f"{folder} is damaged: {name} is not what was saved. {_instead(folder)}")
+
+
+def _instead(folder: Path) -> str:
+    others = [p.name for p in complete(folder.parent).values() if p != folder]
+    if not others:
+        return "There is no other checkpoint."
+    return f"Move it away and `flexor resume` goes on from {others[-1]}."
+
+
+def sweep(checkpoints: Path) -> None:
+    """Remove what an interrupted save left behind."""
+    for path in checkpoints.glob(".*.writing"):
+        log.info("removing the unfinished checkpoint %s", path.name)
+        shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints.glob(".*.old"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in checkpoints.glob(f".{LAST}.*"):
+        path.unlink()
+    for path in checkpoints.glob("[0-9]*"):
+        if not (path / MANIFEST).is_file():
+            log.warning("%s has no manifest, so it is not a whole checkpoint: left aside", path)
+    found = newest(checkpoints)
+    if found is not None and (checkpoints / LAST).resolve() != found.resolve():
+        _point_last_at(found)
+
+
+def prune(checkpoints: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
+    """Delete checkpoints beyond the newest `keep_last`, but never multiples of `keep_every`."""
+    if keep_last is None:
+        return []
+    folders = complete(checkpoints)
+    removed = []
+    for step, folder in list(folders.items())[:-keep_last]:
+        if keep_every and step % keep_every == 0:
+            continue
+        # Taken out of sight first: a kill in the middle must not leave a numbered folder with holes.
+        gone = folder.with_name(f".{folder.name}.old")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        removed.append(step)
+    return removed

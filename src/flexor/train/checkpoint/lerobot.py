@@ -1,0 +1,60 @@
+"""A run's settings as LeRobot writes them, so that `lerobot-train` can pick a checkpoint up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexor.config.schema import TrainConfig
+from flexor.core.typed import to_plain
+from flexor.policies.pretrained import FOREIGN
+
+SCHEDULERS = {
+    "constant_with_warmup": ("num_warmup_steps",),
+    "vqbet": ("num_warmup_steps", "num_vqvae_training_steps", "num_cycles"),
+    "cosine_decay_with_warmup": ("num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"),
+}
+
+
+def train_config(config: TrainConfig) -> dict[str, Any]:
+    """The contents of `train_config.json`: only what LeRobot has a name for."""
+    dataset = config.dataset
+    return {
+        "dataset": {
+            "repo_id": dataset.repo_id or str(dataset.root),
+            "root": dataset.root,
+            "episodes": dataset.episodes,
+            "revision": dataset.revision,
+            "use_imagenet_stats": dataset.use_imagenet_stats,
+            "eval_split": dataset.eval_split,
+        },
+        "policy": {"type": config.policy.type, **to_plain(config.policy), **FOREIGN},
+        "output_dir": config.output_dir,
+        "job_name": config.job_name,
+        "seed": config.seed,
+        "num_workers": config.num_workers,
+        "batch_size": config.batch_size,
+        "steps": config.steps,
+        "log_freq": config.log_freq,
+        "eval_steps": config.eval_steps,
+        "save_checkpoint": config.save_checkpoint,
+        "save_freq": config.save_freq,
+        "optimizer": _optimizer(config),
+        "scheduler": scheduler(config),
+        "wandb": {"enable": config.wandb.enable, "project": config.wandb.project},
+    }
+
+
+def _optimizer(config: TrainConfig) -> dict[str, Any]:
+    settings = {key: value for key, value in to_plain(config.optimizer).items() if value is not None}
+    return settings | ({"type": "adamw"} if config.optimizer.type == "adamw_8bit" else {})
+
+
+def scheduler(config: TrainConfig) -> dict[str, Any] | None:
+    """None where LeRobot would make no scheduler."""
+    schedule = config.scheduler
+    if schedule.type == "cosine":
+        return {"type": "diffuser", "name": "cosine", "num_warmup_steps": schedule.num_warmup_steps or 0}
+    if schedule.type not in SCHEDULERS:
+        return None
+    named = {name: getattr(schedule, name) or 0 for name in SCHEDULERS[schedule.type]}
+    return {"type": schedule.type, **named}

@@ -1,0 +1,144 @@
+"""What must be the same to go on with a run, and what may change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from flexor.config.accelerate_flags import accelerate_settings
+from flexor.config.parse import build_config, flatten, parse_flags, read_run
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.log import log
+from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.policies.processing import PREPROCESSOR, Pipeline
+from flexor.train.checkpoint import folder as checkpoint
+
+# Settings that change neither what is computed nor in which order.
+MAY_CHANGE = {
+    "steps",
+    "epochs",
+    "batch_size",  # the global batch stays what it was
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "output_dir",  # the folder may have been moved
+    "job_name",
+    "num_workers",
+    "plan",
+    "auto",
+    "log_freq",
+    "save_checkpoint",
+    "save_freq",
+    "eval_steps",
+    "max_eval_samples",
+    "env_eval_freq",
+    "dataset.root",
+    "dataset.repo_id",
+    "dataset.revision",
+    "dataset.streaming",
+    "dataset.decoder",
+    "dataset.cache.tier",
+    "dataset.cache.gb",
+    "dataset.cache.pool_gb",
+    "dataset.cache.remote_gb",
+    "policy.device",
+}
+MAY_CHANGE_GROUPS = {"checkpoint", "parallel", "env", "eval", "wandb"}
+
+
+def may_change(key: str) -> bool:
+    return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE_GROUPS
+
+
+def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
+    """The run's settings with those changed that may be."""
+    changes = parse_flags(argv)
+    if "output_dir" in changes:
+        raise ConfigError(f"A run goes on in its own folder, {folder}: leave output_dir out.")
+    saved = flatten(read_run(folder))
+    said = accelerate_settings(changes)
+    changes |= {key: value for key, value in said.items() if saved.get(key) != value}
+    allowed = sorted(MAY_CHANGE - {"output_dir"} | {f"{group}.*" for group in MAY_CHANGE_GROUPS})
+    for key in changes:
+        if not may_change(key):
+            raise ConfigError(
+                f"{key} can't change when a run goes on: it would be another run. Start one with "
+                f"`flexor train --policy.path={folder} ...`. May change: {', '.join(allowed)}."
+            )
+    # the checkpoint has the weights: what the run once started from need not be there any more
+    policy_path = saved.pop("policy_path", None)
+    config = build_config(saved, {**changes, "output_dir": str(folder)})
+    config.policy_path = policy_path
+    return config
+
+
+def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
+    """The settings of a run that begun, when the command that started it is given again."""
+    saved, now = flatten(read_run(folder)), flatten(wanted.to_dict())
+    default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
+    settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
+    # what a run settles for itself (order, features, global batch) is open in its command
+    given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
+    differing = [key for key in given if key in saved and saved[key] != now[key]]
+    if differing:
+        named = "; ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
+        raise CheckpointError(
+            f"{folder} holds a run with other settings: {named}. Choose another --output_dir."
+        )
+    settled.pop("policy_path", None)
+    config = build_config({**settled, "output_dir": str(folder)})
+    config.policy_path = wanted.policy_path
+    return config
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    found = checkpoint.newest(folder / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint to go on from. Start again in another folder with "
+            f"`flexor train --config {folder / RUN_CONFIG} --output_dir=...`."
+        )
+    checkpoint.verify(found)
+    return found
+
+
+def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
+    """Refuse to go on with other data or other settings, and name the difference."""
+    saved = json.loads((found / "training_state" / "flexor.json").read_text())
+    if saved["dataset_fingerprint"] != fingerprint:
+        raise CheckpointError(
+            f"The dataset is not the one that {found} was trained on (its episodes, lengths or files "
+            "differ). Bring that dataset back, or start a new run with --policy.path."
+        )
+    # settings that are newer than the run had their defaults
+    default = flatten(TrainConfig(policy=type(config.policy)()).to_dict())
+    before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
+    differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
+    if differing:
+        named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
+        raise CheckpointError(f"{found} was trained with other settings: {named}.")
+    _check_statistics(found, preprocessor)
+    if before["steps"] != now["steps"] and str(now["scheduler.type"]).startswith("cosine"):
+        log.warning(
+            "steps was %d, is %d: the %s schedule stretches with it, so the learning rate jumps here",
+            before["steps"],
+            now["steps"],
+            now["scheduler.type"],
+        )
+
+
+def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
+    """Inputs must be normalised as before; the files' sizes do not show that meta/stats.json changed."""
+    saved = Pipeline.load(found / PRETRAINED, PREPROCESSOR)
+    for before, now in zip(saved.steps, preprocessor.steps, strict=True):
+        was, is_ = before.state(), now.state()
+        differing = [k for k in is_ if k not in was or not torch.equal(was[k].float(), is_[k].float())]
+        if differing:
+            raise CheckpointError(
+                f"The dataset's statistics are not those that {found} was trained with "
+                f"({', '.join(differing[:3])} differ): bring meta/stats.json back, or start a new run with "
+                "--policy.path."
+            )

@@ -1,0 +1,138 @@
+"""The folder of a run: its settings, its metrics, its checkpoints, and one owner at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.run_files import CHECKPOINTS, LAUNCH, LOCK, METRICS, RUN_CONFIG, VIDEOS
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.ranks.processes import Processes
+
+SHARED_WITHIN = 30  # seconds until another host must see what rank 0 wrote
+
+
+class Run:
+    """An open run folder. Only `open_run` makes one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.checkpoints = folder / CHECKPOINTS
+        self.videos = folder / VIDEOS
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Everything needed to do the run again: `flexor train --config RUN/config.yaml`."""
+        settings = config.to_dict()
+        del settings["output_dir"]  # where this folder is, which may change; and a repeat is another folder
+        text = yaml.safe_dump(settings, sort_keys=False)
+        aside = self.folder / f".{RUN_CONFIG}"
+        aside.write_text(text)
+        aside.rename(self.folder / RUN_CONFIG)
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop lines of steps that will be done again."""
+        path = self.folder / METRICS
+        if not path.exists():
+            return
+        lines = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    lines.append(line)
+            except (ValueError, KeyError):
+                continue  # the run was killed while writing it
+        aside = path.with_name(f".{METRICS}")
+        aside.write_text("".join(f"{line}\n" for line in lines))
+        aside.rename(path)
+
+    def note_launch(self, launch: str) -> None:
+        """Who started the run, so that a restart of the same finds it."""
+        (self.folder / LAUNCH).write_text(launch)
+
+
+def restarted_folder(launch: str) -> Path | None:
+    """The folder of the run that the same launcher started before, if it chose none."""
+    for path in sorted(Path("runs").glob(f"*/{LAUNCH}"), reverse=True):
+        if path.read_text() == launch:
+            return path.parent
+    return None
+
+
+def default_folder(job_name: str) -> Path:
+    return Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+
+
+@contextmanager
+def join_run(processes: Processes, folder: Path, resume: bool) -> Iterator[Run]:
+    """The run of all ranks: rank 0 owns its folder, the others see it."""
+    with ExitStack() as stack:
+        if processes.is_main:
+            run = None
+
+            def own() -> None:
+                nonlocal run
+                run = stack.enter_context(open_run(folder, resume))
+
+            processes.share(own)
+            assert run is not None
+        else:
+            processes.share(lambda: None)
+            run = Run(folder)
+            _wait_for_shared(folder, processes)
+        yield run
+
+
+def _wait_for_shared(folder: Path, processes: Processes) -> None:
+    until = time.monotonic() + SHARED_WITHIN
+    while not (folder / LOCK).exists():
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"output_dir={folder} of rank 0 is not to be seen on {processes.host}: choose a folder that all "
+                "hosts share."
+            )
+        time.sleep(0.1)
+
+
+@contextmanager
+def open_run(folder: Path, resume: bool) -> Iterator[Run]:
+    """Own a run folder until the end of the block; the lock goes with the process, however it ends."""
+    if resume:
+        if not (folder / RUN_CONFIG).is_file():
+            raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
+    elif folder.exists() and any(p.name not in (LOCK, f".{RUN_CONFIG}") for p in folder.iterdir()):
+        raise ConfigError(
+            f"output_dir={folder} is not empty. Go on with that run by `flexor resume {folder}`, "
+            "or choose another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"{folder} is in use by another process ({lock.read().strip() or 'unknown'}): "
+                "wait for it, stop it, or choose another --output_dir."
+            ) from error
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
+        lock.flush()
+        run = Run(folder)
+        checkpoint.sweep(run.checkpoints)
+        try:
+            yield run
+        finally:
+            if not (folder / RUN_CONFIG).exists():  # refused before it began: the next try finds it empty
+                (folder / LOCK).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()

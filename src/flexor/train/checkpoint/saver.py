@@ -1,0 +1,161 @@
+"""Saving by many ranks at once, in the loop or beside it.
+
+Rank 0 owns the checkpoint's folder and makes it appear. A sharded run writes its tensors with torch's distributed
+checkpoint, each rank its own part, so that nothing is gathered. With `checkpoint.async` the loop only waits
+until everything is copied to the host's memory; a thread does the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexor.core.log import log
+from flexor.core.run_files import SHARDS, TRAINING_STATE
+from flexor.core.tensors import as_part, is_sharded, local
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.run_folder import Run
+from flexor.train.checkpoint.state import Snapshot, TrainState
+from flexor.train.checkpoint.tensors import failures_as_oserror
+from flexor.train.ranks.processes import FOREVER
+
+
+class Saver:
+    """The checkpoints of a run."""
+
+    def __init__(self, state: TrainState, run: Run):
+        self.state, self.run = state, run
+        self.processes = state.engine.processes
+        self.newest = checkpoint.newest(run.checkpoints)
+        self.thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+        self.group: Any = self.processes.control
+        self.room = Room(state) if state.config.checkpoint.asynchronous else None
+        if self.room and self.processes.joined:
+            # what the thread has to say must not get between what the loop says
+            self.group = dist.new_group(backend="gloo", timeout=FOREVER)
+
+    def save(self) -> None:
+        """On all ranks, at the same step."""
+        self.wait()
+        state, config = self.state, self.state.config
+        snapshot = state.snapshot(export=config.checkpoint.export or state.step == config.steps)
+        folder = checkpoint.Folder(self.run.checkpoints, state.step, config.steps)
+        if not self.room:
+            self._write(snapshot, folder)
+            return
+        if state.engine.sharded or self.processes.is_main:
+            snapshot.tensors = self.room.copy(snapshot.tensors)
+        self.thread = threading.Thread(
+            target=self._write_quietly, args=(snapshot, folder), name="save", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until what is being written is there."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Once per step: raise what went wrong beside the loop."""
+        if self.room and (self.state.engine.sharded or self.processes.is_main):
+            self.room.reserve(self.state.tensors)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def _write(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
+        with folder.failures_named():
+            if self.processes.is_main:
+                folder.open()
+            self._together()
+            hashes = self._write_shards(snapshot, folder) if self.state.engine.sharded else {}
+            if self.processes.is_main:
+                snapshot.write(folder.aside)
+                folder.finish(hashes)
+                log.info("saved %s", folder.final)
+                self._prune()
+        self._together()
+        self.newest = folder.final
+
+    def _write_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> dict[str, str]:
+        """This rank's part; returns when all ranks are done, with the hash of every file."""
+        import torch.distributed.checkpoint as dcp
+
+        shards = folder.aside / TRAINING_STATE / SHARDS
+        with failures_as_oserror():
+            dcp.save(snapshot.tensors, storage_writer=dcp.FileSystemWriter(shards), process_group=self.group)
+        own = shards.glob(f"__{self.processes.rank}_*")
+        hashes = {str(path.relative_to(folder.aside)): checkpoint.hash_file(path) for path in own}
+        gathered: list[Any] = [None] * self.processes.world_size
+        dist.all_gather_object(gathered, hashes, group=self.group)
+        return {name: value for part in gathered for name, value in part.items()}
+
+    def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
+        try:
+            self._write(snapshot, folder)
+        except BaseException as error:
+            self.error = error
+
+    def _together(self) -> None:
+        if self.group is not None:
+            dist.barrier(self.group)
+
+    def _prune(self) -> None:
+        settings = self.state.config.checkpoint
+        removed = checkpoint.prune(self.run.checkpoints, settings.keep_last, settings.keep_every)
+        if removed:
+            log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
+
+
+class Room:
+    """A copy of a run's tensors in the host's memory, whose room is used again for the next one.
+
+    It is pinned if they come from a GPU: ten times as fast to copy to, but slow to get. So a thread gets it as soon as
+    there is an optimizer's state, long before the first checkpoint.
+    """
+
+    def __init__(self, state: TrainState):
+        self.pinned = state.engine.device.type == "cuda"
+        self.tensors: dict[str, Tensor] = {}
+        self.getting: threading.Thread | None = None
+        self.mesh = self._mesh(next((p for p in state.policy.parameters() if is_sharded(p)), None))
+
+    @staticmethod
+    def _mesh(sharded: Any) -> Any:
+        """The ranks as `sharded` knows them, for tensors on the CPU."""
+        if sharded is None or sharded.device_mesh.device_type == "cpu":
+            return getattr(sharded, "device_mesh", None)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh("cpu", tuple(sharded.device_mesh.mesh.shape))
+
+    def reserve(self, tensors: Callable[[], dict[str, Tensor]]) -> None:
+        """Begin to get room for these, if it was not begun before."""
+        if self.getting is None:
+            self.getting = threading.Thread(target=self._get, args=(tensors(),), name="room", daemon=True)
+            self.getting.start()
+
+    def _get(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in self.tensors:
+                own = local(tensor)
+                self.tensors[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=self.pinned)
+
+    @torch.no_grad()
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.getting is not None:
+            self.getting.join()
+        self._get(tensors)
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(local(tensor), non_blocking=True)
+        if self.pinned:
+            torch.cuda.synchronize()
+        return {name: as_part(self.tensors[name], tensor, self.mesh) for name, tensor in tensors.items()}

@@ -1,0 +1,266 @@
+"""Everything a run is at one step, to a checkpoint folder and back.
+
+Files and names in `training_state/` are LeRobot's as far as they go; `flexor.json`, the raw weights, the moving
+average and the generators of other ranks are what LeRobot has no place for. A sharded run keeps its tensors in
+`training_state/sharded/` instead, each rank its own part.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import CheckpointError
+from flexor.core.rng import key_of, seed_everything
+from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
+from flexor.policies.adapters import merged
+from flexor.policies.base import Policy
+from flexor.policies.pretrained import save_pretrained
+from flexor.policies.processing import Pipeline
+from flexor.train.checkpoint import lerobot
+from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
+from flexor.train.engine.base import Engine
+from flexor.train.optim.ema import EMA
+from flexor.train.ranks.split import Split
+
+
+@dataclass
+class TrainState:
+    """What changes while training, and what is needed to save it."""
+
+    config: TrainConfig
+    fingerprint: str
+    engine: Engine
+    policy: Policy
+    preprocessor: Pipeline
+    postprocessor: Pipeline
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    ema: EMA | None
+    split: Split
+    step: int = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that training changes, by name; this rank's parts if it is sharded."""
+        named = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        if self.ema:
+            named |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
+        names, state = self.parameter_names(), self.optimizer.state_dict()["state"]
+        for index, values in state.items():
+            for key, value in values.items():
+                if value is not None:  # SGD without momentum keeps a None
+                    named[f"optimizer.{names[index]}.{key}"] = torch.as_tensor(value)
+        return named
+
+    def parameter_names(self) -> list[str]:
+        """The optimizer's parameters in its order, by which its state is numbered."""
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def snapshot(self, export: bool) -> Snapshot:
+        """What a checkpoint will hold, from all ranks, together. `export`: complete with weights to act with."""
+        random_states = self.engine.processes.gather(rng_state())
+        return Snapshot(self, self.tensors(), random_states, self._json(self.engine.world_size), export)
+
+    def _json(self, world_size: int) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return {
+            "optimizer_param_groups.json": self._plain_groups(state["param_groups"]),
+            "scheduler_state.json": _plain_scheduler(self.scheduler),
+            "training_step.json": {
+                "step": self.step,
+                "num_processes": world_size,
+                "batch_size": self.split.batch_size,
+                "samples_seen": self.step * self.split.global_batch,
+            },
+            "flexor.json": {
+                "config": self.config.to_dict(),
+                "dataset_fingerprint": self.fingerprint,
+                "scaler": self.engine.scaler.state_dict(),
+                "strategy": self.engine.strategy,
+                "ema_updates": self.ema.updates if self.ema else None,
+            },
+        }
+
+    def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups as LeRobot's optimizer has them: it refuses any other key, or value of another type."""
+        plain = [{k: None if k == "fused" else v for k, v in g.items()} for g in groups]  # how is not state
+        if lerobot.scheduler(self.config) is None:
+            for group in plain:
+                group.pop("initial_lr")  # what a scheduler leaves there; LeRobot makes none then
+        return plain
+
+    def load(self, folder: Path) -> None:
+        """Become what the checkpoint holds, whichever way and by however many ranks it was saved."""
+        try:
+            self._load(folder, folder / TRAINING_STATE)
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"Can't go on from {folder}: {error}") from error
+
+    def _load(self, folder: Path, state: Path) -> None:
+        saved = json.loads((state / "flexor.json").read_text())
+        self._load_tensors(folder, state)
+        if self.ema:
+            self.ema.updates = saved["ema_updates"]
+        self.scheduler.load_state_dict(json.loads((state / "scheduler_state.json").read_text()))
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
+            group.setdefault("initial_lr", rate)
+        if self.engine.scaler.is_enabled():
+            self.engine.scaler.load_state_dict(saved["scaler"])
+        self.step = json.loads((state / "training_step.json").read_text())["step"]
+        self._restore_rng(state)
+
+    def _load_tensors(self, folder: Path, state: Path) -> None:
+        names = self.parameter_names()
+        there = open_tensors(folder, names)
+        tensors = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        if self.ema:
+            tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
+        parameters = dict(self.policy.named_parameters())
+        numbered: dict[int, dict[str, Tensor]] = {}
+        for name, saved in there.described().items():
+            if name.startswith("optimizer."):
+                parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+                room = _room(saved, parameters[parameter].detach())
+                tensors[name] = numbered.setdefault(names.index(parameter), {})[key] = room
+        there.fill(tensors)
+        groups = json.loads((state / "optimizer_param_groups.json").read_text())
+        for group, current in zip(groups, self.optimizer.param_groups):
+            if "fused" in current:
+                group["fused"] = current["fused"]
+            if "betas" in group:
+                group["betas"] = tuple(group["betas"])
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    def _restore_rng(self, state: Path) -> None:
+        """Each rank's own generators; a rank that was not there before has those of its seed."""
+        if self.engine.rank == 0:
+            restore_rng(load_file(state / "rng_state.safetensors"))
+        elif (others := state / "rng_state_ranks.safetensors").is_file():
+            prefix = f"{self.engine.rank}/"
+            own = {k.removeprefix(prefix): v for k, v in load_file(others).items() if k.startswith(prefix)}
+            if own:
+                restore_rng(own)
+
+
+@dataclass
+class Snapshot:
+    """A moment of a run, on its way to the disk."""
+
+    state: TrainState
+    tensors: dict[str, Tensor]
+    random_states: list[dict[str, Tensor]]
+    json: dict[str, Any]
+    export: bool
+
+    def write(self, folder: Path) -> None:
+        """All but the shards, which are there already; done by rank 0."""
+        state, config = self.state, self.state.config
+        training, model = folder / TRAINING_STATE, folder / PRETRAINED
+        weights = self._weights(training)
+        save_pretrained(model, state.policy.config, weights, state.preprocessor, state.postprocessor)
+        (model / "train_config.json").write_text(json.dumps(lerobot.train_config(config), indent=4))
+        if not state.engine.sharded:
+            self._write_tensors(training)
+        save_file(self.random_states[0], training / "rng_state.safetensors")
+        others = enumerate(self.random_states[1:], 1)
+        ranks = {f"{rank}/{name}": value for rank, states in others for name, value in states.items()}
+        if ranks:
+            save_file(ranks, training / "rng_state_ranks.safetensors")
+        for name, content in self.json.items():
+            (training / name).write_text(json.dumps(content, indent=2))
+
+    def _weights(self, training: Path) -> dict[str, Tensor] | None:
+        """What a policy acts with: the moving average if there is one, adapters added to what they adapt."""
+        if self.state.engine.sharded and not self.export:
+            return None
+        kind, lora = "ema." if self.state.ema else "model.", self.state.config.lora
+        if self.state.engine.sharded:
+            # from the disk, where all ranks have just brought them: no GPU has to gather anything
+            weights = ShardedTensors(training / SHARDS).read(kind)
+        else:
+            weights = {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
+        return merged(weights, lora) if lora.r else weights
+
+    def _write_tensors(self, folder: Path) -> None:
+        """LeRobot's files; where it gets to see an average, or adapters merged, the raw weights too."""
+        numbers = {name: i for i, name in enumerate(self.state.parameter_names())}
+        kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
+        for name, tensor in self.tensors.items():
+            kind, _, name = name.partition(".")
+            if kind == "optimizer":
+                parameter, _, key = name.rpartition(".")
+                name = f"state/{numbers[parameter]}/{key}"
+            kinds[kind][name] = tensor.detach().cpu().contiguous()
+        if self.state.ema or self.state.config.lora.r:
+            save_file(kinds["model"], folder / RAW_MODEL)
+        if self.state.ema:
+            save_file(kinds["ema"], folder / EMA_STATE)
+        save_file(kinds["optimizer"], folder / OPTIMIZER)
+
+
+def _room(saved: Tensor, parameter: Tensor) -> Tensor:
+    """For a tensor of the optimizer's: of the parameter's shape, and in parts if that is; or of its own, and whole."""
+    if saved.shape == parameter.shape and saved.ndim:
+        return torch.zeros_like(parameter, dtype=saved.dtype)
+    return torch.zeros_like(saved, device=parameter.device if saved.ndim else "cpu")
+
+
+def _plain_scheduler(scheduler: LambdaLR) -> dict[str, Any]:
+    # the factors are functions, rebuilt from the config; everything else is numbers
+    return {**scheduler.state_dict(), "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """Python's, numpy's and torch's generators under LeRobot's names.
+
+    Training itself draws nothing from them that is not seeded by the step; user code may.
+    """
+    version, values, _ = random.getstate()
+    _, keys, index, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
+    state = {
+        "py_rng_version": torch.tensor([version]),
+        "py_rng_state": torch.tensor(values),
+        "np_rng_state_values": torch.tensor(np.asarray(keys), dtype=torch.int64),
+        "np_rng_state_index": torch.tensor([index]),
+        "np_rng_has_gauss": torch.tensor([has_gauss]),
+        "np_rng_cached_gaussian": torch.tensor([gauss], dtype=torch.float32),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["torch_cuda_rng_state"] = torch.cuda.get_rng_state()
+    return state
+
+
+def seed_rng(seed: int, rank: int) -> None:
+    """The generators that user code may draw from, for a run that begins."""
+    seed_everything("run", seed, rank)
+    random.seed(key_of("run", seed, rank))
+    np.random.seed(key_of("run", seed, rank) % (1 << 32))  # noqa: NPY002
+
+
+def restore_rng(state: dict[str, torch.Tensor]) -> None:
+    random.setstate((int(state["py_rng_version"]), tuple(state["py_rng_state"].tolist()), None))
+    np.random.set_state(  # noqa: NPY002
+        (
+            "MT19937",
+            state["np_rng_state_values"].numpy().astype(np.uint32),
+            int(state["np_rng_state_index"]),
+            int(state["np_rng_has_gauss"]),
+            float(state["np_rng_cached_gaussian"]),
+        )
+    )
+    torch.set_rng_state(state["torch_rng_state"])
+    if torch.cuda.is_available() and "torch_cuda_rng_state" in state:
+        torch.cuda.set_rng_state(state["torch_cuda_rng_state"])

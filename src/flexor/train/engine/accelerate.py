@@ -1,0 +1,198 @@
+"""The same loop on Hugging Face Accelerate, for runs that `accelerate launch` started.
+
+An `Accelerator` wraps the model, scales and clips gradients and keeps ranks apart while they accumulate. Everything
+around it stays: batches are the loader's, checkpoints are ours, so a run may go on without Accelerate and back. FSDP
+is FSDP 2 whichever version the config asks for; where its settings leave the wrapping open, the policy's blocks are
+what is sharded, so no class has to be named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+
+from flexor.core.errors import ConfigError
+from flexor.policies.base import Policy
+from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.pretrained import load_weights
+from flexor.train.engine.base import DTYPES, Engine
+from flexor.train.engine.fsdp import ShardedEngine, gather_once
+from flexor.train.ranks.split import hsdp_sizes
+
+try:
+    import accelerate
+    from accelerate.state import PartialState
+    from accelerate.utils import (
+        DistributedDataParallelKwargs,
+        DistributedType,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        ParallelismConfig,
+    )
+except ImportError as error:
+    raise ConfigError(
+        f"`accelerate launch` started this run, but its Python can't import Accelerate ({error}): "
+        "pip install 'flexor[accelerate]'."
+    ) from error
+
+BY_ACCELERATE = f"; by Accelerate {accelerate.__version__}"
+
+
+class AccelerateEngine(Engine):
+    """The whole model in each process."""
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        if self.precision == "fp16" and self.device.type == "cpu":
+            raise ConfigError("precision=fp16: Accelerate has it on GPUs only; use bf16.")
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # where we are, not where it would go
+        options: dict[str, Any] = {
+            "device_placement": False,
+            "mixed_precision": self.precision,
+            "cpu": self.device.type == "cpu",
+            # the loop accumulates, and its losses are parts of the step's already
+            "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
+        }
+        self.accelerator = accelerate.Accelerator(**options | self._options())
+        self.scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
+
+    def _options(self) -> dict[str, Any]:
+        """What Accelerate is told beyond what every run has."""
+        wrapper = DistributedDataParallelKwargs(
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.parallel.find_unused_parameters or self.deterministic,
+        )
+        return {"kwargs_handlers": [wrapper]}
+
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.policy = policy
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", ".*deprecated.*"
+            )  # of torch's functions, which Accelerate calls
+            self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        return optimizer
+
+    def autocast(self) -> AbstractContextManager[object]:
+        return self.accelerator.autocast()
+
+    @contextlib.contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss * self.world_size)
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit if limit > 0 else float("inf"))
+        assert norm is not None  # it is, for a model that Accelerate did not prepare
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def describe(self) -> str:
+        return f"{super().describe()}{BY_ACCELERATE}"
+
+
+class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
+    """A part of the model in each process, or of a group of them."""
+
+    accumulate = AccelerateEngine.accumulate
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.strategy = "hsdp" if self.mesh.ndim > 1 else "fsdp"
+
+    def _options(self) -> dict[str, Any]:
+        if self.device.type == "cpu":
+            # Accelerate shards on GPUs only, but torch does anywhere; this is how it is tested without them
+            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        self.wrap = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper()
+        dtype = None if self.precision == "no" else DTYPES[self.precision]
+        self.plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=self.parallel.reshard_after_forward,
+            cpu_offload=self._offload(),
+            auto_wrap_policy="NO_WRAP" if self.wrap == "NO_WRAP" else "TRANSFORMER_BASED_WRAP",
+            mixed_precision_policy=MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+            activation_checkpointing=False,  # the policy does it itself; Accelerate's draws dropout anew
+            cpu_ram_efficient_loading=False,  # we fill each rank's part
+            backward_prefetch="NO_PREFETCH",  # FSDP 1 only
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        return {"fsdp_plugin": self.plugin, "parallelism_config": self._sizes()}
+
+    def _sizes(self) -> ParallelismConfig | None:
+        if self.world_size == 1:
+            return None
+        replicate, shard = 1, self.world_size
+        if self.parallel.strategy == "hsdp":
+            replicate, shard = hsdp_sizes(
+                self.world_size,
+                self.processes.local_world_size,
+                self.parallel.dp_replicate,
+                self.parallel.dp_shard,
+            )
+        return ParallelismConfig(dp_replicate_size=replicate, dp_shard_size=shard)
+
+    def _mesh(self) -> DeviceMesh:
+        return self.accelerator.torch_device_mesh or super()._mesh()
+
+    def describe(self) -> str:
+        return f"{super().describe()}{BY_ACCELERATE}"
+
+    def build(self, make: Any, weights: Path | str | None) -> Policy:
+        """Accelerate shards a model together with its optimizer, so what is made here is still without weights.
+
+        It tells parameters apart by their addresses: they have some, of memory that nobody touches.
+        """
+        with parameters_without_memory():
+            policy: Policy = make()
+        policy._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+        self._make, self._weights = make, weights
+        return policy
+
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self._name_units(policy)
+        AccelerateEngine.prepare(self, policy, optimizer)
+        for method in ("loss", "predict"):
+            register_fsdp_forward_method(policy, method)
+        if isinstance(self._weights, Path):
+            load_weights(policy, self._weights)
+        elif self._weights is None:
+            self._spread(policy, self._make)
+        gather_once(policy)
+        return optimizer
+
+    def _name_units(self, policy: Policy) -> None:
+        """What Accelerate shards one by one: classes, those of the policy's blocks unless its config names others."""
+        blocks = policy.shard_units()
+        if self.wrap == "SIZE_BASED_WRAP":
+            least = int(os.environ["FSDP_MIN_NUM_PARAMS"])
+            blocks = [block for block in blocks if sum(p.numel() for p in block.parameters()) >= least]
+        classes = sorted({type(block).__name__ for block in blocks})
+        policy._no_split_modules = classes  # type: ignore[assignment]
+        named = self.plugin.transformer_cls_names_to_wrap or []
+        missing = set(named) - {type(module).__name__ for module in policy.modules()}
+        if missing:
+            raise ConfigError(
+                f"The Accelerate config says fsdp_transformer_layer_cls_to_wrap: {','.join(named)}, but the policy "
+                f"has no {', '.join(sorted(missing))}. Leave it out to shard the policy's own blocks "
+                f"({', '.join(classes)})."
+            )

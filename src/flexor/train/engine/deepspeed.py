@@ -1,0 +1,167 @@
+"""DeepSpeed's ZeRO 1 and 2 under Accelerate: each process has the whole model, and a part of its optimizer.
+
+DeepSpeed keeps the optimizer's state in flat pieces that cut through parameters. For a checkpoint it is put together
+by parameter, so that a run may go on with any other engine and any number of processes: that takes a moment and the
+host's memory, but no format of its own. Weights and sums are float32, as everywhere; bf16 is autocast's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flexor.config.accelerate_flags import deepspeed_settings
+from flexor.core.errors import ConfigError
+from flexor.policies.base import Policy
+from flexor.train.engine.accelerate import AccelerateEngine
+from flexor.train.engine.base import DTYPES, Engine
+
+try:
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is the run's
+        import deepspeed
+    import transformers.integrations  # noqa: F401  Accelerate does not start DeepSpeed without it
+    from accelerate.utils import DeepSpeedPlugin
+except ImportError as error:
+    raise ConfigError(
+        f"The Accelerate config says distributed_type: DEEPSPEED, but {error}: pip install 'flexor[deepspeed]'."
+    ) from error
+
+
+class DeepSpeedEngine(AccelerateEngine):
+    """The whole model in each process, and a part of the optimizer."""
+
+    def __init__(self, *settings: Any):
+        with contextlib.redirect_stdout(sys.stderr):
+            super().__init__(*settings)
+        if self.precision == "fp16":
+            raise ConfigError("precision=fp16 can't be had with DeepSpeed here: use bf16.")
+
+    def _options(self) -> dict[str, Any]:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        warnings.filterwarnings(
+            "ignore", "`torch.distributed.* is deprecated", FutureWarning
+        )  # it calls them
+        # What was said is settled by now. The loop accumulates, whatever DeepSpeed believes a batch to be.
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+        zero = {
+            key: value for key, value in deepspeed_settings()["zero_optimization"].items() if value != "auto"
+        }
+        self.strategy = f"zero {zero['stage']}"
+        settings = {
+            "zero_optimization": zero,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+        }
+        plugin = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
+        return {"deepspeed_plugin": plugin, "mixed_precision": "no", "cpu": False}
+
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        if self.precision != "no":
+            cast = torch.autocast(self.device.type, DTYPES[self.precision])
+            policy.forward = cast(policy.forward)  # type: ignore[method-assign]
+        super().prepare(policy, optimizer)
+        self.wrapped: Any = self.model  # DeepSpeed's engine
+        return ZeroOptimizer(groups, self.wrapped)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Around the policy itself. DeepSpeed turns off what is around its own forward pass."""
+        return contextlib.nullcontext() if self.policy.training else Engine.autocast(self)
+
+    @contextlib.contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        self.wrapped.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        self.wrapped.backward(loss * self.world_size)
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+        """DeepSpeed clips and updates in one go, so this is the step."""
+        self.wrapped.optimizer.clip_grad = limit
+        optimizer.step()
+        norm = float(self.wrapped.get_global_grad_norm())
+        return torch.tensor(norm if norm >= 0 else float("nan"), device=self.device)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def describe(self) -> str:
+        return (
+            f"{super().describe()} and DeepSpeed {deepspeed.__version__}; the optimizer's state is shared out"
+        )
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The optimizer as it was before DeepSpeed cut it up, for schedules and checkpoints."""
+
+    def __init__(self, groups: list[dict[str, Any]], engine: Any):
+        super().__init__(groups, {})
+        self.engine, self.zero = engine, engine.optimizer
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for theirs, ours in zip(self.zero.optimizer.param_groups, self.param_groups):
+            theirs["lr"] = ours["lr"]
+        self.engine.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gathered on all ranks: all of them must ask."""
+        numbered: dict[int, dict[str, Tensor]] = {}
+        for number, (parameter, flat) in enumerate(self._parameters()):
+            pieces = self.zero.optimizer.state.get(flat, {})
+            numbered[number] = {
+                key: _whole(parameter, piece) if piece.ndim else piece.detach().to("cpu", copy=True)
+                for key, piece in pieces.items()
+                if piece is not None
+            }
+        return {**super().state_dict(), "state": {i: state for i, state in numbered.items() if state}}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Each rank takes its piece. The policy has its weights by now; DeepSpeed's copy of them follows."""
+        for ours, theirs, group in zip(
+            self.param_groups, self.zero.optimizer.param_groups, saved["param_groups"]
+        ):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            ours.update(settings)
+            theirs.update(settings)
+        for number, (parameter, flat) in enumerate(self._parameters()):
+            pieces = self.zero.optimizer.state[flat]
+            for key, value in saved["state"].get(number, {}).items():
+                if value.ndim:
+                    _put(parameter, pieces.setdefault(key, torch.zeros_like(flat)), value)
+                else:
+                    pieces[key] = value.to(flat.device, torch.float32)
+        self.zero.refresh_fp32_params()
+
+    def _parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter, in order, and the flat piece of its group that this rank updates."""
+        for group, flat in zip(self.param_groups, self.zero.single_partition_of_fp32_groups):
+            for parameter in group["params"]:
+                yield parameter, flat
+
+
+def _whole(parameter: Any, piece: Tensor) -> Tensor:
+    """What all ranks have of a parameter's state."""
+    whole = torch.zeros(parameter.numel(), dtype=piece.dtype, device=piece.device)
+    if (link := parameter._hp_mapping) is not None:
+        here, there = link.lp_fragment_address, link.hp_fragment_address
+        whole.narrow(0, here.start, here.numel).copy_(piece.narrow(0, there.start, there.numel))
+    dist.all_reduce(whole)
+    return whole.reshape(parameter.shape).cpu()
+
+
+def _put(parameter: Any, piece: Tensor, whole: Tensor) -> None:
+    """This rank's part of a parameter's state."""
+    if (link := parameter._hp_mapping) is not None:
+        here, there = link.lp_fragment_address, link.hp_fragment_address
+        piece.narrow(0, there.start, there.numel).copy_(whole.flatten().narrow(0, here.start, here.numel))

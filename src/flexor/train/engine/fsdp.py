@@ -1,0 +1,207 @@
+"""FSDP and HSDP: each process has a part of every weight, its gradient and its optimizer state.
+
+A process never holds the whole model: parameters are made without memory, each block is sharded, and every process
+fills its own part, from a file or from what rank 0 made. Weights are kept and summed in float32; under mixed
+precision they are gathered in the lower one, which autocast would have cast them to anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from flexor.core.errors import ConfigError
+from flexor.core.tensors import as_part, copy_part, local
+from flexor.policies.base import Policy
+from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.pretrained import load_weights
+from flexor.train.engine.base import DTYPES, Engine
+from flexor.train.ranks.split import hsdp_sizes
+
+
+class ShardedEngine(Engine):
+    """A part of the model in each process (FSDP2), or of a group of them (HSDP)."""
+
+    sharded = True
+
+    def __init__(self, *settings: Any, strategy: str = "fsdp"):
+        super().__init__(*settings)
+        self.strategy = strategy
+        if self.parallel.backend == "gloo" and self.device.type == "cuda":
+            raise ConfigError(
+                f"parallel.backend=gloo can't share out a model on GPUs: use nccl for parallel.strategy={strategy}, "
+                "or ddp."
+            )
+        self.mesh = self._mesh()
+
+    def _mesh(self) -> DeviceMesh:
+        if self.strategy == "fsdp":
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("shard",))
+        replicate, shard = hsdp_sizes(
+            self.world_size,
+            self.processes.local_world_size,
+            self.parallel.dp_replicate,
+            self.parallel.dp_shard,
+        )
+        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+    def build(self, make: Any, weights: Path | str | None) -> Policy:
+        with parameters_without_memory():
+            policy: Policy = make()
+        self._shard(policy)
+        parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
+        # parameters have no memory yet; buffers were computed when the policy was made, and move
+        policy._apply(lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device))
+        if isinstance(weights, Path):
+            load_weights(policy, weights)
+        elif weights is None:
+            self._spread(policy, make)
+        return policy
+
+    def _shard(self, policy: Policy) -> None:
+        """Each block of the policy, then what is left of it."""
+        dtype = None if self.precision == "no" else DTYPES[self.precision]
+        settings: dict[str, Any] = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self.parallel.reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,  # autocast casts what a product needs; targets stay float32
+            ),
+            "offload_policy": self._offload(),
+        }
+        scalars = [name for name, p in policy.named_parameters() if p.ndim == 0]
+        if scalars:
+            raise ConfigError(
+                f"{', '.join(scalars)} is a single number, which can't be sharded: use --parallel.strategy=ddp."
+            )
+        if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
+            raise ConfigError(
+                f"weights_dtype=bf16: parallel.strategy={self.strategy} can't share out trained weights of several "
+                "types. Train adapters (--lora.r=16), use ddp, or leave weights_dtype out."
+            )
+        for unit in policy.shard_units():
+            fully_shard(unit, **settings)
+        fully_shard(policy, **settings)
+        for method in ("loss", "predict"):
+            register_fsdp_forward_method(policy, method)
+
+    def _offload(self) -> OffloadPolicy:
+        if not self.parallel.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+
+    def _spread(self, policy: Policy, make: Any) -> None:
+        """Starting weights, made once by rank 0 in the host's memory; each process takes its part of each tensor."""
+        source: dict[str, Tensor] = {}
+        if self.processes.is_main:
+            whole: Policy = make()
+            whole.load_backbone()
+            source = whole.state_dict()
+        self.processes.barrier()  # downloading may take longer than a collective waits
+        for name, own in policy.state_dict().items():
+            if self.processes.is_main:
+                tensor = source.pop(name).to(self.device)
+            else:
+                tensor = torch.empty(own.shape, dtype=own.dtype, device=self.device)
+            dist.broadcast(tensor, 0)
+            copy_part(own, tensor)
+
+    def describe(self) -> str:
+        parts = self.mesh.size(self.mesh.ndim - 1)
+        copies = f", {self.mesh.size(0)} copies" if self.strategy == "hsdp" else ""
+        where = "; kept in the host's memory" if self.parallel.cpu_offload else ""
+        return f"weights, gradients and optimizer state in {parts} parts{copies}, block by block{where}"
+
+    def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        self.policy = self.model = policy
+        gather_once(policy)
+        return optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        yield
+
+    @torch.no_grad()
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+        self.scaler.unscale_(optimizer)
+        if self.scaler.is_enabled():
+            self._agree_on_overflow(optimizer)
+        gradients = [local(p.grad) for p in self.policy.parameters() if p.grad is not None]
+        squared = nn.utils.get_total_norm(gradients).square().to(self.device)
+        dist.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
+        norm = squared.sqrt()
+        if limit > 0 and gradients:
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        with on_own_parts(optimizer):
+            super().step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+
+    def _agree_on_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        """A rank sees only its part of the gradient; if any part overflowed, all skip the step."""
+        for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's parts.
+
+    It treats each number for itself, so no other rank has a say in it. For parts of whole tensors, torch would work out
+    how to share out the work on each of them, which takes seconds in the first step.
+    """
+    groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
+    parts = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
+    for whole, own in parts.items():
+        own.grad = None if whole.grad is None else local(whole.grad)
+    for group in optimizer.param_groups:
+        group["params"] = [parts[p] for p in group["params"]]
+    optimizer.state = defaultdict(dict)
+    for whole in state:
+        optimizer.state[parts[whole]] = {key: local(value) for key, value in state[whole].items()}
+    try:
+        yield
+    finally:
+        for group, wholes in zip(optimizer.param_groups, groups):
+            group["params"] = wholes
+        for whole, own in parts.items():
+            for key, value in optimizer.state.get(own, {}).items():
+                if local(state[whole].get(key)) is not value:  # new: all others were changed in place
+                    of_shape = isinstance(value, Tensor) and value.shape == own.shape
+                    state[whole][key] = as_part(value, whole) if of_shape else value
+        optimizer.state = state
+
+
+def gather_once(policy: Policy) -> None:
+    """For a policy that does not use all of its blocks at first: torch can't accumulate gradients beside a block
+    that was never gathered."""
+    if policy.config.uses_all_parameters:
+        return
+    for block in policy.modules():
+        if isinstance(block, FSDPModule):
+            block.unshard()
+            block.reshard()

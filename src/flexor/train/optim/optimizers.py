@@ -1,0 +1,41 @@
+"""Optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from flexor.config.optimizer import DEFAULTS
+from flexor.config.schema import OptimizerConfig
+from flexor.policies.base import Policy
+
+CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    policy: Policy,
+    lr_factor: float = 1.0,
+    make: Callable[..., torch.optim.Optimizer] | None = None,
+) -> torch.optim.Optimizer:
+    """One parameter group per group of the policy, each with its own settings where it has some.
+
+    `make` is the class to use unless it is the one that the settings name.
+    """
+    assert config.type is not None
+    settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}
+    groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
+    for group in groups:
+        group["lr"] = lr_factor * group.get("lr", settings["lr"])
+    return (make or _class(config.type))(groups, **settings)
+
+
+def _class(kind: str) -> Callable[..., torch.optim.Optimizer]:
+    if kind == "adamw_8bit":
+        from flexor.train.optim.adamw_8bit import AdamW8bit
+
+        return AdamW8bit
+    return partial(CLASSES[kind], fused=True)  # one kernel for all parameters; bitwise reproducible

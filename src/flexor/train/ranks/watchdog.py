@@ -1,0 +1,271 @@
+"""Nobody hangs silently: a rank without progress brings the run down, and says which rank hangs, where and why.
+
+A thread looks at this rank about once a second. Without progress for `timeout_s` it names the rank that is
+behind, prints the stacks of this process and ends it, because a process that is stuck in a collective can't
+be unwound. One rule keeps it from biting when something just takes long: while any rank is in `patiently`,
+it is enough that all ranks are heard of. Time in which the whole process stood still (suspended) counts
+for nothing.
+
+| What is wrong | Who ends when |
+| --- | --- |
+| A rank makes no progress | it after `timeout_s`; those who wait for it a few seconds later |
+| A rank is dead or frozen | the others after `timeout_s`; where a collective fails before, then |
+| A rank ended with an error, or the store is gone | the others after a minute, or `timeout_s` if that is less |
+
+A run of one process is left alone: it gets the message and the stacks, every `timeout_s`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from flexor.core.errors import FlexorError
+from flexor.core.log import log
+from flexor.train.ranks.heartbeats import DONE, PATIENT, START, Heartbeat, Heartbeats, Moment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+HUNG = 70  # exit code of a process that its watchdog ended (EX_SOFTWARE)
+STOPPED = 75  # of one that was told to stop
+TICK_S = 1.0
+GONE_S = 60.0  # how long to wait for a rank that is known to be gone
+GRACE_S = 5.0  # the rank that hangs says its own stack before those who wait for it end too
+MOST_NAMED = 8  # ranks in one message
+STILL_S = 300.0  # between two words of a rank that takes its time
+
+
+class RankLost(FlexorError):
+    """A collective failed because of another rank."""
+
+    exit_code = HUNG
+
+
+class Watchdog:
+    """Watches this rank, and knows from their heartbeats what the others are at.
+
+    Every rank must make the same beats in a step: who has made fewer is behind. Give collectives a longer time
+    limit than `timeout_s`, or they fail before it is known who they wait for. Leave the watchdog together
+    (after a barrier), since the store may end with rank 0.
+    """
+
+    def __init__(self, rank: int, world_size: int, host: str, store: Store | None, timeout_s: float):
+        assert world_size == 1 or store is not None
+        self.rank, self.world_size, self.host, self.timeout_s = rank, world_size, host, timeout_s
+        self._tick = min(TICK_S, timeout_s / 10)
+        self._now = 0.0  # seconds that this process has been running, not stopped
+        self._moment = self._seen = START
+        self._since = self._entered = self._said = 0.0  # last progress; begin of the moment; last log line
+        self._ended: str | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._heartbeats: Heartbeats | None = None
+        if store is not None and world_size > 1:
+            self._heartbeats = Heartbeats(self._own, world_size, store, lambda: self._now, self._tick)
+
+    def beat(self, step: int, doing: str) -> None:
+        """This rank goes on with something else. For the hot loop: only notes it."""
+        last = self._moment
+        self._moment = Moment(step, last.nth + 1 if step == last.step else 0, doing)
+
+    def rest(self, doing: str) -> None:
+        """Something that may take as long as it likes, until the next beat; no other rank gets impatient meanwhile."""
+        self._moment = self._moment._replace(doing=doing, mode=PATIENT)
+
+    @contextmanager
+    def patiently(self, doing: str) -> Iterator[None]:
+        """The same, until the end of the block. If that is an error, it is known what this rank was doing."""
+        before = self._moment
+        self.rest(doing)
+        yield
+        # another object than before, even if it says the same: that is progress
+        self._moment = self._moment._replace(doing=before.doing, mode=before.mode)
+
+    def __enter__(self) -> Watchdog:
+        if self._heartbeats:
+            self._heartbeats.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        culprit = self._who_failed() if self._heartbeats and _is_of_a_collective(error) else None
+        self._ended = DONE if error is None else culprit or f"{type(error).__name__}: {error}".splitlines()[0]
+        self._stop.set()
+        self._thread.join(10)
+        faulthandler.cancel_dump_traceback_later()
+        if self._heartbeats:
+            self._heartbeats.stop()
+        if culprit:
+            lost = RankLost(f"{culprit}\n{self._here()}: {str(error).split('. ')[0]}")
+            if "TrainingStopped: " in culprit:  # before the first step; later all stop together
+                lost.exit_code = STOPPED
+            raise lost from error
+        if error is not None and not isinstance(error, FlexorError):
+            error.add_note(f"{self._here()}.")  # stands below its stack
+
+    # The thread
+
+    def _watch(self) -> None:
+        try:
+            last = time.monotonic()
+            while not self._stop.is_set():
+                # Says its stacks without Python's help if some code holds the interpreter and never lets go
+                faulthandler.dump_traceback_later(self.timeout_s, file=2)
+                now = time.monotonic()
+                self._now += min(now - last, 3 * self._tick)
+                last = now
+                self._look()
+                self._stop.wait(self._tick)
+        except Exception:
+            log.exception("The watchdog of this rank stopped: if the run hangs, nobody will say so.")
+
+    def _look(self) -> None:
+        moment = self._moment
+        if moment is not self._seen:
+            self._seen = moment
+            self._since = self._entered = self._said = self._now
+        peers = [peer for peer in self._peers().values() if peer.ended != DONE]
+        if moment.mode or any(peer.moment.mode == PATIENT for peer in peers):
+            self._since = max(self._since, min((peer.heard for peer in peers), default=self._now))
+        if moment.mode and self._now - self._said >= STILL_S:
+            self._said = self._now
+            log.info("rank %d: %s, for %d min now", self.rank, moment.doing, (self._now - self._entered) / 60)
+        lost = self._heartbeats is not None and self._heartbeats.lost
+        limit = min(self.timeout_s, GONE_S) if lost or any(peer.ended for peer in peers) else self.timeout_s
+        if self._now - self._since > limit:
+            self._judge(limit)
+
+    def _judge(self, limit: float) -> None:
+        gone = self._gone(limit / 2)
+        culprits, verdict = gone or self._behind()
+        if self.rank not in culprits and self._now - self._since <= limit + GRACE_S:
+            return
+        hint = "" if gone else f" If that may take so long, raise --parallel.timeout_s ({self.timeout_s:g})."
+        _say(f"\n{verdict}{hint}\n{self._here()}. Its threads:\n{_stacks()}\n")
+        if self._heartbeats is None:
+            self._since = self._now
+            return
+        self._ended = verdict
+        self._heartbeats.stop()
+        os._exit(HUNG)
+
+    # Who is to blame
+
+    def _own(self) -> Heartbeat:
+        return Heartbeat(self.rank, self.host, self._moment, self._now - self._since, self._ended, self._now)
+
+    def _peers(self) -> dict[int, Heartbeat]:
+        return self._heartbeats.peers if self._heartbeats else {}
+
+    def _gone(self, silent_s: float) -> tuple[list[int], str] | None:
+        """The ranks that have ended before their time, are dead or frozen, and a sentence on them."""
+        if self._heartbeats is None:
+            return None
+        peers = self._heartbeats.peers.values()
+        failed = [peer for peer in peers if peer.ended]
+        if failed:
+            first = min(failed, key=lambda peer: peer.heard)
+            return [first.rank], f"{_name(first)} has ended at {_place(first)}: {first.ended}"
+        answered = self._heartbeats.answered
+        if self._now - answered > silent_s:
+            return [0], (
+                "The store of this run, which rank 0 or its launcher keeps, has not answered for "
+                f"{self._now - answered:.0f} s: that process is dead or frozen, or its host is down."
+            )
+        # up to the last look at the store: what a rank has said since then is not known
+        silent = [peer for peer in peers if peer.ended is None and peer.silence(answered) > silent_s]
+        if silent:
+            return [peer.rank for peer in silent], (
+                f"{_names(silent)} {_have(silent)} not been heard of for {silent[0].silence(answered):.0f} s: dead "
+                f"or frozen, last at {_place(silent[0])}."
+            )
+        return None
+
+    def _behind(self) -> tuple[list[int], str]:
+        """The ranks that have come least far, and a sentence on them and on those who wait for them."""
+        ranks = [rank for rank in [*self._peers().values(), self._own()] if rank.ended is None]
+        ranks.sort(key=lambda rank: rank.rank)
+        at_it = [rank for rank in ranks if not rank.moment.mode] or ranks
+        least = min(rank.moment[:2] for rank in at_it)
+        behind = [rank for rank in at_it if rank.moment[:2] == least]
+        waiting = [rank.rank for rank in ranks if rank not in behind]
+        return [rank.rank for rank in behind], (
+            f"{_names(behind)} {_have(behind)} made no progress for "
+            f"{max(rank.idle + rank.silence(self._now) for rank in behind):.0f} s: {_place(behind[0])}."
+            + (f" {_numbers(waiting)} for {'it' if len(behind) == 1 else 'them'}." if waiting else "")
+        )
+
+    def _who_failed(self) -> str | None:
+        """After a failed collective: wait until it shows in the heartbeats whose fault it was."""
+        assert self._heartbeats is not None
+        self._moment = self._moment._replace()  # counts as progress: the time for this comes on top
+        for _ in range(16):
+            gone = self._gone(silent_s=5 * self._heartbeats.every_s)
+            if gone:
+                return gone[1]
+            time.sleep(self._heartbeats.every_s / 2)
+        behind, verdict = self._behind()  # the collective's own time limit came before ours
+        return None if self.rank in behind else verdict
+
+    def _here(self) -> str:
+        return f"This is rank {self.rank} on {self.host}, at {_place(self._own())}"
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _name(rank: Heartbeat) -> str:
+    return f"rank {rank.rank} on {rank.host}"
+
+
+def _names(ranks: Sequence[Heartbeat]) -> str:
+    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    return ", ".join(map(_name, ranks[:MOST_NAMED])) + more
+
+
+def _have(ranks: Sequence[Heartbeat]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _place(rank: Heartbeat) -> str:
+    return f"step {rank.moment.step}, {rank.moment.doing}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]} waits"
+    if len(ranks) > MOST_NAMED:
+        return f"{len(ranks)} ranks wait"
+    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} wait"
+
+
+def _stacks() -> str:
+    """Where every thread of this process is. Reads no source files: they may lie on what hangs."""
+    lines = []
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    frames.pop(threading.get_ident())
+    for ident, top in sorted(frames.items(), key=lambda item: item[0] != threading.main_thread().ident):
+        lines.append(f"{names.get(ident, ident)} (most recent call first):")
+        frame = top
+        while frame is not None:
+            lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+            frame = frame.f_back  # type: ignore[assignment]
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    """In one piece, so that ranks do not talk through each other; a pipe that nobody reads can't keep us."""
+    writer = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
+    writer.start()
+    writer.join(10)

@@ -1,0 +1,148 @@
+"""How good a policy is: its loss on held-out episodes, its success in an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.rng import Noise
+from flexor.core.tensors import local
+from flexor.data.dataset import Dataset
+from flexor.data.loader.loader import sample_rows, to_tensors, valid_steps
+from flexor.evaluate.play import play
+from flexor.evaluate.rollout import summarize
+from flexor.policies.actor import PolicyActor
+from flexor.policies.base import Policy
+from flexor.policies.pretrained import Pretrained
+from flexor.train.build import deltas_of
+from flexor.train.checkpoint.run_folder import Run
+from flexor.train.checkpoint.state import TrainState
+from flexor.train.compile import not_compiled
+
+
+@contextmanager
+def exported_weights(state: TrainState) -> Iterator[None]:
+    """Inside, the policy has the weights a checkpoint would export: the moving average if there is one.
+
+    Weights in bfloat16 compute in it; all others act in float32, as they do after export, and not compiled.
+    """
+    config = state.config
+    was_training = state.policy.training
+    state.policy.eval()
+    raw: dict[str, Tensor] = {}
+    if state.ema:
+        raw = {name: local(value).detach().clone() for name, value in state.policy.state_dict().items()}
+        _replace(state.policy, state.ema.average)
+    try:
+        with (
+            state.engine.autocast() if config.weights_dtype == "bf16" else nullcontext(),
+            not_compiled() if config.compile else nullcontext(),
+        ):
+            yield
+    finally:
+        if raw:
+            _replace(state.policy, raw)
+        state.policy.train(was_training)
+
+
+@torch.no_grad()
+def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
+    """This rank's part of each tensor."""
+    for name, own in policy.state_dict().items():
+        local(own).copy_(local(values[name]))
+
+
+@torch.no_grad()
+def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> float:
+    """Mean loss over held-out samples, evenly spread if there are more than `max_samples`; each rank does a part."""
+    config, engine = state.config, state.engine
+    rows = sample_rows(dataset, config.policy.drop_last_frames)
+    if max_samples and len(rows) > max_samples:
+        rows = rows[np.linspace(0, len(rows) - 1, max_samples).astype(int)]
+    deltas, cameras = deltas_of(config.policy), list(config.policy.images)
+    valid = valid_steps(dataset, rows, deltas)  # over all rows, or the loss would depend on the batch size
+    total = torch.zeros((), device=engine.device)
+    size = state.split.batch_size
+    with exported_weights(state):
+        for start in range(0, len(rows), size * engine.world_size):
+            part = rows[start + engine.rank * size :][:size]
+            counts = len(part) > 0
+            if not counts:
+                part = rows[:1]  # sharded ranks compute together: one without rows keeps the others company
+            batch = state.preprocessor(
+                {**to_tensors(dataset.read(part, deltas, cameras)), VALID_STEPS: valid}
+            )
+            noise = Noise(config.seed, 0, batch[SAMPLE_ID])
+            with engine.autocast():
+                total += state.policy.loss(batch, noise).per_sample.float().sum() * counts
+    return float(engine.sum(total)) / len(rows)
+
+
+def evaluate(state: TrainState, run: Run) -> dict[str, Any]:
+    """Episodes with the policy as it would be after export: rank 0 plays, the others wait, or compute with it."""
+    config, processes = state.config, state.engine.processes
+    summary: dict[str, Any] = {}
+    with exported_weights(state):
+        if processes.is_main:
+            videos = run.videos / f"{state.step:06d}"
+            try:
+                summary = asdict(summarize(play(actor_of(state), config.env, config.eval, videos)))
+            finally:
+                _tell(state, None)
+        elif state.engine.sharded:
+            follow(state)
+    return {f"eval_{name}": value for name, value in processes.share(lambda: summary).items()}
+
+
+def actor_of(state: TrainState) -> PolicyActor:
+    """The run's policy as it would be after export; use it inside `exported_weights`."""
+    trained = Pretrained(state.policy, state.preprocessor, state.postprocessor)
+    if state.engine.sharded:
+        return ShardedActor(trained, state)
+    return PolicyActor(trained, state.config.seed)
+
+
+class ShardedActor(PolicyActor):
+    """Rank 0's: it tells the other ranks what to compute, because each has a part of the weights only."""
+
+    def __init__(self, trained: Pretrained, state: TrainState):
+        super().__init__(trained, state.config.seed)
+        self.state = state
+
+    @torch.no_grad()  # sharded weights can't be gathered in inference mode: training would find them unusable
+    def predict(self, batch: dict[str, np.ndarray], task: list[str]) -> Tensor:
+        prepared, noise = self.prepare(batch, task)
+        _tell(self.state, (move(prepared, "cpu"), noise))
+        return self.policy.predict(prepared, noise)
+
+
+@torch.no_grad()
+def follow(state: TrainState) -> None:
+    """Compute what rank 0 asks for until it has no more."""
+    while (asked := _tell(state, None)) is not None:
+        batch, noise = asked
+        noise.sample_ids = noise.sample_ids.to(state.engine.device)
+        state.policy.predict(move(batch, state.engine.device), noise)
+
+
+def _tell(state: TrainState, what: Any) -> Any:
+    """From rank 0 to the others, if they compute together."""
+    return state.engine.processes.share(lambda: what) if state.engine.sharded else None
+
+
+def move(batch: Batch, device: torch.device | str) -> Batch:
+    """With what the policy remembers, which is a batch within the batch."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return move(value, device)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return {key: moved(value) for key, value in batch.items()}

@@ -1,0 +1,176 @@
+"""`flexor plan` as it is typed: answers, mistakes, and the faces."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexor.cli import main as cli
+from flexor.plan.show.table import hardware_guide
+from flexor.plan.site.hardware import load_hardware
+from flexor.policies import POLICIES
+from flexor.sim.record import record_dataset
+from support import small_resnet
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    small_resnet.FLAG,
+    "--policy.dim_model=64",
+    "--policy.n_heads=4",
+    "--policy.dim_feedforward=128",
+    "--policy.n_encoder_layers=1",
+    "--policy.n_vae_encoder_layers=1",
+    "--policy.chunk_size=10",
+]
+JOB = [*SMALL, "--policy.n_action_steps=10", "--cameras=1x64x64", "--frames=1000", "--epochs=2"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
+    code = cli.main(["plan", *JOB, "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_comes_first(capsys):
+    assert cli.main(["plan", *JOB, "--policy.vision_backbone=resnet18", "--gpu=4090"]) == 0
+    out = capsys.readouterr().out
+    assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at the peak\.\nA step takes ", out)
+    for part in (
+        "activations",
+        "at the peak",
+        "the host, beside it",
+        "memory together",
+        "Mbit/s up",
+        "kWh",
+        "buying",
+    ):
+        assert part in out
+    assert "No dataset was named, so this is about 1,000 frames, 1 camera(s) of 64x64" in out
+
+
+def test_compiled_blocks_have_bounds(capsys):
+    _, plain = plan(capsys, "--gpu=4090")
+    code, compiled = plan(capsys, "--gpu=4090", "--compile=true")
+    assert code == 0 and compiled["memory"]["peak_bytes"] == plain["memory"]["peak_bytes"]
+    assert (
+        0 < compiled["time"]["compiled_at_best_s"] < compiled["time"]["at_best_s"] <= plain["time"]["step_s"]
+    )
+    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true"])
+    assert "Compiled blocks" in capsys.readouterr().out
+
+
+def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\n"
+        "from flexor.policies.act.policy import ACT, ACTConfig\n"
+        "@dataclass\n"
+        "class OwnConfig(ACTConfig): pass\n"
+        "class Own(ACT):\n"
+        "    Config = OwnConfig\n"
+        "    def loss(self, batch, noise):\n"
+        "        found = super().loss(batch, noise)\n"
+        "        if found.per_sample.mean() > 1e9:\n"
+        "            raise ValueError\n"
+        "        return found\n"
+    )
+    assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090"]) == 0
+    assert "makes the host wait for the GPU: bool in own.py, line 9. Then" in capsys.readouterr().out
+    assert plan(capsys, f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == [
+        "bool in own.py, line 9"
+    ]
+    assert plan(capsys, "--gpu=4090")[1]["time"]["waits"] == []
+
+
+def test_json_has_units_and_adds_up(capsys):
+    code, found = plan(capsys, "--gpu=4090")
+    assert code == 0 and found["fits"] and found["steps"] == 250
+    memory = found["memory"]
+    parts = [v for k, v in memory.items() if k.endswith("_bytes")]
+    assert memory["peak_bytes"] == memory["reserved_bytes"] + memory["context_bytes"]
+    assert all(isinstance(size, int) for size in parts)
+    assert {choice["gpus"] for choice in found["choices"]} == {1, 2, 4, 8}
+    assert {choice["gpu"] for choice in found["choices"]} == {"RTX 4090"}
+
+
+def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(capsys, monkeypatch):
+    monkeypatch.setattr("flexor.plan.site.hardware.gpu_here", lambda hardware: None)
+    _, found = plan(capsys, "--gpus=1")
+    assert {choice["gpu"] for choice in found["choices"]} == set(load_hardware().gpus)
+    assert found["gpu"] == found["choices"][0]["gpu"]
+
+
+def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path):
+    own = tmp_path / "gpus.toml"
+    own.write_text(
+        '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
+        'capability = "8.6"\n'
+    )
+    code, found = plan(capsys, f"--gpus-file={own}", "--gpu=small", "--batch_size=512")
+    assert code == 1 and not found["fits"]
+    assert found["remedy"] and found["changes"][0]["saves_bytes"] > 0
+
+
+def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
+    record_dataset(tmp_path / "data", episodes=2)
+    words = [
+        "--gpu=4090",
+        f"--dataset.root={tmp_path / 'data'}",
+        *SMALL,
+        "--policy.n_action_steps=10",
+        "--steps=10",
+    ]
+    assert cli.main(["plan", "--json", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["data"]["frames"] > 10 and found["host"]["disk_dataset_bytes"] > 0
+    assert cli.main(["plan", "--frames=100", *words]) == 2
+    assert "--frames: there is a dataset already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpu=RTX 9999"], "There is no GPU 'RTX 9999'"),
+        (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
+        (["--gpu=4090", "--gpus=0"], "--gpus=0 must be at least 1"),
+        (["--gpu=4090", "--batchsize=4"], "batchsize"),
+        (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has 10 actions"),
+    ],
+)
+def test_mistakes_are_named(flags, said, capsys):
+    assert cli.main(["plan", *JOB[:-2], *[word for word in JOB[-2:] if "cameras" not in word], *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_html_is_one_file_with_three_plots(capsys, tmp_path):
+    file = tmp_path / "plan.html"
+    assert cli.main(["plan", *JOB, "--gpu=4090,a100 80gb", f"--html={file}"]) == 0
+    page = file.read_text()
+    assert page.count("<svg") == 3 and "prefers-color-scheme: dark" in page
+    assert not re.search(r"(src|href)=|https?://", page)
+    assert page.count("<circle") > 8 and page.count("nan") == 0
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; sys.argv = ['flexor', 'plan', '--help']\n"
+        "from flexor.cli.plan import parser; parser().format_help(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_hardware_page_is_what_the_table_prints():
+    """For one policy of all; the others take a minute."""
+    page = (ROOT / "docs/hardware.md").read_text()
+    made = hardware_guide(load_hardware(), ["act"])
+    others = "".join(
+        line for line in page.splitlines(keepends=True) if re.match(r"\| (?!act |Policy|---)", line)
+    )
+    assert page.replace(others, "") == made, "run `flexor plan --table > docs/hardware.md`"
+    assert {line.split()[1] for line in page.splitlines() if line.startswith("| ")} - {"Policy", "---"} == {
+        *POLICIES
+    }

@@ -1,0 +1,560 @@
+"""Settings: every way to give them, and that what can't be is refused before anything is made."""
+
+import dataclasses
+import json
+import re
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexor.cli.main import main
+from flexor.config.help import train_help
+from flexor.config.lerobot_flags import IGNORED
+from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
+from flexor.config.schema import GROUPS, TrainConfig, group_type
+from flexor.core.errors import ConfigError
+from flexor.core.typed import help_texts
+from flexor.policies import POLICIES, policy_class
+from flexor.policies.adapters import LoraConfig
+
+DATA = "--dataset.root=somewhere"
+
+
+def groups() -> dict[str, type]:
+    return {g: policy_class("act").Config if g == "policy" else group_type(g) for g in GROUPS}
+
+
+def all_keys() -> list[str]:
+    keys = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in (*GROUPS, "policy_path")]
+    for group, cls in groups().items():
+        keys += [f"{group}.{f.name}" for f in dataclasses.fields(cls)]
+    return sorted(set(keys) - set(GROUPS))
+
+
+# Ways to write them
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--optimizer.lr=1e-4", "--wandb.enable"],
+        ["--optimizer.lr", "1e-4", "--wandb.enable"],
+        ["optimizer.lr=1e-4", "wandb.enable=true"],
+        ["--wandb.enable", "--optimizer.lr", "1e-4"],
+        ["--optimizer.lr=5", "--optimizer.lr=1e-4", "--wandb.enable=True"],
+    ],
+)
+def test_every_way_to_write_a_flag(argv):
+    config = load_config([DATA, *argv])
+    assert config.optimizer.lr == 1e-4 and config.wandb.enable is True
+
+
+def test_dashes_and_negative_numbers():
+    assert parse_flags(["--batch-size", "8"]) == {"batch_size": "8"}
+    assert parse_flags(["--a", "-1"]) == {"a": "-1"}
+
+
+def test_word_that_is_no_setting():
+    with pytest.raises(ConfigError, match="Can't read 'oops'"):
+        load_config([DATA, "oops"])
+
+
+def test_file_then_flags(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 7\nbatch_size: 3\ndataset: {root: here, episodes: [1, 2]}\noptimizer.lr: 1e-3\n")
+    config = load_config(["--config", str(file), "--steps=9"])
+    assert (config.steps, config.batch_size, config.optimizer.lr) == (9, 3, 1e-3)
+    assert config.dataset.episodes == [1, 2] and config.dataset.root == "here"
+
+
+def test_demo_is_packaged_and_the_default():
+    assert load_config(["--config=demo"]) == load_config([])
+    assert load_config(["--steps=3"]).steps == 3
+    assert load_config([]).dataset.repo_id == "builtin/place"
+
+
+@pytest.mark.parametrize("text", ["- 1\n- 2\n", "steps", "a: [", "\x00"])
+def test_file_that_holds_no_settings(text, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_config([f"--config={file}"])
+
+
+def test_file_that_is_not_text(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\xff\xfe\xfd\x80")
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        load_config([f"--config={file}"])
+
+
+@pytest.mark.parametrize("name", ["nothing.yaml", "", "a" * 5000])
+def test_file_that_is_not_there(name):
+    with pytest.raises(ConfigError, match=r"Built in: .*demo"):
+        load_config([f"--config={name}"])
+
+
+def test_another_policy_forgets_the_settings_of_the_one_before():
+    before = {"policy.type": "other", "policy.setting_of_the_other": 3, "steps": 5, "dataset.root": "x"}
+    config = build_config(before, {"policy.type": "act"})
+    assert config.policy.type == "act" and config.steps == 5
+
+
+def test_naming_the_same_policy_forgets_nothing(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("policy: {dim_model: 64}\ndataset: {root: x}\n")
+    assert load_config([f"--config={file}", "--policy.type=act"]).policy.dim_model == 64
+
+
+def test_nested_dictionaries_by_key():
+    layer = {"env.kwargs": {"a": 1}, "dataset.root": "x"}
+    config = build_config(
+        layer, parse_flags(["--env.kwargs.b=[1, 2]", "--policy.normalization_mapping.ACTION=MIN_MAX"])
+    )
+    assert config.env.kwargs == {"a": 1, "b": [1, 2]}
+    assert config.policy.normalization_mapping["ACTION"] == "MIN_MAX"
+
+
+def test_episodes_from_a_file(tmp_path):
+    file = tmp_path / "good.json"
+    file.write_text("[4, 2]")
+    assert load_config([DATA, f"--dataset.episodes=@{file}"]).dataset.episodes == [4, 2]
+    for text in ("nonsense", '{"a": 1}', '["x"]'):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"dataset\.episodes"):
+            load_config([DATA, f"--dataset.episodes=@{file}"])
+    with pytest.raises(ConfigError, match=r"dataset\.episodes=@nowhere\.json"):
+        load_config([DATA, "--dataset.episodes=@nowhere.json"])
+
+
+def test_many_episodes_are_checked_quickly():
+    assert (
+        len(build_config({"dataset.root": "x", "dataset.episodes": list(range(200_000))}).dataset.episodes)
+        == 200_000
+    )
+
+
+def test_whole_tree_survives_yaml(tmp_path):
+    config = load_config([DATA, "--precision=no", "--optimizer.betas=[0.9, 0.95]", "--wandb.mode=offline"])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()))
+    assert load_config([f"--config={file}"]) == config
+
+
+def test_unquoted_no_in_a_file_means_no(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("precision: no\ndataset: {root: x}\n")
+    assert load_config([f"--config={file}"]).precision == "no"
+
+
+@given(st.dictionaries(st.sampled_from(all_keys()), st.integers(), max_size=5))
+def test_flatten_undoes_nest(flat):
+    assert flatten(nest(flat)) == flat
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "flag, named",
+    [
+        ("--steps=0", "steps=0"),
+        ("--steps=ten", "steps='ten'"),
+        ("--batch_size=-1", "batch_size=-1"),
+        ("--gradient_accumulation_steps=0", "gradient_accumulation_steps=0"),
+        ("--num_workers=-1", "num_workers=-1"),
+        ("--seed=-1", "seed=-1"),
+        ("--precision=fp8", "precision='fp8'"),
+        ("--policy.type=atc", "Did you mean act"),
+        ("--policy=act", "--policy.type=act"),
+        ("--dataset=foo", "dataset"),
+        ("--steps.x=3", "steps="),
+        ("--dataset.eval_split=1", "eval_split=1"),
+        ("--eval_steps=5", "eval_split"),
+        ("--dataset.episodes=[]", "episodes"),
+        ("--dataset.episodes=[-1]", "[-1]"),
+        ("--dataset.episodes=[1,1]", "[1]"),
+        ("--dataset.episodes=3:1", "dataset.episodes=3:1"),
+        ("--dataset.cache.gb=-1", "cache.gb=-1"),
+        ("--ema.decay=1", "ema.decay=1"),
+        ("--checkpoint.keep_last=0", "keep_last=0"),
+        ("--checkpoint.keep_every=0", "keep_every=0"),
+        ("--optimizer.lr=-1", "optimizer.lr=-1"),
+        ("--optimizer.lr=nan", "optimizer.lr='nan'"),
+        ("--optimizer.betas=[1,2]", "optimizer.betas=[1.0, 2.0]"),
+        ("--optimizer.eps=-1", "optimizer.eps=-1"),
+        ("--optimizer.type=lion", "adamw"),
+        ("--scheduler.num_warmup_steps=-1", "num_warmup_steps=-1"),
+        ("--scheduler.num_decay_steps=0", "num_decay_steps=0"),
+        ("--scheduler.peak_lr=0", "peak_lr=0"),
+        ("--scheduler.type=linear", "cosine"),
+        ("--eval.n_episodes=0", "n_episodes=0"),
+        ("--eval.batch_size=-1", "batch_size=-1"),
+        ("--env.max_steps=0", "max_steps=0"),
+        ("--policy.n_action_steps=101", "chunk_size=100"),
+        ("--policy.n_heads=0", "n_heads=0"),
+        ("--policy.dim_model=510", "dim_model=510"),
+        ("--policy.dropout=2", "dropout=2"),
+        ("--policy.n_obs_steps=2", "n_obs_steps=2"),
+        ("--policy.normalization_mapping.ACTION=MEAN", "normalization_mapping.ACTION='MEAN'"),
+        ("--policy.pth=x", "policy.pth"),
+        ("--=3", "Unknown setting"),
+        ("--", "Unknown setting"),
+        ("--a..b=1", "Unknown setting"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(flag, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", DATA, "--output_dir=run", flag]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer.momentum=0.9"],
+        ["--scheduler.type=cosine", "--scheduler.peak_lr=1"],
+        ["--scheduler.type=cosine_decay_with_warmup"],
+        ["--policy.device=cuda:99"],
+        ["--policy.device=toaster"],
+        ["--policy.vision_backbone=vgg"],
+        ["--dataset.root=nowhere"],
+        ["--dataset.episodes=[77]"],
+    ],
+)
+def test_refused_later_leaves_nothing_behind(flags, dataset, tiny_act, tmp_path, monkeypatch, capsys):
+    """The next try with the mistake corrected must find the folder free."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", f"--dataset.root={dataset}", "--output_dir=run", *tiny_act, *flags]) in (1, 2)
+    key, _, value = flags[-1][2:].partition("=")
+    error = capsys.readouterr().err
+    assert key.rpartition(".")[2] in error or value.strip("[]") in error
+    assert list(tmp_path.iterdir()) == []
+
+
+KEYS = all_keys()
+
+
+@st.composite
+def typos(draw) -> str:
+    """A key with one letter lost, doubled, replaced or swapped with the next."""
+    key = draw(st.sampled_from(KEYS))
+    at = draw(st.integers(0, len(key) - 1))
+    letter = draw(st.sampled_from(string.ascii_lowercase + "_"))
+    return draw(
+        st.sampled_from(
+            [
+                key[:at] + key[at + 1 :],
+                key[:at] + key[at] + key[at:],
+                key[:at] + letter + key[at + 1 :],
+                key[:at] + key[at + 1 : at + 2] + key[at] + key[at + 2 :],
+            ]
+        )
+    )
+
+
+@given(typos(), st.sampled_from(["1", "true", "x", "[1]", "null", "@x", "{"]))
+@settings(max_examples=400)
+def test_no_typo_is_silent(wrong, value):
+    if wrong in KEYS or any(f"{wrong}.".startswith(f"{name}.") for name in IGNORED):
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config([DATA, f"--{wrong}={value}"])
+    group, _, name = wrong.partition(".")
+    assert group in str(error.value) or name in str(error.value)
+
+
+@given(typos())
+@settings(max_examples=200)
+def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
+    group, dot, _ = wrong.partition(".")
+    if (
+        wrong in KEYS
+        or any(f"{wrong}.".startswith(f"{name}.") for name in IGNORED)
+        or (dot and group not in GROUPS)
+    ):
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config([DATA, f"--{wrong}=1"])
+    message = str(error.value)
+    suggestions = message.partition("Did you mean ")[2].rstrip("?").split(" or ")
+    if "Unknown setting" in message and suggestions != [""]:
+        known = {*KEYS, *GROUPS, "policy_path"}
+        assert set(suggestions) <= known
+
+
+@given(st.sampled_from(KEYS), st.text(max_size=12) | st.integers().map(str) | st.floats().map(str))
+@settings(max_examples=400)
+def test_no_value_makes_a_traceback(key, value):
+    try:
+        load_config([DATA, f"--{key}={value}"])
+    except ConfigError as error:
+        assert key.rpartition(".")[2] in str(error) or "policy" in str(error)
+
+
+# LeRobot's commands
+
+LEROBOT_TRAIN = [
+    "--dataset.repo_id=me/data",
+    "--dataset.repo_type=dataset",
+    "--dataset.root=somewhere",
+    "--dataset.episodes=[0, 1]",
+    "--dataset.image_transforms.enable=false",
+    "--dataset.image_transforms.max_num_transforms=3",
+    "--dataset.revision=main",
+    "--dataset.use_imagenet_stats=true",
+    "--dataset.video_backend=torchcodec",
+    "--dataset.return_uint8=true",
+    "--dataset.depth_output_unit=mm",
+    "--dataset.streaming=false",
+    "--dataset.eval_split=0.1",
+    "--policy.type=act",
+    "--policy.device=cuda",
+    "--policy.use_amp=false",
+    "--policy.use_peft=false",
+    "--policy.push_to_hub=false",
+    "--policy.repo_id=me/policy",
+    "--policy.private=true",
+    "--policy.tags=[a, b]",
+    "--policy.license=apache-2.0",
+    "--policy.pretrained_path=null",
+    "--policy.pretrained_revision=null",
+    "--policy.n_obs_steps=1",
+    "--policy.chunk_size=50",
+    "--policy.n_action_steps=50",
+    "--policy.optimizer_lr=1e-5",
+    "--policy.input_features=null",
+    "--policy.output_features=null",
+    "--output_dir=outputs/train/act",
+    "--job_name=act_test",
+    "--resume=false",
+    "--seed=1000",
+    "--cudnn_deterministic=true",
+    "--num_workers=4",
+    "--batch_size=8",
+    "--prefetch_factor=4",
+    "--persistent_workers=true",
+    "--dataloader_multiprocessing_context=spawn",
+    "--steps=100000",
+    "--env_eval_freq=20000",
+    "--log_freq=200",
+    "--eval_steps=100",
+    "--max_eval_samples=64",
+    "--tolerance_s=1e-4",
+    "--save_checkpoint=true",
+    "--save_freq=20000",
+    "--use_policy_training_preset=true",
+    "--optimizer.type=adamw",
+    "--optimizer.lr=1e-4",
+    "--optimizer.betas=[0.9, 0.999]",
+    "--optimizer.eps=1e-8",
+    "--optimizer.weight_decay=0.01",
+    "--optimizer.grad_clip_norm=10",
+    "--scheduler.type=cosine_decay_with_warmup",
+    "--scheduler.num_warmup_steps=10",
+    "--scheduler.num_decay_steps=100",
+    "--scheduler.peak_lr=1e-4",
+    "--scheduler.decay_lr=1e-6",
+    "--env.type=pusht",
+    "--eval.n_episodes=10",
+    "--eval.batch_size=10",
+    "--eval.use_async_envs=false",
+    "--eval.recording=false",
+    "--wandb.enable=true",
+    "--wandb.disable_artifact=true",
+    "--wandb.project=p",
+    "--wandb.entity=e",
+    "--wandb.notes=n",
+    "--wandb.run_id=r",
+    "--wandb.mode=offline",
+    "--wandb.add_tags=false",
+    "--job.target=local",
+    "--save_checkpoint_to_hub=false",
+    "--rename_map={}",
+    "--peft=null",
+    "--reward_model=null",
+    "--sample_weighting=null",
+]
+
+
+def test_a_lerobot_command_with_everything_is_taken(log_lines):
+    config = load_config(LEROBOT_TRAIN)
+    assert config.optimizer.lr == 1e-4 and config.deterministic and config.dataset.episodes == [0, 1]
+    said = " ".join(log_lines)
+    for ignored in (
+        "prefetch_factor",
+        "policy.repo_id",
+        "dataset.video_backend",
+        "wandb.add_tags",
+        "tolerance_s",
+    ):
+        assert f"--{ignored} has no effect here" in said
+    assert "push_to_hub" not in said  # nothing was asked for, so there is nothing to say
+
+
+@pytest.mark.parametrize("flag", LEROBOT_TRAIN)
+def test_each_lerobot_flag_alone(flag):
+    # a schedule's settings only mean something together
+    together = [f for f in LEROBOT_TRAIN if f.startswith("--scheduler.") and flag.startswith("--scheduler.")]
+    load_config(
+        ["--dataset.root=x", "--dataset.eval_split=0.1", "--policy.n_action_steps=1", *together, flag]
+    )
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--policy.push_to_hub=true",
+        "--policy.use_peft=true",
+        "--dataset.image_transforms.enable=true",
+        '--dataset.image_transforms={"enable": true}',
+        "--dataset.repo_type=bucket",
+        "--use_policy_training_preset=false",
+        "--job.target=a100-large",
+        "--save_checkpoint_to_hub=true",
+        "--rename_map={a: b}",
+        "--rename_map.a=b",
+        "--peft={r: 8}",
+        "--peft.method_type=MISS",
+        "--peft.init_type=pissa",
+        "--reward_model.type=classifier",
+        "--sample_weighting.type=rabc",
+        "--eval.recording=true",
+    ],
+)
+def test_what_lerobot_has_and_flexor_has_not_is_refused_with_a_reason(flag):
+    with pytest.raises(ConfigError, match=r"is not supported: \w+"):
+        load_config([DATA, flag])
+
+
+@pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])
+def test_ignored_settings_may_hold_anything(value):
+    load_config([DATA, f"--policy.repo_id={value}", f"--policy.tags={value}"])
+
+
+def test_a_train_config_of_lerobot_is_a_settings_file(tmp_path):
+    saved = {
+        "dataset": {"repo_id": "me/data", "episodes": None, "image_transforms": {"enable": False, "tfs": {}}},
+        "env": None,
+        "policy": {
+            "type": "act",
+            "chunk_size": 20,
+            "n_action_steps": 20,
+            "push_to_hub": False,
+            "repo_id": None,
+        },
+        "reward_model": None,
+        "resume": False,
+        "steps": 10,
+        "optimizer": {"type": "adamw", "lr": 1e-5, "betas": [0.9, 0.999]},
+        "scheduler": None,
+        "peft": None,
+        "job": {"target": None, "image": "x", "tags": []},
+        "rename_map": {},
+        "checkpoint_path": None,
+        "cudnn_deterministic": False,
+    }
+    file = tmp_path / "train_config.json"
+    file.write_text(json.dumps(saved))
+    config = load_config([f"--config_path={file}"])
+    assert config.policy.chunk_size == 20 and config.optimizer.betas == (0.9, 0.999)
+
+
+LEROBOT_ADAPTERS = {
+    "method_type": "LORA",
+    "init_type": None,
+    "r": 8,
+    "lora_alpha": 4,
+    "target_modules": ["linear1", "linear2"],
+    "full_training_modules": ["model.action_head"],
+}
+
+
+def test_adapters_of_lerobot(tmp_path):
+    wanted = LoraConfig(8, 4, 0.0, ["linear1", "linear2"], ["model.action_head"])
+    flags = [f"--peft.{key}={json.dumps(value)}" for key, value in LEROBOT_ADAPTERS.items()]
+    assert load_config([DATA, *flags]).lora == wanted
+    file = tmp_path / "train_config.json"
+    file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": LEROBOT_ADAPTERS}))
+    assert load_config([f"--config={file}"]).lora == wanted
+    assert load_config([DATA, "--peft.method_type=LORA"]).lora == LoraConfig(r=16)
+    defaults = {"method_type": "LORA", "target_modules": None, "lora_alpha": None, "r": 16}
+    file.write_text(json.dumps({"dataset": {"root": "x"}, "peft": defaults}))
+    assert load_config([f"--config={file}"]).lora == LoraConfig(r=16)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lora.alpha=16"], "no effect without a rank"),
+        (["--lora.r=-1"], "at least 0"),
+        (["--lora.r=4", "--lora.dropout=1"], "less than 1"),
+        (["--lora.r=4", "--lora.target_modules=*.mlp"], "no regular expression"),
+        (["--lora.r=4", "--policy.type=tdmpc"], "moves some of its weights itself"),
+    ],
+)
+def test_adapters_that_can_not_be(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([DATA, *flags])
+
+
+def test_amp_means_bf16_unless_the_precision_is_given():
+    assert load_config([DATA, "--policy.use_amp=true"]).precision == "bf16"
+    assert load_config([DATA, "--policy.use_amp=true", "--precision=fp16"]).precision == "fp16"
+
+
+# Help
+
+
+def test_every_setting_has_a_help_text_and_is_in_the_help():
+    helped = train_help()
+    own = {f.name for f in dataclasses.fields(TrainConfig)} - set(GROUPS)
+    assert own <= help_texts(TrainConfig).keys()
+    for key in KEYS:
+        assert f"--{key} " in helped or f"--{key}\n" in helped
+    for group, cls in groups().items():
+        own = {f.name for f in dataclasses.fields(cls) if f"{group}.{f.name}" not in GROUPS}
+        assert own <= help_texts(cls).keys()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_setting_of_a_policy_is_in_its_help(policy):
+    helped, cls = train_help(policy), policy_class(policy).Config
+    own = {f.name for f in dataclasses.fields(cls)}
+    assert own <= help_texts(cls).keys()
+    assert [name for name in own if not re.search(rf"^  --policy\.{name}\b", helped, re.MULTILINE)] == []
+    assert cls.type == policy
+
+
+def test_packaged_settings_load():
+    for file in (Path(load_config.__code__.co_filename).parent / "configs").glob("*.yaml"):
+        load_config([f"--config={file.stem}"])
+
+
+def test_one_entry_of_a_mapping_leaves_the_others(tmp_path):
+    flag = "--policy.normalization_mapping.ACTION=MIN_MAX"
+    expected = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MIN_MAX"}
+    assert load_config([flag]).policy.normalization_mapping == expected
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "dataset: {root: x}\npolicy: {normalization_mapping: {STATE: IDENTITY, ACTION: IDENTITY}}"
+    )
+    config = load_config([f"--config={file}", flag])
+    assert config.policy.normalization_mapping == {"STATE": "IDENTITY", "ACTION": "MIN_MAX"}
+    whole = load_config(["--policy.normalization_mapping={ACTION: MIN_MAX}"])
+    assert whole.policy.normalization_mapping == {"ACTION": "MIN_MAX"}
+    with pytest.raises(ConfigError, match="ACTON"):
+        load_config(["--policy.normalization_mapping.ACTON=MIN_MAX"])
+
+
+def test_lerobots_names_of_schedules():
+    flags = ["--scheduler.type=diffuser", "--scheduler.name=cosine", "--scheduler.num_warmup_steps=5"]
+    assert load_config(flags).scheduler.type == "cosine"
+    with pytest.raises(ConfigError, match="linear"):
+        load_config([*flags, "--scheduler.name=linear"])

@@ -1,0 +1,408 @@
+"""Frame caches: what is marked is whole, whoever was killed; what is in use stays; a full disk is no crash."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexor.core.errors import DatasetError
+from flexor.data.frames import cache as cache_module
+from flexor.data.frames import cache_files
+from flexor.data.frames import cache_folders as caches
+from flexor.data.frames.cache import FrameCache
+from flexor.data.frames.cache_folders import CacheKey, list_caches
+from support.frame_caches import (
+    KEY,
+    LAYOUT,
+    SLOT,
+    SPAWN,
+    check,
+    filled,
+    filling,
+    jpeg,
+    open_cache,
+    own_folders,
+    planes,
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    return own_folders(tmp_path, monkeypatch)
+
+
+# one process
+
+
+def test_frames_come_back(folder):
+    cache = open_cache(folder)
+    assert cache.count == 0 and not cache.complete and not cache.have(np.arange(20)).any()
+    cache.put(np.array([3, 19, 0]), planes([3, 19, 0]))
+    assert np.flatnonzero(cache.have(np.arange(20))).tolist() == [0, 3, 19]
+    assert (cache.view(19) == planes([19])[0]).all()
+    cache.close()
+    again = open_cache(folder)
+    assert again.count == check(again) == 3
+    again.put(np.arange(20), planes(np.arange(20)))
+    assert again.complete and check(again) == 20
+
+
+def test_a_view_cannot_change_the_cache(folder):
+    view = filled(folder).view(2)
+    assert not view.flags.writeable
+
+
+def test_views_outlive_the_cache(folder):
+    for cache in (filled(folder), filled(None)):
+        view = cache.view(7)
+        cache.close()
+        cache.close()
+        cache.put(np.array([1]), planes([1]))  # a decoding thread that has not heard of it yet
+        assert (view == planes([7])[0]).all()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 19), min_size=1, max_size=6), st.booleans()), max_size=8))
+def test_any_history(tmp_path_factory, history):
+    """Put and reopen in any order: there is what was put, and nothing else."""
+    folder = tmp_path_factory.mktemp("caches")
+    cache, put = open_cache(folder), set()
+    for ids, reopen in history:
+        cache.put(np.array(ids), planes(ids))
+        put.update(ids)
+        if reopen:
+            cache.close()
+            cache = open_cache(folder)
+        assert np.flatnonzero(cache.have(np.arange(20))).tolist() == sorted(put)
+        check(cache)
+    cache.close()
+
+
+@pytest.mark.parametrize("tier", ["disk", "shared memory", "own memory"])
+def test_jpeg(folder, tier, monkeypatch, tmp_path):
+    if tier == "own memory":
+        monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "none")
+    key = CacheKey("f1", "top", (4, 6), 95)
+    cache = open_cache(folder if tier == "disk" else None, key)
+    ids = np.arange(0, 20, 2)
+    cache.put(ids, [jpeg(i) for i in ids])
+    assert cache.count == 10 and not cache.have(np.array([1]))[0]
+    assert [cache.view(i).tobytes() for i in ids] == [jpeg(i) for i in ids]
+    cache.close()
+    if tier == "disk":
+        again = open_cache(folder, key)
+        assert [again.view(i).tobytes() for i in ids] == [jpeg(i) for i in ids]
+
+
+def test_holes_cost_nothing(folder):
+    cache = open_cache(folder, CacheKey("f1", "top", None, 95), frames=100_000, slot=460_800)
+    cache.put(np.array([99_999]), [jpeg(9)])
+    cache.close()
+    (info,) = list_caches()
+    assert info.nbytes < 2_000_000 < info.expected
+
+
+def test_threads_fill_and_read(folder):
+    cache = open_cache(folder, frames=100, slot=1001)
+    seen: list[int] = []
+
+    def fill(seed: int) -> None:
+        for ids in np.array_split(np.random.default_rng(seed).permutation(100), 40):
+            cache.put(ids, planes(ids, 1001))
+            seen.append(check(cache))
+
+    threads = [threading.Thread(target=fill, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.complete and len(seen) == 160
+
+
+def test_what_is_marked_can_be_read_at_once(folder):
+    """Read every frame in the instant it is marked, while another thread writes."""
+    cache, content = open_cache(folder, frames=40, slot=2_000_000), planes(range(40), 2_000_000)
+    writer = threading.Thread(target=cache.put, args=(np.arange(40), content))
+    writer.start()
+    for frame in range(40):
+        while not cache.have(np.array([frame]))[0]:
+            assert writer.is_alive() or cache.complete
+        assert (cache.view(frame) == content[frame]).all()
+    writer.join()
+
+
+# several processes
+
+
+def fill_slowly(folder: Path | None, seed: int, frames: int, slot: int, shared_memory: Path) -> None:
+    caches.SHARED_MEMORY = shared_memory
+    cache = FrameCache.open(folder, KEY, frames, slot, LAYOUT)
+    for ids in np.array_split(np.random.default_rng(seed).permutation(frames), frames // 4):
+        cache.put(ids, planes(ids, slot))
+        check(cache)
+    assert cache.complete
+    if seed != 3:
+        cache.close()  # and one of them just ends
+
+
+def test_processes_fill_the_same_cache(folder, tmp_path):
+    workers = [
+        SPAWN.Process(target=fill_slowly, args=(folder, seed, 60, 5000, tmp_path)) for seed in range(4)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert check(open_cache(folder, frames=60, slot=5000)) == 60
+
+
+def test_killed_at_any_instant(folder, tmp_path):
+    """While it makes the cache, while it writes and while it syncs."""
+    rng, found = random.Random(1), []
+    for _ in range(8):
+        with filling(folder, tmp_path, frames=100, slot=1_000_001, wait=False):
+            time.sleep(rng.uniform(0, 0.1))
+        cache = open_cache(folder, frames=100, slot=1_000_001)
+        found.append(check(cache))
+        cache.close()
+    assert found == sorted(found) and found[-1] > 0
+
+
+def test_a_fork_does_not_take_the_cache_along(tmp_path):
+    cache = filled(None)
+    child = os.fork()
+    if child == 0:
+        cache.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.folder.is_dir() and open_cache(None).complete
+
+
+# what is not trusted
+
+
+def test_marks_of_another_boot_count_only_if_synced(folder, monkeypatch):
+    cache = open_cache(folder)
+    cache.put(np.arange(5), planes(range(5)))
+    cache.sync()
+    cache.put(np.arange(5, 9), planes(range(5, 9)))
+    cache._leave()  # the machine loses power: nobody closes
+    assert open_cache(folder).count == 9
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
+    again = open_cache(folder)
+    assert np.flatnonzero(again.have(np.arange(20))).tolist() == [0, 1, 2, 3, 4]
+    again.put(np.arange(20), planes(range(20)))
+    again.close()
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "a third")
+    assert open_cache(folder).complete
+
+
+def test_a_machine_that_does_not_know_its_boot_trusts_what_is_synced(folder, monkeypatch):
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "")
+    cache = open_cache(folder)
+    cache.put(np.arange(5), planes(range(5)))
+    other = open_cache(folder)
+    assert other.count == 5  # while in use, it is this machine's
+    other._leave()
+    cache._leave()
+    assert open_cache(folder).count == 0
+
+
+def test_in_use_on_another_machine(folder, monkeypatch, log_lines):
+    cache = filled(folder)
+    cache.sync()
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
+    guest = open_cache(folder)
+    assert guest.complete and not guest.keeping and "another machine" in log_lines[0]
+    guest.put(np.array([1]), planes([1]))
+    guest.close()
+    assert check(cache) == 20
+
+
+def _other_version(header: Path) -> None:
+    header.write_text(json.dumps({**json.loads(header.read_text()), "slot": 35}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "no header": lambda cache: (cache / "header.json").unlink(),
+        "half a header": lambda cache: os.truncate(cache / "header.json", 30),
+        "no object": lambda cache: (cache / "header.json").write_text("[1]"),
+        "other sizes": lambda cache: _other_version(cache / "header.json"),
+        "short data": lambda cache: os.truncate(cache / "data", 20 * SLOT - 1),
+        "no data": lambda cache: (cache / "data").unlink(),
+        "short marks": lambda cache: os.truncate(cache / "ready", 19),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_what_does_not_fit_is_made_anew(folder, damage):
+    filled(folder).close()
+    damage[1](folder / KEY.folder_name)
+    cache = open_cache(folder)
+    assert cache.count == 0
+    cache.put(np.arange(20), planes(range(20)))
+    assert check(cache) == 20
+
+
+@pytest.mark.parametrize("change", [{"frames": 21}, {"slot": 40}, {"layout": {"height": 5}}])
+def test_another_form_under_the_same_key_is_made_anew(folder, change):
+    filled(folder).close()
+    form = {"frames": 20, "slot": SLOT, "layout": LAYOUT, **change}
+    cache = FrameCache.open(folder, KEY, **form)
+    assert cache.count == 0 and cache.planes.shape == (form["frames"], form["slot"])
+
+
+def test_damaged_while_in_use(folder):
+    cache = filled(folder)
+    (folder / KEY.folder_name / "header.json").unlink()
+    with pytest.raises(DatasetError, match="damaged"):
+        open_cache(folder)
+    cache.close()
+    assert open_cache(folder).count == 0
+
+
+def test_settings_have_caches_of_their_own():
+    keys = [
+        KEY,
+        CacheKey("f2", KEY.camera, None),
+        CacheKey("f1", "wrist", None),
+        CacheKey("f1", KEY.camera, (4, 6)),
+        CacheKey("f1", KEY.camera, None, 95),
+        CacheKey("f1", KEY.camera, None, 90),
+    ]
+    assert len({key.folder_name for key in keys}) == len(keys)
+    assert CacheKey("f1", KEY.camera, None, None, "copy/of-blocks").folder_name == KEY.folder_name
+
+
+# a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_full_disk(small_disk, log_lines):
+    cache = filled(small_disk, frames=100, slot=200_000)
+    kept = check(cache)
+    assert 35 <= kept <= 41 and not cache.keeping
+    assert len(log_lines) == 1 and "No space left" in log_lines[0]
+    cache.put(np.arange(100), planes(range(100), 200_000))
+    assert check(cache) == kept and len(log_lines) == 1
+    cache.close()
+    again = filled(small_disk, frames=100, slot=200_000)  # readable, though nothing can be added
+    assert check(again) == kept
+    with pytest.raises(DatasetError, match="No space left"):
+        open_cache(small_disk, CacheKey("f1", "wrist", None), frames=1_000_000)
+
+
+def test_a_cache_leaves_room_for_others(small_disk, monkeypatch, log_lines):
+    monkeypatch.setattr(cache_module, "LOOK_EVERY", 1)
+    cache = filled(small_disk, frames=100, slot=200_000)
+    disk = os.statvfs(small_disk)
+    assert not cache.keeping and "No space left" in log_lines[0]
+    assert disk.f_bavail >= disk.f_blocks // 20 - 200_000 // disk.f_frsize > 0
+
+
+def test_a_file_that_may_not_grow(folder, log_lines):
+    cache = open_cache(folder, frames=20, slot=10_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (55_000, before[1]))
+    try:
+        cache.put(np.arange(20), planes(range(20), 10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert check(cache) == 5 and not cache.keeping and "File too large" in log_lines[0]
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DatasetError, match="FLEXOR_CACHE"):
+        open_cache(tmp_path / "file" / "frames")
+
+
+# in RAM
+
+
+def shared() -> list[Path]:
+    folder = caches.ram_folder()
+    return caches.caches_in(folder)
+
+
+def test_ram_is_shared_and_goes_with_its_last_user():
+    one = filled(None)
+    two = open_cache(None)
+    assert two.complete and len(shared()) == 1
+    one.close()
+    assert check(two) == 20 and len(shared()) == 1
+    two.close()
+    assert not shared()
+
+
+def test_ram_goes_without_being_closed():
+    filled(None)
+    assert not shared()
+
+
+def test_killed_runs_leave_no_memory_behind(tmp_path):
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        wrist = open_cache(None, CacheKey("f1", "wrist", None))
+        assert len(shared()) == 2  # in use: not swept
+    wrist.close()
+    assert len(shared()) == 1  # the killed one's
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        assert len(shared()) == 1
+    assert check(open_cache(None)) > 0  # the same run again finds what was decoded
+    with filling(None, tmp_path, 20, SLOT, wait=True):
+        pass
+    wrist = open_cache(None, CacheKey("f1", "wrist", None))
+    assert [path.name for path in shared()] == [CacheKey("f1", "wrist", None).folder_name]
+
+
+def test_no_room_in_shared_memory(small_disk, monkeypatch):
+    monkeypatch.setattr(caches, "SHARED_MEMORY", small_disk)
+    first = open_cache(None, frames=30, slot=200_000)
+    assert len(shared()) == 1
+    other = filled(None, CacheKey("f1", "wrist", None), frames=30, slot=200_000)
+    assert len(shared()) == 1  # what the first will need is spoken for
+    assert other.keeping and check(other) == 30
+    first.put(np.arange(30), planes(range(30), 200_000))
+    assert check(first) == 30
+
+
+def test_part_of_the_frames_in_shared_memory(small_disk, monkeypatch):
+    """All frames would not fit; those of the chosen episodes do."""
+    monkeypatch.setattr(caches, "SHARED_MEMORY", small_disk)
+    cache = FrameCache.open(None, KEY, 1000, 200_000, LAYOUT, expected=10 * 200_000)
+    cache.put(np.arange(500, 510), planes(range(500, 510), 200_000))
+    assert len(shared()) == 1 and check(cache) == 10 and list_caches()[0].expected == 2_000_000
+    more = FrameCache.open(None, KEY, 1000, 200_000, LAYOUT, expected=20 * 200_000)
+    assert check(more) == 10 and list_caches()[0].expected == 4_000_000
+
+
+def test_no_shared_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(caches, "SHARED_MEMORY", tmp_path / "none")
+    cache = filled(None)
+    assert check(cache) == 20 and cache.complete
+    cache.sync()
+    cache.close()

@@ -1,0 +1,181 @@
+"""A run kept in a folder that outlives its machine: nothing half, nothing lost, nothing that was removed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flexor.launch.hf import keep
+from flexor.launch.hf.keep import Keeper, restore
+from flexor.train.checkpoint import folder as checkpoint
+from support.limits import LIMIT_S
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run as it lies on the disk, with one checkpoint."""
+    folder = tmp_path / "run"
+    save(folder, 1)
+    (folder / "config.yaml").write_text("steps: 3")
+    (folder / "metrics.jsonl").write_text("1\n")
+    (folder / ".lock").write_text("pid 1")
+    (folder / "videos").mkdir()
+    (folder / "videos" / "a.mp4").write_bytes(b"film")
+    return folder
+
+
+@pytest.fixture
+def kept(tmp_path) -> Path:
+    """A mounted bucket is there before anything is in it; the run's folder is not."""
+    (tmp_path / "bucket").mkdir()
+    return tmp_path / "bucket" / "run"
+
+
+def save(run: Path, step: int) -> Path:
+    folder = checkpoint.Folder(run / "checkpoints", step, 100)
+    folder.open()
+    (folder.aside / "pretrained_model").mkdir()
+    (folder.aside / "pretrained_model" / "model.safetensors").write_bytes(bytes(1000) + bytes([step]))
+    (folder.aside / "training_state" / "zz").write_text("after the manifest, by name")
+    return folder.finish()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def steps(folder: Path) -> list[int]:
+    return list(checkpoint.complete(folder / "checkpoints"))
+
+
+def test_what_is_kept_comes_back(run, kept, tmp_path):
+    assert Keeper(tmp_path / "nothing", kept).copy() and not kept.exists()
+    assert _fresh(run, kept).copy()
+    restore(kept, tmp_path / "other")
+    expected = files(run)
+    del expected[".lock"]
+    assert files(tmp_path / "other") == {k: v for k, v in expected.items() if "/last/" not in k}
+    checkpoint.verify(tmp_path / "other" / "checkpoints" / "000001")
+
+
+def _fresh(run: Path, kept: Path) -> Keeper:
+    """A keeper that was there before the run began."""
+    aside = run.with_name("aside")
+    run.rename(aside)
+    keeper = Keeper(run, kept)
+    aside.rename(run)
+    return keeper
+
+
+def test_only_what_is_new_is_copied(run, kept):
+    keeper = _fresh(run, kept)
+    assert keeper.copy()
+    before = {p: p.stat().st_mtime_ns for p in kept.rglob("*") if p.is_file()}
+    save(run, 2)
+    (run / "metrics.jsonl").write_text("1\n2\n")
+    assert keeper.copy()
+    assert steps(kept) == [1, 2] and (kept / "metrics.jsonl").read_text() == "1\n2\n"
+    changed = [p.name for p, time in before.items() if p.stat().st_mtime_ns != time]
+    assert changed == ["metrics.jsonl"]
+
+
+def test_unfinished_checkpoints_stay_away(run, kept):
+    unfinished = checkpoint.Folder(run / "checkpoints", 2, 100)
+    unfinished.open()
+    (run / "checkpoints" / "000003").mkdir()
+    assert _fresh(run, kept).copy()
+    assert [p.name for p in (kept / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_checkpoints_that_the_run_removed_go(run, kept):
+    keeper = _fresh(run, kept)
+    keeper.copy()
+    save(run, 2)
+    checkpoint.prune(run / "checkpoints", keep_last=1, keep_every=None)
+    assert keeper.copy()
+    assert steps(kept) == [2] and len(list((kept / "checkpoints").iterdir())) == 1
+
+
+def test_the_next_machine_keeps_what_the_one_before_kept(run, kept, tmp_path):
+    """Only the newest comes back, so that the others are not here does not mean that they were removed."""
+    save(run, 2)
+    assert _fresh(run, kept).copy()
+    other = tmp_path / "other"
+    restore(kept, other)
+    keeper = Keeper(other, kept)
+    assert steps(other) == [2]
+    save(other, 3)
+    assert keeper.copy()
+    assert steps(kept) == [1, 2, 3]
+
+
+def test_a_copy_that_fails_is_made_again(run, kept, log_lines):
+    kept.mkdir()
+    (kept / "checkpoints").write_text("in the way")
+    keeper = _fresh(run, kept)
+    assert not keeper.copy()
+    assert (kept / "metrics.jsonl").exists()  # what can be copied is
+    assert any("000001 is not kept" in line for line in log_lines)
+    (kept / "checkpoints").unlink()
+    assert keeper.copy()
+    checkpoint.verify(kept / "checkpoints" / "000001")
+
+
+@pytest.mark.parametrize("copied", [1, 2])  # of three files
+def test_a_machine_that_dies_while_copying(copied, run, kept, tmp_path, monkeypatch):
+    """Whatever it had copied, what comes back is whole."""
+    save(run, 2)
+    keeper = _fresh(run, kept)
+    keeper.copy()
+    save(run, 3)
+    copies, copy = iter(range(100)), keep._copy
+
+    def die(source: Path, target: Path) -> None:
+        if next(copies) == copied:
+            raise SystemExit("power")
+        copy(source, target)
+
+    monkeypatch.setattr(keep, "_copy", die)
+    with pytest.raises(SystemExit):
+        keeper.copy()
+    monkeypatch.setattr(keep, "_copy", copy)
+    assert (kept / "checkpoints" / "000003").exists()
+    restore(kept, tmp_path / "other")
+    assert steps(tmp_path / "other") == [2] and steps(kept) == [1, 2]
+    assert not (kept / "checkpoints" / "000003").exists()
+
+
+def test_a_damaged_checkpoint_is_passed_over(run, kept, tmp_path, log_lines):
+    """Mounted folders may lose what was written last."""
+    save(run, 2)
+    assert _fresh(run, kept).copy()
+    (kept / "checkpoints" / "000002" / "pretrained_model" / "model.safetensors").write_bytes(b"half")
+    other = tmp_path / "other"
+    restore(kept, other)
+    assert steps(other) == [1]
+    assert any("000002" in line for line in log_lines)
+    keeper = Keeper(other, kept)
+    save(other, 2)  # the run gets there again
+    assert keeper.copy()
+    checkpoint.verify(kept / "checkpoints" / "000002")
+
+
+def test_training_is_told_to_stop_in_time(kept, tmp_path):
+    """At once, here: before the program can do anything about it."""
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "flexor.launch.hf.keep",
+            "--seconds=0",
+            str(kept),
+            str(tmp_path / "r"),
+            "--",
+            "doctor",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 128 + 15 and "told to save and stop" in ended.stderr

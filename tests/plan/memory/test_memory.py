@@ -1,0 +1,177 @@
+"""Memory plans: parts that add up, any batch size from two traces, many processes, what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from flexor.config.schema import EMAConfig, ParallelConfig
+from flexor.plan.memory.allocator import MIB, CachingAllocator, replay
+from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, plan_memory, usable
+from flexor.plan.trace.events import Event, Step, Trace
+from flexor.plan.trace.trace import trace_step
+from support.plans import H200, Gpu, settings
+
+
+def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:
+    """A trace of one step, whose storages are all activations unless they are built or loaded."""
+    made = [Event(what, storage, nbytes, -1) for what, storage, nbytes in events]
+    category = {e.storage: "activations" for e in made} | {
+        e.storage: "weights" if i < built else "batch" for i, e in enumerate(made[:loaded])
+    }
+    steps = [Step(0, built, loaded, len(made))]
+    return Trace(made, [], category, built, steps, 2, 1, 1, 0, 0, [(0, 0)])
+
+
+def test_a_replay_worked_out_by_hand():
+    trace = by_hand(
+        [
+            ("born", 1, 4 * MIB),  # a weight
+            ("born", 2, MIB // 2),  # a batch
+            ("born", 3, 30 * MIB),
+            ("scratch", 0, 8 * MIB),
+            ("dies", 3, 0),
+            ("born", 4, 6 * MIB),  # kept, as the optimizer's state is
+            ("dies", 2, 0),
+        ],
+        built=1,
+        loaded=2,
+    )
+    peak = replay(trace, steps=3)
+    # from the second step on the state is there before the peak, and two batches meet while nothing else is there
+    assert peak.allocated == (4 + 30 + 8 + 6) * MIB + MIB // 2
+    assert peak.by_category == {
+        "weights": 4 * MIB,
+        "batch": MIB // 2,
+        "activations": 36 * MIB,
+        "workspaces": 8 * MIB,
+    }
+    # 4, 8 and 6 share 20 MiB, 30 is alone, and batches have small segments
+    assert peak.reserved == (20 + 30 + 2) * MIB
+
+
+def test_a_batch_goes_when_another_phase_of_training_begins():
+    trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
+    trace.events += [Event("born", 3, 40 * MIB, -1), Event("born", 4, 90 * MIB, -1), Event("dies", 4, 0, -1)]
+    trace.category |= {3: "batch", 4: "activations"}
+    trace.steps.append(Step(9, 3, 4, 6))
+    assert replay(trace, steps=3).allocated == 512 + (40 + 90) * MIB
+
+
+def test_two_batches_are_there_while_the_next_one_comes():
+    trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
+    assert replay(trace, steps=1).allocated == 512 + 40 * MIB
+    assert replay(trace, steps=2).allocated == 512 + 80 * MIB
+
+
+@pytest.fixture(scope="module")
+def planner() -> MemoryPlanner:
+    return MemoryPlanner(settings(), H200)
+
+
+def test_parts_add_up(planner: MemoryPlanner):
+    plan = planner.at(8)
+    assert plan.allocated == sum(plan.parts.values())
+    assert plan.total == plan.allocated + plan.allocator + plan.context
+    assert plan.part("weights") >= 4 * planner.trace(8).parameters
+    assert plan.part("optimizer") >= 8 * planner.trace(8).trained
+    assert plan.phase in ("forward", "backward", "optimizer")
+    assert plan.allocator >= 0 and max(size for _, size in plan.timeline) == plan.allocated
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "tdmpc"])
+def test_any_batch_size_from_two_traces(kind: str):
+    config = settings(kind)
+    planner = MemoryPlanner(config, H200)
+    scaled, traced = planner.trace(7), trace_step(config, 7, H200)
+    assert planner.traces.scalable
+    sizes = [[e.nbytes for e in t.events[t.steps[0].loaded :]] for t in (scaled, traced)]
+    assert sizes[0] == sizes[1]
+    costs = [
+        [(op.flops, op.read, op.written, op.extent, op.scratch) for op in t.ops] for t in (scaled, traced)
+    ]
+    assert costs[0] == costs[1]
+    assert replay(scaled) == replay(traced)
+
+
+def test_loading_in_pieces_is_not_stretched():
+    config = settings(size=(512, 512), policy={"dim_model": 16, "dim_feedforward": 16, "n_heads": 2})
+    planner = MemoryPlanner(config, H200)
+    many = 100  # pictures of a quarter of a million pixels: two pieces
+    scaled, traced = planner.trace(many), trace_step(config, many, H200)
+    assert replay(scaled).reserved == replay(traced).reserved
+
+
+def test_more_of_what_takes_memory_takes_more():
+    base = settings()
+    plan = plan_memory(base, H200, 16)
+    average = plan_memory(replace(base, ema=EMAConfig(enable=True)), H200, 16)
+    assert average.allocated - plan.allocated == pytest.approx(plan.part("weights"), rel=0.1)
+    again = plan_memory(replace(base, activation_checkpointing=True), H200, 16)
+    assert again.part("activations") < plan.part("activations")
+    lower = plan_memory(replace(base, precision="bf16"), H200, 16)
+    assert lower.part("activations") < plan.part("activations")
+    passes = plan_memory(replace(base, gradient_accumulation_steps=4), H200, 16)
+    assert passes.accumulation == 4 and passes.part("batch") > plan.part("batch")
+    assert passes.part("gradients") >= 4 * trace_step(base, 2, H200).trained
+
+
+def test_expandable_segments_waste_less():
+    config = settings(size=(96, 96), policy={"vision_backbone": "resnet18"})
+    plain, expandable = (plan_memory(config, H200, 16, expandable=e) for e in (False, True))
+    assert expandable.reserved <= plain.reserved
+
+
+def test_the_later_phase_of_a_policy_counts():
+    plan = plan_memory(settings("vqbet", steps=100), H200, 4)
+    assert plan.step == 99
+
+
+def test_ddp_keeps_its_buckets():
+    config = replace(settings(), parallel=ParallelConfig(strategy="ddp"))
+    alone, many = (plan_memory(config, H200, 4, world_size=n) for n in (1, 4))
+    assert many.share.strategy == "ddp"
+    assert many.part("gradients") >= 4 * trace_step(config, 2, H200).trained
+    assert many.context > alone.context
+
+
+def test_fsdp_shares_out_what_is_kept():
+    config = replace(settings(), parallel=ParallelConfig(strategy="fsdp"))
+    alone, many = (plan_memory(config, H200, 4, world_size=n) for n in (1, 8))
+    assert many.share.parts == 8
+    assert many.part("optimizer") < alone.part("optimizer") / 4
+    hybrid = replace(config, parallel=ParallelConfig(strategy="hsdp"))
+    groups = plan_memory(hybrid, H200, 4, world_size=8, local_world_size=2)
+    assert groups.share.parts == 2
+    assert many.part("optimizer") < groups.part("optimizer") < alone.part("optimizer")
+
+
+def test_auto_takes_ddp_if_half_of_the_memory_is_enough():
+    config = settings()
+    need = 16 * trace_step(config, 2, H200).trained
+    for memory, strategy in ((2 * need, "ddp"), (2 * need - 2, "fsdp")):
+        assert plan_memory(config, Gpu(memory), 2, world_size=4).share.strategy == strategy
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(planner: MemoryPlanner):
+    wanted = planner.at(40).reserved + context_of(H200)
+    small = MemoryPlanner(planner.config, Gpu(round(wanted / (1 - SPARE)) + 1), traces=planner.traces)
+    largest = small.largest_batch()
+    assert usable(small.gpu) >= wanted and largest >= 40
+    assert small.fits(largest) and not small.fits(largest + 1)
+
+
+def test_nothing_fits_on_a_gpu_that_is_too_small():
+    assert MemoryPlanner(settings(), Gpu(900 * MIB)).largest_batch() == 0
+
+
+def test_the_batch_is_split_as_the_run_splits_it():
+    config = settings(batch_size=4, global_batch_size=16)
+    assert plan_memory(config, H200, world_size=2).accumulation == 2
+    assert config.global_batch_size == 16  # settings are left alone
+
+
+def test_other_gpus_have_no_context():
+    assert context_of(Gpu(compute_capability=None)) == 0
+    assert CachingAllocator().reserved == 0

@@ -1,0 +1,210 @@
+"""Times of steps: by hand for small traces, and by what must follow from more work, more GPUs and slower ones."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from flexor.plan.memory.memory import Share
+from flexor.plan.site.hardware import GPU, load_hardware
+from flexor.plan.speed.calibrate import merged, per_operation
+from flexor.plan.speed.speeds import (
+    KERNEL,
+    UNCALIBRATED_GPU,
+    Sample,
+    Speeds,
+    assumed,
+    extents,
+    limit,
+    read,
+    sample_of,
+    save,
+)
+from flexor.plan.speed.time import step_time, steps_ops
+from flexor.plan.trace.events import Trace
+from flexor.plan.trace.ops import Op
+from flexor.plan.trace.trace import trace_step
+from support.plans import settings
+
+PHASES = ("load", "batch", "forward", "backward", "clip", "optimizer")
+FREE = {"any": {"step": 0.0, **dict.fromkeys(PHASES, 0.0)}}
+
+
+@pytest.fixture(scope="module")
+def h200() -> GPU:
+    return load_hardware().find("H200")
+
+
+@pytest.fixture(scope="module")
+def trace(h200: GPU) -> Trace:
+    return trace_step(settings("act"), 4, h200)
+
+
+def speeds(host: dict[str, dict[str, float]] = FREE, samples: tuple[Sample, ...] = ()) -> Speeds:
+    return Speeds("H200", torch.__version__, "2026-11-15", samples, host)
+
+
+def product(rows: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Op:
+    size = rows * rows * dtype.itemsize
+    return Op("mm", "matmul", "forward", 2.0 * rows**3, 2 * size, size, dtype, (1, rows, rows, rows))
+
+
+# Limits.
+
+
+def test_a_limit_is_the_largest_of_computing_moving_and_launching(h200: GPU) -> None:
+    assert limit(product(8192), h200) == pytest.approx(2 * 8192**3 / 989.4e12)
+    assert limit(product(8192, torch.float32), h200) == pytest.approx(2 * 8192**3 / 494.7e12)
+    copy = Op("copy_", "memory", "forward", 0, 2 << 30, 2 << 30, torch.float32)
+    assert limit(copy, h200) == pytest.approx((4 << 30) / 4.8e12)
+    assert limit(Op("add", "memory", "forward", 0, 4, 4, torch.float32), h200) == KERNEL
+
+
+def test_without_samples_an_operation_takes_its_limit() -> None:
+    assert speeds().times(product()) == 1
+
+
+def test_a_sample_says_how_many_times_its_limit_an_operation_takes(h200: GPU) -> None:
+    known = speeds(samples=(sample_of(product(), 3 * limit(product(), h200), h200),))
+    assert known.times(product()) == pytest.approx(3)
+    half = replace(h200, tflops={**h200.tflops, "bf16": 494.7})
+    assert limit(product(), half) == pytest.approx(2 * limit(product(), h200))
+
+
+def test_the_nearest_sample_of_the_same_name_and_type_counts() -> None:
+    def seen(name: str, dtype: str, rows: int, times: float) -> Sample:
+        return Sample(name, dtype, extents(product(rows)), times)
+
+    known = speeds(
+        samples=(
+            *(seen("mm", "bfloat16", 64, 9.0) for _ in range(3)),
+            *(seen("mm", "bfloat16", 4096, 2.0) for _ in range(3)),
+            *(seen("mm", "float32", 4096, 7.0) for _ in range(3)),
+            *(seen("addmm", "bfloat16", 4096, 5.0) for _ in range(3)),
+        )
+    )
+    assert known.times(product()) == pytest.approx(2)
+    assert known.times(product(64)) == pytest.approx(9)
+    assert known.times(product(4096, torch.float32)) == pytest.approx(7)
+
+
+def test_speeds_come_back_from_their_file_as_they_were(tmp_path, h200: GPU) -> None:
+    known = speeds(
+        {"any": {"forward": 1e-5, "optimizer": 2e-5, "step": 1e-3}}, (Sample("mm", "x", (1.0, 2.0), 3.0),)
+    )
+    save(known, tmp_path / "speeds.json")
+    assert asdict(read(tmp_path / "speeds.json")) == asdict(known)
+
+
+def test_the_reference_is_there_and_no_operation_beats_its_limit_by_much() -> None:
+    reference = assumed()
+    assert reference.gpu == "H200" and len(reference.samples) > 1000
+    slow = [sample for sample in reference.samples if sample.times > 0.45]  # the smallest kernels take 1 us
+    assert len(slow) > 0.95 * len(reference.samples)
+
+
+# Steps.
+
+
+def test_a_step_that_the_gpu_bounds_is_the_sum_of_its_operations(trace: Trace, h200: GPU) -> None:
+    time = step_time(trace, h200, config=settings("act"), speeds=speeds())
+    work = [op for op in steps_ops(trace) if op.kind != "view" and op.phase != "load"]
+    assert time.bound == "gpu"
+    assert time.seconds == pytest.approx(sum(limit(op, h200) for op in work))
+    assert time.seconds == pytest.approx(time.gpu_seconds)
+    assert time.flops == sum(op.flops for op in work)
+
+
+def test_a_step_that_the_host_bounds_is_what_issuing_takes(trace: Trace, h200: GPU) -> None:
+    slow = {"any": {"step": 0.5, **dict.fromkeys(PHASES, 1e-3)}}
+    time = step_time(trace, h200, config=settings("act"), speeds=speeds(slow))
+    assert time.bound == "host" and time.seconds == pytest.approx(time.host_seconds)
+    assert time.host["step"] == 0.5
+    assert time.at_best == pytest.approx(time.gpu_seconds)
+
+
+def test_compiling_can_save_no_more_than_what_the_passes_move(trace: Trace, h200: GPU) -> None:
+    time = step_time(trace, h200, config=settings("act"), speeds=speeds())
+    passes = [op for op in steps_ops(trace) if op.phase in ("forward", "backward")]
+    moved = sum(limit(op, h200) for op in passes if op.kind == "memory")
+    assert time.compiled_at_best == pytest.approx(time.gpu_seconds - moved)
+    assert time.compiled_at_best > sum(seconds for kind, seconds in time.gpu.items() if kind != "memory")
+
+
+def test_fp16_waits_before_the_optimizer(trace: Trace, h200: GPU) -> None:
+    slow = {"any": {**FREE["any"], "optimizer": 1.0}}  # the GPU is done long before the host is
+    config = settings("act")
+    whole, waiting = (
+        step_time(trace, h200, config=replace(config, precision=precision), speeds=speeds(slow))
+        for precision in ("bf16", "fp16")
+    )
+    late = sum(limit(op, h200) for op in steps_ops(trace) if op.phase == "optimizer" and op.kind != "view")
+    assert waiting.seconds == pytest.approx(whole.seconds + whole.gpu_seconds - late)
+
+
+def test_making_the_optimizer_state_is_not_part_of_every_step(trace: Trace) -> None:
+    names = [op.name for op in steps_ops(trace) if op.phase == "optimizer"]
+    assert "zeros_like" not in names and any(name.startswith("_fused_adam") for name in names)
+
+
+def test_passes_beyond_the_second_are_counted(h200: GPU) -> None:
+    def work(passes: int) -> float:
+        config = settings("act", gradient_accumulation_steps=passes)
+        ops = list(steps_ops(trace_step(config, 2, h200)))
+        return sum(op.flops for op in ops)
+
+    assert work(4) == pytest.approx(4 * work(1))
+
+
+def test_of_a_policy_with_phases_the_last_one_counts(h200: GPU) -> None:
+    names = {op.name for op in steps_ops(trace_step(settings("vqbet"), 2, h200))}
+    assert "convolution" in names  # the first phase does not look at pictures
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
+def test_traffic_hides_behind_computing_as_far_as_it_can(trace: Trace, h200: GPU, strategy: str) -> None:
+    config = settings("act")
+    parts = 8 if strategy == "fsdp" else 1
+    share = Share(strategy, 8, parts)
+    fast = step_time(trace, h200, config=config, share=share, speeds=speeds(), link=1e15)
+    slow = step_time(trace, h200, config=config, share=share, speeds=speeds(), link=1e9)
+    alone = step_time(trace, h200, config=config, speeds=speeds())
+    assert fast.exposed == 0 and fast.seconds == alone.seconds
+    assert slow.bound == "network" and slow.seconds == pytest.approx(alone.seconds + slow.exposed)
+    moved = 7 / 8 * (2 * 4 * trace.trained if strategy == "ddp" else 8 * trace.parameters + 4 * trace.trained)
+    assert slow.communication == pytest.approx(moved / 0.75e9)
+
+
+def test_every_gpu_of_the_database_has_a_time(trace: Trace) -> None:
+    times = {
+        gpu.name: step_time(trace, gpu, config=settings("act"), speeds=assumed()).seconds
+        for gpu in load_hardware().gpus.values()
+    }
+    assert all(seconds > 0 for seconds in times.values())
+    assert times["RTX 3060"] >= times["H200"]
+
+
+def test_only_what_was_measured_on_such_a_gpu_is_a_calibration(trace: Trace, h200: GPU) -> None:
+    other, known = load_hardware().find("RTX 4090"), replace(speeds(), spread_gpu=0.05)
+    here = step_time(trace, h200, config=settings("act"), speeds=known)
+    elsewhere = step_time(trace, other, config=settings("act"), speeds=known)
+    assert here.calibrated and here.spread == 0.05
+    assert not elsewhere.calibrated and elsewhere.spread == UNCALIBRATED_GPU
+    assert not step_time(trace, h200, config=settings("act"), speeds=assumed()).calibrated
+
+
+# What a calibration makes of measurements.
+
+
+def test_samples_at_one_place_become_their_median() -> None:
+    at = (1.0, 2.0)
+    samples = [Sample("add", "float32", at, times) for times in (1.0, 9.0, 2.0)]
+    assert merged(samples) == [Sample("add", "float32", at, 2.0)]
+
+
+def test_the_host_is_charged_by_operation_and_views_cost_less() -> None:
+    ops = [Op("mm", "matmul", "forward"), Op("t", "view", "forward"), Op("mm", "matmul", "backward")]
+    costs = per_operation(ops, {"forward": 2.8, "backward": 3.0, "ema": 0.7})
+    assert costs == {"step": 0.7, "forward": pytest.approx(2.0), "backward": 3.0}

@@ -1,0 +1,48 @@
+"""Traces are shared between GPUs and batch sizes exactly where they are the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexor.plan.memory.allocator import replay
+from flexor.plan.site.hardware import load_hardware
+from flexor.plan.trace.trace import trace_step
+from flexor.plan.trace.traces import Traces
+from support.plans import Gpu, settings
+
+CARDS = {
+    gpu.compute_capability: Gpu(1 << 40, gpu.compute_capability) for gpu in load_hardware().gpus.values()
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "cards"), [("no", [(7, 5), (8, 0), (9, 0), None]), ("bf16", list(CARDS))]
+)
+def test_a_shared_trace_is_the_cards_own(precision: str, cards: list):
+    config = settings("act", (32, 32), policy={"use_vae": False}, precision=precision)
+    traces = Traces(config)
+    shared = {card: traces.at(2, 1, CARDS[card]) for card in cards}
+    assert len(traces._made) < 2 * len(cards)  # LOW and HIGH, for each kind of card
+    for card in cards:
+        own = trace_step(config, 2, CARDS[card])
+        assert replay(shared[card]) == replay(own), card
+        assert [op.name for op in shared[card].ops] == [op.name for op in own.ops]
+
+
+def test_passes_beyond_the_second_are_not_traced():
+    config = settings("act", (32, 32))
+    traces, gpu = Traces(config), CARDS[8, 0]
+    scaled, own = traces.at(2, 5, gpu), trace_step(config, 2, gpu, 5)
+    assert (scaled.accumulation, scaled.passes) == (own.accumulation, own.passes)
+    peaks = [replay(trace) for trace in (scaled, own)]
+    assert len({(peak.allocated, peak.reserved, str(peak.by_category)) for peak in peaks}) == 1
+    assert {accumulation for _, accumulation, _ in traces._made} == {2}
+
+
+def test_no_trace_is_made_twice():
+    config = settings("act", (32, 32))
+    traces = Traces(config)
+    for batch in (2, 3, 4, 30):
+        for card in ((8, 6), (8, 9), (12, 0), (9, 0)):
+            traces.at(batch, 1, CARDS[card])
+    assert sorted(batch for batch, _, _ in traces._made) == [2, 4]

@@ -1,0 +1,70 @@
+"""Imports go one way: a folder imports those above it in these lists, and no file imports itself in a circle."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import flexor
+
+ROOT = Path(flexor.__file__).parent
+LAYERS = {
+    "": [
+        *("core", "data", "policies", "config", "sim", "evaluate", "monitor", "train", "plan", "bench", "launch"),
+        *("cli", "__main__"),
+    ],
+    "data": [
+        *("settings", "storage", "format", "video", "frames", "dataset", "statistics", "order", "loader", "check"),
+        "repair",
+    ],
+    "plan": ["site", "trace", "memory", "data", "speed", "plan", "rank", "advise", "compare", "preflight", "show"],
+    "train": [
+        *("ranks", "optim", "compile", "engine", "checkpoint", "announce", "build", "stopping", "validate", "step"),
+        "loop",
+    ],
+}
+
+
+def module_of(file: Path) -> str:
+    parts = ("flexor", *file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(file): file for file in ROOT.rglob("*.py")}
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Modules of Flexor's that a file imports, at the top or anywhere else in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "flexor":
+            for name in node.names:
+                full = f"{node.module}.{name.name}"
+                yield full if full in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names if name.name in MODULES)
+
+
+IMPORTS = {name: {*imports_of(file)} for name, file in MODULES.items()}
+
+
+def test_folders_import_one_way():
+    for folder, layers in LAYERS.items():
+        prefix = ".".join(("flexor", *folder.split("."))) + "." if folder else "flexor."
+        inside = {name: name.removeprefix(prefix).split(".")[0] for name in MODULES if name.startswith(prefix)}
+        assert {*inside.values()} == {*layers}, f"{folder or 'flexor'}: LAYERS must name what is there"
+        for name, layer in inside.items():
+            wrong = [t for t in IMPORTS[name] if t in inside and layers.index(inside[t]) > layers.index(layer)]
+            assert not wrong, f"{name} imports {wrong}, which is above it"
+
+
+def test_no_file_imports_itself_in_a_circle():
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for other in IMPORTS[name]:
+                visit(other, [*path, name])
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, [])

@@ -1,0 +1,396 @@
+"""Nobody hangs silently: real processes hang, freeze and die, and the others say which one it was."""
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flexor.core.errors import FlexorError
+from flexor.core.log import setup_logging
+from flexor.train.ranks import watchdog
+from flexor.train.ranks.heartbeats import PREFIX, Heartbeat, Moment
+from flexor.train.ranks.watchdog import HUNG, Watchdog
+from support import environment, selection
+from support.limits import FOREVER_S, LIMIT_S
+from support.runs import SERVER
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT_S = 5.0  # also where many scenes at once wait for two cores
+KILLED = -signal.SIGKILL
+Scene = Callable[[Watchdog], None]
+
+
+def join(folder: Path, rank: int, world_size: int) -> dist.Store:
+    """The store that rank 0 keeps, found by a file."""
+    if rank == 0:
+        store = dist.TCPStore(
+            "127.0.0.1", 0, world_size, True, timedelta(seconds=LIMIT_S), wait_for_workers=False
+        )
+        (folder / "port.part").write_text(str(store.port))
+        (folder / "port.part").rename(folder / "port")
+        return store
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), world_size, False)
+
+
+def become(folder: Path, rank: int, world_size: int, scene: Scene) -> None:
+    """What a rank does: a scene under the watchdog, with its words in a file, and the exit code of the program."""
+    code = 1
+    try:
+        os.dup2(os.open(folder / f"rank{rank}", os.O_CREAT | os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w", 1)
+        setup_logging()
+        torch.set_num_threads(1)
+        watchdog.GRACE_S, watchdog.STILL_S = 2.0, 1.0
+        store = join(folder, rank, world_size)
+        limit = timedelta(hours=1)  # as in a run: the watchdog decides, not the collective
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        store = dist.distributed_c10d._get_default_store()
+        with Watchdog(rank, world_size, f"host-{rank}", store, TIMEOUT_S) as dog:
+            scene(dog)
+        code = 0
+    except FlexorError as error:
+        print(error, file=sys.stderr)
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class Play:
+    """Ranks in processes of their own that do a scene."""
+
+    def __init__(self, folder: Path, scene: Scene, world_size: int):
+        selection.must_be_marked()
+        self.folder = folder
+        self.ranks = [
+            SERVER.Process(target=become, args=(folder, rank, world_size, scene))
+            for rank in range(world_size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def end(self, *codes: int | None) -> list[str]:
+        """They must end with these codes; None: must not end. What each has said."""
+        for process, code in zip(self.ranks, codes):
+            if code is not None:
+                process.join(LIMIT_S)
+        said = [(self.folder / f"rank{rank}").read_text() for rank in range(len(codes))]
+        assert [process.exitcode for process in self.ranks] == list(codes), "\n\n".join(said)
+        return said
+
+
+@pytest.fixture(scope="module")
+def plays(tmp_path_factory) -> Iterator[dict[Scene, Play]]:
+    """All scenes at once: what they do is wait."""
+    started = {
+        scene: Play(tmp_path_factory.mktemp(scene.__name__), scene, size) for scene, size in CAST.items()
+    }
+    yield started
+    for process in itertools.chain.from_iterable(play.ranks for play in started.values()):
+        process.kill()
+
+
+def step(dog: Watchdog, number: int) -> None:
+    dog.beat(number, "reading data")
+    dog.beat(number, "backward")
+    dist.all_reduce(torch.ones(1))
+
+
+def be_heard(dog: Watchdog) -> None:
+    """Wait until the others can know where this rank is."""
+    said, store = Heartbeat(dog.rank), dist.distributed_c10d._get_default_store()
+    while said.moment != dog._moment:
+        time.sleep(0.01)
+        said.read(store.get(f"{PREFIX}{dog.rank}"), 0)
+
+
+def hang_in_data(dog: Watchdog) -> None:
+    for number in range(3):
+        step(dog, number)
+    if dog.rank == 1:
+        dog.beat(3, "reading data")
+        time.sleep(FOREVER_S)
+    step(dog, 3)
+
+
+def test_a_rank_that_hangs_is_named_by_itself_and_by_those_who_wait(plays):
+    said = plays[hang_in_data].end(HUNG, HUNG, HUNG)
+    message = (
+        r"rank 1 on host-1 has made no progress for \d+ s: step 3, reading data. Ranks 0 and 2 wait for it."
+    )
+    for rank in range(3):
+        assert re.search(message, said[rank]), said[rank]
+    sleeping = hang_in_data.__code__.co_firstlineno + 5
+    assert re.search(rf"{Path(__file__).name}:{sleeping} in hang_in_data", said[1]), said[1]
+    for rank in (0, 2):
+        assert f"This is rank {rank} on host-{rank}, at step 3, backward" in said[rank]
+
+
+def hang_in_backward(dog: Watchdog) -> None:
+    step(dog, 0)
+    dog.beat(1, "backward")
+    time.sleep(FOREVER_S)
+
+
+def test_ranks_that_hang_in_the_same_place_all_say_their_stacks(plays):
+    said = plays[hang_in_backward].end(HUNG, HUNG)
+    for rank in range(2):
+        assert "rank 0 on host-0, rank 1 on host-1 have made no progress" in said[rank]
+        assert "in hang_in_backward" in said[rank]
+
+
+def freeze(dog: Watchdog, which: int) -> None:
+    step(dog, 0)
+    if dog.rank == which:
+        be_heard(dog)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step(dog, 1)
+
+
+def freeze_1(dog: Watchdog) -> None:
+    freeze(dog, 1)
+
+
+def freeze_0(dog: Watchdog) -> None:
+    freeze(dog, 0)
+
+
+def test_a_frozen_rank_is_named_by_those_who_wait(plays):
+    (said, _) = plays[freeze_1].end(HUNG, None)
+    assert re.search(
+        r"rank 1 on host-1 has not been heard of for \d+ s: dead or frozen, last at step 0, backward",
+        said,
+    )
+    assert "in all_reduce" in said
+
+
+def test_a_store_that_is_frozen_does_not_freeze_the_watchdog(plays):
+    (_, said) = plays[freeze_0].end(None, HUNG)
+    assert "The store of this run, which rank 0 or its launcher keeps, has not answered for" in said
+    assert "This is rank 1 on host-1, at step 1, backward" in said
+
+
+def hold_the_interpreter(dog: Watchdog) -> None:
+    step(dog, 0)
+    if dog.rank == 1:
+        be_heard(dog)
+        ctypes.PyDLL(None).sleep(int(FOREVER_S))  # PyDLL: unlike CDLL, without letting other threads run
+    step(dog, 1)
+
+
+def test_a_rank_that_no_thread_can_speak_for_says_its_stack_all_the_same(plays):
+    said = plays[hold_the_interpreter].end(HUNG, None)
+    assert "rank 1 on host-1 has not been heard of" in said[0]
+    assert "in hold_the_interpreter" in said[1]
+
+
+def die(dog: Watchdog, which: int) -> None:
+    step(dog, 0)
+    if dog.rank == which:
+        be_heard(dog)
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(dog, 1)
+
+
+def die_1(dog: Watchdog) -> None:
+    die(dog, 1)
+
+
+def die_0(dog: Watchdog) -> None:
+    die(dog, 0)
+
+
+def test_a_dead_rank_is_named_by_those_whose_collective_fails(plays):
+    (said, _) = plays[die_1].end(HUNG, KILLED)
+    assert "rank 1 on host-1 has not been heard of" in said
+    assert "Traceback" not in said
+
+
+def test_a_dead_rank_0_that_kept_the_store(plays):
+    (_, said) = plays[die_0].end(KILLED, HUNG)
+    assert "The store of this run, which rank 0 or its launcher keeps, has not answered for" in said
+
+
+def fail(dog: Watchdog) -> None:
+    step(dog, 0)
+    if dog.rank == 1:
+        dog.beat(1, "reading data")
+        raise FlexorError("videos/top.mp4 is broken.")
+    step(dog, 1)
+
+
+def test_the_error_of_a_rank_is_told_to_the_others(plays):
+    said = plays[fail].end(HUNG, 1)
+    assert (
+        "rank 1 on host-1 has ended at step 1, reading data: FlexorError: videos/top.mp4 is broken."
+        in said[0]
+    )
+    assert said[1] == "videos/top.mp4 is broken.\n"
+
+
+def fail_unnoticed(dog: Watchdog) -> None:
+    """As with NCCL: that the other one is gone does not end a wait."""
+    try:
+        step(dog, 0)
+        if dog.rank == 1:
+            raise FlexorError("no room on the disk.")
+        dog.beat(1, "backward")
+        time.sleep(FOREVER_S)
+    finally:
+        watchdog.GONE_S = 1.0
+
+
+def test_who_waits_for_a_rank_that_failed_does_not_wait_for_long(plays):
+    said = plays[fail_unnoticed].end(HUNG, 1)
+    assert "rank 1 on host-1 has ended at step 0, backward: FlexorError: no room on the disk." in said[0]
+    assert "in fail_unnoticed" in said[0]
+
+
+def take_long(dog: Watchdog) -> None:
+    """Rank 0 takes its time; the others wait in a collective, one of them patiently."""
+    step(dog, 0)
+    if dog.rank == 0:
+        with dog.patiently("evaluating"):
+            time.sleep(3 * TIMEOUT_S)
+            dist.barrier()
+    elif dog.rank == 2:
+        with dog.patiently("waiting for the evaluation"):
+            dist.barrier()
+    else:
+        dist.barrier()
+    for number in range(1, 4):
+        step(dog, number)
+        time.sleep(0.2)
+    dist.barrier()
+
+
+def test_nobody_gets_impatient_with_a_rank_that_may_take_long(plays):
+    said = plays[take_long].end(0, 0, 0)
+    assert "rank 0: evaluating, for 0 min now" in said[0]
+    assert said[1] == ""
+    assert "rank 2: waiting for the evaluation, for 0 min now" in said[2]
+
+
+def freeze_while_saving(dog: Watchdog) -> None:
+    with dog.patiently("saving"):
+        if dog.rank == 1:
+            be_heard(dog)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+
+def test_patience_ends_with_the_life_of_a_rank(plays):
+    (said, _) = plays[freeze_while_saving].end(HUNG, None)
+    assert "rank 1 on host-1 has not been heard of" in said
+
+
+def give_up_early(dog: Watchdog) -> None:
+    """The collective has a time limit of its own, shorter than the watchdog's."""
+    step(dog, 0)
+    group = dist.new_group()  # making it may take as long as it likes
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.1), group)
+    dog.beat(1, "reading data")
+    be_heard(dog)
+    dist.barrier()
+    if dog.rank == 1:
+        time.sleep(FOREVER_S)
+    dog.beat(1, "backward")
+    dist.barrier(group)
+
+
+def test_who_is_behind_is_named_also_when_a_collective_gives_up(plays):
+    (said, _) = plays[give_up_early].end(HUNG, HUNG)
+    assert re.search(
+        r"rank 1 on host-1 has made no progress for \d+ s: step 1, reading data. Rank 0 waits", said
+    )
+
+
+CAST = {
+    hang_in_data: 3,
+    hang_in_backward: 2,
+    freeze_1: 2,
+    freeze_0: 2,
+    hold_the_interpreter: 2,
+    die_1: 2,
+    die_0: 2,
+    fail: 2,
+    fail_unnoticed: 2,
+    take_long: 3,
+    freeze_while_saving: 2,
+    give_up_early: 2,
+}
+
+ALONE = """
+import sys, time
+from flexor.train.ranks.watchdog import Watchdog
+
+def read_video(seconds):
+    print("reading", flush=True)
+    time.sleep(seconds)
+
+with Watchdog(0, 1, "here", None, 0.5) as dog:
+    with dog.patiently("loading"):
+        time.sleep(0.8)
+    dog.beat(7, "reading data")
+    read_video(float(sys.argv[1]))
+assert "torch" not in sys.modules
+"""
+
+
+def alone(seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ALONE, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment.for_cpu(),
+    )
+
+
+def test_one_process_says_where_it_hangs_and_lives_on():
+    process = alone(1.5)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert "rank 0 on here has made no progress for" in said and "step 7, reading data" in said
+    assert "in read_video" in said and "loading" not in said
+
+
+def test_a_process_that_was_suspended_has_not_hung():
+    process = alone(0)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0 and "no progress" not in said
+
+
+def test_many_ranks_make_a_short_message():
+    dog = Watchdog(0, 100, "host-0", dist.HashStore(), 600)
+    dog.beat(5, "backward")
+    for peer in dog._peers().values():
+        late = peer.rank >= 50
+        peer.read(
+            Heartbeat(peer.rank, "far", Moment(4 if late else 5, 1, "reading data"), 610).write(1).encode(), 0
+        )
+    culprits, message = dog._behind()
+    assert culprits == list(range(50, 100))
+    assert "rank 57 on far and 42 more have made no progress for 610 s: step 4, reading data." in message
+    assert "50 ranks wait for them." in message
