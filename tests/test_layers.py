@@ -1,4 +1,4 @@
-"""Imports go one way: a folder imports those above it in these lists, and no file imports itself in a circle."""
+"""Imports go one way: a folder imports those before it in these lists, and no file imports itself in a circle."""
 
 import ast
 from collections.abc import Iterator
@@ -9,16 +9,62 @@ import flexor
 ROOT = Path(flexor.__file__).parent
 LAYERS = {
     "": [
-        *("core", "data", "policies", "config", "sim", "evaluate", "monitor", "train", "plan", "bench", "launch"),
+        *(
+            "core",
+            "data",
+            "policies",
+            "config",
+            "sim",
+            "evaluate",
+            "monitor",
+            "train",
+            "plan",
+            "bench",
+            "launch",
+        ),
         *("cli", "__main__"),
     ],
     "data": [
-        *("settings", "storage", "format", "video", "frames", "dataset", "statistics", "order", "loader", "check"),
+        *(
+            "settings",
+            "storage",
+            "format",
+            "video",
+            "frames",
+            "dataset",
+            "statistics",
+            "order",
+            "loader",
+            "check",
+        ),
         "repair",
     ],
-    "plan": ["site", "trace", "memory", "data", "speed", "plan", "rank", "advise", "compare", "preflight", "show"],
+    "plan": [
+        "site",
+        "trace",
+        "memory",
+        "data",
+        "speed",
+        "plan",
+        "rank",
+        "advise",
+        "compare",
+        "preflight",
+        "show",
+    ],
     "train": [
-        *("ranks", "optim", "compile", "engine", "checkpoint", "announce", "build", "stopping", "validate", "step"),
+        *(
+            "ranks",
+            "optim",
+            "compile",
+            "engine",
+            "checkpoint",
+            "announce",
+            "build",
+            "stopping",
+            "validate",
+            "step",
+        ),
         "loop",
     ],
 }
@@ -49,11 +95,15 @@ IMPORTS = {name: {*imports_of(file)} for name, file in MODULES.items()}
 def test_folders_import_one_way():
     for folder, layers in LAYERS.items():
         prefix = ".".join(("flexor", *folder.split("."))) + "." if folder else "flexor."
-        inside = {name: name.removeprefix(prefix).split(".")[0] for name in MODULES if name.startswith(prefix)}
+        inside = {
+            name: name.removeprefix(prefix).split(".")[0] for name in MODULES if name.startswith(prefix)
+        }
         assert {*inside.values()} == {*layers}, f"{folder or 'flexor'}: LAYERS must name what is there"
         for name, layer in inside.items():
-            wrong = [t for t in IMPORTS[name] if t in inside and layers.index(inside[t]) > layers.index(layer)]
-            assert not wrong, f"{name} imports {wrong}, which is above it"
+            wrong = [
+                t for t in IMPORTS[name] if t in inside and layers.index(inside[t]) > layers.index(layer)
+            ]
+            assert not wrong, f"{name} imports {wrong}, which comes after it"
 
 
 def test_no_file_imports_itself_in_a_circle():

@@ -4,8 +4,8 @@ Tensors on the meta device have shapes and no memory, and torch computes with th
 branches of a device that it knows nothing of: no autocast, no fused attention, no fused optimizer, dropout by
 multiplication. Each of these changes what is kept for the backward pass (dropout alone is 12 % of ACT's memory), so
 inside `with CudaDialect(...)` they are taken as on the GPU that is asked about. What is here are facts about torch
-2.7 to 2.13; `tests/plan/trace/test_cuda_on_meta.py` compares them with torch's own fake CUDA tensors, and so tells when one of
-them changes.
+2.7 to 2.13; `tests/plan/trace/test_cuda_on_meta.py` compares them with torch's own fake CUDA tensors, and so tells
+when one of them changes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""What `flexor` itself exports: a list that only grows."""
+
+import re
+from pathlib import Path
+
+import flexor
+from flexor.train import loop
+
+NAMES = {
+    *("ACTION", "STATE", "Batch", "ConfigError", "Dataset", "DatasetWriter", "FlexorError", "Kind", "Loss"),
+    *("Noise", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyActor", "PolicyConfig"),
+    *("PolicyFeature", "Pretrained", "TrainConfig", "load_config", "load_pretrained", "mean_over_valid"),
+    *("open_dataset", "train"),
+}
+
+
+def test_every_name_is_there_and_on_its_page():
+    page = (Path(__file__).parents[1] / "docs/python.md").read_text()
+    assert {*flexor._WHERE} == NAMES and {*dir(flexor)} >= NAMES
+    for name in NAMES:
+        assert getattr(flexor, name) is not None
+        assert re.search(rf"`{name}\b", page), name
+
+
+def test_train_can_be_called_also_after_its_folder_was_imported(monkeypatch):
+    monkeypatch.setattr(loop, "train", lambda *given: given)
+    assert flexor.train(1, "no") == (1, "no")
