@@ -1,4 +1,4 @@
-"""Functions that a policy may call, each once: what autocast makes of them is compared in `test_dialect.py`."""
+"""Functions that a policy may call, each once: what autocast makes of them is compared in `test_cuda_on_meta.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Look through a video file without trusting it: what its packets say, and which frames decode.
 
-`video.py` refuses a damaged file. A check has to know how far the damage goes, so this keeps whatever
+`data/video/decode.py` refuses a damaged file. A check has to know how far the damage goes, so this keeps whatever
 could be read and notes where reading ended.
 """
 

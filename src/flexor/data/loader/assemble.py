@@ -1,7 +1,7 @@
 """A step's frames and rows put together into batches, on the CPU or for a GPU.
 
 On the CPU frames are RGB already, or become it here, by the threads that read ahead. For a GPU planes are copied
-into pinned memory, go over on a stream of its own, and become RGB there (see `staging.py`).
+into pinned memory, go over on a stream of its own, and become RGB there (see `to_gpu.py`).
 """
 
 from __future__ import annotations

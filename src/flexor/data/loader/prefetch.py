@@ -1,6 +1,6 @@
 """From the order of samples to the frames of each step: planned ahead, decoded once, let go when used.
 
-A *piece* is the frames of one unit (see `units.py`) for as long as samples of it are still to come. The
+A *piece* is the frames of one unit (see `order/decode_units.py`) for as long as samples of it are still to come. The
 feed walks ahead of the training loop, decodes pieces in the order in which they are first needed while the
 pool has room, and assembles steps one after the other. A step whose frames find no room although all before it
 are done decodes just what it needs, so memory is bounded by the pool and one step, whatever the data.

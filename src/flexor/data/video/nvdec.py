@@ -1,12 +1,12 @@
 """Videos decoded by the GPU's own decoder (NVDEC), frames left in the GPU's memory as planes.
 
-It is the decoding of `video.py` with another decoder put in: the same packets, the same order, the same numbers
+It is the decoding of `decode.py` with another decoder put in: the same packets, the same order, the same numbers
 (the formats in `CODECS` define every bit of a decoded picture). PyAV's wheels for x86_64 Linux bring all that is
 needed from version 17 on, so there is nothing to install beside it; the rest comes with NVIDIA's driver.
 
 The trade-off: FFmpeg works on CUDA's default stream, and so does everything here. Frames are in order with what
 is computed on that stream, without a wait; but a training step queued there holds decoding up, too. And the
-hardware conceals damage inside a picture where `video.py` would report it: `flexor data check` finds it.
+hardware conceals damage inside a picture where `decode.py` would report it: `flexor data check` finds it.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 A job's machine is thrown away when the job ends, so a private bucket of the user's is mounted into it and
 `keep.py` copies there what training finishes. Started again with the same --output_dir, it goes on from
 there. Whatever can be found wrong is found before the job is sent, because from then on it costs money.
-The machine and the time are the plan's, unless the user gives them (`hf_plan.py`).
+The machine and the time are the plan's, unless the user gives them (`plan.py`).
 """
 
 from __future__ import annotations

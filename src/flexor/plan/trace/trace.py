@@ -1,6 +1,6 @@
 """One training step of the real policy, computed without data and without a GPU, written down as it happens.
 
-The step is the trainer's own (`train.loop.optimizer_step`) with the policy, its optimizer and its moving average on
+The step is the trainer's own (`train.step.optimizer_step`) with the policy, its optimizer and its moving average on
 the meta device, so a plan follows the code. What is written down: when each piece of memory is taken and given back,
 and every operation with what it costs. `allocator.replay` turns the first into a peak, `time.py` the second into
 seconds.

@@ -1,7 +1,7 @@
 """TD-MPC: plan in a learned model of the task (Hansen et al. 2022, https://arxiv.org/abs/2203.04955).
 
 Observations become a small latent, in which the model predicts what an action leads to, what reward it
-brings and what may still come after it; acting is a search in that model (`blocks/mppi.py`). It learns
+brings and what may still come after it; acting is a search in that model (`mppi.py`). It learns
 from recorded rewards as FOWM does (Feng et al. 2023, https://arxiv.org/abs/2310.16029), which never asks
 critics about actions that nobody took. The only policy here that can become better than its data; in
 return the data needs rewards, and a decision costs thousands of small predictions.

@@ -1,7 +1,7 @@
 """Where the model runs and how gradients are made: device, precision, ranks, scaling, clipping.
 
 The loop is written against this class and nothing else, so that the same loop runs on a CPU, a GPU and on many.
-Here every process has the whole model: DDP if there are several. `sharding.py` and `accelerate.py` are the others.
+Here every process has the whole model: DDP if there are several. `fsdp.py` and `accelerate.py` are the others.
 """
 
 from __future__ import annotations
