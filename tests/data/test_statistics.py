@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import open_dataset
 from flexor.data.format import stats
+from flexor.data.statistics import compute_stats
 from support.written import TOP, write
 
 WAVE = np.sin(np.arange(120, dtype=np.float64)).reshape(40, 3).astype(np.float32)
@@ -141,7 +142,7 @@ def test_json_round_trip():
 
 def test_compute_stats_gives_what_the_writer_wrote(tmp_path):
     dataset = open_dataset(root=write(tmp_path / "d"))
-    computed = stats.compute_stats(dataset)
+    computed = compute_stats(dataset)
     assert set(computed) == set(dataset.stats)
     for name, part in dataset.stats.items():
         for key, value in part.items():
@@ -153,6 +154,6 @@ def test_compute_stats_gives_what_the_writer_wrote(tmp_path):
 def test_compute_stats_decodes_nothing_it_is_not_asked_for(tmp_path, monkeypatch):
     dataset = open_dataset(root=write(tmp_path / "d"))
     monkeypatch.setattr(dataset.store, "get", lambda *args: pytest.fail("decoded"))
-    assert list(stats.compute_stats(dataset, ["action"])) == ["action"]
+    assert list(compute_stats(dataset, ["action"])) == ["action"]
     with pytest.raises(DatasetError, match="no statistics of nothing"):
-        stats.compute_stats(dataset, ["nothing", TOP])
+        compute_stats(dataset, ["nothing", TOP])

@@ -21,7 +21,7 @@ from flexor.train.ranks.processes import Processes
 from support import ranks, runs
 from support.limits import FOREVER_S
 
-STEP = "flexor.train.step:optimizer_step"
+STEP = "flexor.train.loop:optimizer_step"
 READ = "flexor.data.loader.loader:Loader.plan"
 
 

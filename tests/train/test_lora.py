@@ -11,11 +11,11 @@ from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
-from flexor.core.run_files import PRETRAINED, WEIGHTS
+from flexor.core.run_files import PRETRAINED, TRAINING_STATE, WEIGHTS
 from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters, is_adapter, merged
 from flexor.policies.pretrained import load_pretrained
 from flexor.train.build import make_policy
-from flexor.train.checkpoint.tensors import RAW_MODEL, STATE
+from flexor.train.checkpoint.tensors import RAW_MODEL
 from support import ranks, runs
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
@@ -125,7 +125,7 @@ def tuned(base, lowdim, tmp_path_factory) -> Path:
 def test_what_is_saved_is_merged_and_nothing_else_has_moved(tuned, base):
     before, after = weights(base), weights(tuned)
     assert before.keys() == after.keys()
-    raw = load_file(tuned / "checkpoints" / "last" / STATE / RAW_MODEL)
+    raw = load_file(tuned / "checkpoints" / "last" / TRAINING_STATE / RAW_MODEL)
     adapted = {name.replace("lora_A", "weight") for name in raw if name.endswith("lora_A")}
     head = {name for name in before if name.startswith("model.action_head.")}
     assert {name for name in before if not torch.equal(before[name], after[name])} == adapted | head
@@ -135,7 +135,7 @@ def test_what_is_saved_is_merged_and_nothing_else_has_moved(tuned, base):
 def test_the_saved_policy_acts_as_the_adapted_one(tuned, lowdim):
     merged_policy = load_pretrained(str(tuned)).policy
     adapted = make_policy(load_config([f"--config={tuned / 'config.yaml'}"])).eval()
-    adapted.load_state_dict(load_file(tuned / "checkpoints" / "last" / STATE / RAW_MODEL))
+    adapted.load_state_dict(load_file(tuned / "checkpoints" / "last" / TRAINING_STATE / RAW_MODEL))
     batch = {
         name: torch.randn(3, *feature.shape) for name, feature in merged_policy.config.input_features.items()
     }

@@ -10,11 +10,11 @@ from torch import nn
 from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
-from flexor.core.run_files import PRETRAINED, WEIGHTS
+from flexor.core.run_files import PRETRAINED, TRAINING_STATE, WEIGHTS
 from flexor.policies.pretrained import load_pretrained
 from flexor.sim.record import record_dataset
 from flexor.train.build import make_policy
-from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, STATE
+from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER
 from flexor.train.optim.ema import EMA
 from support import ranks, runs
 from support.plans import settings
@@ -39,11 +39,11 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tm
     assert main(["resume", str(cut)]) == 0
     runs.assert_same(whole, cut, STEPS)
     last = whole / "checkpoints" / "last"
-    state = load_file(last / STATE / OPTIMIZER)
+    state = load_file(last / TRAINING_STATE / OPTIMIZER)
     assert dtypes(state) == {"matrices": {torch.bfloat16}, "rest": {torch.float32}}
     exported = load_file(last / PRETRAINED / WEIGHTS)
     if more:
-        assert {t.dtype for t in load_file(last / STATE / EMA_STATE).values()} == {torch.float32}
+        assert {t.dtype for t in load_file(last / TRAINING_STATE / EMA_STATE).values()} == {torch.float32}
         assert {t.dtype for t in exported.values()} == {torch.float32}
     else:
         parameters = dict(load_pretrained(str(whole)).policy.named_parameters())

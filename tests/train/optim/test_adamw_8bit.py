@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from flexor.cli.main import main
-from flexor.train.checkpoint.tensors import OPTIMIZER, STATE
+from flexor.core.run_files import TRAINING_STATE
+from flexor.train.checkpoint.tensors import OPTIMIZER
 from support import ranks, runs
 
 INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
@@ -24,7 +25,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(more, lowdim, tiny_act, tm
     assert main(["resume", str(cut)]) == 0
     runs.assert_same(whole, cut, 6)
     last = whole / "checkpoints" / "last"
-    saved = load_file(last / STATE / OPTIMIZER)
+    saved = load_file(last / TRAINING_STATE / OPTIMIZER)
     large = [name for name, tensor in saved.items() if name.endswith("/state1") and tensor.numel() >= 4096]
     assert large and {saved[name].dtype for name in large} == {torch.uint8}
     assert not any("qmap" in name for name in saved)

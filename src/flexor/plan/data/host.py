@@ -1,8 +1,9 @@
 """What a run takes of the host: its memory and its cores.
 
-All of it follows from settings by arithmetic: that of `data/loader/loader.py`, `data/loader/choose_order.py` and `data/loader/to_gpu.py`, whose
-constants are used here. What no setting says (the size of a process, the cost of decoding a frame) is a figure that
-was measured once; `flexor bench data` measures it on the machine and the data at hand.
+All of it follows from settings by arithmetic: that of `data/loader/loader.py`, `data/loader/choose_order.py` and
+`data/loader/to_gpu.py`, whose constants are used here. What no setting says (the size of a process, the cost of
+decoding a frame) is a figure that was measured once; `flexor bench data` measures it on the machine and the data at
+hand.
 """
 
 from __future__ import annotations
