@@ -1,4 +1,4 @@
-"""Training steps on torch's own fake CUDA tensors, without a GPU: `test_cuda_on_meta.py` compares the planner with them.
+"""Training steps on torch's own fake CUDA tensors, without a GPU: what `test_cuda_on_meta.py` compares a plan with.
 
 Fake tensors have shapes, no memory, and the device that one says, and torch takes that device's branches in everything
 that it computes with them. A build of torch without CUDA does not let autograd near them, because its engine looks for
