@@ -5,13 +5,12 @@ Names are `lerobot-train`'s where it has one. How they are filled in is in `sett
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
-from flexor.core.typed import field_types, to_plain
+from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.settings import DatasetConfig, picture_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
@@ -43,19 +42,19 @@ class EnvConfig:
     """Package to import so that the environment is registered, such as gym_pusht."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments for the environment, such as {obs_type: pixels_agent_pos}."""
-    max_steps: int | None = None
+    max_steps: int | None = setting(None, at_least=1)
     """Steps after which an episode ends; unless given, the environment's own limit."""
 
 
 @dataclass
 class EvalConfig:
-    n_episodes: int = 50
+    n_episodes: int = setting(50, at_least=1)
     """Episodes per evaluation."""
-    batch_size: int = 25
+    batch_size: int = setting(25, at_least=0)
     """Episodes that run side by side; 0 for as many as is sensible."""
-    seed: int = 1_000_000
+    seed: int = setting(1_000_000, at_least=0)
     """Seed of the first episode; training demonstrations of the built-in task start at 0."""
-    videos: int = 0
+    videos: int = setting(0, at_least=0)
     """Save a video of this many of the episodes."""
 
 
@@ -64,17 +63,17 @@ class OptimizerConfig:
     type: Literal["adamw", "adam", "sgd", "adamw_8bit"] | None = None
     """adamw, adam, sgd, or adamw_8bit, which takes a quarter of the memory (needs `pip install flexor[8bit]`); the
     policy's own choice unless given (so are the others)."""
-    lr: float | None = None
+    lr: float | None = setting(None, at_least=0)
     """Learning rate."""
-    weight_decay: float | None = None
+    weight_decay: float | None = setting(None, at_least=0)
     """Weight decay."""
-    betas: tuple[float, float] | None = None
+    betas: tuple[float, float] | None = setting(None, at_least=0, less_than=1)
     """Adam's decay rates."""
-    eps: float | None = None
+    eps: float | None = setting(None, at_least=0)
     """Adam's epsilon."""
-    momentum: float | None = None
+    momentum: float | None = setting(None, at_least=0)
     """SGD's momentum."""
-    grad_clip_norm: float | None = None
+    grad_clip_norm: float | None = setting(None, at_least=0)
     """Largest gradient norm; 0 turns clipping off."""
 
 
@@ -84,13 +83,13 @@ class SchedulerConfig:
         Literal["constant", "constant_with_warmup", "cosine", "cosine_decay_with_warmup", "vqbet"] | None
     ) = None
     """How the learning rate changes; the policy's own choice unless given."""
-    num_warmup_steps: int | None = None
+    num_warmup_steps: int | None = setting(None, at_least=0)
     """Steps of linear warm-up."""
-    num_decay_steps: int | None = None
+    num_decay_steps: int | None = setting(None, at_least=1)
     """cosine_decay_with_warmup: steps until the lowest learning rate (shortened to the run's length)."""
-    peak_lr: float | None = None
+    peak_lr: float | None = setting(None, more_than=0)
     """cosine_decay_with_warmup: the learning rate that `decay_lr` is relative to."""
-    decay_lr: float | None = None
+    decay_lr: float | None = setting(None, at_least=0)
     """cosine_decay_with_warmup: the lowest learning rate."""
     num_vqvae_training_steps: int | None = None
     """vqbet: steps at a constant learning rate before the warm-up and the cosine."""
@@ -102,15 +101,15 @@ class SchedulerConfig:
 class EMAConfig:
     enable: bool = False
     """Keep an exponential moving average of the weights; it is what is evaluated and exported."""
-    decay: float = 0.999
+    decay: float = setting(0.999, more_than=0, less_than=1)
     """How much of the average is kept at each step (less during the first steps)."""
 
 
 @dataclass
 class CheckpointConfig:
-    keep_last: int | None = None
+    keep_last: int | None = setting(None, at_least=1)
     """Keep only this many of the newest checkpoints; all unless given."""
-    keep_every: int | None = None
+    keep_every: int | None = setting(None, at_least=1)
     """Always keep checkpoints whose step is a multiple of this."""
     asynchronous: bool = False
     """Go on training while a checkpoint is written; it takes that much more of the host's memory."""
@@ -124,9 +123,9 @@ class ParallelConfig:
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
     """What many processes share: nothing (ddp, each has the whole model), everything (fsdp), or everything within
     groups (hsdp); auto takes ddp if the model and its optimizer fit into half of the GPU's memory, else fsdp."""
-    dp_replicate: int | None = None
+    dp_replicate: int | None = setting(None, at_least=1)
     """hsdp: how many groups there are; each holds the model once."""
-    dp_shard: int | None = None
+    dp_shard: int | None = setting(None, at_least=1)
     """hsdp: how many processes share one copy of the model; those of one host unless given."""
     cpu_offload: bool = False
     """fsdp, hsdp: keep weights and optimizer in the host's memory; slow, for models that do not fit otherwise."""
@@ -136,7 +135,7 @@ class ParallelConfig:
     """ddp: look at each step for parameters that had no part in the loss."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """How GPUs talk: nccl, or gloo, which is slow but works everywhere."""
-    timeout_s: float = 600
+    timeout_s: float = setting(600, at_least=1)
     """Seconds without progress after which a run of many processes is brought down."""
 
 
@@ -158,27 +157,27 @@ class WandBConfig:
 
 @dataclass
 class TrainConfig:
-    output_dir: str | None = None
+    output_dir: str | None = setting(None, may_change=True)
     """Run folder; runs/<date>_<job name> unless given. Never one that holds another run."""
-    job_name: str | None = None
+    job_name: str | None = setting(None, may_change=True)
     """Name of the run; the policy's type unless given."""
-    seed: int = 1000
+    seed: int = setting(1000, at_least=0)
     """Everything random follows from it."""
-    steps: int = 100_000
+    steps: int = setting(100_000, at_least=1, may_change=True)
     """Optimizer steps."""
-    epochs: float | None = None
+    epochs: float | None = setting(None, more_than=0, may_change=True)
     """Times to go through the data, instead of steps."""
-    batch_size: int = 8
+    batch_size: int = setting(8, at_least=1, may_change=True)
     """Samples per process and forward pass; with global_batch_size, the most of them."""
-    gradient_accumulation_steps: int | None = None
+    gradient_accumulation_steps: int | None = setting(None, at_least=1, may_change=True)
     """Forward passes per optimizer step; 1 unless given, or what global_batch_size asks for."""
-    global_batch_size: int | None = None
+    global_batch_size: int | None = setting(None, at_least=1)
     """Samples per optimizer step over all processes, so that a step is the same on any number of them."""
     scale_lr: Literal["linear", "sqrt"] | None = None
     """Multiply the learning rates by the number of times that batch_size goes into the global batch, or its root."""
-    lr_factor: float | None = None
+    lr_factor: float | None = setting(None, more_than=0)
     """What learning rates are multiplied by; 1 unless given, or what scale_lr comes to."""
-    num_workers: int = 4
+    num_workers: int = setting(4, at_least=0, may_change=True)
     """Threads that read and decode ahead of training; 0 reads in the loop itself."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler."""
@@ -186,26 +185,26 @@ class TrainConfig:
     """What weights, and so their gradients and optimizer state, are kept in; bf16 takes half of the memory."""
     deterministic: bool = False
     """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = setting(False, may_change=True)
     """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
     compile: bool = False
     """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
-    plan: bool = True
+    plan: bool = setting(True, may_change=True)
     """On a GPU: say before the first step what the run will take, and compare at the end."""
-    auto: bool = False
+    auto: bool = setting(False, may_change=True)
     """On a GPU: let the plan choose batch size (of the same global batch), precision, recomputing and workers, where
     they are not given."""
-    log_freq: int = 200
+    log_freq: int = setting(200, at_least=1, may_change=True)
     """Steps between two lines of metrics."""
-    save_checkpoint: bool = True
+    save_checkpoint: bool = setting(True, may_change=True)
     """Save checkpoints."""
-    save_freq: int = 20_000
+    save_freq: int = setting(20_000, may_change=True)
     """Steps between two checkpoints; the last step is always saved, 0 or less saves only that."""
-    eval_steps: int = 0
+    eval_steps: int = setting(0, at_least=0, may_change=True)
     """Steps between two held-out losses (needs dataset.eval_split); 0 for one at the end only."""
-    max_eval_samples: int = 0
+    max_eval_samples: int = setting(0, at_least=0, may_change=True)
     """Samples in a held-out loss; 0 for all."""
-    env_eval_freq: int = 20_000
+    env_eval_freq: int = setting(20_000, at_least=0, may_change=True)
     """Steps between two evaluations in the environment (needs env.type); 0 for never."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -213,11 +212,11 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    env: EnvConfig = field(default_factory=EnvConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    wandb: WandBConfig = field(default_factory=WandBConfig)
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, may_change=True)
+    parallel: ParallelConfig = setting(ParallelConfig, may_change=True)
+    env: EnvConfig = setting(EnvConfig, may_change=True)
+    eval: EvalConfig = setting(EvalConfig, may_change=True)
+    wandb: WandBConfig = setting(WandBConfig, may_change=True)
     policy_path: str | None = None
     """Checkpoint folder or Hub repository the policy starts from (as a flag: --policy.path)."""
 
@@ -242,19 +241,15 @@ def validate(config: TrainConfig) -> None:
         raise ConfigError(
             "No dataset: give --dataset.repo_id=USER/NAME, --dataset.root=FOLDER or --config=demo."
         )
-    if not 0 <= dataset.eval_split < 1:
-        raise ConfigError(f"dataset.eval_split={dataset.eval_split} must be at least 0 and less than 1.")
     if config.eval_steps and not dataset.eval_split:
         raise ConfigError(
             f"eval_steps={config.eval_steps} needs held-out episodes: set --dataset.eval_split=0.1."
         )
-    if not 0 < config.ema.decay < 1:
-        raise ConfigError(f"ema.decay={config.ema.decay} must lie between 0 and 1.")
     config.lora.validate()
     validate_weights(config)
     picture_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
-    _validate_ranges(config)
+    check_values(config)
 
 
 def validate_weights(config: TrainConfig) -> None:
@@ -282,60 +277,4 @@ def _validate_episodes(episodes: list[int] | None) -> None:
     if negative or twice:
         raise ConfigError(
             f"dataset.episodes: negative: {negative}, named twice: {twice}. List each index once."
-        )
-
-
-AT_LEAST = {
-    "steps": 1,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "global_batch_size": 1,
-    "log_freq": 1,
-    "num_workers": 0,
-    "eval_steps": 0,
-    "env_eval_freq": 0,
-    "max_eval_samples": 0,
-    "seed": 0,
-    "dataset.cache.gb": 0,
-    "dataset.cache.pool_gb": 0,
-    "dataset.cache.remote_gb": 0,
-    "dataset.order.lanes": 1,
-    "dataset.order.pool": 1,
-    "dataset.order.unit": 1,
-    "lora.r": 0,
-    "optimizer.lr": 0,
-    "optimizer.weight_decay": 0,
-    "optimizer.grad_clip_norm": 0,
-    "optimizer.momentum": 0,
-    "optimizer.eps": 0,
-    "scheduler.num_warmup_steps": 0,
-    "scheduler.num_decay_steps": 1,
-    "scheduler.decay_lr": 0,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 1,
-    "parallel.dp_replicate": 1,
-    "parallel.dp_shard": 1,
-    "parallel.timeout_s": 1,
-    "env.max_steps": 1,
-    "eval.n_episodes": 1,
-    "eval.batch_size": 0,
-    "eval.seed": 0,
-    "eval.videos": 0,
-}
-
-
-def _validate_ranges(config: TrainConfig) -> None:
-    for key, least in AT_LEAST.items():
-        value = operator.attrgetter(key)(config)
-        if value is not None and value < least:
-            raise ConfigError(f"{key}={value} must be at least {least}.")
-    for key in ("epochs", "lr_factor"):
-        value = getattr(config, key)
-        if value is not None and value <= 0:
-            raise ConfigError(f"{key}={value} must be more than 0.")
-    if config.scheduler.peak_lr is not None and config.scheduler.peak_lr <= 0:
-        raise ConfigError(f"scheduler.peak_lr={config.scheduler.peak_lr} must be more than 0.")
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):
-        raise ConfigError(
-            f"optimizer.betas={list(config.optimizer.betas or ())} must be at least 0 and less than 1."
         )

@@ -34,6 +34,76 @@ class Partial(dict[str, Any]):
     """Some entries of a dictionary, given by dotted keys: the others stay what they were."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What a setting may be, and whether a run may be resumed with another value."""
+
+    at_least: float | None = None
+    more_than: float | None = None
+    less_than: float | None = None
+    may_change: bool = False
+
+    def wanted(self, value: Any) -> str | None:
+        """What a value should have been; None if it is fine."""
+        if isinstance(value, tuple | list):
+            return next((wrong for item in value if (wrong := self.wanted(item))), None)
+        if value is None or isinstance(value, str):
+            return None
+        low = (self.at_least is None or value >= self.at_least) and (
+            self.more_than is None or value > self.more_than
+        )
+        if low and (self.less_than is None or value < self.less_than):
+            return None
+        parts = [
+            f"{words} {limit:g}"
+            for words, limit in (
+                ("at least", self.at_least),
+                ("more than", self.more_than),
+                ("less than", self.less_than),
+            )
+            if limit is not None
+        ]
+        return " and ".join(parts)
+
+
+def setting(default: Any, **rules: Any) -> Any:
+    """A field of settings with its rules: `steps: int = setting(100, at_least=1, may_change=True)`.
+
+    A class, such as `list` or a group of settings, is called for each default.
+    """
+    kind = "default_factory" if isinstance(default, type) else "default"
+    return dataclasses.field(**{kind: default}, metadata={"rules": Rules(**rules)})
+
+
+def rules_of(cls: Any) -> dict[str, Rules]:
+    """The rules of each field of a class of settings."""
+    return {field.name: field.metadata.get("rules", Rules()) for field in dataclasses.fields(cls)}
+
+
+def check_values(settings: Any, where: str = "") -> None:
+    """Refuse a value that its field's rules do not allow, by the name of the setting."""
+    for name, rules in rules_of(settings).items():
+        value, key = getattr(settings, name), join(where, name)
+        if dataclasses.is_dataclass(value):
+            check_values(value, key)
+        elif wanted := rules.wanted(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{key}={shown} must be {wanted}.")
+
+
+def changeable(cls: Any, where: str = "") -> list[str]:
+    """Settings that may change when a run is resumed; a group as `group.*` if all of it may."""
+    keys = []
+    for name, rules in rules_of(cls).items():
+        inner = field_types(cls)[name]
+        group = dataclasses.is_dataclass(inner)
+        if rules.may_change:
+            keys.append(f"{join(where, name)}.*" if group else join(where, name))
+        elif group:
+            keys += changeable(inner, join(where, name))
+    return keys
+
+
 def closest(name: str, names: Iterable[str]) -> str:
     """' Did you mean ...?' or the list of what there is."""
     names = list(names)

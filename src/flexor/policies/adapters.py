@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.core.rng import key_of
 from flexor.core.tensors import copy_part
-from flexor.core.typed import closest
+from flexor.core.typed import closest, setting
 
 ALL_LINEAR = "all-linear"
 M = TypeVar("M", bound=nn.Module)
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass
 class LoraConfig:
-    r: int = 0
+    r: int = setting(0, at_least=0)
     """Rank of the adapters; 0 trains the policy itself."""
     alpha: float = 8.0
     """What an adapter adds is multiplied by alpha / r."""

@@ -13,6 +13,7 @@ from torch.utils._pytree import register_dataclass
 
 from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
+from flexor.core.typed import setting
 
 
 class Kind(StrEnum):
@@ -53,7 +54,7 @@ class PolicyConfig:
     """What the policy puts out; filled from the dataset."""
     normalization_mapping: dict[Kind, Normalization] = field(default_factory=dict)
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
-    device: str | None = None
+    device: str | None = setting(None, may_change=True)
     """Where to run: cpu, cuda, cuda:1, mps. The best there is unless given."""
 
     def validate(self) -> None:

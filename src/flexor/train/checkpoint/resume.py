@@ -14,43 +14,17 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.core.typed import changeable
 from flexor.policies.processing import PREPROCESSOR, Pipeline
 from flexor.train.checkpoint import folder as checkpoint
 
-# Settings that change neither what is computed nor in which order.
-MAY_CHANGE = {
-    "steps",
-    "epochs",
-    "batch_size",  # the global batch stays what it was
-    "gradient_accumulation_steps",
-    "activation_checkpointing",
-    "output_dir",  # the folder may have been moved
-    "job_name",
-    "num_workers",
-    "plan",
-    "auto",
-    "log_freq",
-    "save_checkpoint",
-    "save_freq",
-    "eval_steps",
-    "max_eval_samples",
-    "env_eval_freq",
-    "dataset.root",
-    "dataset.repo_id",
-    "dataset.revision",
-    "dataset.streaming",
-    "dataset.decoder",
-    "dataset.cache.tier",
-    "dataset.cache.gb",
-    "dataset.cache.pool_gb",
-    "dataset.cache.remote_gb",
-    "policy.device",
-}
-MAY_CHANGE_GROUPS = {"checkpoint", "parallel", "env", "eval", "wandb"}
-
 
 def may_change(key: str) -> bool:
-    return key in MAY_CHANGE or key.split(".")[0] in MAY_CHANGE_GROUPS
+    """Whether a run may be resumed with another value of a setting; beside each setting stands if it may."""
+    return any(key == known or (known.endswith(".*") and key.startswith(known[:-1])) for known in CHANGEABLE)
+
+
+CHANGEABLE = changeable(TrainConfig)
 
 
 def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
@@ -61,7 +35,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     saved = flatten(read_run(folder))
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
-    allowed = sorted(MAY_CHANGE - {"output_dir"} | {f"{group}.*" for group in MAY_CHANGE_GROUPS})
+    allowed = sorted({*CHANGEABLE} - {"output_dir"})
     for key in changes:
         if not may_change(key):
             raise ConfigError(
