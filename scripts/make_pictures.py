@@ -16,7 +16,7 @@ import av
 import av.filter
 import numpy as np
 
-from flexor.data.encode import encode_png
+from flexor.data.format.encode import encode_png
 from flexor.sim.expert import expert_action
 from flexor.sim.task import FPS, PlaceEnv
 
