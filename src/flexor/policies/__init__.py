@@ -1,4 +1,4 @@
-"""The policies there are. To add one: a file with a Policy in it, and a line here.
+"""The policies there are. To add one: a folder with a Policy in it, and a line here.
 
 They are named, not imported: some need packages that not everybody has.
 """

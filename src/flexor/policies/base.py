@@ -166,7 +166,7 @@ class NoiseSource(Protocol):
 
 
 class Policy(nn.Module):
-    """One policy = one file = one config dataclass + one module. It never knows how it is trained."""
+    """One policy = one folder: a config dataclass and a module. It never knows how it is trained."""
 
     Config: ClassVar[type[PolicyConfig]]
 
