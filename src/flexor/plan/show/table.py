@@ -37,8 +37,8 @@ are for {EPOCHS} epochs of {FRAMES:,} frames on one GPU. [Plan](plan.md) says ho
 FOOT = f"""
 *Memory* is the peak of one GPU, on an {REFERENCE}. *To buy* is the card with the lowest price that fits it, *to rent*
 the lowest price of the whole run, *fastest* the single GPU that is done first, or the cheapest of those that are. Cards
-without bf16, and those that share the host's memory, are left out. Prices are those of `src/flexor/plan/site/gpus.toml`,
-each with its date.
+without bf16, and those that share the host's memory, are left out. Prices are those of
+`src/flexor/plan/site/gpus.toml`, each with its date.
 """
 
 
