@@ -1,1 +1,1 @@
-"""The command line: one file per verb."""
+"""The command line: `main`, and a file for each verb that takes more than a few lines."""

@@ -43,7 +43,7 @@ def started_by_accelerate(env: Mapping[str, str] | None = None) -> bool:
 
 
 def uses_deepspeed() -> bool:
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    return _true(os.environ, "ACCELERATE_USE_DEEPSPEED")
 
 
 def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:

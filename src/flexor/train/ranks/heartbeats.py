@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,7 +97,8 @@ class Heartbeats:
 
     def start(self) -> None:
         """Connects before it returns: that may take seconds (torch asks DNS for names), and the end may be near."""
-        self._connect()
+        with suppress(RuntimeError):  # the thread tries again, and says that the store is lost
+            self._connect()
         self._thread.start()
 
     def stop(self) -> None:
