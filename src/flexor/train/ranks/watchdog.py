@@ -116,8 +116,11 @@ class Watchdog:
         try:
             last = time.monotonic()
             while not self._stop.is_set():
-                # Says its stacks without Python's help if some code holds the interpreter and never lets go
-                faulthandler.dump_traceback_later(self.timeout_s, file=2)
+                # Prints the stacks without Python's help if some code holds the interpreter and never lets go. Its
+                # clock also runs while the process is suspended, and printing stacks of threads that run can crash:
+                # not worth it for a run of one process, which is suspended with Ctrl-Z.
+                if self._heartbeats:
+                    faulthandler.dump_traceback_later(self.timeout_s, file=2)
                 now = time.monotonic()
                 self._now += min(now - last, 3 * self._tick)
                 last = now
