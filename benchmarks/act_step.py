@@ -17,7 +17,7 @@ from flexor.core.batch import ACTION, STATE
 from flexor.core.rng import Noise
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.act.policy import ACT
-from flexor.policies.base import Kind, PolicyFeature
+from flexor.policies.features import Kind, PolicyFeature
 from flexor.train.engine.base import Engine, pick_device
 
 

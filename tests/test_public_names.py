@@ -10,9 +10,9 @@ from support import runs
 PAGE = Path(__file__).parents[1] / "docs/python.md"
 NAMES = {
     *("ACTION", "STATE", "Batch", "ConfigError", "Dataset", "DatasetWriter", "FlexorError", "Kind", "Loss"),
-    *("Noise", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyActor", "PolicyConfig"),
+    *("Noise", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyConfig"),
     *("PolicyFeature", "Pretrained", "TrainConfig", "load_config", "load_pretrained", "mean_over_valid"),
-    *("open_dataset", "train"),
+    *("ProcessingStep", "Session", "StepContext", "act_together", "open_dataset", "processing_step", "train"),
 }
 
 

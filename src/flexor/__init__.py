@@ -17,21 +17,25 @@ if TYPE_CHECKING:
     from flexor.core.errors import ConfigError as ConfigError
     from flexor.core.errors import FlexorError as FlexorError
     from flexor.core.rng import Noise as Noise
+    from flexor.core.rng import NoiseSource as NoiseSource
     from flexor.data.dataset import Dataset as Dataset
     from flexor.data.dataset import open_dataset as open_dataset
     from flexor.data.format.writer import DatasetWriter as DatasetWriter
-    from flexor.policies.actor import PolicyActor as PolicyActor
-    from flexor.policies.base import Kind as Kind
     from flexor.policies.base import Loss as Loss
-    from flexor.policies.base import NoiseSource as NoiseSource
-    from flexor.policies.base import Normalization as Normalization
     from flexor.policies.base import ParamGroup as ParamGroup
     from flexor.policies.base import Policy as Policy
     from flexor.policies.base import PolicyConfig as PolicyConfig
-    from flexor.policies.base import PolicyFeature as PolicyFeature
     from flexor.policies.base import mean_over_valid as mean_over_valid
+    from flexor.policies.features import Kind as Kind
+    from flexor.policies.features import Normalization as Normalization
+    from flexor.policies.features import PolicyFeature as PolicyFeature
     from flexor.policies.pretrained import Pretrained as Pretrained
     from flexor.policies.pretrained import load_pretrained as load_pretrained
+    from flexor.policies.processing.pipeline import ProcessingStep as ProcessingStep
+    from flexor.policies.processing.pipeline import StepContext as StepContext
+    from flexor.policies.processing.pipeline import processing_step as processing_step
+    from flexor.policies.session import Session as Session
+    from flexor.policies.session import act_together as act_together
     from flexor.train.loop import train as train
 
 _MODULES = {
@@ -39,15 +43,14 @@ _MODULES = {
     "flexor.config.schema": ("TrainConfig",),
     "flexor.core.batch": ("ACTION", "STATE", "Batch"),
     "flexor.core.errors": ("ConfigError", "FlexorError"),
-    "flexor.core.rng": ("Noise",),
+    "flexor.core.rng": ("Noise", "NoiseSource"),
     "flexor.data.dataset": ("Dataset", "open_dataset"),
     "flexor.data.format.writer": ("DatasetWriter",),
-    "flexor.policies.actor": ("PolicyActor",),
-    "flexor.policies.base": (
-        *("Kind", "Loss", "NoiseSource", "Normalization", "ParamGroup", "Policy", "PolicyConfig"),
-        *("PolicyFeature", "mean_over_valid"),
-    ),
+    "flexor.policies.base": ("Loss", "ParamGroup", "Policy", "PolicyConfig", "mean_over_valid"),
+    "flexor.policies.features": ("Kind", "Normalization", "PolicyFeature"),
     "flexor.policies.pretrained": ("Pretrained", "load_pretrained"),
+    "flexor.policies.processing.pipeline": ("ProcessingStep", "StepContext", "processing_step"),
+    "flexor.policies.session": ("Session", "act_together"),
     "flexor.train.loop": ("train",),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

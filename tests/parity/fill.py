@@ -57,6 +57,9 @@ class Draws:
     def __init__(self, moment: str):
         self.moment = moment
 
+    def to(self, device: object) -> "Draws":
+        return self
+
     def normal(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(uniform(f"{self.moment}/{name}", tuple(shape), -1.7, 1.7))
 

@@ -5,11 +5,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from flexor.evaluate.rollout import PolicyActor
 from flexor.policies import policy_class
-from flexor.policies.actor import PolicyActor
-from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
-from flexor.policies.processing import default_pipelines
 from parity.fill import Draws, fill
 from parity.inputs import ACTION, BATCH, TASKS, shown, statistics
 from parity.kinds import part
@@ -32,7 +32,7 @@ def make_config(kind: str, case: dict) -> PolicyConfig:
 def make_policy(kind: str, case: dict) -> Pretrained:
     config = make_config(kind, case)
     config.validate()
-    before, after = default_pipelines(config, statistics(case["inputs"]), "cpu")
+    before, after = config.pipelines(statistics(case["inputs"]), "cpu")
     return Pretrained(policy_class(kind)(config), before, after)
 
 
@@ -88,7 +88,7 @@ def act(pretrained: Pretrained, observations: dict[str, np.ndarray]) -> list:
     actor = PolicyActor(pretrained)
     actor.reset(BATCH)
     steps = len(next(iter(observations.values())))
-    with patch("flexor.policies.actor.Noise", lambda seed, step, episodes: Draws(f"act {step}")):
+    with patch("flexor.policies.session.Noise", lambda seed, step, episodes: Draws(f"act {step}")):
         return [
             actor.act({key: values[step] for key, values in observations.items()}, TASKS).tolist()
             for step in range(steps)

@@ -12,7 +12,8 @@ from flexor.config.parse import load_config
 from flexor.config.schema import TrainConfig
 from flexor.plan import preflight
 from flexor.plan.site.hardware import GPU, Hardware, load_hardware
-from flexor.train.build import build_datasets, fit_to_dataset
+from flexor.policies.fit import fit_to_dataset
+from flexor.train.build import build_datasets
 from flexor.train.ranks.processes import Processes
 
 CUDA = torch.device("cuda")

@@ -10,9 +10,9 @@ from flexor.cli.main import main
 from flexor.core.batch import ACTION, ENV_STATE, STATE, VALID_STEPS
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise, seed_everything
-from flexor.policies.base import Kind, PolicyFeature
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.diffusion.policy import Diffusion
+from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.nn import resnet
 from flexor.policies.nn.camera import SpatialSoftmax, center_crop, random_crop, warn_blind
 from flexor.policies.nn.recompute import recompute

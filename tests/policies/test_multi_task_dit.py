@@ -15,7 +15,7 @@ from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.multi_task_dit.flow import FlowMatching, beta, integrate
 from flexor.policies.multi_task_dit.policy import MultiTaskDiT
 from flexor.policies.pretrained import load_pretrained, save_pretrained
-from flexor.policies.processing import Tokenize
+from flexor.policies.processing.tokenize import Tokenize
 from parity.flexor_side import make_config, make_policy, tensors
 from parity.inputs import TASKS
 from parity.kinds import cases_of

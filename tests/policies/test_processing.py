@@ -1,24 +1,28 @@
 """Processing: normalisation and its inverse, saving and loading, refusals that name what is wrong."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
-from flexor.core.batch import ACTION
+from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.rng import Noise
 from flexor.policies.act.config import ACTConfig
-from flexor.policies.base import Kind, PolicyFeature
-from flexor.policies.processing import (
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.processing.normalize import Normalize, Unnormalize
+from flexor.policies.processing.pipeline import (
+    ACTING,
     PREPROCESSOR,
-    Normalize,
     Pipeline,
-    RenameObservations,
-    ToBatch,
-    ToDevice,
-    Unnormalize,
-    default_pipelines,
+    ProcessingStep,
+    StepContext,
+    processing_step,
 )
+from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
+from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS, Tokenize
 
 MODES = ["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]
 FEATURES = {
@@ -39,7 +43,7 @@ def statistics(*, without: str = "") -> dict:
 def pipelines(mode: str = "MEAN_STD", stats: dict | None = None) -> tuple[Pipeline, Pipeline]:
     modes = dict.fromkeys(("VISUAL", "STATE", "ACTION"), mode)
     config = ACTConfig(input_features=FEATURES, output_features=OUTPUTS, normalization_mapping=modes)
-    return default_pipelines(config, stats or statistics(), "cpu")
+    return config.pipelines(stats or statistics(), "cpu")
 
 
 def batch() -> dict:
@@ -133,11 +137,104 @@ def test_layout_is_lerobots(tmp_path):
     }
 
 
-def test_an_unknown_step_is_refused_by_name(tmp_path):
-    steps = [{"registry_name": "tokenizer_processor", "config": {}}]
-    (tmp_path / "policy_preprocessor.json").write_text(json.dumps({"name": PREPROCESSOR, "steps": steps}))
-    with pytest.raises(CheckpointError, match="tokenizer_processor"):
-        Pipeline.load(tmp_path, PREPROCESSOR)
+def saved(folder: Path, steps: list[dict]) -> Path:
+    (folder / "policy_preprocessor.json").write_text(json.dumps({"name": PREPROCESSOR, "steps": steps}))
+    return folder
+
+
+@pytest.mark.parametrize("entry", [{"registry_name": "my_step"}, {"class": "some.code.my_step"}])
+def test_an_unknown_step_is_refused_by_name_and_with_what_can_be_done(entry, tmp_path):
+    said = r"policy_preprocessor\.json names .*my_step'.*@flexor\.processing_step.*delete its entry"
+    with pytest.raises(CheckpointError, match=said):
+        Pipeline.load(saved(tmp_path, [entry]), PREPROCESSOR)
+
+
+def test_settings_that_a_step_does_not_take_are_named(tmp_path):
+    steps = [{"registry_name": "to_batch_processor", "config": {"size": 3}}]
+    with pytest.raises(CheckpointError, match=r"to_batch_processor.*size"):
+        Pipeline.load(saved(tmp_path, steps), PREPROCESSOR)
+
+
+# A step of one's own: noise in training, actions relative to the observed state
+
+
+@processing_step("test_jitter")
+@dataclass
+class Jitter(ProcessingStep):
+    size: float = 1.0
+
+    def __call__(self, batch, context=ACTING):
+        if not context.training:
+            return batch
+        state = batch["observation.state"]
+        return {**batch, "observation.state": state + self.size * context.noise.normal("jitter", state.shape)}
+
+
+@processing_step("test_relative")
+@dataclass
+class Relative(ProcessingStep):
+    sign: int = -1
+
+    def __call__(self, batch, context=ACTING):
+        if "action" not in batch:
+            return batch
+        seen = context.observation if self.sign > 0 else batch
+        return {**batch, "action": batch["action"] + self.sign * seen["observation.state"][:, None]}
+
+
+@dataclass
+class OwnConfig(ACTConfig):
+    def steps_before(self, stats):
+        rename, *others = super().steps_before(stats)
+        return [rename, Jitter(0.5), Relative(), *others]
+
+    def steps_after(self, stats):
+        unnormalize, *others = super().steps_after(stats)
+        return [unnormalize, Relative(+1), *others]
+
+
+def own_pipelines() -> tuple[Pipeline, Pipeline]:
+    modes = dict.fromkeys(("VISUAL", "STATE", "ACTION"), "MEAN_STD")
+    config = OwnConfig(input_features=FEATURES, output_features=OUTPUTS, normalization_mapping=modes)
+    return config.pipelines(statistics(), "cpu")
+
+
+def test_a_step_draws_keyed_noise_and_only_in_training():
+    before, _ = own_pipelines()
+    still = before(batch())["observation.state"]
+
+    def jittered(step: int, rows: slice = slice(None)) -> torch.Tensor:
+        some = {"observation.state": batch()["observation.state"][rows]}
+        noise = Noise(0, step, torch.tensor([4, 9])[rows])
+        return before(some, StepContext(training=True, noise=noise))["observation.state"]
+
+    assert torch.equal(before(batch(), StepContext(noise=Noise(0, 0, torch.tensor([4, 9]))))[STATE], still)
+    assert not torch.equal(jittered(0), still) and not torch.equal(jittered(0), jittered(1))
+    assert torch.equal(jittered(0)[1:], jittered(0, slice(1, 2)))  # a sample's noise is its own
+
+
+def test_what_comes_after_sees_the_observation_in_the_robots_units():
+    before, after = own_pipelines()
+    given = batch()
+    context = StepContext(observation=before.renamed(given))
+    assert torch.equal(context.observation["observation.state"], given["observation.state"])
+    assert context.observation["observation.images.top"].dtype == torch.uint8
+    relative = before(given)["action"]
+    torch.testing.assert_close(after({"action": relative}, context)["action"], given["action"])
+
+
+def test_a_step_of_ones_own_is_saved_and_loaded_by_its_name(tmp_path):
+    before, _ = own_pipelines()
+    before.save(tmp_path)
+    again = Pipeline.load(tmp_path, PREPROCESSOR)
+    assert [type(step) for step in again.steps] == [type(step) for step in before.steps]
+    assert again.steps[1].size == 0.5
+
+
+def test_a_rehearsal_has_the_shapes_without_the_files():
+    step = Tokenize("no/such-tokenizer", max_length=20)
+    out = Pipeline("plan", [step], rehearsal=True)({"task": ["a", "b"]})
+    assert out[TASK_TOKENS].shape == out[TASK_MASK].shape == (2, 20)
 
 
 def test_a_folder_without_processing_is_refused(tmp_path):

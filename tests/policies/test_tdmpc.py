@@ -11,7 +11,7 @@ from flexor.cli.main import main
 from flexor.core.batch import ACTION, MEMORY, REWARD, STATE
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise, seed_everything
-from flexor.policies.base import Kind, PolicyFeature
+from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.mppi import plan
 from flexor.policies.tdmpc.policy import TDMPC

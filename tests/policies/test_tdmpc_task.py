@@ -6,8 +6,7 @@ import pytest
 
 from flexor.core.rng import seed_everything
 from flexor.evaluate.envs import make_env
-from flexor.evaluate.rollout import Summary, rollout, summarize
-from flexor.policies.actor import PolicyActor
+from flexor.evaluate.rollout import PolicyActor, Summary, rollout, summarize
 from flexor.policies.pretrained import Pretrained, load_pretrained
 from flexor.policies.tdmpc.policy import TDMPC
 from flexor.sim.record import EVAL_SEED_START, record_dataset

@@ -6,7 +6,7 @@ import torch
 from flexor.core.batch import ACTION, ENV_STATE, STATE
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
-from flexor.policies.base import Kind, PolicyFeature
+from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.vqbet.config import VQBeTConfig
 from flexor.policies.vqbet.policy import VQBeT, focal_loss
 from flexor.policies.vqbet.vector_quantizer import Codebook

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexor.config.schema import TrainConfig
 from flexor.policies import policy_class
-from flexor.policies.base import Kind, PolicyFeature
+from flexor.policies.features import Kind, PolicyFeature
 from support import small_resnet
 
 CAMERA = {"vision_backbone": small_resnet.NAME}

@@ -18,7 +18,8 @@ from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.data.dataset import open_dataset
-from flexor.train.build import build_state, fit_to_dataset, split_episodes
+from flexor.policies.fit import fit_to_dataset
+from flexor.train.build import build_state, split_episodes
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.engine.base import Engine
 from flexor.train.ranks.split import split_batch

@@ -17,9 +17,8 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import RUN_CONFIG
 from flexor.evaluate.play import play
-from flexor.evaluate.rollout import Actor, ExpertActor, Summary, summarize
+from flexor.evaluate.rollout import Actor, ExpertActor, PolicyActor, Summary, summarize
 from flexor.plan.preflight import Preflight
-from flexor.policies.actor import PolicyActor
 from flexor.policies.pretrained import Pretrained, load_pretrained
 from flexor.train.build import build_policy
 from flexor.train.checkpoint.run_folder import open_run

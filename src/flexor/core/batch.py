@@ -11,8 +11,8 @@ IMAGE_PREFIX = "observation.image"
 REWARD = "next.reward"
 SAMPLE_ID = "index"
 
-# State that a policy carries between calls: a dictionary that the actor keeps for it and clears each episode. A
-# policy that gets none behaves as at the start of an episode.
+# State that a policy carries between calls: tensors [B, ...] by name. A session keeps them for it and clears them each
+# episode. A policy that gets none behaves as at the start of an episode.
 MEMORY = "memory"
 
 # Mean number of actions per sample that are not padding, over the whole *global* batch. The loader

@@ -4,9 +4,12 @@ Built on SplitMix64 written in integer operations, so a sample's noise is the sa
 worker or device draws it, and a resumed run needs no generator state to go on exactly.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,23 +46,41 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+class NoiseSource(Protocol):
+    """Where policies and processing steps get their random numbers: `Noise`, or another in tests."""
+
+    def normal(self, name: str, shape: Sequence[int]) -> Tensor: ...
+    def uniform(self, name: str, shape: Sequence[int]) -> Tensor: ...
+    def integers(self, name: str, shape: Sequence[int], high: int) -> Tensor: ...
+
+
 class Noise:
     """The only source of randomness a policy may use: one independent stream per sample and name."""
 
-    def __init__(self, seed: int, step: int, sample_ids: Tensor):
+    def __init__(self, seed: int, step: int | Sequence[int], sample_ids: Tensor):
         self.seed = seed
-        self.step = step
+        self.step = step  # of all samples, or of each
         self.sample_ids = sample_ids.long()  # [B]
+
+    def to(self, device: torch.device) -> Noise:
+        """The same noise, drawn on another device."""
+        return Noise(self.seed, self.step, self.sample_ids.to(device))
 
     def _uniform_bits(self, name: str, shape: Sequence[int]) -> Tensor:
         """Integers in [0, 2^24), shaped as asked; the leading dimension is the batch."""
         batch, *rest = shape
         assert batch == len(self.sample_ids), f"noise {name!r} needs the batch first, got {tuple(shape)}"
         count = math.prod(rest)
-        streams = _mix(self.sample_ids * _signed(_GOLDEN) + _signed(key_of(self.seed, self.step, name)))
+        streams = _mix(self.sample_ids * _signed(_GOLDEN) + self._key(name))
         counter = torch.arange(1, count + 1, device=self.sample_ids.device) * _signed(_GOLDEN)
         bits = _mix(streams[:, None] + counter[None, :])
         return ((bits >> 40) & ((1 << 24) - 1)).view(batch, *rest)
+
+    def _key(self, name: str) -> int | Tensor:
+        if isinstance(self.step, int):
+            return _signed(key_of(self.seed, self.step, name))
+        keys = [_signed(key_of(self.seed, step, name)) for step in self.step]
+        return torch.tensor(keys, device=self.sample_ids.device)
 
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor:
         """Uniform in (0, 1): never exactly either, so that a logarithm is safe."""

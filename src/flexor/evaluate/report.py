@@ -17,8 +17,7 @@ from flexor.core.log import log
 from flexor.core.run_files import RUN_CONFIG, VIDEOS
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
-from flexor.evaluate.rollout import summarize
-from flexor.policies.actor import PolicyActor
+from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.policies.pretrained import find_folder, load_pretrained
 
 GROUPS = ("env", "eval", "policy")

@@ -19,6 +19,8 @@ import numpy as np
 from flexor.core.console import Progress
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.evaluate.envs import observation_to_batch, stack_batch
+from flexor.policies.pretrained import Pretrained
+from flexor.policies.session import Session, act_together
 from flexor.sim.expert import expert_action
 from flexor.sim.task import PlaceEnv
 
@@ -182,6 +184,27 @@ def task_of(env: Env) -> str:
         if isinstance(words, str):
             return words
     return ""
+
+
+class PolicyActor:
+    """A policy that plays: a session for each environment."""
+
+    def __init__(self, pretrained: Pretrained, seed: int = 0):
+        self.pretrained, self.seed = pretrained, seed
+        self.episodes: list[int] = []
+        self.sessions: list[Session] = []
+
+    def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
+        """Key the policy's noise by episode, so that it does not depend on what runs beside it."""
+        self.episodes = list(seeds)
+
+    def reset(self, num_envs: int) -> None:
+        episodes = self.episodes if len(self.episodes) == num_envs else range(num_envs)
+        self.sessions = [Session(self.pretrained, self.seed, episode) for episode in episodes]
+
+    def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
+        rows = [{name: value[row] for name, value in batch.items()} for row in range(len(self.sessions))]
+        return act_together(self.sessions, rows, task)
 
 
 class ExpertActor:

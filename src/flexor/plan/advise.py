@@ -20,7 +20,7 @@ from flexor.data.settings import picture_size
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.trace.traces import Traces
-from flexor.policies.base import Kind
+from flexor.policies.features import Kind
 
 WORTH_IT = 0.01  # of the peak that a change saves at least, to be named
 

@@ -34,7 +34,8 @@ from flexor.plan.speed.speeds import Speeds
 from flexor.plan.speed.time import StepTime, step_time
 from flexor.plan.trace.events import Category, Trace
 from flexor.plan.trace.traces import Traces
-from flexor.policies.base import Kind, PolicyConfig
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind
 from flexor.train.ranks.split import Split, split_batch, steps_of
 
 NODE_LINK = 12.5e9  # bytes/s between nodes unless given: 100 Gbit/s

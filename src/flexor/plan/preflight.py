@@ -17,7 +17,7 @@ from flexor.plan.data.from_dataset import facts_of
 from flexor.plan.plan import Host, Plan, make_plan, site_of
 from flexor.plan.site.hardware import gpu_here, load_hardware
 from flexor.plan.trace.traces import Traces
-from flexor.train.build import deltas_of
+from flexor.policies.fit import deltas_of
 from flexor.train.ranks.processes import Processes
 
 ROOM = 0.95  # of a GPU's memory that the plan may fill when it chooses

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from math import inf
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
 from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
+from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
-
-
-class Kind(StrEnum):
-    """What a feature is to a policy; it decides how the feature is normalised."""
-
-    STATE = "STATE"
-    VISUAL = "VISUAL"
-    ENV = "ENV"
-    ACTION = "ACTION"
-    REWARD = "REWARD"
-    LANGUAGE = "LANGUAGE"
-
+from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.processing.normalize import Normalize, Unnormalize
+from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
+from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
 
 MOST_DROPOUT = 0.99  # all of it would leave nothing to learn from
-
-Normalization = Literal["IDENTITY", "MEAN_STD", "MIN_MAX", "QUANTILES", "QUANTILE10"]
-
-
-@dataclass(frozen=True)
-class PolicyFeature:
-    """One input or output of a policy; images are (channels, height, width)."""
-
-    type: Kind
-    shape: tuple[int, ...]
 
 
 @dataclass
@@ -75,6 +57,35 @@ class PolicyConfig:
     def scheduler_preset(self) -> dict[str, Any]:
         """The schedule's settings unless the user gives others."""
         return {"type": "constant"}
+
+    def steps_before(self, stats: Stats) -> list[ProcessingStep]:
+        """What happens to a batch before the policy sees it: to observations, and in training to actions too."""
+        features = {**self.input_features, **self.output_features}
+        return [
+            RenameObservations(),
+            ToBatch(),
+            ToDevice(),
+            Normalize(features, self.normalization_mapping, stats),
+        ]
+
+    def steps_after(self, stats: Stats) -> list[ProcessingStep]:
+        """What happens to predicted actions before the robot gets them."""
+        return [Unnormalize(self.output_features, self.normalization_mapping, stats), ToDevice("cpu")]
+
+    def pipelines(self, stats: Stats, device: str) -> tuple[Pipeline, Pipeline]:
+        """The processing before and after the policy, which computes on `device`."""
+        return (
+            Pipeline(PREPROCESSOR, self.steps_before(stats)).to(device),
+            Pipeline(POSTPROCESSOR, self.steps_after(stats)),
+        )
+
+    @property
+    def ensemble_coefficient(self) -> float | None:
+        """If given, the policy is asked at every step, and the chunks that overlap there are averaged.
+
+        A chunk weighs exp(-coefficient * i), where i = 0 is the oldest.
+        """
+        return None
 
     @property
     def observation_deltas(self) -> list[int] | None:
@@ -155,14 +166,6 @@ class ParamGroup:
 
     params: list[nn.Parameter]
     overrides: dict[str, Any] = field(default_factory=dict)
-
-
-class NoiseSource(Protocol):
-    """Where a policy gets its random numbers; see `flexor.core.rng.Noise`."""
-
-    def normal(self, name: str, shape: Sequence[int]) -> Tensor: ...
-    def uniform(self, name: str, shape: Sequence[int]) -> Tensor: ...
-    def integers(self, name: str, shape: Sequence[int], high: int) -> Tensor: ...
 
 
 class Policy(nn.Module):

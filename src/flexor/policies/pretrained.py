@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
+import torch
 import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.rng import Noise
 from flexor.core.run_files import (
     CHECKPOINTS,
     POLICY_CONFIG,
@@ -30,7 +34,7 @@ from flexor.policies import policy_class
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
-from flexor.policies.processing import POSTPROCESSOR, PREPROCESSOR, Pipeline
+from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
 
 # Keys of LeRobot's config.json that say where a policy was or will be uploaded, not what it is.
 FOREIGN = {
@@ -48,11 +52,41 @@ FOREIGN = {
 
 @dataclass
 class Pretrained:
-    """A policy with the processing it was trained with."""
+    """A policy with the processing it was trained with. It keeps nothing between calls: see `session.Session`."""
 
     policy: Policy
     preprocessor: Pipeline
     postprocessor: Pipeline
+
+    def chunk(
+        self,
+        observation: Mapping[str, np.ndarray],
+        task: Sequence[str],
+        noise: Noise | None = None,
+        memory: Batch | None = None,
+    ) -> np.ndarray:
+        """Actions [B, H, A] for observations [B, (T,) ...] of B robots, both in the robots' units.
+
+        What the policy remembers of them is in `memory`, which it changes.
+        """
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in observation.items()}
+        noise = noise or Noise(0, 0, torch.arange(len(task)))
+        seen: Batch = {**tensors, "task": list(task)}
+        batch = {
+            **self.preprocessor(seen, StepContext(noise=noise)),
+            MEMORY: {} if memory is None else memory,
+        }
+        self.policy.eval()
+        device = next(self.policy.parameters()).device
+        actions = self.predict(batch, noise.to(device))
+        context = StepContext(noise=noise, observation=self.preprocessor.renamed(seen))
+        chunk: np.ndarray = self.postprocessor({ACTION: actions}, context)[ACTION].float().numpy()
+        return chunk
+
+    @torch.inference_mode()
+    def predict(self, batch: Batch, noise: Noise) -> Tensor:
+        """The policy's own answer, normalised."""
+        return self.policy.predict(batch, noise)
 
 
 def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:

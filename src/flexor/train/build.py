@@ -6,12 +6,10 @@ import dataclasses
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schema import ParallelConfig, TrainConfig
-from flexor.core.batch import ACTION, REWARD
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
@@ -20,14 +18,14 @@ from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
 from flexor.data.settings import DatasetConfig, OrderConfig, picture_size
-from flexor.data.statistics import compute_stats
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
-from flexor.policies.base import Kind, Policy, PolicyConfig, PolicyFeature
+from flexor.policies.base import Policy
+from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder
-from flexor.policies.processing import Pipeline, Stats, default_pipelines
+from flexor.policies.processing.pipeline import Pipeline
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
@@ -37,8 +35,6 @@ from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.optim.schedules import build_scheduler
 from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
-
-IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
@@ -192,79 +188,6 @@ def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]
     return training, held_out
 
 
-def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, PolicyFeature]]:
-    """What a policy on this dataset observes and puts out."""
-    inputs: dict[str, PolicyFeature] = {}
-    outputs: dict[str, PolicyFeature] = {}
-    for name, feature in dataset.features.items():
-        if feature.is_camera:
-            inputs[name] = PolicyFeature(Kind.VISUAL, tuple(feature.chw))
-        elif name == "observation.environment_state":
-            inputs[name] = PolicyFeature(Kind.ENV, tuple(feature.shape))
-        elif name.startswith("observation.") and feature.is_numeric:
-            inputs[name] = PolicyFeature(Kind.STATE, tuple(feature.shape))
-        elif name.startswith(ACTION) and feature.is_numeric:
-            outputs[name] = PolicyFeature(Kind.ACTION, tuple(feature.shape))
-    if ACTION not in outputs:
-        raise ConfigError(
-            f"{dataset.repo_id} has no {ACTION!r} to learn; it has {', '.join(dataset.features)}."
-        )
-    return inputs, outputs
-
-
-def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
-    """The policy's settings with its features filled in, or checked if it has some already."""
-    inputs, outputs = features_of(dataset)
-    if policy.reward_deltas is not None and REWARD not in dataset.features:
-        raise ConfigError(
-            f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
-            "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
-        )
-    policy = dataclasses.replace(
-        policy,
-        input_features=policy.input_features or inputs,
-        output_features=policy.output_features or outputs,
-    )
-    there = {**inputs, **outputs}
-    for name, feature in {**policy.observed, ACTION: policy.action}.items():
-        if name not in there:
-            near = ", ".join(there)
-            raise ConfigError(f"The policy needs {name}, which the dataset does not have; it has {near}.")
-        if tuple(there[name].shape) != tuple(feature.shape):
-            raise ConfigError(
-                f"{name} is {list(there[name].shape)} in the dataset, but {list(feature.shape)} in the policy: "
-                "resize the dataset, or train a policy of its own for it."
-            )
-    policy.validate()
-    return policy
-
-
-def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
-    """Which steps of which feature make up a sample."""
-    deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
-    if policy.observation_deltas is not None:
-        deltas |= dict.fromkeys(policy.input_features, policy.observation_deltas)
-    if policy.reward_deltas is not None:
-        deltas[REWARD] = policy.reward_deltas
-    return deltas
-
-
-def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> Stats:
-    """The dataset's statistics for the policy's features, computed where they are missing."""
-    features = {**policy.input_features, **policy.output_features}
-    cameras = [name for name in policy.images if use_imagenet]
-    missing = [name for name in features if name not in dataset.stats and name not in cameras]
-    if missing:
-        log.info("computing statistics that the dataset lacks: %s", ", ".join(missing))
-    computed = compute_stats(dataset, missing) if missing else {}
-    stats: dict[str, dict[str, np.ndarray]] = {
-        name: dict({**dataset.stats, **computed}.get(name, {})) for name in features
-    }
-    for name in cameras:
-        stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
-    return stats
-
-
 def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) -> Policy:
     """A policy with its starting weights, the same for the same seed; a checkpoint will bring them if resuming."""
 
@@ -343,4 +266,7 @@ def build_state(
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
     stats = statistics(dataset, config.policy, config.dataset.use_imagenet_stats)
-    return default_pipelines(config.policy, stats, str(engine.device))
+    before, after = config.policy.pipelines(stats, str(engine.device))
+    before.prepare()
+    after.prepare()
+    return before, after

@@ -24,15 +24,9 @@ from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
+from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
-from flexor.train.build import (
-    build_datasets,
-    build_engine,
-    build_loader,
-    build_state,
-    check_same_episodes,
-    fit_to_dataset,
-)
+from flexor.train.build import build_datasets, build_engine, build_loader, build_state, check_same_episodes
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder

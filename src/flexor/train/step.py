@@ -10,6 +10,7 @@ from torch import Tensor
 from flexor.core.batch import SAMPLE_ID
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
+from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 
 
@@ -24,7 +25,8 @@ def optimizer_step(
     total = torch.zeros((), device=engine.device)
     state.policy.begin_step(state.step)
     for micro, batch in enumerate(micro_batches):
-        batch = state.preprocessor(batch)
+        context = StepContext(training=True, noise=Noise(config.seed, state.step, batch[SAMPLE_ID]))
+        batch = state.preprocessor(batch, context)
         noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
         first = engine.rank * split.share + micro * split.batch_size  # of the global batch
         with engine.accumulate(last=micro + 1 == len(micro_batches)):

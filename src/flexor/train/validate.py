@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,10 @@ from flexor.core.tensors import local
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import sample_rows, to_tensors, valid_steps
 from flexor.evaluate.play import play
-from flexor.evaluate.rollout import summarize
-from flexor.policies.actor import PolicyActor
+from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.policies.base import Policy
+from flexor.policies.fit import deltas_of
 from flexor.policies.pretrained import Pretrained
-from flexor.train.build import deltas_of
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import not_compiled
@@ -92,8 +91,9 @@ def evaluate(state: TrainState, run: Run) -> dict[str, Any]:
     with exported_weights(state):
         if processes.is_main:
             videos = run.videos / f"{state.step:06d}"
+            actor = PolicyActor(pretrained_of(state), config.seed)
             try:
-                summary = asdict(summarize(play(actor_of(state), config.env, config.eval, videos)))
+                summary = asdict(summarize(play(actor, config.env, config.eval, videos)))
             finally:
                 _tell(state, None)
         elif state.engine.sharded:
@@ -101,26 +101,22 @@ def evaluate(state: TrainState, run: Run) -> dict[str, Any]:
     return {f"eval_{name}": value for name, value in processes.share(lambda: summary).items()}
 
 
-def actor_of(state: TrainState) -> PolicyActor:
+def pretrained_of(state: TrainState) -> Pretrained:
     """The run's policy as it would be after export; use it inside `exported_weights`."""
-    trained = Pretrained(state.policy, state.preprocessor, state.postprocessor)
-    if state.engine.sharded:
-        return ShardedActor(trained, state)
-    return PolicyActor(trained, state.config.seed)
+    parts = state.policy, state.preprocessor, state.postprocessor
+    return ShardedPretrained(*parts, state) if state.engine.sharded else Pretrained(*parts)
 
 
-class ShardedActor(PolicyActor):
+@dataclass
+class ShardedPretrained(Pretrained):
     """Rank 0's: it tells the other ranks what to compute, because each has a part of the weights only."""
 
-    def __init__(self, trained: Pretrained, state: TrainState):
-        super().__init__(trained, state.config.seed)
-        self.state = state
+    state: TrainState
 
     @torch.no_grad()  # sharded weights can't be gathered in inference mode: training would find them unusable
-    def predict(self, batch: dict[str, np.ndarray], task: list[str]) -> Tensor:
-        prepared, noise = self.prepare(batch, task)
-        _tell(self.state, (move(prepared, "cpu"), noise))
-        return self.policy.predict(prepared, noise)
+    def predict(self, batch: Batch, noise: Noise) -> Tensor:
+        _tell(self.state, (move(batch, "cpu"), noise))
+        return self.policy.predict(batch, noise)
 
 
 @torch.no_grad()
@@ -128,8 +124,7 @@ def follow(state: TrainState) -> None:
     """Compute what rank 0 asks for until it has no more."""
     while (asked := _tell(state, None)) is not None:
         batch, noise = asked
-        noise.sample_ids = noise.sample_ids.to(state.engine.device)
-        state.policy.predict(move(batch, state.engine.device), noise)
+        state.policy.predict(move(batch, state.engine.device), noise.to(state.engine.device))
 
 
 def _tell(state: TrainState, what: Any) -> Any:

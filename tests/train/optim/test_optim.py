@@ -145,7 +145,8 @@ def test_schedule_of_a_policy_that_is_not_here():
 )
 def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny_act, tmp_path):
     from flexor.data.dataset import open_dataset
-    from flexor.train.build import build_state, fit_to_dataset
+    from flexor.policies.fit import fit_to_dataset
+    from flexor.train.build import build_state
     from flexor.train.engine.base import Engine
     from flexor.train.ranks.split import split_batch
 

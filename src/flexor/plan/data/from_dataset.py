@@ -11,7 +11,8 @@ from flexor.config.schema import TrainConfig
 from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import VideoClip
 from flexor.plan.data.host import PICTURES, Camera, Data
-from flexor.train.build import build_datasets, deltas_of, fit_to_dataset
+from flexor.policies.fit import deltas_of, fit_to_dataset
+from flexor.train.build import build_datasets
 
 LOOKED_AT = 8  # episodes whose key frames are counted; encoders do not change their mind within a dataset
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
 from flexor.plan.data.host import Camera, Data
-from flexor.policies.base import Kind, PolicyConfig, PolicyFeature
-from flexor.train.build import deltas_of
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.fit import deltas_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Robot:
     action: int = 14
 
     def fill_in(self, policy: PolicyConfig) -> PolicyConfig:
-        """The policy's settings with this robot's features, as `train.build.fit_to_dataset` would set them."""
+        """The policy's settings with this robot's features, as `policies.fit.fit_to_dataset` would set them."""
         pictures = {
             f"observation.images.camera{i}": PolicyFeature(Kind.VISUAL, (3, self.height, self.width))
             for i in range(self.cameras)

@@ -20,10 +20,12 @@ from flexor.monitor.meters import Meters
 from flexor.plan.trace.eight_bit import AdamW8bit
 from flexor.plan.trace.events import Category, Event, Step
 from flexor.plan.trace.ops import Phase
-from flexor.policies.base import Kind, Policy, PolicyConfig
+from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.features import Kind
+from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
-from flexor.policies.processing import TASK_MASK, TASK_TOKENS, Normalize, Pipeline, ToDevice
-from flexor.train.build import deltas_of, make_policy
+from flexor.policies.processing.pipeline import Pipeline
+from flexor.train.build import make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
@@ -105,7 +107,7 @@ class Rehearsal:
         if ema:
             tracker.name(list(ema.average.values()), "ema")
         self.policy.train()
-        before = preprocessor(config.policy, device)
+        before = rehearsed_processing(config.policy, device)
         self.state = TrainState(
             config=config,
             fingerprint="",
@@ -183,15 +185,16 @@ def _without_memory(config: TrainConfig) -> Policy:
             return make_policy(config)
 
 
-def preprocessor(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
-    """What happens to a batch on the GPU; words have become tokens before (see `loaded_batch`)."""
+def rehearsed_processing(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
+    """The policy's own processing, without files: its statistics leave values as they are."""
     features = {**policy.input_features, **policy.output_features}
     shapes = {n: (f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape for n, f in features.items()}
     stats = {
         name: {key: np.full(shape, value, np.float32) for key, value in STATISTICS.items()}
         for name, shape in shapes.items()
     }
-    return Pipeline("plan", [ToDevice(str(device)), Normalize(features, policy.normalization_mapping, stats)])
+    before, _ = policy.pipelines(stats, str(device))
+    return replace(before, rehearsal=True)
 
 
 def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
@@ -216,10 +219,6 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
     batch[SAMPLE_ID] = zeros(dtype=torch.int64)
     batch["task"] = ["do something"] * batch_size
     batch[VALID_STEPS] = float(len(deltas.get(ACTION, [0])))
-    words = getattr(policy, "tokenizer", None)
-    if words:
-        batch[TASK_TOKENS] = zeros(words["max_length"], dtype=torch.int64)
-        batch[TASK_MASK] = zeros(words["max_length"], dtype=torch.bool)
     return batch
 
 

@@ -254,7 +254,7 @@ def _explained(kind: str) -> Iterator[None]:
 def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
     """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
 
-    The policy's features must be filled in, as `train.build.fit_to_dataset` does. `accumulation`: forward passes per
+    The policy's features must be filled in, as `policies.fit.fit_to_dataset` does. `accumulation`: forward passes per
     step; what the settings say unless given.
     """
     from flexor.plan.trace.rehearsal import Rehearsal

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import (
-    MOST_DROPOUT,
-    Kind,
-    Normalization,
-    PolicyConfig,
-)
+from flexor.policies.base import MOST_DROPOUT, PolicyConfig
+from flexor.policies.features import Kind, Normalization
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
@@ -106,6 +102,10 @@ class ACTConfig(PolicyConfig):
                 f"ACT needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
                 f"{', '.join(self.input_features)}."
             )
+
+    @property
+    def ensemble_coefficient(self) -> float | None:
+        return self.temporal_ensemble_coeff
 
     def optimizer_preset(self) -> dict[str, Any]:
         return {

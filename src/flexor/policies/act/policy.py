@@ -16,14 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, ENV_STATE, STATE, Batch
+from flexor.core.rng import NoiseSource
 from flexor.policies.act.config import ACTIVATIONS, ACTConfig
-from flexor.policies.base import (
-    Loss,
-    NoiseSource,
-    ParamGroup,
-    Policy,
-    mean_over_valid,
-)
+from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
 from flexor.policies.nn.attention import Attention, sinusoidal_positions, sinusoidal_positions_2d
 from flexor.policies.nn.resnet import FrozenBatchNorm2d, ResNet
 

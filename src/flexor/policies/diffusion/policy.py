@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ENV_STATE, STATE, Batch
-from flexor.policies.base import NoiseSource
+from flexor.core.rng import NoiseSource
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.diffusion.unet import ConditionalUnet1d
 from flexor.policies.nn.camera import RgbEncoder

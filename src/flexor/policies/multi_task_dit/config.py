@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.policies.base import MOST_DROPOUT
 from flexor.policies.nn.denoising import DenoisingConfig
+from flexor.policies.processing.pipeline import ProcessingStep, Stats
+from flexor.policies.processing.tokenize import Tokenize
 
 Size = tuple[int, int]  # height, width
 
@@ -115,16 +117,16 @@ class MultiTaskDiTConfig(DenoisingConfig):
             return self.drop_n_last_frames
         return self.horizon - self.n_action_steps - self.n_obs_steps + 1
 
-    @property
-    def tokenizer(self) -> dict[str, Any]:
-        """How the task becomes tokens."""
-        return {
-            "tokenizer_name": self.text_encoder_name,
-            "max_length": self.tokenizer_max_length,
-            "padding": self.tokenizer_padding,
-            "padding_side": self.tokenizer_padding_side,
-            "truncation": self.tokenizer_truncation,
-        }
+    def steps_before(self, stats: Stats) -> list[ProcessingStep]:
+        tokenize = Tokenize(
+            self.text_encoder_name,
+            max_length=self.tokenizer_max_length,
+            padding=self.tokenizer_padding,
+            padding_side=self.tokenizer_padding_side,
+            truncation=self.tokenizer_truncation,
+        )
+        rename, to_batch, *others = super().steps_before(stats)
+        return [rename, to_batch, tokenize, *others]
 
     @property
     def resized(self) -> Size:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexor.policies.base import NoiseSource
+from flexor.core.rng import NoiseSource
 
 Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], time [B] -> dx/dt [B, ...]
 Method = Literal["euler", "rk4"]

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from flexor.core.batch import STATE, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import NoiseSource, ParamGroup
+from flexor.core.rng import NoiseSource
+from flexor.policies.base import ParamGroup
 from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
 from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
 from flexor.policies.multi_task_dit.flow import FlowMatching
@@ -26,7 +27,7 @@ from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
 from flexor.policies.nn.camera import center_crop, random_crop
 from flexor.policies.nn.denoising import DenoisingPolicy
 from flexor.policies.nn.diffusion import DiffusionSchedule
-from flexor.policies.processing import TASK_MASK, TASK_TOKENS
+from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
 
 class MultiTaskDiT(DenoisingPolicy):

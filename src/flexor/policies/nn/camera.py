@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import NoiseSource
+from flexor.core.rng import NoiseSource
 from flexor.policies.nn.batchnorm import BatchNorm2d
 from flexor.policies.nn.resnet import ResNet
 

@@ -15,15 +15,9 @@ from torch import Tensor
 
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import ConfigError
-from flexor.policies.base import (
-    Kind,
-    Loss,
-    NoiseSource,
-    Normalization,
-    Policy,
-    PolicyConfig,
-    mean_over_valid,
-)
+from flexor.core.rng import NoiseSource
+from flexor.policies.base import Loss, Policy, PolicyConfig, mean_over_valid
+from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.nn.diffusion import DiffusionSettings, Network
 

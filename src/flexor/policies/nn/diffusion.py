@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexor.core.errors import ConfigError
-from flexor.policies.base import NoiseSource
+from flexor.core.rng import NoiseSource
 
 CHOICES = {
     "noise_scheduler_type": ("DDPM", "DDIM"),

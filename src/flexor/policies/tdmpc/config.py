@@ -7,11 +7,8 @@ from typing import Any, ClassVar
 
 from flexor.core.batch import ENV_STATE, STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import (
-    Kind,
-    Normalization,
-    PolicyConfig,
-)
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, Normalization
 
 
 @dataclass

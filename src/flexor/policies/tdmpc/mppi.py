@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flexor.policies.base import NoiseSource
+from flexor.core.rng import NoiseSource
 from flexor.policies.tdmpc.world_model import LatentWorld
 
 if TYPE_CHECKING:

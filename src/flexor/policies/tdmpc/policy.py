@@ -19,14 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, MEMORY, REWARD, STATE, Batch
+from flexor.core.rng import NoiseSource
 from flexor.core.tensors import local
-from flexor.policies.base import (
-    Loss,
-    NoiseSource,
-    ParamGroup,
-    Policy,
-    PolicyFeature,
-)
+from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.features import PolicyFeature
 from flexor.policies.nn.camera import random_crop
 from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.mppi import lower_of_two, plan

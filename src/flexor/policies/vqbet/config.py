@@ -7,12 +7,8 @@ from typing import Any, ClassVar
 
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import (
-    MOST_DROPOUT,
-    Kind,
-    Normalization,
-    PolicyConfig,
-)
+from flexor.policies.base import MOST_DROPOUT, PolicyConfig
+from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.nn.camera import VisionSettings
 

@@ -18,12 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
-from flexor.policies.base import (
-    Loss,
-    NoiseSource,
-    ParamGroup,
-    Policy,
-)
+from flexor.core.rng import NoiseSource
+from flexor.policies.base import Loss, ParamGroup, Policy
 from flexor.policies.nn.camera import RgbEncoder
 from flexor.policies.vqbet.config import TOKENS_PER_STEP, VQBeTConfig
 from flexor.policies.vqbet.gpt import GPT

@@ -15,7 +15,7 @@ from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG
 from flexor.core.typed import changeable
-from flexor.policies.processing import PREPROCESSOR, Pipeline
+from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from flexor.train.checkpoint import folder as checkpoint
 
 

@@ -27,7 +27,7 @@ from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
 from flexor.policies.adapters import merged
 from flexor.policies.base import Policy
 from flexor.policies.pretrained import save_pretrained
-from flexor.policies.processing import Pipeline
+from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import lerobot
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
 from flexor.train.engine.base import Engine

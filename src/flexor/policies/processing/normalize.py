@@ -1,0 +1,127 @@
+"""Normalisation and its inverse. To add a mode: a line in BOUNDS, its name in `policies/features.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexor.core.batch import Batch
+from flexor.core.errors import ConfigError
+from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
+
+# the statistics that become -1 and 1; MEAN_STD is the other kind
+BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+
+
+class _Normalization(ProcessingStep):
+    """Statistics per feature and how they are applied to each kind of feature."""
+
+    inverse: ClassVar[bool]
+
+    def __init__(
+        self,
+        features: Mapping[str, PolicyFeature],
+        norm_map: Mapping[Kind, Normalization] | Mapping[str, str],
+        stats: Stats | None = None,
+        eps: float = 1e-8,
+    ):
+        self.features = dict(features)
+        self.norm_map: dict[str, str] = {str(kind): mode for kind, mode in norm_map.items()}
+        self.eps = eps
+        self.stats = {
+            key: {name: _as_tensor(value) for name, value in values.items()}
+            for key, values in (stats or {}).items()
+        }
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse now what would fail in the middle of a run."""
+        for key, feature in self.features.items():
+            mode = self.norm_map.get(feature.type, "IDENTITY")
+            if mode == "IDENTITY" or not self.stats:
+                continue
+            needed = ("mean", "std") if mode == "MEAN_STD" else BOUNDS[mode]
+            missing = [name for name in needed if name not in self.stats.get(key, {})]
+            if missing:
+                raise ConfigError(
+                    f"{key} is normalised by {mode}, but the dataset's statistics lack {', '.join(missing)}: "
+                    f"recompute them with `flexor data stats DIR`, or choose another mode with "
+                    f"--policy.normalization_mapping.{feature.type}=..."
+                )
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        out = dict(batch)
+        for key, feature in self.features.items():
+            if isinstance(out.get(key), Tensor):
+                out[key] = self._apply(out[key], key, feature)
+        return out
+
+    def _apply(self, x: Tensor, key: str, feature: PolicyFeature) -> Tensor:
+        mode = self.norm_map.get(feature.type, "IDENTITY")
+        if mode == "IDENTITY" or key not in self.stats:
+            return x
+        if mode == "MEAN_STD":
+            mean, std = self._statistics(key, feature, x, "mean", "std")
+            return x * std + mean if self.inverse else (x - mean) / (std + self.eps)
+        low, high = self._statistics(key, feature, x, *BOUNDS[mode])
+        span = torch.where(high == low, self.eps, high - low)
+        return (x + 1) / 2 * span + low if self.inverse else 2 * (x - low) / span - 1
+
+    def _statistics(self, key: str, feature: PolicyFeature, like: Tensor, *names: str) -> list[Tensor]:
+        found = []
+        for name in names:
+            value = self.stats[key][name]
+            if value.device != like.device:
+                value = self.stats[key][name] = value.to(like.device)
+            if feature.type is Kind.VISUAL:
+                value = value.reshape(-1, 1, 1)
+            found.append(value.to(like.dtype))
+        return found
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "eps": self.eps,
+            "features": {k: {"type": f.type.value, "shape": list(f.shape)} for k, f in self.features.items()},
+            "norm_map": self.norm_map,
+        }
+
+    @classmethod
+    def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
+        features = {
+            key: PolicyFeature(Kind(value["type"]), tuple(value["shape"]))
+            for key, value in settings["features"].items()
+        }
+        others = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
+        return cls(**{**others, "features": features})
+
+    def state(self) -> dict[str, Tensor]:
+        return {
+            f"{key}.{name}": value.cpu().contiguous()
+            for key, values in self.stats.items()
+            for name, value in values.items()
+        }
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.stats = {}
+        for flat, value in state.items():
+            key, name = flat.rsplit(".", 1)
+            self.stats.setdefault(key, {})[name] = value.float()
+
+
+@processing_step("normalizer_processor")
+class Normalize(_Normalization):
+    inverse = False
+
+
+@processing_step("unnormalizer_processor")
+class Unnormalize(_Normalization):
+    inverse = True
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.as_tensor(np.asarray(value), dtype=torch.float32)

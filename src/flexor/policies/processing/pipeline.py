@@ -1,0 +1,165 @@
+"""What happens to a batch before the policy sees it and to actions before the robot does.
+
+A pipeline is a list of steps, saved with the weights in LeRobot's format. Training, evaluation, export and the planner
+use the same one: what was trained is what runs. A policy names its steps in `PolicyConfig.steps_before` and
+`steps_after`. To add a step: a class with `@processing_step(name)`, beside these or in the folder of its policy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flexor.core.batch import Batch
+from flexor.core.errors import CheckpointError
+from flexor.core.rng import NoiseSource
+
+Stats = Mapping[str, Mapping[str, Any]]
+
+PREPROCESSOR = "policy_preprocessor"
+POSTPROCESSOR = "policy_postprocessor"
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step can use besides the batch."""
+
+    training: bool = False
+    """Whether the batch is trained on: a step that augments does so only then."""
+    noise: NoiseSource | None = None
+    """Random numbers that depend on seed, step and sample only. None if nobody gave a seed."""
+    observation: Batch = field(default_factory=dict)
+    """For steps after the policy: the observation it acted on, in the robot's units, under the policy's names."""
+
+
+ACTING = StepContext()
+
+
+class ProcessingStep:
+    """One step of a pipeline. `config` and `state` are what is saved."""
+
+    name: ClassVar[str]
+
+    keeps_values: ClassVar[bool] = False
+    """Whether the step only names and arranges: what comes out is still in the robot's units, and not moved."""
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        raise NotImplementedError
+
+    def to(self, device: str) -> None:
+        """The policy computes on this device."""
+
+    def prepare(self) -> None:
+        """Load what the step needs, before a run starts: a missing file is then an error at once."""
+
+    def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        """A batch of the same shape, for a plan: without files and without looking at values."""
+        return self(batch, context)
+
+    def config(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
+
+    @classmethod
+    def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
+        return cls(**settings)
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        pass
+
+
+STEPS: dict[str, type[ProcessingStep]] = {}
+AnyStep = TypeVar("AnyStep", bound=type[ProcessingStep])
+
+
+def processing_step(name: str) -> Callable[[AnyStep], AnyStep]:
+    """Register a step under the name that stands for it in a checkpoint: LeRobot's, where it has the step too."""
+
+    def register(step: AnyStep) -> AnyStep:
+        step.name = name
+        STEPS[name] = step
+        return step
+
+    return register
+
+
+@dataclass
+class Pipeline:
+    """Named steps applied one after the other."""
+
+    name: str
+    steps: list[ProcessingStep]
+    rehearsal: bool = False
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        for step in self.steps:
+            batch = step.rehearse(batch, context) if self.rehearsal else step(batch, context)
+        return batch
+
+    def renamed(self, batch: Batch) -> Batch:
+        """The batch under the policy's names, in the robot's units."""
+        for step in self.steps:
+            batch = step(batch) if step.keeps_values else batch
+        return batch
+
+    def to(self, device: str) -> Pipeline:
+        """Bring batches to the device that the policy computes on."""
+        for step in self.steps:
+            step.to(device)
+        return self
+
+    def prepare(self) -> None:
+        for step in self.steps:
+            step.prepare()
+
+    def save(self, folder: Path) -> None:
+        described = []
+        for index, step in enumerate(self.steps):
+            entry: dict[str, Any] = {"registry_name": step.name, "config": step.config()}
+            state = step.state()
+            if state:
+                entry["state_file"] = f"{self.name}_step_{index}_{step.name}.safetensors"
+                save_file(state, folder / entry["state_file"])
+            described.append(entry)
+        text = json.dumps({"name": self.name, "steps": described}, indent=2)
+        (folder / f"{self.name}.json").write_text(text)
+
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Pipeline:
+        file = folder / f"{name}.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} has no {name}.json, which says how its inputs are normalised. Checkpoints of "
+                "LeRobot before 0.4 lack it: convert them with its migrate_policy_normalization script."
+            )
+        pipeline = cls(name, [_load_step(file, entry) for entry in json.loads(file.read_text())["steps"]])
+        pipeline.prepare()
+        return pipeline
+
+
+def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
+    name = entry.get("registry_name") or entry.get("class")
+    if name not in STEPS:
+        raise CheckpointError(
+            f"{file} names the processing step {name!r}, which Flexor does not have. It has: {', '.join(STEPS)}. "
+            f"If you have its code, register it in the file of your policy with @flexor.processing_step({name!r}). "
+            f"If the policy works without it, delete its entry from {file.name}. Else use the checkpoint in LeRobot."
+        )
+    settings = dict(entry.get("config", {}))
+    try:
+        step = STEPS[name].from_config(settings)
+    except (TypeError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{file}: the processing step {name!r} does not take the settings {settings}: {error!r}"
+        ) from error
+    if "state_file" in entry:
+        step.load_state(load_file(file.parent / entry["state_file"]))
+    return step

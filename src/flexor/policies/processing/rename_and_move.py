@@ -1,0 +1,70 @@
+"""Steps that change a batch's names, its batch dimension and the device it is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.core.batch import ACTION, IMAGE_PREFIX, Batch
+from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
+
+
+@processing_step("rename_observations_processor")
+@dataclass
+class RenameObservations(ProcessingStep):
+    keeps_values = True
+    rename_map: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        return {self.rename_map.get(key, key): value for key, value in batch.items()}
+
+
+@processing_step("to_batch_processor")
+@dataclass
+class ToBatch(ProcessingStep):
+    """A single observation becomes a batch of one; a batch stays as it is."""
+
+    keeps_values = True
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        out = dict(batch)
+        for key, value in batch.items():
+            single = 3 if key.startswith(IMAGE_PREFIX) else 1
+            if isinstance(value, Tensor) and value.dim() == single and _is_vector(key):
+                out[key] = value[None]
+        if isinstance(batch.get("task"), str):
+            out["task"] = [batch["task"]]
+        return out
+
+
+def _is_vector(key: str) -> bool:
+    return (key.startswith("observation.") and not key.endswith("_is_pad")) or key == ACTION
+
+
+@processing_step("device_processor")
+@dataclass
+class ToDevice(ProcessingStep):
+    """Move a batch, then convert it there: images travel as bytes and become floats in [0, 1] on arrival."""
+
+    device: str = "cpu"
+    float_dtype: str | None = None
+
+    def to(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        dtype = getattr(torch, self.float_dtype) if self.float_dtype else torch.float32
+        return {key: self._move(key, value, dtype) for key, value in batch.items()}
+
+    def _move(self, key: str, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        # Asynchronously only from pinned memory. Otherwise an action could be read before it has arrived, and an
+        # observation be overwritten before it has left.
+        value = value.to(self.device, non_blocking=value.device.type == "cpu" and value.is_pinned())
+        if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
+            return value.to(dtype) / 255
+        return value.to(dtype) if value.is_floating_point() else value
