@@ -38,19 +38,19 @@ from flexor.config.parse import load_config
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.memory.memory import MemoryPlanner
-from flexor.plan.show.table import describe_clip
 from flexor.plan.site.hardware import GPU, gpu_here, load_hardware
 from flexor.plan.speed import calibrate
 from flexor.plan.speed.measure import WINDOWS, Measured
 from flexor.plan.speed.speeds import Speeds, assumed, read, save
 from flexor.plan.speed.time import step_time
 from flexor.plan.trace.trace import trace_step
+from flexor.policies.multi_task_dit.config import describe_clip
 
 ROBOTS = {
     "one": Robot(cameras=1, height=240, width=320),
     "square": Robot(cameras=1, height=224, width=224),
     "large": Robot(cameras=1, height=448, width=448),
-    **calibrate.ROBOTS,
+    **{kind: Robot(*on[:3]) for kind, on in calibrate.calibrations().items()},
     "multi_task_dit": Robot(),
 }
 

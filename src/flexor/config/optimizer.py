@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import OptimizerConfig, SchedulerConfig
 from flexor.core.errors import ConfigError
 from flexor.policies.base import PolicyConfig
@@ -15,14 +16,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.0},
 }
 DEFAULTS["adamw_8bit"] = DEFAULTS["adamw"]
-SCHEDULER_SETTINGS = {
-    "constant": {"type"},
-    "constant_with_warmup": {"type", "num_warmup_steps"},
-    "cosine": {"type", "num_warmup_steps"},
-    "cosine_decay_with_warmup": {"type", "num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"},
-    "vqbet": {"type", "num_warmup_steps", "num_vqvae_training_steps", "num_cycles"},
-}
-HALF_A_WAVE = 0.5  # cycles of a cosine, from its top to its bottom
 
 
 def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> OptimizerConfig:
@@ -41,22 +34,19 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
 def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
     preset = policy.scheduler_preset()
     kind = given.type or preset["type"]
-    if kind not in SCHEDULER_SETTINGS:  # LeRobot's policies can have others
+    if kind not in SCHEDULES:  # LeRobot's policies can have others
         raise ConfigError(
-            f"The policy's schedule {kind!r} is not here: give --scheduler.type, one of "
-            f"{', '.join(SCHEDULER_SETTINGS)}."
+            f"The policy's schedule {kind!r} is not here: give --scheduler.type, one of {', '.join(SCHEDULES)}."
         )
+    schedule = SCHEDULES[kind]
     if kind != preset["type"]:
         preset = {}
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
-    useless = [n for n in named if n not in SCHEDULER_SETTINGS[kind]]
+    useless = [n for n in named if n not in ("type", *schedule.settings)]
     if useless:
         raise ConfigError(f"scheduler.{useless[0]} has no meaning for scheduler.type={kind}.")
-    config = SchedulerConfig(**{**preset, "type": kind, **named})
-    if kind == "vqbet" and config.num_cycles is None:
-        config.num_cycles = HALF_A_WAVE
-    if kind == "cosine_decay_with_warmup":
-        missing = [n for n in ("num_decay_steps", "peak_lr", "decay_lr") if getattr(config, n) is None]
-        if missing:
-            raise ConfigError(f"scheduler.type={kind} needs scheduler.{', scheduler.'.join(missing)}.")
+    config = SchedulerConfig(**{**schedule.defaults, **preset, "type": kind, **named})
+    missing = [n for n in schedule.required if getattr(config, n) is None]
+    if missing:
+        raise ConfigError(f"scheduler.type={kind} needs scheduler.{', scheduler.'.join(missing)}.")
     return config

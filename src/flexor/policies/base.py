@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
@@ -22,11 +23,23 @@ from flexor.policies.processing.rename_and_move import RenameObservations, ToBat
 MOST_DROPOUT = 0.99  # all of it would leave nothing to learn from
 
 
+class Calibration(NamedTuple):
+    """What `flexor plan --calibrate` trains a policy on to measure a machine."""
+
+    cameras: int = 2
+    height: int = 480
+    width: int = 640
+    narrow: Mapping[str, Any] = {}
+    """Settings with less to compute and the same operations, to measure what the host takes for each."""
+
+
 @dataclass
 class PolicyConfig:
     """Settings every policy has, under LeRobot's names."""
 
     type: ClassVar[str]
+    calibration: ClassVar[Calibration | None] = None
+    """None: calibration leaves the policy out."""
 
     n_obs_steps: int = 1
     """How many observations, up to the current one, the policy sees."""
@@ -49,6 +62,10 @@ class PolicyConfig:
             if value is not None and not low <= value <= high:
                 wanted = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
                 raise ConfigError(f"policy.{name}={value} must be {wanted}.")
+
+    def without_hub(self, folder: Path) -> Self:
+        """These settings, for a plan without a network: what would be fetched from the Hub is described in `folder`."""
+        return self
 
     def optimizer_preset(self) -> dict[str, Any]:
         """The optimizer's settings unless the user gives others."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
+from flexor.config.schedules import build_scheduler
 from flexor.config.schema import ParallelConfig, TrainConfig
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
@@ -32,7 +33,6 @@ from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
-from flexor.train.optim.schedules import build_scheduler
 from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
 

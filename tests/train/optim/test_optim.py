@@ -8,12 +8,12 @@ from torch import nn
 
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.parse import load_config
+from flexor.config.schedules import build_scheduler, schedule
 from flexor.config.schema import OptimizerConfig, SchedulerConfig
 from flexor.core.errors import ConfigError
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.train.optim.ema import EMA
-from flexor.train.optim.schedules import build_scheduler, schedule
 from support import runs
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flexor.config.schema import TrainConfig
 from flexor.plan.data import FRAMES
@@ -20,7 +18,6 @@ from flexor.plan.site.hardware import Hardware
 from flexor.plan.speed.speeds import assumed
 from flexor.plan.trace.traces import Traces
 from flexor.policies import POLICIES, policy_class
-from flexor.policies.base import PolicyConfig
 
 BATCH, EPOCHS = 8, 5
 REFERENCE = "RTX 4090"  # whose memory is shown; others differ by CUDA's context and the kernels of attention
@@ -66,8 +63,8 @@ def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -
 
 
 def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
-    with offline(kind) as policy:
-        robot, policy = usual_robot(policy)
+    with tempfile.TemporaryDirectory() as folder:
+        robot, policy = usual_robot(policy_class(kind).Config().without_hub(Path(folder)))
         for precision in PRECISIONS:
             config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
             config.precision = precision
@@ -87,26 +84,6 @@ def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Ro
     for_sale = [choice for choice in fitting if choice.gpu.name in hardware.purchases]
     bought = min(for_sale, key=lambda choice: hardware.purchases[choice.gpu.name].usd, default=None)
     return Row(kind, robot, plan, bought, cheapest(fitting), fastest(fitting))
-
-
-@contextmanager
-def offline(kind: str) -> Iterator[PolicyConfig]:
-    """A policy's default settings; a CLIP that it would look up on the Hub is described in a folder instead."""
-    config = policy_class(kind).Config()
-    names = [name for name in ("vision_encoder_name", "text_encoder_name") if hasattr(config, name)]
-    if not names:
-        yield config
-        return
-    with tempfile.TemporaryDirectory(prefix="clip-vit-base-patch16-") as folder:
-        describe_clip(Path(folder))
-        own: dict[str, Any] = dict.fromkeys(names, folder)
-        yield replace(config, **own)
-
-
-def describe_clip(folder: Path) -> None:
-    """The shape of openai/clip-vit-base-patch16, where it differs from what `transformers` assumes."""
-    described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
-    (folder / "config.json").write_text(json.dumps(described))
 
 
 def _line(row: Row, hardware: Hardware) -> str:

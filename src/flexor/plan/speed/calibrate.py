@@ -30,23 +30,16 @@ from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
-from flexor.policies import policy_class
+from flexor.policies import POLICIES, policy_class
+from flexor.policies.base import Calibration
 
-ROBOTS = {
-    "act": Robot(),
-    "diffusion": Robot(),
-    "vqbet": Robot(cameras=1, height=96, width=96),
-    "tdmpc": Robot(cameras=1, height=84, width=84),
-}
 PRECISIONS = ("no", "bf16")
 BATCHES = (4, 32)
 LEAST = 0.05  # relative error that is stated at least: machines are not the same every day
 STEPS = 4  # in each of the windows of time that are looked at
 FEW = 4  # steps in which the host is looked at
 
-# A policy with less to remember and the same operations, for the host.
-NARROW: dict[str, dict[str, Any]] = {"diffusion": {"down_dims": (64, 128, 256)}}
-HOSTS_GIB = 4  # that those take
+HOSTS_GIB = 4  # of memory for the policies that the host is measured with
 
 
 class Check(NamedTuple):
@@ -57,17 +50,24 @@ class Check(NamedTuple):
     seconds: float
 
 
+def calibrations() -> dict[str, Calibration]:
+    """The policies that are measured, and on what."""
+    found = {kind: policy_class(kind).Config.calibration for kind in POLICIES}
+    return {kind: calibration for kind, calibration in found.items() if calibration}
+
+
 def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
     """What plans for this GPU and its host should go by."""
+    kinds = calibrations()
     samples: list[Sample] = []
     checks: list[Check] = []
     room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
     say("policies for the host")
     with contextlib.ExitStack() as stack:
         hosts = [
-            stack.enter_context(Host(kind, precision, gpu)) for kind in ROBOTS for precision in PRECISIONS
+            stack.enter_context(Host(kind, precision, gpu)) for kind in kinds for precision in PRECISIONS
         ]
-        for kind in ROBOTS:
+        for kind in kinds:
             for precision in PRECISIONS:
                 config = settings(kind, precision)
                 planner = MemoryPlanner(config, room, traces=Traces(config, scalable=False))
@@ -80,7 +80,7 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
                     samples += [sample_of(op, seconds, gpu) for op, seconds in timed if seconds > 0]
                 for host in hosts:
                     host.look()
-    costs = {kind: _mean(host.costs() for host in hosts if host.kind == kind) for kind in ROBOTS}
+    costs = {kind: _mean(host.costs() for host in hosts if host.kind == kind) for kind in kinds}
     costs["any"] = _mean(costs.values())
     speeds = Speeds(gpu.name, torch.__version__, str(date.today()), tuple(merged(samples)), costs)
     return _with_errors(speeds, gpu, checks)
@@ -88,7 +88,8 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
 
 def settings(kind: str, precision: str = "no", robot: Robot | None = None, **changes: Any) -> TrainConfig:
     """A run of a policy with its own defaults, but for some."""
-    policy = (robot or ROBOTS[kind]).fill_in(policy_class(kind).Config(**changes))
+    robot = robot or Robot(*calibrations()[kind][:3])
+    policy = robot.fill_in(policy_class(kind).Config(**changes))
     return TrainConfig(policy=policy, precision=precision)  # type: ignore[arg-type]
 
 
@@ -105,9 +106,9 @@ class Host(Measured):
 
     def __init__(self, kind: str, precision: str, gpu: GPU):
         self.kind = kind
-        robot = ROBOTS[kind]
-        tiny = Robot(robot.cameras, min(robot.height, 96), min(robot.width, 96))
-        config = settings(kind, precision, tiny, **NARROW.get(kind, {}))
+        usual = calibrations()[kind]
+        tiny = Robot(usual.cameras, min(usual.height, 96), min(usual.width, 96))
+        config = settings(kind, precision, tiny, **usual.narrow)
         self.ops = list(steps_ops(trace_step(config, 2, gpu)))
         self.seen: list[dict[str, float]] = []
         super().__init__(config, 2)

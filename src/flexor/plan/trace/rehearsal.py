@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
+from flexor.config.schedules import build_scheduler
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import ACTION, REWARD, SAMPLE_ID, VALID_STEPS, Batch
 from flexor.data.loader.to_gpu import Staged
@@ -30,7 +31,6 @@ from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
-from flexor.train.optim.schedules import build_scheduler
 from flexor.train.ranks.split import Split
 from flexor.train.step import optimizer_step
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import MOST_DROPOUT, PolicyConfig
+from flexor.policies.base import MOST_DROPOUT, Calibration, PolicyConfig
 from flexor.policies.features import Kind, Normalization
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
@@ -22,6 +22,7 @@ class ACTConfig(PolicyConfig):
     """Defaults are those of the paper's bimanual tasks, as LeRobot sets them."""
 
     type: ClassVar[str] = "act"
+    calibration = Calibration()
 
     chunk_size: int = 100
     """How many actions are predicted at once."""

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from flexor.core.batch import ENV_STATE
 from flexor.core.errors import ConfigError
+from flexor.policies.base import Calibration
 from flexor.policies.nn.camera import VisionSettings
 from flexor.policies.nn.denoising import DenoisingConfig
 
@@ -16,6 +17,7 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "diffusion"
+    calibration = Calibration(narrow={"down_dims": (64, 128, 256)})
 
     drop_n_last_frames: int = 7
     """Frames at the end of an episode that no sample starts from: most of its actions would be padding."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
 from flexor.core.errors import ConfigError
 from flexor.policies.base import MOST_DROPOUT
@@ -117,6 +119,11 @@ class MultiTaskDiTConfig(DenoisingConfig):
             return self.drop_n_last_frames
         return self.horizon - self.n_action_steps - self.n_obs_steps + 1
 
+    def without_hub(self, folder: Path) -> Self:
+        described = folder / "clip-vit-base-patch16"
+        describe_clip(described)
+        return replace(self, vision_encoder_name=str(described), text_encoder_name=str(described))
+
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         tokenize = Tokenize(
             self.text_encoder_name,
@@ -141,3 +148,10 @@ class MultiTaskDiTConfig(DenoisingConfig):
         if not self.images or crop is None or crop[0] > self.resized[0] or crop[1] > self.resized[1]:
             return None
         return crop
+
+
+def describe_clip(folder: Path) -> None:
+    """The shape of openai/clip-vit-base-patch16, where it differs from what `transformers` assumes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
+    (folder / "config.json").write_text(json.dumps(described))

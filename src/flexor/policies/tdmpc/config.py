@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from flexor.core.batch import ENV_STATE, STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import PolicyConfig
+from flexor.policies.base import Calibration, PolicyConfig
 from flexor.policies.features import Kind, Normalization
 
 
@@ -16,6 +16,7 @@ class TDMPCConfig(PolicyConfig):
     """Defaults are those of FOWM's xArm tasks, as LeRobot sets them."""
 
     type: ClassVar[str] = "tdmpc"
+    calibration = Calibration(cameras=1, height=84, width=84)
 
     n_action_repeats: int = 2
     """How often the plan's first action is executed before the policy looks again; 1 with n_action_steps."""

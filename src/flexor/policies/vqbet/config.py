@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
-from flexor.policies.base import MOST_DROPOUT, PolicyConfig
+from flexor.policies.base import MOST_DROPOUT, Calibration, PolicyConfig
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.nn.camera import VisionSettings
@@ -20,6 +20,7 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     """Defaults are those for PushT, as LeRobot sets them."""
 
     type: ClassVar[str] = "vqbet"
+    calibration = Calibration(cameras=1, height=96, width=96)
 
     n_obs_steps: int = 5
     """How many observations, up to the current one, the policy sees."""

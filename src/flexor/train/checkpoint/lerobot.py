@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import to_plain
 from flexor.policies.pretrained import FOREIGN
-
-SCHEDULERS = {
-    "constant_with_warmup": ("num_warmup_steps",),
-    "vqbet": ("num_warmup_steps", "num_vqvae_training_steps", "num_cycles"),
-    "cosine_decay_with_warmup": ("num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"),
-}
 
 
 def train_config(config: TrainConfig) -> dict[str, Any]:
@@ -51,10 +46,7 @@ def _optimizer(config: TrainConfig) -> dict[str, Any]:
 
 def scheduler(config: TrainConfig) -> dict[str, Any] | None:
     """None where LeRobot would make no scheduler."""
-    schedule = config.scheduler
-    if schedule.type == "cosine":
-        return {"type": "diffuser", "name": "cosine", "num_warmup_steps": schedule.num_warmup_steps or 0}
-    if schedule.type not in SCHEDULERS:
+    kind = SCHEDULES[config.scheduler.type or "constant"]
+    if kind.lerobot is None:
         return None
-    named = {name: getattr(schedule, name) or 0 for name in SCHEDULERS[schedule.type]}
-    return {"type": schedule.type, **named}
+    return {**kind.lerobot, **{name: getattr(config.scheduler, name) or 0 for name in kind.settings}}

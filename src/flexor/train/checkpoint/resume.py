@@ -10,6 +10,7 @@ import torch
 
 from flexor.config.accelerate_flags import accelerate_settings
 from flexor.config.parse import build_config, flatten, parse_flags, read_run
+from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
@@ -95,7 +96,7 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
         named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
     _check_statistics(found, preprocessor)
-    if before["steps"] != now["steps"] and str(now["scheduler.type"]).startswith("cosine"):
+    if before["steps"] != now["steps"] and SCHEDULES[config.scheduler.type or "constant"].stretches:
         log.warning(
             "steps was %d, is %d: the %s schedule stretches with it, so the learning rate jumps here",
             before["steps"],

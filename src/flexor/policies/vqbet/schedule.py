@@ -1,0 +1,10 @@
+"""The learning rate of VQ-BeT: constant while the action vocabulary is trained, then another schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def after_vocabulary(vocabulary_steps: int, then: Callable[[int], float]) -> Callable[[int], float]:
+    """step -> factor on the learning rate; `then` counts its steps from the end of the vocabulary's."""
+    return lambda step: 1.0 if step < vocabulary_steps else then(step - vocabulary_steps)
