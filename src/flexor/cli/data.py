@@ -7,11 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flexor.cli.flags import dashed
 from flexor.core.console import print_result, progress
 from flexor.core.log import log
 
 
-def data(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     from flexor.data.loader import cache_flags
 
     parser = argparse.ArgumentParser(
@@ -35,9 +36,9 @@ def data(arguments: list[str]) -> int:
             verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
     _add_repair(verbs)
     cache_flags.add_verb(verbs)
-    parsed = parser.parse_args(arguments)
-    run = {"info": _info, "check": _check, "stats": _stats, "repair": _repair, "cache": _cache}
-    return run[parsed.verb](parsed)
+    parsed = parser.parse_args(dashed(arguments))
+    verbs_run = {"info": _info, "check": _check, "stats": _stats, "repair": _repair, "cache": _cache}
+    return verbs_run[parsed.verb](parsed)
 
 
 def _add_repair(verbs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 from flexor.config.parse import build_config, flatten, parse_flags, read_file, read_run
 from flexor.config.schema import EvalConfig, TrainConfig
-from flexor.core.console import progress, table
+from flexor.core.console import print_result, progress, table
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import RUN_CONFIG
@@ -26,6 +27,23 @@ from flexor.train.engine.base import Engine
 from flexor.train.loop import train
 
 SUMMARY = "summary.json"
+
+
+def run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flexor demo",
+        description="Record, train and evaluate on the built-in task: minutes on a CPU. Settings of "
+        "`flexor train` may follow.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--output-dir", "--output_dir", type=Path, default=Path("runs/demo"), help="folder for the run"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed, settings = parser.parse_known_args(arguments)
+    summary, text = run_demo(parsed.output_dir, settings)
+    print_result(summary, parsed.json, text)
+    return 0
 
 
 def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor import __version__
+from flexor.core.console import print_result
 from flexor.core.machine import cache_folder, free_memory, total_memory, usable_cores
 
 PACKAGES = (
@@ -31,6 +33,18 @@ PACKAGES = (
 CODECS = ("libdav1d", "h264", "hevc", "vp9", "libsvtav1", "libx264")
 LITTLE_DISK_GB = 5
 LITTLE_MEMORY_GB = 2
+
+
+def run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flexor doctor",
+        description="What a bug report needs, and what is wrong. Exits with 1 on a problem.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = parser.parse_args(arguments)
+    findings = examine()
+    print_result(findings, parsed.json, render(findings))
+    return 1 if findings["problems"] else 0
 
 
 def examine() -> dict[str, Any]:

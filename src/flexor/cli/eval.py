@@ -1,0 +1,37 @@
+"""`flexor eval`: play episodes with a trained policy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flexor.core.console import print_result, progress
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.evaluate.report import evaluate_policy
+
+    parser = argparse.ArgumentParser(
+        prog="flexor eval", description="Play episodes with a trained policy and report its success."
+    )
+    parser.add_argument("policy", help="run, checkpoint folder or Hub repository")
+    parser.add_argument(
+        "settings", nargs="*", help="--env.type=..., --eval.n_episodes=..., --policy.device=..."
+    )
+    parser.add_argument(
+        "--videos",
+        type=Path,
+        help="folder for videos (how many: --eval.videos); unless given, the run's",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
+    result, text = evaluate_policy(
+        parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating")
+    )
+    print_result(result, parsed.json, text)
+    return 0
+
+
+def _lerobot_eval(arguments: list[str]) -> list[str]:
+    """`lerobot-eval --policy.path=X` names the policy by a flag; here it stands by itself."""
+    return [word.removeprefix("--policy.path=") for word in arguments if word != "--policy.path"]

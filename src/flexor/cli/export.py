@@ -1,0 +1,25 @@
+"""`flexor export`: the policy of a checkpoint as one file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flexor.core.console import print_result
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.train.checkpoint.export import export as run_export
+
+    parser = argparse.ArgumentParser(
+        prog="flexor export",
+        description="Write the policy of a checkpoint as one model.safetensors in LeRobot's format, also if many "
+        "processes saved it in parts.",
+    )
+    parser.add_argument("path", type=Path, help="run (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("--output", type=Path, help="new folder; unless given, into the checkpoint itself")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parsed = parser.parse_args(arguments)
+    folder = run_export(parsed.path, parsed.output)
+    print_result({"policy": str(folder)}, parsed.json, f"exported {folder}")
+    return 0

@@ -1,0 +1,47 @@
+"""`flexor resume`: continue a run from its newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexor.cli.flags import start_processes, take_flag, take_processes
+from flexor.core.console import print_result
+from flexor.core.errors import ConfigError
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.plan.preflight import Preflight
+    from flexor.train.checkpoint.resume import resumed_config
+    from flexor.train.loop import train as run_training
+
+    if take_flag(arguments, "-h", "--help"):
+        print(
+            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n\n"
+            "Go on with the run in folder RUN from its newest checkpoint. Settings that would make it\n"
+            "another run can't change. --gpus=N starts a process for each of N GPUs (or of all),\n"
+            "--processes=N starts N on the CPU."
+        )
+        return 0
+    processes, as_json = take_processes("resume", arguments), take_flag(arguments, "--json")
+    if not arguments or arguments[0].startswith("--"):
+        raise ConfigError("Which run? Name its folder first: flexor resume RUN [--steps=N ...].")
+    if processes > 1:
+        return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
+    config = resumed_config(Path(arguments[0]), arguments[1:])
+    return report_run(run_training(config, "yes", Preflight()), as_json)
+
+
+def report_run(result: Any, as_json: bool) -> int:
+    summary = {
+        "run": str(result.folder),
+        "step": result.step,
+        "checkpoint": str(result.checkpoint) if result.checkpoint else None,
+        "wall_clock_s": round(result.seconds, 3),
+        "metrics": result.metrics,
+    }
+    if not result.main:
+        return 0
+    where = f"checkpoint {result.checkpoint}" if result.checkpoint else "no checkpoint saved"
+    print_result(summary, as_json, f"done: step {result.step} after {result.seconds:.0f} s, {where}")
+    return 0

@@ -1,0 +1,55 @@
+"""`flexor train`: train a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexor.cli import resume
+from flexor.cli.flags import start_processes, take_flag, take_processes
+from flexor.core.errors import ConfigError
+from flexor.core.run_files import RUN_CONFIG
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.config.help import train_help
+    from flexor.config.parse import load_config, parse_flags
+    from flexor.plan.preflight import Preflight
+    from flexor.train.loop import train as run_training
+
+    if take_flag(arguments, "-h", "--help"):
+        print(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
+        return 0
+    processes = take_processes("train", arguments)
+    if processes > 1:
+        return start_processes(["train", *arguments], processes)
+    as_json = take_flag(arguments, "--json")
+    flags = parse_flags(arguments)
+    again = str(flags.get("resume", "false")).lower()
+    if again == "true":
+        return resume.run(
+            [str(_run_of(flags)), *(["--json"] if as_json else []), *_without(arguments, "resume", "config")]
+        )
+    config = load_config(_without(arguments, "resume"))
+    return resume.report_run(run_training(config, "auto" if again == "auto" else "no", Preflight()), as_json)
+
+
+def _run_of(flags: dict[str, Any]) -> Path:
+    """The run that `lerobot-train --resume=true --config_path=.../train_config.json` means."""
+    if "config" not in flags:
+        raise ConfigError(
+            "--resume=true needs --config_path=RUN/checkpoints/last/pretrained_model/train_config.json."
+        )
+    path = Path(flags["config"]).absolute()
+    for folder in (path, *path.parents):
+        if (folder / RUN_CONFIG).is_file():
+            return folder
+    raise ConfigError(f"--config_path={path} does not lie in a run of Flexor: use `flexor resume RUN`.")
+
+
+def _without(arguments: list[str], *dropped: str) -> list[str]:
+    """The flags less some."""
+    from flexor.config.parse import parse_flags
+
+    kept = {k: v for k, v in parse_flags(arguments).items() if k not in dropped}
+    return [f"--{key}={value}" for key, value in kept.items()]
