@@ -32,7 +32,7 @@ from flexor.plan.trace import rehearsal
 from flexor.plan.trace.ops import NOTHING, is_view, operator_name
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.rehearsal import policy_on as planned_policy_on
-from flexor.plan.trace.trace import Tracker
+from flexor.plan.trace.trace import OperationTracker
 from support.plans import settings
 from support.torch_functions import types
 
@@ -53,7 +53,7 @@ CASES: dict[str, Callable[[], TrainConfig]] = {
 Result = tuple[tuple[int, ...], str]  # shape, type
 
 
-class Recorder(Tracker):
+class Recorder(OperationTracker):
     """The planner's tracker, which also writes down what comes out of each operation that computes."""
 
     def __init__(self, device: str):

@@ -13,8 +13,8 @@ from flexor.plan.data.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept
 from flexor.plan.data.host import (
     Data,
     HostMemory,
+    HostResources,
     Loading,
-    Room,
     Speed,
     Supply,
     Together,
@@ -360,8 +360,8 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
 def _together(
     site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
 ) -> Together:
-    machine = Room(usable(site.gpu), site.host.memory, site.host.cores)
-    one = Room(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
+    machine = HostResources(usable(site.gpu), site.host.memory, site.host.cores)
+    one = HostResources(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
     return experiments_at_once(machine, one, max(0.01, pace.busy))
 
 

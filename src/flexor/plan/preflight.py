@@ -23,7 +23,7 @@ from flexor.train.ranks.processes import Processes
 ROOM = 0.95  # of a GPU's memory that the plan may fill when it chooses
 
 
-class Planner:
+class RunPlanner:
     """Plans for the machine that it runs on. The policy's features must be filled in."""
 
     def __init__(self, config: TrainConfig, training: Dataset, processes: Processes):
@@ -81,7 +81,7 @@ def plan_run(
 
 def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Plan | None:
     try:
-        planner = Planner(config, training, processes)
+        planner = RunPlanner(config, training, processes)
         plan = planner.plan(choose(config, planner) if config.auto else config)
     except Exception as error:
         log.warning(
@@ -146,7 +146,7 @@ CHOSEN = (
 DEFAULT = TrainConfig()
 
 
-def choose(config: TrainConfig, planner: Planner) -> TrainConfig:
+def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
     """The fastest way to take the same global batch that fits, with a word on why."""
     config = replace(config)
     if config.precision == DEFAULT.precision and "bf16" in planner.site.gpu.tflops:
@@ -161,7 +161,7 @@ def choose(config: TrainConfig, planner: Planner) -> TrainConfig:
     return config
 
 
-def _fitting(config: TrainConfig, planner: Planner) -> TrainConfig:
+def _fitting(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
     """The largest passes that fit; blocks are computed again only if not even one sample fits without."""
     share = planner.plan(config).split.share
     sizes = [size for size in range(share, 0, -1) if share % size == 0]

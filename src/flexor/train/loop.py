@@ -43,7 +43,7 @@ from flexor.train.validate import evaluate, held_out_loss
 Resume = Literal["no", "yes", "auto"]  # auto: if the run has begun
 
 
-class Preflight(Protocol):
+class PreflightCheck(Protocol):
     """Plans the run before it starts, and holds it against the plan when it is done: see `flexor.plan.preflight`."""
 
     def before(
@@ -54,7 +54,7 @@ class Preflight(Protocol):
 
 
 @dataclass
-class Result:
+class TrainResult:
     """What a finished run has to tell."""
 
     folder: Path
@@ -65,7 +65,7 @@ class Result:
     main: bool = True  # not one of the other ranks
 
 
-def train(config: TrainConfig, resume: Resume = "no", preflight: Preflight | None = None) -> Result:
+def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck | None = None) -> TrainResult:
     """Do a run, or resume one, as one of its processes."""
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
@@ -83,8 +83,12 @@ def train(config: TrainConfig, resume: Resume = "no", preflight: Preflight | Non
 
 
 def _take_part(
-    config: TrainConfig, resume: Resume, processes: Processes, stop: StopSignal, preflight: Preflight | None
-) -> Result:
+    config: TrainConfig,
+    resume: Resume,
+    processes: Processes,
+    stop: StopSignal,
+    preflight: PreflightCheck | None,
+) -> TrainResult:
     started = time.perf_counter()
     let_gpu_memory_grow()
     device = pick_device(config.policy.device, processes)
@@ -135,7 +139,7 @@ def _build(
     run: Run,
     processes: Processes,
     device: torch.device,
-    preflight: Preflight | None,
+    preflight: PreflightCheck | None,
 ) -> tuple[TrainState, Loader, Dataset | None]:
     """The parts of the run, from a checkpoint if one was found."""
     with processes.main_first():  # one of a host downloads or records
@@ -173,11 +177,11 @@ def _find_checkpoint(run: Run, must: bool) -> Path | None:
 
 def fit(
     state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal, dog: Watchdog
-) -> Result:
+) -> TrainResult:
     """Optimizer steps until the last one, or until told to stop."""
     config, engine = state.config, state.engine
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
-    result = Result(run.folder, state.step, saver.newest)
+    result = TrainResult(run.folder, state.step, saver.newest)
     state.policy.train()
 
     with (

@@ -11,8 +11,8 @@ from flexor.plan.data.host import (
     Camera,
     Data,
     HostMemory,
+    HostResources,
     Loading,
-    Room,
     Speed,
     Supply,
     choose_tier,
@@ -255,20 +255,20 @@ def test_the_first_epoch_may_be_slower() -> None:
 
 
 def test_experiments_at_once() -> None:
-    machine = Room(gpu_memory=80 * 10**9, host_memory=64 * 10**9, cores=16)
-    one = Room(gpu_memory=9 * 10**9, host_memory=6 * 10**9, cores=3)
+    machine = HostResources(gpu_memory=80 * 10**9, host_memory=64 * 10**9, cores=16)
+    one = HostResources(gpu_memory=9 * 10**9, host_memory=6 * 10**9, cores=3)
     found = experiments_at_once(machine, one, busy=0.4)
     assert (found.fit, found.limit) == (5, "cores")
     assert found.useful == 3 and found.faster == pytest.approx(2.5)
     assert experiments_at_once(machine, one, busy=1.0).useful == 1
     assert experiments_at_once(machine, one, busy=1.0).faster == 1
-    large = experiments_at_once(machine, Room(90 * 10**9, 1, 1), busy=0.5)
+    large = experiments_at_once(machine, HostResources(90 * 10**9, 1, 1), busy=0.5)
     assert (large.fit, large.limit, large.useful) == (0, "GPU memory", 0)
 
 
 @given(st.floats(0.01, 1), st.integers(1, 100), st.integers(1, 100))
 def test_sharing_is_never_worse_than_taking_turns(busy: float, memory: int, cores: int) -> None:
-    found = experiments_at_once(Room(memory, 1000, cores), Room(1, 1, 1), busy)
+    found = experiments_at_once(HostResources(memory, 1000, cores), HostResources(1, 1, 1), busy)
     assert found.fit == min(memory, cores)
     assert 1 <= found.faster <= 1 / busy + 1e-9
     assert found.useful <= found.fit

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.plan.memory.allocator import MIB, Block, CachingAllocator, OutOfMemory
+from flexor.plan.memory.allocator import MIB, CachingAllocator, MemoryBlock, OutOfMemory
 
 SIZES = st.one_of(st.integers(1, 4096), st.integers(1, 3 * MIB), st.integers(MIB, 64 * MIB))
 ACTIONS = st.lists(st.tuples(SIZES, st.integers(0, 10), st.integers(0, 1)), max_size=60)
@@ -115,7 +115,7 @@ def test_nothing_is_allocated_for_no_bytes():
 @given(actions=ACTIONS)
 def test_any_sequence(expandable: bool, actions: list[tuple[int, int, int]]):
     memory = CachingAllocator(expandable=expandable)
-    live: list[tuple[Block, int]] = []
+    live: list[tuple[MemoryBlock, int]] = []
     for size, pick, stream in actions:
         if pick > 5 and live:
             block, _ = live.pop(pick % len(live))
@@ -133,7 +133,7 @@ def test_any_sequence(expandable: bool, actions: list[tuple[int, int, int]]):
     assert all(block.before is None and block.after is None for block in free)  # all merged
 
 
-def check(memory: CachingAllocator, live: list[tuple[Block, int]]) -> None:
+def check(memory: CachingAllocator, live: list[tuple[MemoryBlock, int]]) -> None:
     free = [block for blocks in memory._free.values() for _, block in blocks]
     ranges = sorted((b.address, b.address + b.size) for b in [*(b for b, _ in live), *free])
     assert all(end <= start for (_, end), (start, _) in pairwise(ranges))

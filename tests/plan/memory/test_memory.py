@@ -9,7 +9,7 @@ import pytest
 from flexor.config.schema import EMAConfig, ParallelConfig
 from flexor.plan.memory.allocator import MIB, CachingAllocator, replay
 from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, plan_memory, usable
-from flexor.plan.trace.events import Event, Step, Trace
+from flexor.plan.trace.events import Event, StepEvents, Trace
 from flexor.plan.trace.trace import trace_step
 from support.plans import H200, Gpu, settings
 
@@ -20,7 +20,7 @@ def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:
     category = {e.storage: "activations" for e in made} | {
         e.storage: "weights" if i < built else "batch" for i, e in enumerate(made[:loaded])
     }
-    steps = [Step(0, built, loaded, len(made))]
+    steps = [StepEvents(0, built, loaded, len(made))]
     return Trace(made, [], category, built, steps, 2, 1, 1, 0, 0, [(0, 0)])
 
 
@@ -55,7 +55,7 @@ def test_a_batch_goes_when_another_phase_of_training_begins():
     trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
     trace.events += [Event("born", 3, 40 * MIB, -1), Event("born", 4, 90 * MIB, -1), Event("dies", 4, 0, -1)]
     trace.category |= {3: "batch", 4: "activations"}
-    trace.steps.append(Step(9, 3, 4, 6))
+    trace.steps.append(StepEvents(9, 3, 4, 6))
     assert replay(trace, steps=3).allocated == 512 + (40 + 90) * MIB
 
 

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config.schema import EMAConfig, OptimizerConfig
 from flexor.plan.trace import trace as tracing
-from flexor.plan.trace.shortcuts import Repeats
+from flexor.plan.trace.shortcuts import CachedResults
 from flexor.plan.trace.trace import trace_step
 from support.plans import H200, settings
 
 aten = torch.ops.aten
 
 
-class Straight(Repeats):
+class Straight(CachedResults):
     """Asks torch each time."""
 
     def call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -47,11 +47,11 @@ def test_a_trace_is_the_same_if_torch_is_asked_each_time(kind, monkeypatch):
 
 
 class Twice(TorchDispatchMode):
-    """Calls each operator as torch does, and twice through `Repeats`: the second time from memory."""
+    """Calls each operator as torch does, and twice through `CachedResults`: the second time from memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.repeats, self.different = Repeats(), []
+        self.repeats, self.different = CachedResults(), []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = [function(*args, **(kwargs or {}))]
@@ -97,7 +97,7 @@ def test_what_is_remembered_is_what_torch_would_say():
 
 
 def test_what_shares_memory_is_never_remembered():
-    repeats, x = Repeats(), torch.empty(4, 6, device="meta")
+    repeats, x = CachedResults(), torch.empty(4, 6, device="meta")
     for _ in range(2):
         view = repeats.call(aten._unsafe_view.default, (x, [24]), {})  # which says that its result is new
         assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
@@ -106,15 +106,15 @@ def test_what_shares_memory_is_never_remembered():
 
 def test_what_has_values_is_computed_each_time():
     """An optimizer counts its steps on the host."""
-    repeats, x = Repeats(), torch.ones(2)
+    repeats, x = CachedResults(), torch.ones(2)
     for number in (1, 2, 3):
         assert repeats.call(aten.add_.Tensor, (x, 1), {}).tolist() == [1 + number] * 2
         assert repeats.call(aten.mul.Tensor, (x, 2), {}).tolist() == [2 + 2 * number] * 2
 
 
 def test_memory_of_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(Repeats, "MOST", 3)
-    repeats, x = Repeats(), torch.empty(2, device="meta")
+    monkeypatch.setattr(CachedResults, "MOST", 3)
+    repeats, x = CachedResults(), torch.empty(2, device="meta")
     for number in range(10):
         repeats.call(aten.add.Tensor, (x, number), {})
         assert len(repeats._known) <= 3

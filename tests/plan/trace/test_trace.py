@@ -13,7 +13,7 @@ from torch.utils import _foreach_utils
 from flexor.config.schema import EMAConfig, OptimizerConfig
 from flexor.plan.trace.cuda_on_meta import CudaDialect, attention_backend
 from flexor.plan.trace.events import CATEGORIES, Trace
-from flexor.plan.trace.trace import Tracker, trace_step
+from flexor.plan.trace.trace import OperationTracker, trace_step
 from parity.multi_task_dit.clips import make_clips
 from support.plans import H200, SMALL, Gpu, settings
 
@@ -50,7 +50,7 @@ def train(device: str) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def live_bytes(tracker: Tracker) -> list[int]:
+def live_bytes(tracker: OperationTracker) -> list[int]:
     live, sizes, out = 0, {}, []
     for event in tracker.events:
         if event.what == "born":
@@ -67,7 +67,7 @@ def test_the_tracker_sees_what_the_cpu_really_allocates():
     with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
         train("cpu")
     changes = allocations(profile)
-    with Tracker("cpu", scratch=False) as tracker:
+    with OperationTracker("cpu", scratch=False) as tracker:
         train("cpu")
     assert max(live_bytes(tracker)) == pytest.approx(peak(changes), rel=0.01)
 
@@ -94,9 +94,9 @@ def peak(changes: list[int]) -> int:
 
 
 def test_meta_tensors_are_born_and_die_as_real_ones_do():
-    with Tracker("cpu", scratch=False) as real:
+    with OperationTracker("cpu", scratch=False) as real:
         train("cpu")
-    with Tracker("meta", scratch=False) as fake:
+    with OperationTracker("meta", scratch=False) as fake:
         train("meta")
     assert max(live_bytes(fake)) == pytest.approx(max(live_bytes(real)), rel=0.02)
 
@@ -205,7 +205,7 @@ def test_a_policy_of_ones_own(tmp_path: Path):
 
 
 def test_products_have_their_flops():
-    with Tracker("meta") as tracker:
+    with OperationTracker("meta") as tracker:
         weight = torch.empty(32, 16, device="meta", requires_grad=True)
         x = torch.empty(8, 16, device="meta", requires_grad=True)
         tracker.phase = "forward"
@@ -241,7 +241,7 @@ def speaking(**more):
 
 def test_dropout_keeps_a_mask_of_bytes():
     x = torch.empty(1000, device="meta", requires_grad=True)
-    with Tracker("meta") as tracker, speaking():
+    with OperationTracker("meta") as tracker, speaking():
         y = F.dropout(x, 0.1, True)
     assert y.shape == x.shape
     assert [event.nbytes for event in tracker.events] == [1000, 4000]
@@ -283,7 +283,7 @@ def test_attention_kernels(dtype, width, mask, capability, backend):
 
 def test_dropout_within_plain_attention_keeps_a_mask_of_bytes():
     q = torch.empty(2, 4, 6, 30, device="meta", requires_grad=True)  # 30: no kernel takes it
-    with Tracker("meta") as tracker, speaking():
+    with OperationTracker("meta") as tracker, speaking():
         F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
     weights = 2 * 4 * 6 * 6
     assert [event.nbytes for event in tracker.events if event.nbytes == weights] == [weights]

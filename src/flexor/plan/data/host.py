@@ -310,7 +310,7 @@ def loading_seconds(samples: float, per_epoch: int, first: Supply, later: Supply
 
 
 @dataclass(frozen=True)
-class Room:
+class HostResources:
     """What a machine has for experiments, or what one of them takes."""
 
     gpu_memory: int
@@ -331,7 +331,7 @@ class Together:
     """Times as much work per hour as one after the other, at best."""
 
 
-def experiments_at_once(machine: Room, one: Room, busy: float) -> Together:
+def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> Together:
     """How many runs fit on a GPU, and how many are worth it: one that keeps it `busy` half of the time leaves
     room for a second. All figures of `machine` are what it has for this one GPU."""
     assert 0 < busy <= 1

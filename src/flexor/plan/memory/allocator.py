@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flexor.plan.trace.events import Event, Step, Trace
+    from flexor.plan.trace.events import Event, StepEvents, Trace
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -31,21 +31,21 @@ class OutOfMemory(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class MemoryBlock:
     """A run of addresses within a segment, between its neighbours there."""
 
     address: int
     size: int
     pool: tuple[int, bool]  # stream, small
     free: bool = False
-    before: Block | None = None
-    after: Block | None = None
+    before: MemoryBlock | None = None
+    after: MemoryBlock | None = None
 
-    def __lt__(self, other: Block) -> bool:
+    def __lt__(self, other: MemoryBlock) -> bool:
         return self.address < other.address
 
 
-Entry = tuple[int, Block]  # size, and among equals the lowest address
+Entry = tuple[int, MemoryBlock]  # size, and among equals the lowest address
 
 
 @dataclass
@@ -64,11 +64,13 @@ class CachingAllocator:
     retries: int = 0  # times that cached memory had to be given back
 
     _free: dict[tuple[int, bool], list[Entry]] = field(default_factory=lambda: defaultdict(list))
-    _ends: dict[tuple[int, bool], Block] = field(default_factory=dict)  # last block of expandable segments
+    _ends: dict[tuple[int, bool], MemoryBlock] = field(
+        default_factory=dict
+    )  # last block of expandable segments
     _starts: dict[tuple[int, bool], int] = field(default_factory=dict)
     _next_address: int = 1 << 40
 
-    def malloc(self, nbytes: int, stream: int = 0) -> Block | None:
+    def malloc(self, nbytes: int, stream: int = 0) -> MemoryBlock | None:
         """A block of at least that many bytes; a tensor without elements has none."""
         if nbytes <= 0:
             return None
@@ -81,7 +83,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: MemoryBlock | None) -> None:
         """Give back what `malloc` gave; it merges with free neighbours."""
         if block is None:
             return
@@ -101,7 +103,7 @@ class CachingAllocator:
 
     # Blocks.
 
-    def _best_fit(self, pool: tuple[int, bool], size: int) -> Block | None:
+    def _best_fit(self, pool: tuple[int, bool], size: int) -> MemoryBlock | None:
         """The smallest free block that is large enough; the end of a segment that can grow counts as the largest."""
         free = self._free[pool]
         at = bisect_left(free, size, key=lambda entry: entry[0])
@@ -111,7 +113,7 @@ class CachingAllocator:
             at += 1
         return free.pop(at)[1]
 
-    def _split(self, block: Block, size: int) -> None:
+    def _split(self, block: MemoryBlock, size: int) -> None:
         """Keep what is left of a block, unless it is too little to be worth it."""
         left = block.size - size
         small = block.pool[1] or self.expandable
@@ -121,9 +123,11 @@ class CachingAllocator:
         rest.free = True
         insort(self._free[block.pool], (rest.size, rest))
 
-    def _cut(self, block: Block, size: int) -> Block:
+    def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
         """Shorten a block; what follows it is a block of its own."""
-        rest = Block(block.address + size, block.size - size, block.pool, block.free, block, block.after)
+        rest = MemoryBlock(
+            block.address + size, block.size - size, block.pool, block.free, block, block.after
+        )
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
@@ -131,7 +135,7 @@ class CachingAllocator:
             self._ends[block.pool] = rest
         return rest
 
-    def _merge(self, left: Block, right: Block) -> Block:
+    def _merge(self, left: MemoryBlock, right: MemoryBlock) -> MemoryBlock:
         left.size += right.size
         left.after = right.after
         if right.after is not None:
@@ -140,13 +144,13 @@ class CachingAllocator:
             self._ends[left.pool] = left
         return left
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
         del free[bisect_left(free, (block.size, block))]
 
     # Segments.
 
-    def _new_segment(self, pool: tuple[int, bool], size: int) -> Block:
+    def _new_segment(self, pool: tuple[int, bool], size: int) -> MemoryBlock:
         if self.expandable:
             return self._grow(pool, size)
         nbytes = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT if size < LARGE else _up(size, ROUND_SEGMENT)
@@ -154,11 +158,11 @@ class CachingAllocator:
             self.retries += 1
             self._give_back()
         self._reserve(nbytes)
-        block = Block(self._next_address, nbytes, pool)
+        block = MemoryBlock(self._next_address, nbytes, pool)
         self._next_address += nbytes + ROUND_SEGMENT  # segments never touch, so they never merge
         return block
 
-    def _grow(self, pool: tuple[int, bool], size: int) -> Block:
+    def _grow(self, pool: tuple[int, bool], size: int) -> MemoryBlock:
         """More pages at the end of the segment; what is free there already counts."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         end = self._ends.get(pool)
@@ -174,7 +178,7 @@ class CachingAllocator:
             self._take(end)
             end.size += nbytes
             return end
-        block = Block(self._next_address if end is None else end.address + end.size, nbytes, pool)
+        block = MemoryBlock(self._next_address if end is None else end.address + end.size, nbytes, pool)
         if end is None:
             self._starts[pool] = block.address
             self._next_address += 1 << 44
@@ -201,7 +205,7 @@ class CachingAllocator:
             self.reserved -= sum(block.size for block in blocks if id(block) in whole)
             free[:] = [entry for entry in free if id(entry[1]) not in whole]
 
-    def _unmap(self, pool: tuple[int, bool], block: Block) -> None:
+    def _unmap(self, pool: tuple[int, bool], block: MemoryBlock) -> None:
         """Give back a free block's whole pages. Their addresses stay taken: the segment grows at its end only."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         first = _up(block.address - self._starts[pool], page) + self._starts[pool] - block.address
@@ -243,7 +247,7 @@ class _Player:
 
     def __init__(self, trace: Trace, memory: CachingAllocator):
         self.trace, self.memory = trace, memory
-        self.blocks: dict[int, Block | None] = {}
+        self.blocks: dict[int, MemoryBlock | None] = {}
         self.held: dict[str, int] = defaultdict(int)
         self.batches: list[int] = []  # storages of the last step's
         self.peak = Peak(0, 0, {}, 0, 0, [])
@@ -266,7 +270,7 @@ class _Player:
                     self.held[trace.category[event.storage]] += block.size
                 self._look(event.op, step)
 
-    def _free(self, storage: int, blocks: dict[int, Block | None]) -> None:
+    def _free(self, storage: int, blocks: dict[int, MemoryBlock | None]) -> None:
         block = blocks.pop(storage, None)
         if block is not None:
             self.held[self.trace.category[storage]] -= block.size
@@ -280,7 +284,7 @@ class _Player:
                 self.peak.by_category["workspaces"] = self.held["workspaces"] + scratch
         self.peak.timeline.append((op, self.memory.allocated))
 
-    def step(self, step: Step, again: bool) -> None:
+    def step(self, step: StepEvents, again: bool) -> None:
         """One optimizer step. Its batches come while those of the step before are still there."""
         events = self.trace.events
         old = {key: self.blocks.pop(key) for key in self.batches if key in self.blocks}
@@ -292,7 +296,7 @@ class _Player:
         until = self._last_use(step)
         self.play(events[step.loaded : until], step.number, fresh=not again)
 
-    def _batches(self, step: Step) -> list[int]:
+    def _batches(self, step: StepEvents) -> list[int]:
         """Storages of the step's batches, which its loading leaves behind."""
         left: dict[int, None] = {}
         for event in self.trace.events[step.start : step.loaded]:
@@ -302,7 +306,7 @@ class _Player:
                 left.pop(event.storage, None)
         return list(left)
 
-    def _last_use(self, step: Step) -> int:
+    def _last_use(self, step: StepEvents) -> int:
         """The trace lets go of its batches at the very end of the step; a run does when it has the next ones."""
         events, batches, at = self.trace.events, set(self.batches), step.end
         while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from flexor.config.schema import ParallelConfig, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.trace.cuda_on_meta import Card
-from flexor.plan.trace.events import Category, Event, Step, Trace
+from flexor.plan.trace.events import Category, Event, StepEvents, Trace
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
 from flexor.train.ranks.split import hsdp_sizes, split_batch
@@ -334,5 +334,5 @@ def _rewritten(
         events += change(trace.events[step.start : step.loaded])
         loaded = len(events)
         events += change(trace.events[step.loaded : step.end])
-        steps.append(Step(step.number, start, loaded, len(events)))
+        steps.append(StepEvents(step.number, start, loaded, len(events)))
     return replace(trace, events=events, category=category, built=built, steps=steps)

@@ -65,7 +65,9 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
     say("policies for the host")
     with contextlib.ExitStack() as stack:
         hosts = [
-            stack.enter_context(Host(kind, precision, gpu)) for kind in kinds for precision in PRECISIONS
+            stack.enter_context(HostMeasurement(kind, precision, gpu))
+            for kind in kinds
+            for precision in PRECISIONS
         ]
         for kind in kinds:
             for precision in PRECISIONS:
@@ -101,7 +103,7 @@ def merged(samples: Iterable[Sample]) -> list[Sample]:
     return [Sample(*place, times=round(statistics.median(seen[place]), 3)) for place in sorted(seen)]
 
 
-class Host(Measured):
+class HostMeasurement(Measured):
     """A policy's steps with next to nothing for the GPU to do: what the host takes for each operation."""
 
     def __init__(self, kind: str, precision: str, gpu: GPU):

@@ -14,7 +14,7 @@ BLOCK = 256  # numbers that share a scale, and that a byte can mean
 SMALLEST = 4096  # parameters with fewer numbers have moments in float32
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bitOnMeta(torch.optim.Optimizer):
     """The state is made at the first step, and each parameter has a kernel of its own, as there."""
 
     def __init__(self, groups: Any, **settings: Any):

@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Step:
+class StepEvents:
     """The events of one optimizer step: `start` to `loaded` bring its batches to the GPU, the rest computes."""
 
     number: int
@@ -55,7 +55,7 @@ class Trace:
     category: dict[int, Category]
     built: int
     """Events until here make the policy, once."""
-    steps: list[Step]
+    steps: list[StepEvents]
     """The first step, and if the policy is trained in phases one of the last."""
     batch_size: int
     accumulation: int

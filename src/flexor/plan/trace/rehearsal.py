@@ -18,8 +18,8 @@ from flexor.core.batch import ACTION, REWARD, SAMPLE_ID, VALID_STEPS, Batch
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
-from flexor.plan.trace.eight_bit import AdamW8bit
-from flexor.plan.trace.events import Category, Event, Step
+from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
+from flexor.plan.trace.events import Category, Event, StepEvents
 from flexor.plan.trace.ops import Phase
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.features import Kind
@@ -41,7 +41,7 @@ STATISTICS = {"mean": 0, "std": 1, "min": -1, "max": 1, "q01": -1, "q99": 1, "q1
 
 
 class Watcher(Protocol):
-    """Who wants to know what the step is at: see `trace.Tracker`."""
+    """Who wants to know what the step is at: see `trace.OperationTracker`."""
 
     events: list[Event]
     phase: Phase
@@ -100,7 +100,7 @@ class Rehearsal:
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
         engine = WatchedEngine(device, config.precision, tracker)
-        on_paper = AdamW8bit if device == META and optimizer.type == "adamw_8bit" else None
+        on_paper = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
         made = build_optimizer(optimizer, self.policy, make=on_paper)
         engine.prepare(self.policy, made)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
@@ -130,9 +130,9 @@ class Rehearsal:
         phases = type(self.policy).begin_step is not Policy.begin_step
         return [0, self.config.steps - 1] if phases and self.config.steps > 1 else [0]
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> StepEvents:
         tracker = self.tracker
-        step = Step(number, start=len(tracker.events))
+        step = StepEvents(number, start=len(tracker.events))
         tracker.phase = "load"
         self.batches = self._load()  # while those of the step before are still there
         step.loaded = len(tracker.events)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flexor.config.schema import TrainConfig
-from flexor.plan.trace.events import Event, Step, Trace
+from flexor.plan.trace.events import Event, StepEvents, Trace
 from flexor.plan.trace.ops import OVER_ROWS, Op
 from flexor.plan.trace.trace import trace_loading
 from flexor.plan.trace.workspaces import partial_sums, share_at_once
@@ -116,8 +116,8 @@ def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
     trace.events[step.start : step.loaded] = new
     loaded = step.loaded + len(new) - len(old)
     by = len(new) - len(old) + len(more)
-    later = [Step(s.number, s.start + by, s.loaded + by, s.end + by) for s in trace.steps[index + 1 :]]
-    changed = Step(step.number, step.start, loaded, step.end + by)
+    later = [StepEvents(s.number, s.start + by, s.loaded + by, s.end + by) for s in trace.steps[index + 1 :]]
+    changed = StepEvents(step.number, step.start, loaded, step.end + by)
     trace.steps = [*trace.steps[:index], changed, *later]
 
 

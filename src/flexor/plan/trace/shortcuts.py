@@ -63,7 +63,7 @@ def without_compiler() -> Iterator[None]:
         stand_in.step_aside()
 
 
-class Result(NamedTuple):
+class OperatorResult(NamedTuple):
     """A tensor of its own that an operator makes."""
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Result(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
-class Repeats:
+class CachedResults:
     """What operators on the meta device make, by what they are given: torch finds it out in Python, at length.
 
     A policy is built of blocks that are alike.
@@ -83,7 +83,7 @@ class Repeats:
     MOST = 20_000
 
     def __init__(self) -> None:
-        self._known: dict[tuple, list[Result] | Result | None] = {}
+        self._known: dict[tuple, list[OperatorResult] | OperatorResult | None] = {}
 
     def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         in_place = _in_place(function) and args[0].device == META
@@ -102,7 +102,7 @@ class Repeats:
         known = self._known[key]
         if known is None:
             return function(*args, **kwargs)
-        return known.make() if isinstance(known, Result) else tuple(one.make() for one in known)
+        return known.make() if isinstance(known, OperatorResult) else tuple(one.make() for one in known)
 
 
 @functools.cache
@@ -137,14 +137,14 @@ def _described(value: Any) -> Any:
     return type(value), value
 
 
-def _results(out: Any, given: list[Tensor]) -> list[Result] | Result | None:
+def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorResult | None:
     """How to make the same again; None if it is not that simple: something is shared with what was given."""
     outs = [out] if isinstance(out, Tensor) else list(out)
     before = {tensor.untyped_storage()._cdata for tensor in given}
     after = before | {tensor.untyped_storage()._cdata for tensor in outs if tensor is not None}
     if len(after) != len(before) + len(outs) or not all(map(_plain, outs)):
         return None
-    results = [Result(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in outs]
+    results = [OperatorResult(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in outs]
     return results[0] if isinstance(out, Tensor) else results
 
 

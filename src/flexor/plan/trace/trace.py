@@ -24,7 +24,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.plan.trace.cuda_on_meta import Card, CudaDialect
 from flexor.plan.trace.events import Category, Event, Trace, What
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
-from flexor.plan.trace.shortcuts import Repeats, without_compiler
+from flexor.plan.trace.shortcuts import CachedResults, without_compiler
 from flexor.plan.trace.workspaces import cublas_workspace, scratch
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.base import PolicyConfig
@@ -43,7 +43,7 @@ BORN_IN: dict[Phase, Category] = {
 }
 
 
-class Tracker(TorchDispatchMode):
+class OperationTracker(TorchDispatchMode):
     """Watches every operation on one device: its cost, and which memory is born and dies."""
 
     def __init__(self, device: str = "meta", capability: tuple[int, int] | None = None, scratch: bool = True):
@@ -186,7 +186,7 @@ WITHOUT_META: dict[Any, Any] = {
 }
 
 
-REPEATS = Repeats()
+REPEATS = CachedResults()
 
 
 def _storage_references(tensor: Tensor) -> int:
@@ -215,7 +215,7 @@ def _make_tables(policy: PolicyConfig) -> None:
     """Tables of colours are made once in a process, and kept: they belong to no step."""
     from flexor.plan.trace.rehearsal import loaded_batch
 
-    with Tracker("meta"):
+    with OperationTracker("meta"):
         loaded_batch(policy, 1)
 
 
@@ -225,7 +225,7 @@ def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> li
     from flexor.plan.trace.rehearsal import loaded_batch
 
     _make_tables(config.policy)
-    with (tracker := Tracker("meta")):
+    with (tracker := OperationTracker("meta")):
         tracker.phase = "load"
         batches = [loaded_batch(config.policy, batch_size) for _ in range(accumulation)]
         events = list(tracker.events)
@@ -260,7 +260,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     from flexor.plan.trace.rehearsal import Rehearsal
 
     _make_tables(config.policy)
-    tracker = Tracker("meta", gpu.compute_capability)
+    tracker = OperationTracker("meta", gpu.compute_capability)
     dialect = CudaDialect(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1

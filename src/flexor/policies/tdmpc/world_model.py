@@ -26,7 +26,7 @@ class LatentWorld(nn.Module):
     def __init__(self, config: TDMPCConfig):
         super().__init__()
         actions, latent, width = config.action.shape[0], config.latent_dim, config.mlp_dim
-        self._encoder = ObservationEncoder(config)
+        self._encoder = LatentEncoder(config)
         self._dynamics = nn.Sequential(
             *_network(latent + actions, width, latent), nn.LayerNorm(latent), nn.Sigmoid()
         )
@@ -82,7 +82,7 @@ class LatentWorld(nn.Module):
         return torch.cat([critic(x) for critic in self._Qs], -1).float()
 
 
-class ObservationEncoder(nn.Module):
+class LatentEncoder(nn.Module):
     """A latent per camera and state, and their mean."""
 
     def __init__(self, config: TDMPCConfig):

@@ -169,7 +169,7 @@ class VQBeTModel(nn.Module):
 
 
 @dataclass
-class Said:
+class HeadOutput:
     """What the head makes of features, for each of T chunks."""
 
     logits: Tensor  # [B, T, 2, C], of the codes
@@ -199,7 +199,7 @@ class VQBeTHead(nn.Module):
             return [self.map_to_cbet_preds_primary_bin, self.map_to_cbet_preds_secondary_bin]
         return [self.map_to_cbet_preds_bin]
 
-    def forward(self, features: Tensor, noise: NoiseSource) -> Said:
+    def forward(self, features: Tensor, noise: NoiseSource) -> HeadOutput:
         shape = (*features.shape[:2], VQVAE.CODEBOOKS, self.config.vqvae_n_embed)  # [B, T, 2, C]
         uniform = noise.uniform("codes", shape).to(features.device)
         if self.config.sequentially_select:
@@ -216,7 +216,7 @@ class VQBeTHead(nn.Module):
         index = codes[..., None, None].expand(*codes.shape, 1, offsets.shape[-1])
         offset = offsets.gather(3, index).sum((2, 3))  # both codes' together
         decoded = self.vqvae_model.decode(codes)
-        return Said(logits, codes, decoded, decoded + offset)
+        return HeadOutput(logits, codes, decoded, decoded + offset)
 
     def _draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """One of C codes at random: the largest of logits with Gumbel noise added is distributed like them."""

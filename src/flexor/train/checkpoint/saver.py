@@ -35,7 +35,7 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
         self.group: Any = self.processes.control
-        self.room = Room(state) if state.config.checkpoint.asynchronous else None
+        self.room = HostCopy(state) if state.config.checkpoint.asynchronous else None
         if self.room and self.processes.joined:
             # what the thread has to say must not get between what the loop says
             self.group = dist.new_group(backend="gloo", timeout=FOREVER)
@@ -115,7 +115,7 @@ class Saver:
             log.info("removed the checkpoints of steps %s", ", ".join(map(str, removed)))
 
 
-class Room:
+class HostCopy:
     """A copy of a run's tensors in the host's memory, whose room is used again for the next one.
 
     It is pinned if they come from a GPU: ten times as fast to copy to, but slow to get. So a thread gets it as soon as
