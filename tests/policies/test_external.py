@@ -19,11 +19,12 @@ from flexor.core.errors import CheckpointError, ConfigError
 from flexor.policies import POLICIES, policy_class, pretrained
 from flexor.policies import external as own
 from flexor.policies.pretrained import load_pretrained, read_config
+from flexor.policies.processing.pipeline import STEPS
 from support import runs
 from support.samples import write_lowdim
 
 PAGE = Path(__file__).parents[2] / "docs/your-own-policy.md"
-CODE = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
+CODE, STEP = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 TINY = ["--policy.type=my_policy.py:MyPolicy", "--policy.device=cpu", "--policy.width=8"]
 MARKED = f"{CODE}\n(__import__('pathlib').Path(__file__).parent / 'was_run').touch()\n"  # it leaves a trace
 
@@ -79,6 +80,37 @@ def test_it_resumes_exactly_and_plays(run, project, monkeypatch, capsys):
     ]
     assert main(["eval", str(cut), *flags]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["episodes"] == 1
+
+
+def test_its_own_processing_step_is_trained_planned_saved_and_acted_with(
+    project, dataset, monkeypatch, capsys
+):
+    (project / "my_policy.py").write_text(f"{CODE}\n\n{STEP}")
+    bright = [
+        "--policy.type=my_policy.py:BrightPolicy",
+        *TINY[1:],
+        "--steps=2",
+        "--save_freq=1",
+        "--log_freq=1",
+    ]
+    run = runs.train(dataset, project / "bright", bright)
+    plain = runs.train(dataset, project / "plain", [TINY[0], *bright[1:]])
+    losses = [
+        json.loads((each / "metrics.jsonl").read_text().splitlines()[0])["loss"] for each in (run, plain)
+    ]
+    assert losses[0] != losses[1]  # the images were others
+    steps = json.loads((run / "checkpoints/last/pretrained_model/policy_preprocessor.json").read_text())[
+        "steps"
+    ]
+    assert {"registry_name": "my_brightness", "config": {"amount": 0.2}} in steps
+    assert main(["plan", bright[0], f"--dataset.root={dataset}", "--gpu=4090", "--json"]) == 0
+
+    forget(monkeypatch)
+    capsys.readouterr()
+    assert main(["eval", str(run), "--env.type=place", "--eval.n_episodes=1", "--policy.device=cpu"]) == 0
+    monkeypatch.delitem(STEPS, "my_brightness")
+    with pytest.raises(CheckpointError, match="my_brightness"):
+        load_pretrained(str(run))
 
 
 def test_a_resume_by_the_same_command_finds_the_run(run, dataset, monkeypatch):
