@@ -64,6 +64,7 @@ LAYERS = {
             "stopping",
             "validate",
             "step",
+            "graph",
         ),
         "loop",
     ],

@@ -187,6 +187,9 @@ class TrainConfig:
     """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
     activation_checkpointing: bool = setting(False, may_change=True)
     """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
+    step: Literal["auto", "graph", "eager"] = setting("auto", may_change=True)
+    """How an NVIDIA GPU runs a step: graph replays one CUDA graph, which takes the host almost no time; eager launches
+    every operation by itself; auto uses a graph if the policy allows it."""
     compile: bool = False
     """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
     plan: bool = setting(True, may_change=True)

@@ -97,6 +97,44 @@ class Noise:
         return (self._uniform_bits(name, shape) * high) >> 24
 
 
+class NoiseKeys:
+    """The keys of a step's noise in the memory of a GPU: what a CUDA graph reads instead of the numbers themselves.
+
+    Which names a policy draws by is found out while the graph is captured; `write` then sets their keys for a step.
+    """
+
+    MOST = 256  # names
+
+    def __init__(self, device: torch.device):
+        self.names: list[str] = []
+        self.values = torch.zeros(self.MOST, dtype=torch.int64, device=device)
+
+    def of(self, name: str) -> Tensor:
+        if name not in self.names:
+            self.names.append(name)
+        return self.values[self.names.index(name)]
+
+    def write(self, seed: int, step: int) -> None:
+        keys = torch.tensor([_signed(key_of(seed, step, name)) for name in self.names], dtype=torch.int64)
+        if keys.numel():
+            pinned = keys.pin_memory() if self.values.is_cuda else keys
+            self.values[: len(keys)].copy_(pinned, non_blocking=True)
+
+
+class GraphNoise(Noise):
+    """Noise whose keys are read from memory: the same values as `Noise` of the step that was written there."""
+
+    def __init__(self, keys: NoiseKeys, sample_ids: Tensor):
+        super().__init__(0, 0, sample_ids)
+        self.keys = keys
+
+    def to(self, device: torch.device) -> Noise:
+        return GraphNoise(self.keys, self.sample_ids.to(device))
+
+    def _key(self, name: str) -> int | Tensor:
+        return self.keys.of(name)
+
+
 def seed_everything(*parts: object) -> None:
     """Seed torch's own generators (dropout, initialisation) from a key."""
     torch.manual_seed(key_of(*parts) & ((1 << 63) - 1))

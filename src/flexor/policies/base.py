@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -212,6 +212,13 @@ class Policy(nn.Module):
     def begin_step(self, step: int) -> None:
         """Called before every optimizer step, for a policy that is trained in phases or has targets to move."""
 
+    def graph_key(self) -> Hashable | None:
+        """Steps with the same key run the same code, so that they can be replayed as one CUDA graph; None: they don't.
+
+        Asked after `begin_step`, which is never part of the graph. A policy that has one must say.
+        """
+        return "step" if type(self).begin_step is Policy.begin_step else None
+
     def load_backbone(self) -> None:
         """Load pretrained parts for a training from scratch; not called when a checkpoint is loaded."""
 
@@ -226,6 +233,10 @@ class Policy(nn.Module):
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """error [B, H, A] -> [B], whose mean over the global batch is the mean over its unpadded steps."""
     valid = ~is_pad  # [B, H]
-    given: float | None = batch.get(VALID_STEPS)  # not as a tensor: bringing one to a GPU would wait for it
-    steps = valid.sum(1).float().mean().clamp(min=1e-6) if given is None else max(given, 1e-6)
+    given: float | Tensor | None = batch.get(VALID_STEPS)
+    steps: float | Tensor
+    if given is None:
+        steps = valid.sum(1).float().mean().clamp(min=1e-6)
+    else:
+        steps = given.clamp(min=1e-6) if isinstance(given, Tensor) else max(given, 1e-6)
     return (error * valid[..., None]).sum((1, 2)) / (steps * error.shape[-1])

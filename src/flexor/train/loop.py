@@ -33,10 +33,10 @@ from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, re
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.engine.base import check_devices, pick_device
+from flexor.train.graph import GraphStep
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
 from flexor.train.ranks.watchdog import Watchdog
-from flexor.train.step import optimizer_step
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.validate import evaluate, held_out_loss
 
@@ -182,6 +182,7 @@ def fit(
     config, engine = state.config, state.engine
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
     result = TrainResult(run.folder, state.step, saver.newest)
+    step = GraphStep(state)
     state.policy.train()
 
     with (
@@ -197,7 +198,7 @@ def fit(
             meters.waited += time.perf_counter() - waiting
 
             dog.beat(state.step, "computing")
-            loss, norm = optimizer_step(state, micro_batches, meters)
+            loss, norm = step(micro_batches, meters)
             state.step += 1
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
             meters.samples += loader.global_batch

@@ -1,17 +1,33 @@
-"""One optimizer step: what is trained, planned and measured."""
+"""One optimizer step: what is trained, planned and measured. `graph.py` replays it as one CUDA graph."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexor.core.batch import SAMPLE_ID
+from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
-from flexor.policies.processing.pipeline import StepContext
+from flexor.policies.processing.pipeline import Pipeline, StepContext
 from flexor.train.checkpoint.state import TrainState
+
+
+@dataclass
+class StepFigures:
+    """This rank's part of the loss and of its parts, and the norm of the whole gradient."""
+
+    loss: Tensor
+    norm: Tensor
+    parts: dict[str, Tensor]
+
+    def add_to(self, meters: Meters) -> None:
+        for name, part in self.parts.items():
+            meters.add(name, part, summed=True)
+        meters.add("loss", self.loss, summed=True)
+        meters.add("grad_norm", self.norm)
 
 
 def optimizer_step(
@@ -21,31 +37,73 @@ def optimizer_step(
 
     Returns this rank's part of the loss, and the norm of the whole gradient.
     """
-    config, engine, split = state.config, state.engine, state.split
-    total = torch.zeros((), device=engine.device)
     state.policy.begin_step(state.step)
-    for micro, batch in enumerate(micro_batches):
-        context = StepContext(training=True, noise=Noise(config.seed, state.step, batch[SAMPLE_ID]))
-        batch = state.preprocessor(batch, context)
-        noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
-        first = engine.rank * split.share + micro * split.batch_size  # of the global batch
-        with engine.accumulate(last=micro + 1 == len(micro_batches)):
-            with engine.forward(config.seed, state.step, first):
-                losses = engine.model(batch, noise)
-                loss = losses.per_sample.float().sum() / split.global_batch
-            engine.backward(loss)
-        total += loss.detach()
-        for name, part in losses.parts.items():
-            meters.add(
-                name, part.detach().float().sum() / split.global_batch * len(micro_batches), summed=True
-            )
+    figures = compute_step(state, micro_batches)
+    finish_step(state, figures, meters)
+    return figures.loss, figures.norm
 
-    assert config.optimizer.grad_clip_norm is not None
-    norm = engine.clip_grad_norm(state.optimizer, config.optimizer.grad_clip_norm)
-    engine.step(state.optimizer)
+
+def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> StepFigures:
+    """What the device does, operation by operation."""
+    state.engine.set_learning_rates(state.optimizer)
+    total = torch.zeros((), device=state.engine.device)
+    parts: dict[str, Tensor] = {}
+    for micro, batch in enumerate(micro_batches):
+        seed_dropout(state, micro)
+        with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
+            noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
+            loss, found = forward_backward(
+                state, on_device(batch, state.engine.device), noise, state.preprocessor
+            )
+        total += loss
+        for name, part in found.items():
+            parts[name] = parts[name] + part if name in parts else part
+    return StepFigures(total, update_weights(state), parts)
+
+
+def seed_dropout(state: TrainState, micro: int) -> None:
+    """Dropout depends on the step and the place in the global batch."""
+    split = state.split
+    first = state.engine.rank * split.share + micro * split.batch_size
+    state.engine.seed_dropout(state.config.seed, state.step, first)
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The one number of a batch becomes a tensor where it can without waiting, as it is in a CUDA graph."""
+    valid = batch.get(VALID_STEPS)
+    if device.type != "cuda" or valid is None:
+        return batch
+    return {**batch, VALID_STEPS: torch.full((), valid, dtype=torch.float64, device=device)}
+
+
+def forward_backward(
+    state: TrainState, batch: Batch, noise: Noise, preprocessor: Pipeline
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One micro-batch: gradients are added to what is there. Returns its parts of the loss."""
+    engine, split = state.engine, state.split
+    prepared = preprocessor(batch, StepContext(training=True, noise=noise))
+    if noise.sample_ids.device != engine.device:
+        noise = noise.to(engine.device)
+    with engine.forward():
+        losses = engine.model(prepared, noise)
+        loss = losses.per_sample.float().sum() / split.global_batch
+    engine.backward(loss)
+    parts = {name: part.detach().float().sum() / split.global_batch for name, part in losses.parts.items()}
+    return loss.detach(), parts
+
+
+def update_weights(state: TrainState) -> Tensor:
+    """Clip and apply the gradient; its norm."""
+    limit = state.config.optimizer.grad_clip_norm
+    assert limit is not None
+    norm = state.engine.clip_grad_norm(state.optimizer, limit)
+    state.engine.step(state.optimizer)
+    return norm
+
+
+def finish_step(state: TrainState, figures: StepFigures, meters: Meters) -> None:
+    """What follows the update on the host."""
     state.scheduler.step()
     if state.ema:
         state.ema.update(state.policy)
-    meters.add("loss", total, summed=True)
-    meters.add("grad_norm", norm)
-    return total, norm
+    figures.add_to(meters)

@@ -57,9 +57,9 @@ class WatchedEngine(Engine):
         self.tracker = tracker
 
     @contextlib.contextmanager
-    def forward(self, seed: int, step: int, first: int) -> Iterator[None]:
+    def forward(self) -> Iterator[None]:
         self.tracker.phase = "forward"
-        with super().forward(seed, step, first):
+        with super().forward():
             yield
 
     def backward(self, loss: Tensor) -> None:

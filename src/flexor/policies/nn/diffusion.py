@@ -79,6 +79,7 @@ class DiffusionSchedule:
     def __init__(self, settings: DiffusionSettings):
         self.settings = settings
         self.signal = torch.cumprod(1 - betas(settings), 0)  # [T]; actions are scaled by its square root
+        self._signals: dict[torch.device, Tensor] = {}
 
     def levels(self) -> list[int]:
         """The levels visited when acting, from the noisiest to 0."""
@@ -88,8 +89,14 @@ class DiffusionSchedule:
 
     def add_noise(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
         """clean and noise [B, ...], level [B] -> clean with noise, [B, ...]."""
-        signal = self.signal.to(clean.device, non_blocking=True)[level].view(-1, *[1] * (clean.dim() - 1))
+        signal = self._signal_on(clean.device)[level].view(-1, *[1] * (clean.dim() - 1))
         return signal.sqrt() * clean + (1 - signal).sqrt() * noise
+
+    def _signal_on(self, device: torch.device) -> Tensor:
+        """Copied once: a step that copies from the host can't be captured in a CUDA graph."""
+        if device not in self._signals:
+            self._signals[device] = self.signal.to(device, non_blocking=True)
+        return self._signals[device]
 
     def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
         """The squared error [B, H, A] of what the network predicts for actions [B, H, A] with noise."""

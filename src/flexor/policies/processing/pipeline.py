@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -46,6 +46,8 @@ class ProcessingStep:
 
     name: ClassVar[str]
 
+    on_host: ClassVar[bool] = False
+    """Whether the step works on the host, as on words: it is never part of a CUDA graph."""
     keeps_values: ClassVar[bool] = False
     """Whether the step only names and arranges: what comes out is still in the robot's units, and not moved."""
 
@@ -103,6 +105,11 @@ class Pipeline:
         for step in self.steps:
             batch = step.rehearse(batch, context) if self.rehearsal else step(batch, context)
         return batch
+
+    def split(self) -> tuple[Pipeline, Pipeline]:
+        """The steps up to the last one that works on the host, and those that a GPU does."""
+        cut = max((n + 1 for n, step in enumerate(self.steps) if step.on_host), default=0)
+        return replace(self, steps=self.steps[:cut]), replace(self, steps=self.steps[cut:])
 
     def renamed(self, batch: Batch) -> Batch:
         """The batch under the policy's names, in the robot's units."""

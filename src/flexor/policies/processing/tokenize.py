@@ -23,6 +23,7 @@ TASK_MASK = "observation.language.attention_mask"
 class Tokenize(ProcessingStep):
     """The task, a sentence per sample, becomes tokens and a mask that is true where there are some."""
 
+    on_host = True
     tokenizer_name: str
     max_length: int = 512
     task_key: str = "task"

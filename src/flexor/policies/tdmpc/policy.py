@@ -57,6 +57,9 @@ class TDMPC(Policy):
             targets, own = [local(t) for t, _ in pairs], [local(p) for _, p in pairs]
             torch._foreach_lerp_(targets, own, 1 - self.config.target_model_momentum)
 
+    def graph_key(self) -> str:
+        return "step"
+
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         config, model = self.config, self.model
         actions, rewards = batch[ACTION], batch[REWARD]  # [B, H, A], [B, H]

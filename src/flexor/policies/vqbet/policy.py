@@ -53,6 +53,9 @@ class VQBeT(Policy):
         if self.discretizing:
             self.vqvae.begin_step()
 
+    def graph_key(self) -> str | None:
+        return None if self.discretizing else "behavior"  # the vocabulary's codes are made by the host
+
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         chunks = self.vqbet.chunks_of(batch[ACTION])  # [B, T, H * A]
         discretizing = self.discretizing

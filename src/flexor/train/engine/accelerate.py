@@ -51,6 +51,8 @@ BY_ACCELERATE = f"; by Accelerate {accelerate.__version__}"
 class AccelerateEngine(Engine):
     """The whole model in each process."""
 
+    captures = False
+
     def __init__(self, *settings: Any):
         super().__init__(*settings)
         if self.precision == "fp16" and self.device.type == "cpu":

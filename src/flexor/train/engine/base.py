@@ -76,6 +76,7 @@ class Engine:
 
     strategy = "one process"
     sharded = False
+    captures = True  # whether one process of it can capture a step in a CUDA graph
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Engine:
         self.rank, self.world_size = self.processes.rank, self.processes.world_size
         if self.world_size > 1:
             self.strategy = "ddp"
+        self.learning_rates: list[Tensor] | None = None
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -146,10 +148,13 @@ class Engine:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, DTYPES[self.precision])
 
-    @contextlib.contextmanager
-    def forward(self, seed: int, step: int, first: int) -> Iterator[None]:
-        """One forward pass: its precision, and dropout that depends on the step and the place in the global batch."""
+    def seed_dropout(self, seed: int, step: int, first: int) -> None:
+        """Before a forward pass: dropout depends on the step and the place in the global batch."""
         seed_everything("dropout", seed, step, first)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward pass, in its precision."""
         with self.autocast():
             yield
 
@@ -181,8 +186,18 @@ class Engine:
         self.scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
 
+    def set_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a step: what `step` will go by. On a GPU they are tensors, as they are in a CUDA graph."""
+        if self.device.type != "cuda" or not self.captures or not takes_tensor_rates(optimizer):
+            return
+        if self.learning_rates is None:
+            self.learning_rates = [torch.zeros((), device=self.device) for _ in optimizer.param_groups]
+        for tensor, group in zip(self.learning_rates, optimizer.param_groups):
+            tensor.fill_(group["lr"])
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.scaler.step(optimizer)
+        with tensor_rates(optimizer, self.learning_rates):
+            self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
@@ -201,3 +216,24 @@ class Engine:
     def max(self, value: float) -> float:
         """The largest of all ranks' values."""
         return max(self.processes.gather(value))
+
+
+def takes_tensor_rates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's that can be captured in a CUDA graph: Adam and AdamW."""
+    return all("capturable" in group for group in optimizer.param_groups)
+
+
+@contextlib.contextmanager
+def tensor_rates(optimizer: torch.optim.Optimizer, rates: list[Tensor] | None) -> Iterator[None]:
+    """Inside, learning rates are tensors of the GPU. Outside, and in what is saved, they are numbers."""
+    if rates is None:
+        yield
+        return
+    saved = [(group["lr"], group["capturable"]) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates):
+        group.update(lr=rate, capturable=True)
+    try:
+        yield
+    finally:
+        for group, (rate, capturable) in zip(optimizer.param_groups, saved):
+            group.update(lr=rate, capturable=capturable)

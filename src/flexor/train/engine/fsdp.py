@@ -39,6 +39,7 @@ class ShardedEngine(Engine):
     """A part of the model in each process (FSDP2), or of a group of them (HSDP)."""
 
     sharded = True
+    captures = False
 
     def __init__(self, *settings: Any, strategy: str = "fsdp"):
         super().__init__(*settings)

@@ -1,0 +1,218 @@
+"""A step as one CUDA graph: the host launches all kernels of a step at once instead of one by one.
+
+The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and from
+there on it is replayed. Before each replay the batch, the learning rates, the keys of the noise and the seed of dropout
+are copied to where the graph reads them. `begin_step` of the policy, the schedule and the moving average stay outside.
+A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
+phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.rng import GraphNoise, NoiseKeys
+from flexor.monitor.meters import Meters
+from flexor.train.checkpoint.state import TrainState
+from flexor.train.engine.base import takes_tensor_rates
+from flexor.train.step import (
+    StepFigures,
+    compute_step,
+    finish_step,
+    forward_backward,
+    seed_dropout,
+    update_weights,
+)
+
+WARM_UP = 3  # eager steps of a kind before it is captured
+MOST_KINDS = 4  # graphs that are kept; each keeps its memory
+
+
+def why_not(state: TrainState) -> str | None:
+    """What keeps this run from having its steps captured; None if nothing is known to."""
+    engine, config = state.engine, state.config
+    if engine.device.type != "cuda":
+        return "there is no NVIDIA GPU"
+    if engine.world_size > 1:
+        return f"{engine.world_size} processes exchange gradients"
+    if not engine.captures:
+        return f"{engine.strategy} can't be captured"
+    if not takes_tensor_rates(state.optimizer):
+        return f"optimizer.type={config.optimizer.type} can't be captured; adam and adamw can"
+    if config.activation_checkpointing:
+        return "activation_checkpointing=true asks for the state of dropout, which a graph does not have"
+    return None
+
+
+@dataclass
+class _Captured:
+    """A step of one kind: its graphs, and the memory that they read and write."""
+
+    batch: Batch
+    keys: NoiseKeys
+    names: list[str]  # of the parts of the loss
+    whole: torch.cuda.CUDAGraph  # a step; under accumulation, a micro-batch
+    figures: Tensor  # loss, parts, and of a whole step the norm
+    update: torch.cuda.CUDAGraph | None = None  # under accumulation: what follows the last micro-batch
+    norm: Tensor | None = None
+    gradients: list[Tensor] = field(default_factory=list)  # that micro-batches add to
+
+
+class GraphStep:
+    """`optimizer_step`, as a graph where that works."""
+
+    def __init__(self, state: TrainState):
+        self.state = state
+        self.seen: Counter[Hashable] = Counter()
+        self.captured: dict[Hashable, _Captured] = {}
+        wanted, reason = state.config.step, why_not(state)
+        if reason is not None and wanted == "graph":
+            raise ConfigError(f"step=graph: {reason}. Leave --step out to run without a graph.")
+        self.gave_up = wanted == "eager" or reason is not None
+        if not self.gave_up:
+            self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
+            self.on_host, self.on_gpu = state.preprocessor.split()
+
+    def __call__(self, micro_batches: list[dict[str, Any]], meters: Meters) -> tuple[Tensor, Tensor]:
+        state = self.state
+        state.policy.begin_step(state.step)
+        figures = compute_step(state, micro_batches) if self.gave_up else self._compute(micro_batches)
+        finish_step(state, figures, meters)
+        return figures.loss, figures.norm
+
+    def _compute(self, micro_batches: list[dict[str, Any]]) -> StepFigures:
+        batches = [self.on_host(batch) for batch in micro_batches]
+        kind = self._kind(batches)
+        if kind is not None and kind not in self.captured and self.seen[kind] >= WARM_UP:
+            self._try_to_capture(kind, batches)
+        if kind in self.captured:
+            return self._replay(self.captured[kind], batches)
+        self.seen[kind] += 1
+        # On the stream that will capture: there autograd and libraries set up what a capture then finds.
+        current = torch.cuda.current_stream(self.state.engine.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            figures = compute_step(self.state, micro_batches)
+        current.wait_stream(self.stream)
+        return figures
+
+    def _kind(self, batches: list[Batch]) -> Hashable | None:
+        """What steps have in common that can share a graph; None if this one can't have any."""
+        key = self.state.policy.graph_key()
+        shapes = {
+            tuple(
+                (name, value.shape, value.dtype) for name, value in batch.items() if isinstance(value, Tensor)
+            )
+            for batch in batches
+        }
+        if key is None or len(shapes) > 1:
+            return None
+        trained = tuple(parameter.requires_grad for parameter in self.state.policy.parameters())
+        kind = (key, *shapes, len(batches), trained)
+        return kind if kind in self.captured or len(self.captured) < MOST_KINDS else None
+
+    def _try_to_capture(self, kind: Hashable, batches: list[Batch]) -> None:
+        state = self.state
+        try:
+            self.captured[kind] = self._capture(batches[0], len(batches))
+        except RuntimeError as error:
+            self.gave_up = True
+            message = f"the step can't be captured in a CUDA graph: {_said(error)}{_line(error)}"
+            if state.config.step == "graph":
+                raise ConfigError(f"step=graph: {message}") from error
+            log.warning("%s. It runs operation by operation instead.", message)
+        finally:
+            state.optimizer.zero_grad(set_to_none=True)
+
+    def _capture(self, like: Batch, micro_batches: int) -> _Captured:
+        """Nothing is computed here."""
+        state, device = self.state, self.state.engine.device
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what eager steps took: graphs have memory of their own
+        batch, keys, graph = _memory_for(like, device), NoiseKeys(device), torch.cuda.CUDAGraph()
+        noise = GraphNoise(keys, batch[SAMPLE_ID])
+        if micro_batches == 1:
+            with self._into(graph):
+                loss, parts = forward_backward(state, batch, noise, self.on_gpu)
+                norm = update_weights(state)
+                figures = torch.stack([value.float() for value in (loss, *parts.values(), norm)])
+            return _Captured(batch, keys, [*parts], graph, figures)
+        trained = [parameter for parameter in state.policy.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+        with self._into(graph):
+            loss, parts = forward_backward(state, batch, noise, self.on_gpu)
+            figures = torch.stack([value.float() for value in (loss, *parts.values())])
+        update = torch.cuda.CUDAGraph()
+        with self._into(update):
+            norm = update_weights(state).float()
+            torch._foreach_zero_(gradients)
+        return _Captured(batch, keys, [*parts], graph, figures, update, norm, gradients)
+
+    def _into(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # the loader's threads may allocate memory meanwhile: only this thread's calls matter
+        return torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
+
+    def _replay(self, found: _Captured, batches: list[Batch]) -> StepFigures:
+        state = self.state
+        found.keys.write(state.config.seed, state.step)
+        state.engine.set_learning_rates(state.optimizer)
+        figures = torch.zeros_like(found.figures)
+        for micro, batch in enumerate(batches):
+            _copy(batch, found.batch)
+            seed_dropout(state, micro)
+            found.whole.replay()
+            figures += found.figures
+        if found.update is not None:
+            found.update.replay()
+            assert found.norm is not None
+            figures = torch.cat((figures, found.norm[None]))
+        loss, *parts, norm = figures.unbind()
+        return StepFigures(loss, norm, dict(zip(found.names, parts)))
+
+
+def _memory_for(batch: Batch, device: torch.device) -> Batch:
+    """A batch that a graph reads: tensors are copied into it, everything else is not for a GPU."""
+    made = {
+        name: torch.empty_like(value, device=device)
+        for name, value in batch.items()
+        if isinstance(value, Tensor)
+    }
+    if VALID_STEPS in batch:
+        made[VALID_STEPS] = torch.zeros((), dtype=torch.float64, device=device)
+    return made
+
+
+def _copy(batch: Batch, into: Batch) -> None:
+    for name, target in into.items():
+        if name == VALID_STEPS:
+            target.fill_(batch[name])
+        else:
+            target.copy_(batch[name], non_blocking=True)
+
+
+def _said(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _line(error: BaseException) -> str:
+    """The line of the policy that could not be captured: the last that is not torch's or the trainer's."""
+    inside = Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if inside not in Path(frame.filename).parents and Path(frame.filename) != Path(__file__)
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -1,0 +1,197 @@
+"""A step as a CUDA graph: the same run as without one, bitwise, and what can't be captured runs all the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flexor.cli.main import main
+from flexor.core.rng import GraphNoise, Noise, NoiseKeys
+from flexor.train.graph import WARM_UP, GraphStep
+from parity.multi_task_dit.clips import make_clips
+from support import runs
+from support.small_policies import SMALL
+
+STEPS = 9
+OWN = """
+from dataclasses import dataclass
+import torch
+from flexor import Loss, Policy, PolicyConfig
+
+@dataclass
+class Config(PolicyConfig):
+    asks: bool = True
+    phases: bool = False
+    def optimizer_preset(self):
+        return {"type": "adamw", "lr": 1e-2}
+    @property
+    def action_deltas(self):
+        return [0]
+    @property
+    def action_steps(self):
+        return 1
+
+class Own(Policy):
+    Config = Config
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(2, 2)
+    def loss(self, batch, noise):
+        error = (self.layer(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1)
+        if self.config.asks and error.mean().item() > 1e9:
+            raise ValueError
+        return Loss(error, {})
+"""
+
+
+def test_noise_of_a_graph_is_the_noise_of_the_step():
+    ids = torch.tensor([3, 8, 2**40])
+    keys = NoiseKeys(ids.device)
+    noise = GraphNoise(keys, ids)
+    noise.normal("a", (3, 2)), noise.integers("b", (3,), 7)  # as while it is captured
+    for step in (0, 7):
+        keys.write(5, step)
+        plain = Noise(5, step, ids)
+        assert torch.equal(noise.normal("a", (3, 2)), plain.normal("a", (3, 2)))
+        assert torch.equal(noise.integers("b", (3,), 7), plain.integers("b", (3,), 7))
+        assert torch.equal(noise.to(ids.device).uniform("a", (3,)), plain.uniform("a", (3,)))
+
+
+def test_a_graph_without_a_gpu_is_refused_by_name(lowdim, tiny_act, tmp_path, capsys):
+    flags = runs.flags(lowdim, tmp_path / "run", tiny_act, "--step=graph", "--steps=1")
+    assert main(["train", *flags]) == 2
+    assert "step=graph: there is no NVIDIA GPU" in capsys.readouterr().err
+
+
+# On a GPU
+
+
+@pytest.fixture
+def replays(monkeypatch) -> list[int]:
+    """The steps that were replayed."""
+    found: list[int] = []
+    replay = GraphStep._replay
+
+    def noted(self, *arguments):
+        found.append(self.state.step)
+        return replay(self, *arguments)
+
+    monkeypatch.setattr(GraphStep, "_replay", noted)
+    return found
+
+
+def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:
+    gpu = [flag for flag in policy if not flag.startswith("--policy.device")]
+    return runs.train(
+        data, folder, [*gpu, "--policy.device=cuda"], "--log_freq=1", "--deterministic=true", *more
+    )
+
+
+def figures(run: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = ("samples_per_s", "data_wait", "time")
+    return [{k: v for k, v in line.items() if k not in rates} for line in lines if "loss" in line]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    assert figures(one) == figures(other)
+    left, right = (
+        load_file(run / "checkpoints/last/pretrained_model/model.safetensors") for run in (one, other)
+    )
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.fixture(scope="module", params=["act", *SMALL])
+def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, list[str]]:
+    name = request.param
+    if name == "act":
+        return dataset, [*tiny_act]
+    flags = [f"--policy.type={name}", *(f"--policy.{each}" for each in SMALL[name])]
+    if name == "multi_task_dit":
+        make_clips(clips := tmp_path_factory.mktemp("clips"))
+        flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
+    return (dataset if name == "vqbet" else lowdim), flags
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--precision=bf16", "--ema.enable=true"],
+        ["--gradient_accumulation_steps=2"],
+        ["--precision=fp16"],
+        ["--scheduler.type=cosine", "--scheduler.num_warmup_steps=4", "--weights_dtype=bf16"],
+    ],
+)
+def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, replays):
+    data, policy = small
+    eager = train(data, tmp_path / "eager", policy, f"--steps={STEPS}", "--step=eager", *more)
+    assert replays == []
+    graph = train(data, tmp_path / "graph", policy, f"--steps={STEPS}", "--step=graph", *more)
+    vocabulary = 3 if "vqbet" in policy[0] else 0
+    assert replays == list(range(vocabulary + WARM_UP, STEPS))
+    assert_same(eager, graph)
+
+
+@pytest.mark.gpu
+def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
+    data, policy = small
+    flags = [f"--steps={STEPS}", "--save_freq=4", "--ema.enable=true"]
+    whole = train(data, tmp_path / "whole", policy, *flags)
+    cut = train(data, tmp_path / "cut", policy, *flags[1:], "--steps=4")
+    assert main(["resume", str(cut), flags[0]]) == 0
+    assert replays
+    assert_same(whole, cut)
+
+
+@pytest.mark.gpu
+def test_adapters_and_held_out_losses_between_replays(dataset, tiny_act, tmp_path, replays):
+    base = train(dataset, tmp_path / "base", tiny_act, "--steps=1")
+    flags = [
+        f"--policy.path={base}",
+        "--lora.r=2",
+        f"--steps={STEPS}",
+        "--dataset.eval_split=0.25",
+        "--eval_steps=2",
+    ]
+    eager = train(dataset, tmp_path / "eager", [], *flags, "--step=eager")
+    graph = train(dataset, tmp_path / "graph", [], *flags)
+    assert replays
+    assert_same(eager, graph)
+
+
+@pytest.mark.gpu
+def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_path, replays, capsys, caplog):
+    (tmp_path / "own.py").write_text(OWN)
+    own = [f"--policy.type={tmp_path / 'own.py'}:Own"]
+    eager = train(lowdim, tmp_path / "eager", own, "--steps=6", "--step=eager")
+    auto = train(lowdim, tmp_path / "auto", own, "--steps=6")
+    assert_same(eager, auto)
+    line = f"{tmp_path / 'own.py'}:{1 + OWN.splitlines().index(next(x for x in OWN.splitlines() if 'item()' in x))}"
+    assert replays == [] and line in caplog.text
+    flags = runs.flags(lowdim, tmp_path / "no", [*own, "--policy.device=cuda"], "--steps=6", "--step=graph")
+    assert main(["train", *flags]) == 2
+    assert line in capsys.readouterr().err
+    again = train(lowdim, tmp_path / "again", [*own, "--policy.asks=false"], "--steps=6", "--step=graph")
+    assert replays == list(range(WARM_UP, 6)) and again
+
+
+@pytest.mark.gpu
+def test_a_loss_that_is_no_number_is_found_at_the_same_step(lowdim, tiny_act, tmp_path, capsys, replays):
+    found = []
+    for how in ("eager", "graph"):
+        flags = [
+            "--policy.device=cuda",
+            "--steps=30",
+            "--optimizer.lr=1e12",
+            f"--step={how}",
+            "--deterministic=true",
+        ]
+        act = [flag for flag in tiny_act if "device" not in flag]
+        assert main(["train", *runs.flags(lowdim, tmp_path / how, act, *flags)]) != 0
+        found.append(capsys.readouterr().err.replace(how, ""))
+    assert found[0] == found[1] and "step" in found[0]
