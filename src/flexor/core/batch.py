@@ -1,4 +1,4 @@
-"""The names of what is in a batch, which data, policies and environments agree on (they are LeRobot's)."""
+"""The keys of a batch, shared by data, policies and environments. They are LeRobot's names."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ IMAGE_PREFIX = "observation.image"
 REWARD = "next.reward"
 SAMPLE_ID = "index"
 
-# State that a policy carries between calls: a dictionary that the actor keeps for it and clears each episode. A
-# policy that gets none behaves as at the start of an episode.
+# State that a policy carries between calls: a dictionary that the actor stores and clears at each episode. A
+# policy that gets no memory behaves as at the start of an episode.
 MEMORY = "memory"
 
 # Mean number of actions per sample that are not padding, over the whole *global* batch. The loader
-# adds it, so that a loss divided by it is the same however the batch is spread over ranks.
+# adds it. A loss divided by it does not depend on how the batch is split over ranks.
 VALID_STEPS = "action_valid_steps"
