@@ -1,4 +1,4 @@
-"""The optimizer and its schedule, filled in: what the user gave, else what the policy prefers, else defaults."""
+"""Fills in the optimizer's and scheduler's settings: the user's values, else the policy's preset, else defaults."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SCHEDULER_SETTINGS = {
     "cosine_decay_with_warmup": {"type", "num_warmup_steps", "num_decay_steps", "peak_lr", "decay_lr"},
     "vqbet": {"type", "num_warmup_steps", "num_vqvae_training_steps", "num_cycles"},
 }
-HALF_A_WAVE = 0.5  # cycles of a cosine, from its top to its bottom
+HALF_A_WAVE = 0.5  # cosine cycles: from its maximum to its minimum
 
 
 def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> OptimizerConfig:
-    """Every setting filled in: what the user gave, else the policy's preset, else the optimizer's default."""
+    """All settings filled in: the user's value, else the policy's preset, else the optimizer's default."""
     preset = policy.optimizer_preset()
     kind = given.type or preset["type"]
     filled = {"grad_clip_norm": 10.0, **DEFAULTS[kind]}
@@ -34,7 +34,7 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in filled]
     if useless:
-        raise ConfigError(f"optimizer.{useless[0]} has no meaning for optimizer.type={kind}.")
+        raise ConfigError(f"optimizer.{useless[0]} has no effect with optimizer.type={kind}: remove it.")
     return OptimizerConfig(**{**filled, **named})
 
 
@@ -43,7 +43,7 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     kind = given.type or preset["type"]
     if kind not in SCHEDULER_SETTINGS:  # LeRobot's policies can have others
         raise ConfigError(
-            f"The policy's schedule {kind!r} is not here: give --scheduler.type, one of "
+            f"Flexor does not support the policy's learning-rate schedule {kind!r}. Set --scheduler.type to one of "
             f"{', '.join(SCHEDULER_SETTINGS)}."
         )
     if kind != preset["type"]:
@@ -51,7 +51,7 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in SCHEDULER_SETTINGS[kind]]
     if useless:
-        raise ConfigError(f"scheduler.{useless[0]} has no meaning for scheduler.type={kind}.")
+        raise ConfigError(f"scheduler.{useless[0]} has no effect with scheduler.type={kind}: remove it.")
     config = SchedulerConfig(**{**preset, "type": kind, **named})
     if kind == "vqbet" and config.num_cycles is None:
         config.num_cycles = HALF_A_WAVE

@@ -92,7 +92,7 @@ def test_what_is_given_wins_then_the_preset_then_the_default():
     "given, named", [({"momentum": 0.9}, "momentum"), ({"type": "sgd", "betas": (0.9, 0.9)}, "betas")]
 )
 def test_option_without_meaning_for_the_optimizer(given, named):
-    with pytest.raises(ConfigError, match=rf"optimizer\.{named} has no meaning"):
+    with pytest.raises(ConfigError, match=rf"optimizer\.{named} has no effect with"):
         resolve_optimizer(OptimizerConfig(**given), ACTConfig())
 
 
@@ -100,7 +100,7 @@ def test_option_without_meaning_for_the_optimizer(given, named):
     "given", [{"peak_lr": 1.0}, {"type": "cosine", "decay_lr": 1.0}, {"num_warmup_steps": 3}]
 )
 def test_option_without_meaning_for_the_schedule(given):
-    with pytest.raises(ConfigError, match=r"scheduler\.\w+ has no meaning"):
+    with pytest.raises(ConfigError, match=r"scheduler\.\w+ has no effect with"):
         resolve_scheduler(SchedulerConfig(**given), ACTConfig())
 
 
