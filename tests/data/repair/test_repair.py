@@ -723,7 +723,7 @@ repair_dataset({str(root)!r}, {str(out)!r}, progress=lambda done, total: os.kill
     assert any(out.rglob("*.mp4")) and not (out / "meta/info.json").exists()
     with pytest.raises(DatasetError):
         open_dataset(root=out)
-    with pytest.raises(DatasetError, match="cut short"):
+    with pytest.raises(DatasetError, match="an earlier write did not finish"):
         repair_dataset(root, out)
 
 

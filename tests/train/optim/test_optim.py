@@ -112,7 +112,10 @@ def test_schedule_that_lacks_something():
 def test_schedule_of_a_policy_that_is_not_here():
     """A diffusion policy of LeRobot's may name one. Another one can be given."""
     policy = DiffusionConfig(scheduler_name="polynomial", scheduler_warmup_steps=7)
-    with pytest.raises(ConfigError, match=r"'polynomial' is not here.*--scheduler\.type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"does not support the policy's learning-rate schedule 'polynomial'.*--scheduler\.type",
+    ):
         resolve_scheduler(SchedulerConfig(), policy)
     cosine = SchedulerConfig(type="cosine", num_warmup_steps=3)
     assert resolve_scheduler(cosine, policy) == cosine
