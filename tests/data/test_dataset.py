@@ -268,7 +268,7 @@ def test_unknown_feature(samples):
 def test_no_dataset(tmp_path):
     with pytest.raises(DatasetError, match=r"no meta/info\.json"):
         open_dataset(root=tmp_path)
-    with pytest.raises(DatasetError, match="no dataset given"):
+    with pytest.raises(DatasetError, match="No dataset given"):
         open_dataset()
 
 
