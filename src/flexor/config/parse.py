@@ -183,7 +183,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The settings a run was started with, as nested plain data."""
     path = folder / RUN_CONFIG
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a Flexor run folder: it has no {RUN_CONFIG}.")
+        raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
     try:
         data = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
