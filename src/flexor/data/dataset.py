@@ -68,7 +68,7 @@ class Dataset:
 
     cameras: list[str]
     absent: dict[str, str]
-    """Declared features that cannot be read, and why."""
+    """Declared features that can't be read, and why."""
 
     tasks: list[str]
     stats: dict[str, dict[str, np.ndarray]]
