@@ -116,7 +116,7 @@ def test_a_copy_that_fails_is_made_again(run, kept, log_lines):
     keeper = _fresh(run, kept)
     assert not keeper.copy()
     assert (kept / "metrics.jsonl").exists()  # what can be copied is
-    assert any("000001 is not kept" in line for line in log_lines)
+    assert any("000001 could not be copied" in line for line in log_lines)
     (kept / "checkpoints").unlink()
     assert keeper.copy()
     checkpoint.verify(kept / "checkpoints" / "000001")
@@ -178,4 +178,4 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
         text=True,
         timeout=LIMIT_S,
     )
-    assert ended.returncode == 128 + 15 and "told to save and stop" in ended.stderr
+    assert ended.returncode == 128 + 15 and "telling training to save and stop" in ended.stderr

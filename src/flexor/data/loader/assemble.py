@@ -1,7 +1,7 @@
-"""A step's frames and rows put together into batches, on the CPU or for a GPU.
+"""Assembles a step's frames and rows into batches, on the CPU or for a GPU.
 
-On the CPU frames are RGB already, or become it here, by the threads that read ahead. For a GPU planes are copied
-into pinned memory, go over on a stream of its own, and become RGB there (see `to_gpu.py`).
+On the CPU, frames are already RGB, or the prefetch threads convert them here. For a GPU, planes are copied into
+pinned memory, transferred on a separate stream, and converted to RGB on the GPU (see `to_gpu.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexor.data.video.planes import to_rgb
 
 
 class Batcher:
-    """Makes the micro-batches of a step. The jobs may run on many threads at once."""
+    """Builds the micro-batches of a step. The jobs may run in several threads at once."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Batcher:
         self.stager = Stager(dataset.store, self.stream, self.jobs) if cuda or device is None else None
 
     def start(self, step: Step) -> list[Job]:
-        """Jobs that fill the pictures of a step."""
+        """Jobs that fill in the images of a step."""
         order, found = self.shots.find(step)
         step.rows = step.rows[order]
         jobs = [job for shots in found for job in self._fill(step, shots)]
         return jobs or [lambda: None]
 
     def finish(self, step: Step) -> list[Batch]:
-        """The micro-batches, pictures included; for a GPU they still have to go there."""
+        """The micro-batches, including images; for a GPU they still have to be transferred."""
         batches = []
         valid = self.valid_steps(step.number)
         for number, rows in enumerate(np.split(step.rows, self.accumulation)):
@@ -69,7 +69,7 @@ class Batcher:
         return batches
 
     def to_device(self, batch: Batch) -> Batch:
-        """A batch where it will be used."""
+        """The batch on the device that uses it."""
         if self.stream is None or self.device is None:
             return batch
         with torch.cuda.stream(self.stream):
@@ -78,7 +78,7 @@ class Batcher:
         current.wait_stream(self.stream)
         for value in moved.values():
             if isinstance(value, Tensor):
-                value.record_stream(current)  # or its memory could be used again while training reads it
+                value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
 
     @staticmethod
@@ -122,7 +122,7 @@ class Batcher:
 
 
 def to_tensors(batch: Mapping[str, Any], pin_memory: bool = False) -> Batch:
-    """numpy arrays as tensors (in pinned memory for a GPU); everything else as it is."""
+    """numpy arrays as tensors (in pinned memory for a GPU); everything else unchanged."""
     out: Batch = {}
     for key, value in batch.items():
         if isinstance(value, np.ndarray) and value.dtype != object:
