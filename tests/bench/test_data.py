@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexor.bench.figures import Stretch, bound, make_report
+from flexor.bench.figures import EpochMeasurement, bound, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
 from flexor.cli import main as cli
@@ -156,10 +156,10 @@ def test_limit_of_windows_is_decoding_times_reuse_until_memory_is_slower():
 ABOUT = {"threads": 2, "remote": False, "tier": "stream", "samples_per_epoch": 100, "dataset_frames": 200}
 
 
-def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> Stretch:
+def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> EpochMeasurement:
     known = {"decoded": 0.0, "hits": 0.0, "misses": 0.0, "decode_s": 0.0, "convert_s": 0.0, "pool_bytes": 7.0}
     latencies = [(0.010 * n, 10) for n in range(1, 5)]
-    return Stretch(
+    return EpochMeasurement(
         started, ended, started, samples, frames, 3 * frames, 1.0, latencies, {**known, **counters}
     )
 

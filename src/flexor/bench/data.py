@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flexor.bench.figures import LEVELS, Stretch, make_report
+from flexor.bench.figures import LEVELS, EpochMeasurement, make_report
 from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
 from flexor.config.schema import TrainConfig
@@ -59,11 +59,11 @@ class Options:
 
 
 @dataclass
-class Seen:
+class RankMeasurements:
     """The measurements of one rank."""
 
     first_batch_s: float
-    stretches: list[Stretch]
+    stretches: list[EpochMeasurement]
     facts: dict[str, Any]
 
 
@@ -103,7 +103,7 @@ def threads_per_rank(ranks: int) -> int:
     return max(1, usable_cores() // ranks)
 
 
-def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
+def _measure_ranks(config: TrainConfig, options: Options) -> list[RankMeasurements]:
     """One process per rank, as in training; they start together."""
     _open(config, options, 0)[0].close()  # fixes the order: all ranks must use the same
     context = multiprocessing.get_context("spawn")
@@ -116,7 +116,7 @@ def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
     for process in ranks:
         process.start()
     try:
-        seen: dict[int, Seen] = {}
+        seen: dict[int, RankMeasurements] = {}
         while len(seen) < len(ranks):
             rank, result = _next_result(ranks, results)
             if isinstance(result, BaseException):
@@ -147,7 +147,7 @@ def _rank(config: TrainConfig, options: Options, rank: int, together: Barrier, r
         results.put((rank, error if isinstance(error, FlexorError) else FlexorError(repr(error))))
 
 
-def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> Seen:
+def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> RankMeasurements:
     """The measurements of one rank, starting with opening the dataset."""
     if together is not None:
         torch.set_num_threads(max(1, config.num_workers))
@@ -159,7 +159,7 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
     steps = loader.steps(0, edges[-1] + (READ_AHEAD if options.batches else 0))
     stretches = []
     for first, last in pairwise(edges):
-        stretch = Stretch(clock.started)
+        stretch = EpochMeasurement(clock.started)
         for _ in range(first, last):
             _take(steps, stretch, cameras)
         if options.device.startswith("cuda"):
@@ -171,7 +171,7 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
     if rank == 0:
         facts["shuffle"] = _shuffle(loader)
     first_batch_s = stretches[0].first_batch_at - stretches[0].started
-    return Seen(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
+    return RankMeasurements(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
 
 
 class Clock:
@@ -181,7 +181,7 @@ class Clock:
         self.started, self.cpu = time.perf_counter(), time.process_time()
         self.counters: dict[str, float] = {}
 
-    def stop(self, stretch: Stretch, counters: dict[str, float]) -> None:
+    def stop(self, stretch: EpochMeasurement, counters: dict[str, float]) -> None:
         stretch.ended = time.perf_counter()
         cpu = time.process_time()
         stretch.cpu_s = cpu - self.cpu
@@ -235,7 +235,7 @@ def _shuffle(loader: Loader) -> dict[str, float]:
     return {**asdict(quality), "effective_batch": quality.effective_batch}
 
 
-def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]) -> None:
+def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, cameras: Sequence[str]) -> None:
     """Count the batches of one optimizer step and drop them."""
     asked = time.perf_counter()
     batches = next(steps)

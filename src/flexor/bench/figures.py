@@ -17,7 +17,7 @@ IDLE = 0.4  # idle share of the threads' time from which on the threads are not 
 
 
 @dataclass
-class Stretch:
+class EpochMeasurement:
     """One rank's measurements of an epoch. All processes of a machine share the clock."""
 
     started: float
@@ -33,7 +33,7 @@ class Stretch:
 
 
 def make_report(
-    about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[Stretch]], limits: Limits
+    about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[EpochMeasurement]], limits: Limits
 ) -> dict[str, Any]:
     """`about` the run, its total results, and those of every epoch. `ranks` has one stretch per epoch."""
     stretches = list(zip(*ranks))
@@ -50,7 +50,7 @@ def make_report(
     }
 
 
-def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[Stretch]]) -> list[float]:
+def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[EpochMeasurement]]) -> list[float]:
     """How many frames each epoch had to decode. Frames decoded ahead, twice or unnecessarily do not count.
 
     Windows overlap: an epoch delivers each frame `reuse` times. Frames cached by an earlier epoch do not count.
@@ -67,7 +67,7 @@ def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[Stretch]])
 
 
 def figures(
-    epochs: Sequence[Sequence[Stretch]], about: dict[str, Any], limits: Limits, needed: float
+    epochs: Sequence[Sequence[EpochMeasurement]], about: dict[str, Any], limits: Limits, needed: float
 ) -> dict[str, Any]:
     """Results of one or several epochs, from the stretches of all ranks in each. `needed`: frames to decode."""
     stretches = [stretch for epoch in epochs for stretch in epoch]

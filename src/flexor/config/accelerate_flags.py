@@ -30,7 +30,7 @@ SHARDING = {
 
 
 @dataclass(frozen=True)
-class Said:
+class AccelerateSetting:
     """One setting of the Accelerate config: how it is written there, and Flexor's value for it."""
 
     there: str
@@ -74,20 +74,24 @@ def _agree(there: Any, here: Any) -> bool:
     return here == there or (there, here) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
 
 
-def _said(env: Mapping[str, str]) -> dict[str, Said]:
-    said: dict[str, Said] = {}
+def _said(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
+    said: dict[str, AccelerateSetting] = {}
     if (precision := env["ACCELERATE_MIXED_PRECISION"]) != "no":
-        said["precision"] = Said(f"mixed_precision: {precision}", precision)
+        said["precision"] = AccelerateSetting(f"mixed_precision: {precision}", precision)
     if (steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")).isdigit():
-        said["gradient_accumulation_steps"] = Said(f"gradient_accumulation_steps: {steps}", int(steps))
+        said["gradient_accumulation_steps"] = AccelerateSetting(
+            f"gradient_accumulation_steps: {steps}", int(steps)
+        )
     if _true(env, "ACCELERATE_USE_CPU"):
-        said["policy.device"] = Said("use_cpu: true", "cpu")
+        said["policy.device"] = AccelerateSetting("use_cpu: true", "cpu")
     if _true(env, "ACCELERATE_USE_DEEPSPEED"):
         said |= _said_of_deepspeed(env)
     elif _true(env, "ACCELERATE_USE_FSDP"):
         said |= _said_of_fsdp(env)
     elif int(env.get("WORLD_SIZE", 1)) > 1:
-        said["parallel.strategy"] = Said("no FSDP, so each process holds the whole model (ddp)", "ddp")
+        said["parallel.strategy"] = AccelerateSetting(
+            "no FSDP, so each process holds the whole model (ddp)", "ddp"
+        )
     elif "MASTER_ADDR" in env and "RANK" not in env:
         log.warning(
             "`accelerate launch --cpu --num_processes=N` starts only one process (it expects mpirun to start more), so "
@@ -97,7 +101,7 @@ def _said(env: Mapping[str, str]) -> dict[str, Said]:
     return said
 
 
-def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
+def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
     there = "fsdp_version: 2"
     strategy, reshard = "fsdp", env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     if env.get("FSDP_VERSION", "1") == "1":
@@ -105,23 +109,26 @@ def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
         strategy, reshard = SHARDING[_sharding(env)]
         if env.get("RANK", "0") == "0" and strategy != "ddp":
             log.info("%s with fsdp_version: 1: Flexor uses FSDP 2, which shards the same way", there)
-    said = {"parallel.strategy": Said(there, strategy)}
+    said = {"parallel.strategy": AccelerateSetting(there, strategy)}
     if strategy == "ddp":
         return said
     if not reshard:
-        said["parallel.reshard_after_forward"] = Said(
+        said["parallel.reshard_after_forward"] = AccelerateSetting(
             "sharding that keeps weights gathered after forward", False
         )
     if _true(env, "FSDP_OFFLOAD_PARAMS"):
-        said["parallel.cpu_offload"] = Said("fsdp_offload_params: true", True)
+        said["parallel.cpu_offload"] = AccelerateSetting("fsdp_offload_params: true", True)
     if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
-        said["activation_checkpointing"] = Said("fsdp_activation_checkpointing: true", True)
+        said["activation_checkpointing"] = AccelerateSetting("fsdp_activation_checkpointing: true", True)
     copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     if copies > 1:
         parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
         there = f"parallelism_config_dp_replicate_size: {copies}"
-        said |= {"parallel.strategy": Said(there, "hsdp"), "parallel.dp_replicate": Said(there, copies)}
-        said["parallel.dp_shard"] = Said(f"parallelism_config_dp_shard_size: {parts}", parts)
+        said |= {
+            "parallel.strategy": AccelerateSetting(there, "hsdp"),
+            "parallel.dp_replicate": AccelerateSetting(there, copies),
+        }
+        said["parallel.dp_shard"] = AccelerateSetting(f"parallelism_config_dp_shard_size: {parts}", parts)
     return said
 
 
@@ -159,7 +166,7 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     return settings
 
 
-def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
+def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
     settings = deepspeed_settings(env)
     zero = settings["zero_optimization"]
     if (stage := zero.get("stage", 0)) not in (1, 2):
@@ -179,7 +186,7 @@ def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
             raise ConfigError(
                 f"The DeepSpeed config file has a section {name}. Remove it, and set --{name}.* of the run instead."
             )
-    said = {"parallel.strategy": Said(f"zero_stage: {stage}", "ddp")}
+    said = {"parallel.strategy": AccelerateSetting(f"zero_stage: {stage}", "ddp")}
     keys = {
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "train_micro_batch_size_per_gpu": "batch_size",
@@ -188,10 +195,10 @@ def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
     }
     for there, here in keys.items():
         if isinstance(value := settings.get(there), int | float):
-            said[here] = Said(f"{there}: {value}", value)
+            said[here] = AccelerateSetting(f"{there}: {value}", value)
     for precision in ("bf16", "fp16"):
         if settings.get(precision, {}).get("enabled") is True:
-            said["precision"] = Said(f"{precision}: enabled", precision)
+            said["precision"] = AccelerateSetting(f"{precision}: enabled", precision)
     return said
 
 

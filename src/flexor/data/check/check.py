@@ -16,7 +16,7 @@ import numpy as np
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
-from flexor.data.check.layout import Episode, Layout, read_layout
+from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.problems import CheckReport, Problem
 from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
 from flexor.data.check.videos import check_videos
@@ -56,7 +56,7 @@ def check_dataset(
     return report
 
 
-def _selected(layout: Layout, episodes: Sequence[int] | None) -> list[Episode]:
+def _selected(layout: Layout, episodes: Sequence[int] | None) -> list[EpisodeEntry]:
     if episodes is None:
         return layout.episodes
     wrong = sorted(set(episodes) - {episode.index for episode in layout.episodes})

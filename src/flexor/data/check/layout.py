@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass
-class Episode:
+class EpisodeEntry:
     """One episode as the metadata describes it."""
 
     index: int
@@ -67,7 +67,7 @@ class Layout:
     version: str = "unknown"
     fps: float = 0.0
     features: dict[str, Feature] = field(default_factory=dict)
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[EpisodeEntry] = field(default_factory=list)
     tasks: dict[int, str] = field(default_factory=dict)
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -146,7 +146,7 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _add_episode(
-    layout: Layout, make: Callable[[dict[str, Any]], Episode], row: dict[str, Any], report: CheckReport
+    layout: Layout, make: Callable[[dict[str, Any]], EpisodeEntry], row: dict[str, Any], report: CheckReport
 ) -> None:
     try:
         layout.episodes.append(make(row))
@@ -174,9 +174,9 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
             report.error("episodes-unreadable", what, FETCH_META, file=file)
 
 
-def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
     index = int(row["episode_index"])
-    episode = Episode(
+    episode = EpisodeEntry(
         index=index,
         length=int(row["length"]),
         tasks=list(row.get("tasks") or []),
@@ -194,11 +194,13 @@ def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
     return episode
 
 
-def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
     index = int(row["episode_index"])
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
-    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row))
+    return EpisodeEntry(
+        index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
+    )
 
 
 def _more(row: dict[str, Any]) -> dict[str, Any]:

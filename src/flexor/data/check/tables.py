@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
@@ -34,10 +34,10 @@ class Tables:
     high: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def check_tables(layout: Layout, selected: list[Episode], report: CheckReport) -> Tables:
+def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckReport) -> Tables:
     """Check the data files of the selected episodes."""
     tables = Tables()
-    files: dict[str, list[Episode]] = {}
+    files: dict[str, list[EpisodeEntry]] = {}
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
     present = {file: _columns(layout.root / file) for file in files}
@@ -71,7 +71,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def _check_columns(
-    layout: Layout, files: dict[str, list[Episode]], present: dict[str, list[str]], report: CheckReport
+    layout: Layout, files: dict[str, list[EpisodeEntry]], present: dict[str, list[str]], report: CheckReport
 ) -> None:
     """Check for declared columns that no file has (a warning) or that only some files have (an error)."""
     readable = {file: names for file, names in present.items() if names}
@@ -108,7 +108,7 @@ class _File:
     report: CheckReport
     tables: Tables
 
-    def check(self, episodes: list[Episode]) -> None:
+    def check(self, episodes: list[EpisodeEntry]) -> None:
         self._columns = self._read()
         rows_of = self._rows_by_episode(episodes)
         for episode in episodes:
@@ -134,7 +134,9 @@ class _File:
             what = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not list"
             self.report.warning("rows-unknown", what, "download meta/ again, or ignore them", file=self.name)
 
-    def _error(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+    def _error(
+        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+    ) -> None:
         self.report.error(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
 
     def _read(self) -> dict[str, np.ndarray]:
@@ -155,7 +157,7 @@ class _File:
                 columns[name] = values
         return columns
 
-    def _rows_by_episode(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
+    def _rows_by_episode(self, episodes: list[EpisodeEntry]) -> dict[int, np.ndarray]:
         if "episode_index" not in self._columns:
             # Without the column a file contains one episode, as in v2.
             return {episodes[0].index: np.arange(self.table.num_rows)}
@@ -164,7 +166,7 @@ class _File:
         numbers, starts = np.unique(index[order], return_index=True)
         return dict(zip(numbers.tolist(), np.split(order, starts[1:])))
 
-    def _check_indices(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_indices(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, start in (("frame_index", 0), ("index", episode.first_row)):
             if name not in self._columns or not len(rows):
                 continue
@@ -178,10 +180,12 @@ class _File:
                 say = self._error if self.layout.version.startswith("v3") else self._warn
                 say("index", what, "renumber the rows of the dataset", episode, name)
 
-    def _warn(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+    def _warn(
+        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+    ) -> None:
         self.report.warning(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
 
-    def _check_clock(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_clock(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         """Compare the timestamps with 1/fps. The video part of the check compares them with the video."""
         if "timestamp" not in self._columns or not self.layout.fps:
             # Missing timestamps are derived, so they are correct by construction.
@@ -205,11 +209,11 @@ class _File:
             )
             self._warn_of_clock("clock-drift", what, episode)
 
-    def _warn_of_clock(self, kind: str, what: str, episode: Episode) -> None:
+    def _warn_of_clock(self, kind: str, what: str, episode: EpisodeEntry) -> None:
         place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
         self.report.warning(kind, what, REPAIR_CLOCK, **place)
 
-    def _check_numbers(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
             part = values[rows]
             if part.dtype.kind == "f":
@@ -227,7 +231,7 @@ class _File:
             lows[name] = np.fmin(lows[name], low) if name in lows else low
             highs[name] = np.fmax(highs[name], high) if name in highs else high
 
-    def _check_tasks(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_tasks(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         if "task_index" not in self._columns or not self.layout.tasks:
             return
         used = set(self._columns["task_index"][rows, 0].astype(int).tolist())
@@ -242,7 +246,7 @@ class _File:
                 "task_index",
             )
 
-    def _check_images(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_images(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name in self.table.column_names:
             feature = self.layout.features.get(name)
             if feature is None or not feature.is_image:

@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 
 from flexor.core.console import Progress
-from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import REPAIR_CLOCK
@@ -23,15 +23,15 @@ LEROBOT_TOLERANCE = 1e-4
 
 def check_videos(
     layout: Layout,
-    selected: list[Episode],
+    selected: list[EpisodeEntry],
     timestamps: dict[int, np.ndarray],
     report: CheckReport,
     progress: Progress | None,
 ) -> None:
     """Check every camera's files. `timestamps` are those of the table, for the episodes that have them."""
-    jobs: list[tuple[Feature, str, list[Episode]]] = []
+    jobs: list[tuple[Feature, str, list[EpisodeEntry]]] = []
     for feature in layout.video_features:
-        files: dict[str, list[Episode]] = {}
+        files: dict[str, list[EpisodeEntry]] = {}
         for episode in selected:
             if feature.name in episode.videos:
                 files.setdefault(episode.videos[feature.name].file, []).append(episode)
@@ -42,7 +42,7 @@ def check_videos(
     workers = max(1, min(len(jobs), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // workers)
 
-    def scan(job: tuple[Feature, str, list[Episode]]) -> VideoScan:
+    def scan(job: tuple[Feature, str, list[EpisodeEntry]]) -> VideoScan:
         result = scan_video(layout.root / job[1], decode=report.deep, threads=threads)
         done.add(sum(episode.length for episode in job[2]))
         return result
@@ -66,7 +66,7 @@ class _Done:
 
 
 def _check_declared(
-    layout: Layout, feature: Feature, files: dict[str, list[Episode]], report: CheckReport
+    layout: Layout, feature: Feature, files: dict[str, list[EpisodeEntry]], report: CheckReport
 ) -> bool:
     """Warn if a camera is declared but completely missing: the rest of the dataset can be used."""
     there = [file for file in layout.camera_files(feature.name) if (layout.root / file).is_file()]
@@ -87,7 +87,7 @@ def _check_declared(
     return True
 
 
-def _check_named(feature: Feature, selected: list[Episode], report: CheckReport) -> None:
+def _check_named(feature: Feature, selected: list[EpisodeEntry], report: CheckReport) -> None:
     for episode in selected:
         if feature.name not in episode.videos:
             what = "the metadata does not name its video file"
@@ -99,7 +99,7 @@ def _check_file(
     layout: Layout,
     feature: Feature,
     file: str,
-    episodes: list[Episode],
+    episodes: list[EpisodeEntry],
     timestamps: dict[int, np.ndarray],
     scan: VideoScan,
     report: CheckReport,
@@ -127,7 +127,7 @@ def _check_file(
 def _check_picture(
     layout: Layout,
     feature: Feature,
-    episodes: list[Episode],
+    episodes: list[EpisodeEntry],
     scan: VideoScan,
     report: CheckReport,
     where: dict,
@@ -145,7 +145,7 @@ def _check_picture(
 
 
 def _check_overlap(
-    layout: Layout, feature: Feature, file: str, episodes: list[Episode], report: CheckReport
+    layout: Layout, feature: Feature, file: str, episodes: list[EpisodeEntry], report: CheckReport
 ) -> None:
     """Check for two episodes that claim the same time span of a file: one of them shows the other's frames."""
     if not layout.fps:
@@ -170,7 +170,7 @@ def _check_overlap(
 
 
 def _check_frames(
-    layout: Layout, episode: Episode, camera: str, scan: VideoScan, report: CheckReport, place: dict
+    layout: Layout, episode: EpisodeEntry, camera: str, scan: VideoScan, report: CheckReport, place: dict
 ) -> bool:
     """Check that the video has one frame per row and that the frames can be decoded. True if so."""
     if not layout.fps:
@@ -201,7 +201,7 @@ def _check_frames(
 
 def _check_clock(
     layout: Layout,
-    episode: Episode,
+    episode: EpisodeEntry,
     camera: str,
     clock: np.ndarray | None,
     scan: VideoScan,

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
 from flexor.data.format import stats as statistics
-from flexor.data.format.encode import VideoFile, VideoStream
+from flexor.data.format.encode import VideoStream, VideoWriter
 from flexor.data.format.file_names import V3
 from flexor.data.format.schema import DEFAULT_FEATURES, arrow_type, hf_feature
 
@@ -228,7 +228,7 @@ class _VideoFiles:
 
     def __init__(self, files: DatasetFiles, name: str) -> None:
         self._files, self._name, self._number = files, name, -1
-        self._file: VideoFile | None = None
+        self._file: VideoWriter | None = None
         self._copied: dict[
             Path, int
         ] = {}  # files that were copied unchanged -> their file number in this dataset
@@ -241,14 +241,14 @@ class _VideoFiles:
             place = self._place(self._number) | {"from_timestamp": start, "to_timestamp": end}
         return {f"videos/{self._name}/{key}": value for key, value in place.items()}
 
-    def _file_for(self, clip: PacketClip) -> VideoFile:
+    def _file_for(self, clip: PacketClip) -> VideoWriter:
         size = sum(packet.size for packet in clip.packets)
         if self._file is not None:
             full = self._file.bytes + size >= self._files.video_files_mb * MB
             if full or not clip.joins or self._file.stream != clip.stream:
                 self.close()
         if self._file is None:
-            self._file = VideoFile(self._next_path(), self._files.fps, clip.stream)
+            self._file = VideoWriter(self._next_path(), self._files.fps, clip.stream)
         return self._file
 
     def _copy(self, file: Path) -> dict[str, int]:

@@ -173,7 +173,7 @@ class VideoStream(Protocol):
         """Add such a stream to a container opened for writing."""
 
 
-class VideoFile:
+class VideoWriter:
     """An mp4 file that episodes are appended to. It is playable only after it is closed."""
 
     def __init__(self, path: Path, fps: float, stream: VideoStream) -> None:

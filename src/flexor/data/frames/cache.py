@@ -28,7 +28,7 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.data.frames import cache_files
-from flexor.data.frames.cache_files import Files, Plan, is_sound, synced_marks, try_alone
+from flexor.data.frames.cache_files import CachePlan, Files, is_sound, synced_marks, try_alone
 from flexor.data.frames.cache_folders import (
     CacheKey,
     caches_in,
@@ -92,7 +92,7 @@ class FrameCache:
         `expected` is how many bytes will be stored, if less than all frames at full size.
         """
         assert frames > 0 and slot > 0
-        plan = Plan(key, frames, slot, layout, frames * slot if expected is None else expected)
+        plan = CachePlan(key, frames, slot, layout, frames * slot if expected is None else expected)
         in_ram = folder is None
         folder = folder or ram_folder()
         if folder is None:
@@ -204,7 +204,7 @@ class FrameCache:
         )
 
 
-def _in_own_memory(plan: Plan) -> FrameCache:
+def _in_own_memory(plan: CachePlan) -> FrameCache:
     """A cache in this process's own memory; pages are allocated when they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, plan.frames * plan.stride, flags=flags)
@@ -222,7 +222,7 @@ def _sweep(folder: Path, key: CacheKey, discard: Callable[[Path], None]) -> None
             discard(cache)
 
 
-def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
+def _open_files(cache: Path, plan: CachePlan, in_ram: bool) -> FrameCache:
     """Call inside `guard`: no other process opens or removes the cache at the same time."""
     cache.mkdir(exist_ok=True)
     lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -247,7 +247,7 @@ def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
     return opened
 
 
-def _map(cache: Path, plan: Plan, header: dict[str, Any], lasting: bool) -> FrameCache:
+def _map(cache: Path, plan: CachePlan, header: dict[str, Any], lasting: bool) -> FrameCache:
     planes = _mapped(cache / "data", np.uint8).reshape(plan.frames, plan.stride)
     sizes = None if plan.key.jpeg is None else _mapped(cache / "sizes", np.uint32)
     if header["boot"] == cache_files.boot_id():

@@ -24,7 +24,7 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """The properties of the cache to open."""
 
     key: CacheKey
@@ -88,7 +88,7 @@ def try_alone(lock: int) -> bool:
     return True
 
 
-def put_in_order(cache: Path, plan: Plan) -> None:
+def put_in_order(cache: Path, plan: CachePlan) -> None:
     """Recreate damaged files and drop marks that may be wrong after a crash. Requires the exclusive lock."""
     header, boot = read_header(cache), boot_id()
     for leftover in cache.glob("*.partial"):
@@ -113,12 +113,12 @@ def put_in_order(cache: Path, plan: Plan) -> None:
     write_header(cache, plan, boot)
 
 
-def write_header(cache: Path, plan: Plan, boot: str) -> None:
+def write_header(cache: Path, plan: CachePlan, boot: str) -> None:
     header = {**plan.identity(), "dataset": plan.key.dataset, "expected": plan.expected, "boot": boot}
     replace(cache / "header.json", json.dumps(header).encode())
 
 
-def is_sound(cache: Path, header: dict[str, Any], plan: Plan) -> bool:
+def is_sound(cache: Path, header: dict[str, Any], plan: CachePlan) -> bool:
     """Whether the header and the lengths of the files are as expected."""
     if not {"boot", "expected"} <= header.keys():
         return False

@@ -19,7 +19,7 @@ from flexor.core.batch import VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
 from flexor.data.loader.step import Step
-from flexor.data.loader.step_frames import ShotFinder, Shots
+from flexor.data.loader.step_frames import FrameFinder, StepFrames
 from flexor.data.loader.to_gpu import Job, Staged, Stager
 from flexor.data.video.planes import to_rgb
 
@@ -42,7 +42,7 @@ class Batcher:
         self.dataset, self.deltas = dataset, dict(deltas)
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
         self.valid_steps = valid_steps
-        self.shots = ShotFinder(dataset.store, on_bad_frame, counters)
+        self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
@@ -87,7 +87,7 @@ class Batcher:
             return value.on(device)
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-    def _fill(self, step: Step, shots: Shots) -> list[Job]:
+    def _fill(self, step: Step, shots: StepFrames) -> list[Job]:
         camera, samples = shots.camera, np.arange(len(shots.ids))
         if self.stager is None:
             return self._fill_on_cpu(step, shots, samples)
@@ -100,7 +100,7 @@ class Batcher:
             jobs += more
         return jobs
 
-    def _fill_on_cpu(self, step: Step, shots: Shots, samples: np.ndarray) -> list[Job]:
+    def _fill_on_cpu(self, step: Step, shots: StepFrames, samples: np.ndarray) -> list[Job]:
         format = self.dataset.store.format(shots.camera)
         pixels = self.buffers.take((*shots.ids.shape, format.height, format.width, format.channels))
         pictures = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
@@ -109,7 +109,7 @@ class Batcher:
         parts = np.array_split(samples, min(self.jobs, len(samples)))
         return [partial(self._convert, shots, part, pixels) for part in parts]
 
-    def _convert(self, shots: Shots, samples: np.ndarray, out: np.ndarray) -> None:
+    def _convert(self, shots: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
         format = self.dataset.store.format(shots.camera)
         for i in samples.tolist():
             seen: dict[int, int] = {}  # padding repeats a frame

@@ -21,8 +21,8 @@ from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
-from flexor.data.loader.prefetch import Feed
-from flexor.data.loader.step import Planner, Wanted
+from flexor.data.loader.prefetch import Prefetcher
+from flexor.data.loader.step import StepPlanner, Wanted
 from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
@@ -50,7 +50,7 @@ class PoolFrames:
         return np.arange(*np.searchsorted(self.unit, [unit, unit + 1]))
 
 
-class Loader(Planner):
+class Loader(StepPlanner):
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
     Without a device, images stay planes in host memory, as for a transfer to a GPU (see `to_gpu.Staged`).
@@ -114,7 +114,7 @@ class Loader(Planner):
             counters=self._counters,
             valid_steps=self._valid_steps,
         )
-        feed: Feed[list[Batch]] = Feed(
+        feed: Prefetcher[list[Batch]] = Prefetcher(
             self,
             self.dataset.store,
             self.pool,
@@ -173,7 +173,7 @@ class Loader(Planner):
             "convert_s": count["convert_us"] / 1e6,
         }
 
-    # What each step reads (see `Planner`).
+    # What each step reads (see `StepPlanner`).
 
     def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
         share = self.batch_size * self.accumulation

@@ -20,19 +20,19 @@ import numpy as np
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step import Piece, Planner, Step, T
-from flexor.data.loader.threads import Crew
+from flexor.data.loader.step import Piece, Step, StepPlanner, T
+from flexor.data.loader.threads import ReaderThreads
 
 AHEAD = 64  # steps that are planned ahead, if the pool has room
 GROUP = 32  # approximate number of frames of all cameras that are decoded with one request
 
 
-class Feed(Generic[T]):
+class Prefetcher(Generic[T]):
     """Runs the steps of a planner in threads."""
 
     def __init__(
         self,
-        planner: Planner,
+        planner: StepPlanner,
         store: FrameStore,
         pool: Pool,
         assemble: Callable[[Step[T]], list[Callable[[], None]]],
@@ -59,7 +59,7 @@ class Feed(Generic[T]):
 
     def steps(self, start: int, stop: int) -> Generator[T]:
         self.taken = start
-        self.crew = Crew(self.threads, "loader")
+        self.crew = ReaderThreads(self.threads, "loader")
         steps: deque[Step[T]] = deque()
         walker = None
         if self.threads:

@@ -73,7 +73,7 @@ class Wanted:
     last: int
 
 
-class Planner:
+class StepPlanner:
     """Defines what each step reads. `Loader` implements it."""
 
     cameras: list[str]

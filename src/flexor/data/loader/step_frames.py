@@ -19,7 +19,7 @@ from flexor.data.loader.step import Piece, Step
 
 
 @dataclass(eq=False)
-class Shots:
+class StepFrames:
     """The frames of one camera in a step."""
 
     camera: str
@@ -41,14 +41,14 @@ class Shots:
         return piece.find(self.camera, int(self.ids[i, t])) if piece is not None else None
 
 
-class ShotFinder:
+class FrameFinder:
     """Finds the frames of steps, and replacements for bad frames."""
 
     def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
         self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
         self._told: set[tuple[str, int]] = set()
 
-    def find(self, step: Step) -> tuple[np.ndarray, list[Shots]]:
+    def find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
         """The sample at each position of the step [b], and the frames of each camera."""
         order = np.arange(len(step.rows))
         stand_ins: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
@@ -66,7 +66,7 @@ class ShotFinder:
         elif broken:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
-        return order, [Shots(c, ids[order], pieces, stand_ins[c]) for c, ids in step.ids.items()]
+        return order, [StepFrames(c, ids[order], pieces, stand_ins[c]) for c, ids in step.ids.items()]
 
     def _skip(self, order: np.ndarray, broken: set[int], number: int) -> None:
         good = [i for i in range(len(order)) if i not in broken]

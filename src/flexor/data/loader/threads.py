@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import count
 
 
-class Crew:
+class ReaderThreads:
     """Runs jobs in a few threads, lowest priority number first; with 0 threads, immediately in the caller.
 
     Jobs handle their own errors. Closing drops jobs that have not started and waits for the others.

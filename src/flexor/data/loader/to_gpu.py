@@ -17,7 +17,7 @@ from torch import Tensor
 from flexor.data.frames.gpu_cache import GPUFrames
 from flexor.data.frames.slots import Buffers
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step_frames import Shots
+from flexor.data.loader.step_frames import StepFrames
 from flexor.data.video.planes import PlaneFormat, rgb_on_device
 
 Job = Callable[[], None]
@@ -58,7 +58,7 @@ class Stager:
         self.store, self.stream, self.jobs = store, stream, jobs
         self.buffers = Buffers()
 
-    def stage(self, shots: Shots, samples: np.ndarray) -> tuple[Staged, list[Job]]:
+    def stage(self, shots: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
         """The images of some samples of a step, and the jobs that fill them in."""
         places, index = self._distinct(shots, samples)
         keeper = self.store.caches.get(shots.camera)
@@ -87,7 +87,7 @@ class Stager:
             staged.kept = np.array([keeper.row(int(shots.ids[p])) for p in sorted_places[host + decoded :]])
         return staged, jobs
 
-    def _distinct(self, shots: Shots, samples: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
+    def _distinct(self, shots: StepFrames, samples: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
         """A position [sample, step] of each distinct frame, and the frame of each position; replacements count."""
         found: dict[tuple, int] = {}
         places: list[tuple[int, int]] = []
@@ -100,7 +100,7 @@ class Stager:
                     places.append((i, t))
         return places, index
 
-    def _kind(self, shots: Shots, keeper: GPUFrames | None, i: int, t: int) -> int:
+    def _kind(self, shots: StepFrames, keeper: GPUFrames | None, i: int, t: int) -> int:
         if (i, t) in shots.stand_ins:
             return 0
         slot = shots.decoded(i, t)
@@ -113,11 +113,11 @@ class Stager:
             return torch.from_numpy(self.buffers.take((rows, nbytes)))
         return torch.empty((rows, nbytes), dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, shots: Shots, places: list[tuple[int, int]], out: np.ndarray) -> None:
+    def _copy(self, shots: StepFrames, places: list[tuple[int, int]], out: np.ndarray) -> None:
         for k, place in enumerate(places):
             np.copyto(out[k], np.asarray(shots.planes(self.store, *place)))
 
-    def _gather(self, shots: Shots, places: list[tuple[int, int]], staged: Staged) -> None:
+    def _gather(self, shots: StepFrames, places: list[tuple[int, int]], staged: Staged) -> None:
         """Gather frames that the GPU decoded, before their slots are reused."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):

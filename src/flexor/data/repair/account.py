@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from flexor.data.check.layout import Episode
+from flexor.data.check.layout import EpisodeEntry
 from flexor.data.check.problems import CheckReport, ranges
 
 
 @dataclass(frozen=True)
-class Clip:
+class RepairClip:
     """An episode's frames in a video file: one per row, starting at frame `first`."""
 
     file: str
@@ -45,7 +45,7 @@ class Clip:
 class EpisodePlan:
     """One episode of the original, and what the repair does with it."""
 
-    episode: Episode
+    episode: EpisodeEntry
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, int))
     """Its rows in the data file, in recording order."""
 
@@ -54,7 +54,7 @@ class EpisodePlan:
     counted: bool = False
     """Whether frame_index shows that no row is missing."""
 
-    clips: dict[str, Clip] = field(default_factory=dict)
+    clips: dict[str, RepairClip] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
     """What was repaired; the text is the same for every episode with the same problem."""
 

@@ -107,7 +107,7 @@ def _nal_units(packet: bytes, size: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Look:
+class DecodedEpisode:
     """The result of decoding an episode's frames."""
 
     pixels: np.ndarray | None
@@ -116,7 +116,7 @@ class Look:
     fault: str | None
 
 
-def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> Look:
+def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> DecodedEpisode:
     """Decode frames: all, or only those used for statistics."""
     sampled = set((first + sample_indices(count)).tolist())
     frames = _decoded_with(index, first, count) if every else np.array(sorted(sampled))
@@ -132,10 +132,10 @@ def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool
 
     bad = decode_frames(index, frames, take)
     if bad:
-        return Look(None, f"{len(bad)} of {len(frames)} frames can't be decoded: {bad[min(bad)]}")
+        return DecodedEpisode(None, f"{len(bad)} of {len(frames)} frames can't be decoded: {bad[min(bad)]}")
     if odd_size:
-        return Look(None, "the image size changes within the file")
-    return Look(counts if pixels else None, None)
+        return DecodedEpisode(None, "the image size changes within the file")
+    return DecodedEpisode(counts if pixels else None, None)
 
 
 def _decoded_with(index: VideoIndex, first: int, count: int) -> np.ndarray:

@@ -26,16 +26,16 @@ import pyarrow.parquet as pq
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
-from flexor.data.check.layout import Episode, Layout, read_layout
+from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.check.tables import numbers
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
 from flexor.data.frames.clips import decode_image
-from flexor.data.repair.account import Clip, EpisodePlan, RepairReport
+from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
-from flexor.data.repair.remux import Look, copy_clip, look_at
+from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
 
@@ -136,7 +136,7 @@ def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairRepor
             plans[problem.episode].done.append("its row range recomputed")
         if problem.kind == "episode-metadata":
             index = problem.episode if isinstance(problem.episode, int) else -1
-            report.episodes.append(EpisodePlan(Episode(index, 0, [], "", 0), reason=problem.message))
+            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.message))
 
 
 class _Repair:
@@ -195,20 +195,22 @@ class _Repair:
             self.notes.append(f"{key!r} in the metadata of episodes is not copied")
         return plain
 
-    def _looks(self, one: EpisodePlan) -> dict[str, Future[Look]]:
+    def _looks(self, one: EpisodePlan) -> dict[str, Future[DecodedEpisode]]:
         return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
 
-    def _look(self, camera: str, clip: Clip) -> Look:
+    def _look(self, camera: str, clip: RepairClip) -> DecodedEpisode:
         index = self._index(self.root / clip.file)
         if isinstance(index, str):
-            return Look(None, index)
+            return DecodedEpisode(None, index)
         pixels = not _is_depth(self.plan.columns.features[camera])
         try:
             return look_at(index, clip.first, clip.length, self.decode, pixels)
         except (DatasetError, OSError, ValueError, av.FFmpegError) as error:
-            return Look(None, f"its video can't be read: {error}")
+            return DecodedEpisode(None, f"its video can't be read: {error}")
 
-    def _carry_out(self, one: EpisodePlan, looks: Mapping[str, Look], delays: Mapping[str, int]) -> None:
+    def _carry_out(
+        self, one: EpisodePlan, looks: Mapping[str, DecodedEpisode], delays: Mapping[str, int]
+    ) -> None:
         bad = next((f"{camera}: {look.fault}" for camera, look in looks.items() if look.fault), None)
         if bad:
             one.reason = bad
@@ -272,7 +274,7 @@ class _Repair:
             return f"its images are {sizes}, but {list(feature.shape)} is declared"
         return image_stats(np.sum(counts, axis=0), len(sampled))
 
-    def _clip(self, clip: Clip, delay: int) -> PacketClip | FileClip:
+    def _clip(self, clip: RepairClip, delay: int) -> PacketClip | FileClip:
         path = self.root / clip.file
         if clip.whole:
             return FileClip(path, clip.start, clip.start + clip.length / self.plan.fps)

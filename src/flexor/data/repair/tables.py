@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexor.data.check.layout import Episode, Layout
+from flexor.data.check.layout import EpisodeEntry, Layout
 from flexor.data.check.tables import OWN_COLUMNS, numbers
 from flexor.data.format.metadata import Feature
 from flexor.data.format.schema import NUMERIC
@@ -34,7 +34,7 @@ class Columns:
         return [name for name, spec in self.features.items() if spec["dtype"] != "video"]
 
 
-def plan_columns(layout: Layout, episodes: list[Episode]) -> Columns:
+def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
     """The columns that the new dataset declares: declared ones that exist, and undeclared ones of a simple type."""
     columns = Columns()
     files = list(dict.fromkeys(episode.data_file for episode in episodes))
@@ -144,7 +144,7 @@ def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> Non
                 found.find(plan, episodes)
 
 
-def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
+def _read(layout: Layout, columns: Columns, file: str) -> _DataFile | str:
     """The numeric columns of a data file, or why they can't be read."""
     path = layout.root / file
     if not path.is_file():
@@ -166,7 +166,7 @@ def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
         if isinstance(found, str) and name in wanted:
             return f"{name} in its data file {file}: {found}"
     usable = {name: found for name, found in values.items() if not isinstance(found, str)}
-    return _File(
+    return _DataFile(
         layout,
         table.num_rows,
         {n: v for n, v in usable.items() if n in wanted},
@@ -175,13 +175,13 @@ def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
 
 
 @dataclass
-class _File:
+class _DataFile:
     layout: Layout
     length: int
     values: dict[str, np.ndarray]  # [N, D]
     own: dict[str, np.ndarray]  # [N] LeRobot's own columns that exist
 
-    def find(self, plan: EpisodePlan, inside: list[Episode]) -> None:
+    def find(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> None:
         rows = self._own_rows(plan, inside)
         order = row_order(rows, self._own("frame_index", rows), self._own("timestamp", rows))
         if not len(rows) or order is None:
@@ -203,7 +203,7 @@ class _File:
     def _own(self, name: str, rows: np.ndarray) -> np.ndarray | None:
         return self.own[name][rows] if name in self.own else None
 
-    def _own_rows(self, plan: EpisodePlan, inside: list[Episode]) -> np.ndarray:
+    def _own_rows(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> np.ndarray:
         """The rows with the episode's index; all rows if the file contains only this episode under another index."""
         episode = plan.episode
         inside = list({e.index: e for e in inside}.values())  # metadata may list an episode twice

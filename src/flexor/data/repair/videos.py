@@ -12,7 +12,7 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import Layout, Span
 from flexor.data.format.metadata import Feature
-from flexor.data.repair.account import Clip, EpisodePlan
+from flexor.data.repair.account import EpisodePlan, RepairClip
 from flexor.data.repair.remux import first_packet, is_intact, reorder_delay
 from flexor.data.video.decode import VideoIndex, index_video
 from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
@@ -51,7 +51,7 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
             span = plan.episode.videos[camera]
             if plan.reason is None:
                 found = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
-                if isinstance(found, Clip):
+                if isinstance(found, RepairClip):
                     plan.clips[camera] = found
                     claims.append(_Claim(plan, found.first, found.end, found.certain))
                     continue
@@ -102,7 +102,7 @@ def read_index(path: Path) -> VideoIndex | str:
         return f"its video can't be read: {str(error).split('. The video')[0]}"
 
 
-def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: float) -> Clip | str:
+def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: float) -> RepairClip | str:
     """An episode's frames in a file, or why they can't be used."""
     match = first_frame(index.times, span, clock, fps)
     if isinstance(match, str):
@@ -118,10 +118,10 @@ def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: 
     steady = bool(np.abs(late).max() <= STEADY_S)
     if first_packet(index, first, count) is not None:
         delay = reorder_delay(index, first, count)
-        return Clip(file, first, count, start, certain, size, delay=delay, steady=steady)
+        return RepairClip(file, first, count, start, certain, size, delay=delay, steady=steady)
     if not steady:
         return "its frames can't be cut out of the video (the first is not a key frame), and their times are irregular"
-    return Clip(file, first, count, start, certain, size, whole=True)
+    return RepairClip(file, first, count, start, certain, size, whole=True)
 
 
 def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:

@@ -52,7 +52,7 @@ def restore(kept: Path, run: Path) -> None:
             return
 
 
-class Keeper:
+class RunKeeper:
     """Copies new files of a run, and removes the copies of checkpoints that the run has removed."""
 
     def __init__(self, run: Path, kept: Path):
@@ -137,7 +137,7 @@ def train_and_keep(
 ) -> int:
     """Run `flexor WORDS` and copy its finished files every `pause` seconds; returns its exit code."""
     restore(kept, run)
-    keeper = Keeper(run, kept)
+    keeper = RunKeeper(run, kept)
     process = subprocess.Popen([sys.executable, "-m", "flexor", *words])
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
@@ -163,7 +163,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
 
 
-def _copy_the_rest(keeper: Keeper, pause: float) -> bool:
+def _copy_the_rest(keeper: RunKeeper, pause: float) -> bool:
     for tries in range(LAST_TRIES):
         time.sleep(pause * tries)
         if keeper.copy():
