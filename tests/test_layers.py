@@ -119,3 +119,12 @@ def test_no_file_imports_itself_in_a_circle():
 
     for name in MODULES:
         visit(name, [])
+
+
+def test_two_classes_never_share_a_name():
+    found: dict[str, list[str]] = {}
+    for name, file in MODULES.items():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in found.items() if len(where) > 1 and name[0] != "_"} == {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexor.bench.figures import Stretch, bound, make_report
+from flexor.bench.figures import EpochMeasurement, bound, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
 from flexor.cli import main as cli
@@ -84,7 +84,7 @@ def test_sarm_takes_eight_steps_and_a_cache_leaves_nothing_to_decode(root, tmp_p
         e["frames_per_s_node"] for e in report["epochs"]
     ]
     printed = capsys.readouterr().out
-    assert "epoch 3" in printed and "share of the limit" in printed and "bound by" in printed
+    assert "epoch 3" in printed and "share of the limit" in printed and "limited by" in printed
 
 
 def test_policy_mode_loads_what_the_policy_trains_with(root, tmp_path, tiny_act):
@@ -112,7 +112,7 @@ def test_without_cameras_there_is_nothing_to_measure(lowdim, tmp_path, capsys):
     ("flags", "said"),
     [
         (["--batches=2", "--epochs=2"], "either --batches"),
-        (["--warmup=100"], "leaves nothing"),
+        (["--warmup=100"], "is too long"),
         (["--ranks=0"], "at least 1"),
     ],
 )
@@ -156,10 +156,10 @@ def test_limit_of_windows_is_decoding_times_reuse_until_memory_is_slower():
 ABOUT = {"threads": 2, "remote": False, "tier": "stream", "samples_per_epoch": 100, "dataset_frames": 200}
 
 
-def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> Stretch:
+def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> EpochMeasurement:
     known = {"decoded": 0.0, "hits": 0.0, "misses": 0.0, "decode_s": 0.0, "convert_s": 0.0, "pool_bytes": 7.0}
     latencies = [(0.010 * n, 10) for n in range(1, 5)]
-    return Stretch(
+    return EpochMeasurement(
         started, ended, started, samples, frames, 3 * frames, 1.0, latencies, {**known, **counters}
     )
 

@@ -94,7 +94,7 @@ def test_file_that_is_not_text(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing.yaml", "", "a" * 5000])
 def test_file_that_is_not_there(name):
-    with pytest.raises(ConfigError, match=r"Built in: .*demo"):
+    with pytest.raises(ConfigError, match=r"Built-in files: .*demo"):
         load_config([f"--config={name}"])
 
 
@@ -394,7 +394,7 @@ def test_a_lerobot_command_with_everything_is_taken(log_lines):
         "wandb.add_tags",
         "tolerance_s",
     ):
-        assert f"--{ignored} has no effect here" in said
+        assert f"--{ignored} has no effect in Flexor" in said
     assert "push_to_hub" not in said  # nothing was asked for, so there is nothing to say
 
 
@@ -496,7 +496,7 @@ def test_adapters_of_lerobot(tmp_path):
         (["--lora.r=-1"], "at least 0"),
         (["--lora.r=4", "--lora.dropout=1"], "less than 1"),
         (["--lora.r=4", "--lora.target_modules=*.mlp"], "no regular expression"),
-        (["--lora.r=4", "--policy.type=tdmpc"], "moves some of its weights itself"),
+        (["--lora.r=4", "--policy.type=tdmpc"], "updates some of its weights itself"),
     ],
 )
 def test_adapters_that_can_not_be(flags, message):

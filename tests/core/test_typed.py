@@ -136,4 +136,4 @@ def test_unknown_key_suggests():
 
 
 def test_closest_lists_everything_when_nothing_is_near():
-    assert closest("zzz", ["alpha", "beta"]) == "There are: alpha, beta."
+    assert closest("zzz", ["alpha", "beta"]) == "Available: alpha, beta."

@@ -155,5 +155,5 @@ def test_compute_stats_decodes_nothing_it_is_not_asked_for(tmp_path, monkeypatch
     dataset = open_dataset(root=write(tmp_path / "d"))
     monkeypatch.setattr(dataset.store, "get", lambda *args: pytest.fail("decoded"))
     assert list(compute_stats(dataset, ["action"])) == ["action"]
-    with pytest.raises(DatasetError, match="no statistics of nothing"):
+    with pytest.raises(DatasetError, match="can't compute statistics of nothing"):
         compute_stats(dataset, ["nothing", TOP])

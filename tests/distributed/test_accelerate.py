@@ -286,7 +286,7 @@ def test_cpu_launcher_that_starts_one_process_is_said(lowdim, monkeypatch, log_l
         monkeypatch.setenv(key, value)
     config = load_config([f"--dataset.root={lowdim}"])
     assert config.policy.device == "cpu"
-    assert any("starts one process" in line for line in log_lines)
+    assert any("starts only one process" in line for line in log_lines)
 
 
 @pytest.mark.slow
@@ -297,5 +297,5 @@ def test_refusal_reaches_the_user(lowdim, tiny_act, warm_python, tmp_path):
         *train(lowdim, tmp_path, tiny_act, "--precision=fp16"),
     )
     assert done.returncode != 0
-    assert "flexor train: The Accelerate config says mixed_precision: bf16" in done.stderr
+    assert "flexor train: The Accelerate config has mixed_precision: bf16" in done.stderr
     assert not (tmp_path / "run").exists()

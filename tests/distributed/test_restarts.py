@@ -77,7 +77,7 @@ def test_our_launcher_restarts_a_run_that_goes_on(started, whole):
     ((_, second),) = re.findall(r"pids (\d+), (\d+)", launched.log.read_text())
     os.kill(int(second), signal.SIGKILL)
     run = launched.end()
-    assert "starting all 2 processes again: restart 1 of 1" in launched.log.read_text()
+    assert "restarting all 2 processes: restart 1 of 1" in launched.log.read_text()
     assert "going on from 0000" in launched.log.read_text()
     trouble.assert_same(whole, run, STEPS)
 

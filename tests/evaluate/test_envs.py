@@ -44,7 +44,7 @@ def test_package_is_imported_first(tmp_path, monkeypatch) -> None:
     ("name", "settings", "says"),
     [
         ("flexor/Plaice-v0", {}, "flexor/Place-v0"),
-        ("PLACE", {}, "Close to it: place"),
+        ("PLACE", {}, "Similar names: place"),
         ("gym_nowhere/Thing-v0", {}, "pip install gym-nowhere"),
         ("Thing-v0", {"package": "gym_nowhere"}, "pip install gym-nowhere"),
         ("place", {"colour": "red"}, "colour"),

@@ -76,7 +76,7 @@ def test_max_steps_frames_and_progress() -> None:
 
 
 def test_mistakes_are_explained() -> None:
-    with pytest.raises(FlexorError, match="not played"):
+    with pytest.raises(FlexorError, match="not in `seeds`"):
         rollout(place, ExpertActor(), SEEDS, record=[0])
     with pytest.raises(FlexorError, match="render_mode"):
         rollout(partial(place, render_mode=None), ExpertActor(), SEEDS, record=SEEDS[:1])

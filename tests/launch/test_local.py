@@ -190,7 +190,7 @@ note("grandchild", str(child.pid))
     launcher = Launcher(tmp_path, program, grace_s=0.3)
     returned, said = launcher.end()
     assert returned == 3
-    assert "rank 0 still there after" in said and "killed" in said
+    assert "rank 0 still running after" in said and "killed" in said
     wait_for(lambda: not alive(int((tmp_path / "grandchild").read_text())))
 
 

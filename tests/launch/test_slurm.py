@@ -145,7 +145,7 @@ def test_without_sbatch_the_script_is_left_with_a_copy_of_the_settings(tmp_path,
     run, folder = tmp_path / "run", tmp_path / "run.slurm"
     assert main(["launch", "slurm", f"--config={settings}", f"--output_dir={run}"]) == 1
     out, error = capsys.readouterr()
-    assert "no sbatch" in error and f"sbatch {folder / 'job.sbatch'}" in out
+    assert "sbatch was not found" in error and f"sbatch {folder / 'job.sbatch'}" in out
     assert f"--config={folder / 'settings.yaml'}" in command((folder / "job.sbatch").read_text())
     assert (folder / "settings.yaml").read_text() == settings.read_text()
     assert not run.exists()
@@ -160,14 +160,14 @@ def test_without_sbatch_the_script_is_left_with_a_copy_of_the_settings(tmp_path,
         (["--gpus-per-node=all"], "--gpus-per-node=all"),
         (["--processes-per-node=0"], "--processes-per-node=0"),
         (["--time=tomorrow"], "--time=tomorrow: expected HOURS:MINUTES:SECONDS"),
-        (["--time=2"], "--signal-before=120 seconds is all of --time=2"),
+        (["--time=2"], "--signal-before=120 seconds leaves nothing of --time=2"),
         (["--sbatch=exclusive"], "--sbatch=exclusive"),
         (["--gpus=4"], "--gpus-per-node"),
         (["--", "train", "--processes=4"], "--processes-per-node"),
         (["--", "--stepz=4"], "stepz"),
         (["--", "--steps=0"], "steps=0 must be at least 1"),
         (["--", "eval", "run"], "Can't launch 'eval'"),
-        (["--", "resume"], "Which run?"),
+        (["--", "resume"], "No run given"),
         (["--", "resume", "/nowhere"], "/nowhere is not a run"),
         (["--", "--resume=true"], "resume RUN"),
     ],
@@ -274,7 +274,7 @@ def test_preempted_and_out_of_time_it_starts_again(slurm, tmp_path):
     job.wait_for_notes(2, port)
     job.end()
     assert job.wait_for_state("COMPLETED", 2)["ExitCode"] == "0:0"
-    assert job.log.read_text().count("saved: back into the queue") == 1  # preempted, SLURM does it without us
+    assert job.log.read_text().count("saved: requeueing the job") == 1  # preempted, SLURM does it without us
 
 
 def test_a_failure_ends_the_job_with_its_code(slurm, tmp_path):
@@ -303,7 +303,7 @@ def test_cancelled_it_saves_and_does_not_start_again(slurm, tmp_path):
     subprocess.run(["scancel", job.number], check=True)
     job.wait_for_notes(0, "saved ['SIGTERM']")
     job.wait_for_state("CANCELLED")
-    assert "back into the queue" not in job.log.read_text()
+    assert "requeueing the job" not in job.log.read_text()
 
 
 WHO = """
@@ -331,7 +331,9 @@ def test_what_sbatch_refuses_is_shown(slurm, tmp_path, capsys):
     words = ["--processes-per-node=1", "--partition=nowhere", f"--output_dir={tmp_path / 'run'}"]
     assert main(["launch", "slurm", *words]) == 1
     error = capsys.readouterr().err
-    assert "sbatch refused" in error and "invalid partition" in error and str(tmp_path / "run.slurm") in error
+    assert (
+        "sbatch rejected" in error and "invalid partition" in error and str(tmp_path / "run.slurm") in error
+    )
 
 
 def test_a_training_that_is_stopped_twice_ends_as_if_it_had_not_been(

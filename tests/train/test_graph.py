@@ -50,7 +50,11 @@ def test_noise_of_a_graph_is_the_noise_of_the_step():
     ids = torch.tensor([3, 8, 2**40])
     keys = NoiseKeys(ids.device)
     noise = GraphNoise(keys, ids)
-    noise.normal("a", (3, 2)), noise.integers("b", (3,), 7)  # as while it is captured
+    (
+        noise.normal("a", (3, 2)),
+        noise.uniform("a", (3,)),
+        noise.integers("b", (3,), 7),
+    )  # as while it is captured
     for step in (0, 7):
         keys.write(5, step)
         plain = Noise(5, step, ids)

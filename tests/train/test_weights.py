@@ -83,9 +83,9 @@ def test_buffers_and_vectors_stay_exact(kind):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--weights_dtype=bf16"], "set --precision=bf16"),
+        (["--weights_dtype=bf16"], "Set --precision=bf16"),
         (["--weights_dtype=bf16", "--precision=fp16"], "precision=fp16"),
-        ([*LOWER, "--policy.type=tdmpc"], "moves some of its weights itself"),
+        ([*LOWER, "--policy.type=tdmpc"], "updates some of its weights itself"),
     ],
 )
 def test_what_can_not_be_is_refused(flags, message, lowdim):

@@ -1,1 +1,1 @@
-"""What `flexor bench` runs: measurements with the physical limit beside them."""
+"""The measurements of `flexor bench`, each compared with the physical limit."""

@@ -1,8 +1,8 @@
-"""`flexor bench data`: how fast batches come, with no model, and how far that is from what the hardware allows.
+"""`flexor bench data`: measures how fast batches are loaded, without a model, and compares it with the hardware limit.
 
-Everything counts from the moment the dataset is opened: a loader that had filled its memory before the clock
-started would look faster than it is. A batch is dropped as soon as it is there, so what is measured is the rate at
-which a training loop that needs no time could be fed.
+Time counts from the moment the dataset is opened: a loader that had filled its memory before would look faster
+than it is. Each batch is dropped as soon as it is loaded. So the result is the rate at which the loader could feed
+a training loop that takes no time itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flexor.bench.figures import LEVELS, Stretch, make_report
+from flexor.bench.figures import LEVELS, EpochMeasurement, make_report
 from flexor.bench.limits import is_remote, measure_limits
 from flexor.bench.memory import PeakMemory
 from flexor.config.schema import TrainConfig
@@ -39,7 +39,7 @@ READ_AHEAD = 1000  # steps
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, beside the settings of `flexor train`."""
+    """What to measure, in addition to the settings of `flexor train`."""
 
     mode: str = "single"
     ranks: int = 1
@@ -55,20 +55,20 @@ class Options:
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}.")
         if self.batches is not None and self.epochs > 1:
-            raise ConfigError("Give either --batches, to stop early, or --epochs, to see several whole ones.")
+            raise ConfigError("Give either --batches, to stop early, or --epochs, to measure whole epochs.")
 
 
 @dataclass
-class Seen:
-    """What one rank saw."""
+class RankMeasurements:
+    """The measurements of one rank."""
 
     first_batch_s: float
-    stretches: list[Stretch]
+    stretches: list[EpochMeasurement]
     facts: dict[str, Any]
 
 
 def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
-    """Measure, and report figures per epoch and for all of them."""
+    """Measure, and report results per epoch and in total."""
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
         at_start = memory.total
@@ -99,13 +99,13 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """A rank's share of the cores, unless --num_workers says otherwise."""
+    """A rank's share of the CPU cores, unless --num_workers is given."""
     return max(1, usable_cores() // ranks)
 
 
-def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
-    """One process per rank, as in training; they begin together."""
-    _open(config, options, 0)[0].close()  # settles the order: all ranks must have the same
+def _measure_ranks(config: TrainConfig, options: Options) -> list[RankMeasurements]:
+    """One process per rank, as in training; they start together."""
+    _open(config, options, 0)[0].close()  # fixes the order: all ranks must use the same
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(options.ranks)
     results: Any = context.Queue()
@@ -116,7 +116,7 @@ def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
     for process in ranks:
         process.start()
     try:
-        seen: dict[int, Seen] = {}
+        seen: dict[int, RankMeasurements] = {}
         while len(seen) < len(ranks):
             rank, result = _next_result(ranks, results)
             if isinstance(result, BaseException):
@@ -124,7 +124,7 @@ def _measure_ranks(config: TrainConfig, options: Options) -> list[Seen]:
             seen[rank] = result
     finally:
         for process in ranks:
-            process.terminate()  # those that are done have nothing left to lose
+            process.terminate()  # the finished ones have already sent their results
             process.join()
     return [seen[rank] for rank in range(options.ranks)]
 
@@ -133,7 +133,9 @@ def _next_result(ranks: Sequence[Any], results: Any) -> tuple[int, Any]:
     while results.empty():
         dead = [number for number, process in enumerate(ranks) if process.exitcode not in (None, 0)]
         if dead:
-            raise FlexorError(f"Rank {dead[0]} ended with {ranks[dead[0]].exitcode} and said nothing more.")
+            raise FlexorError(
+                f"Rank {dead[0]} ended with exit code {ranks[dead[0]].exitcode} and no error message."
+            )
         time.sleep(0.05)
     return results.get()
 
@@ -145,19 +147,19 @@ def _rank(config: TrainConfig, options: Options, rank: int, together: Barrier, r
         results.put((rank, error if isinstance(error, FlexorError) else FlexorError(repr(error))))
 
 
-def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> Seen:
-    """What one rank sees, from opening the dataset on."""
+def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> RankMeasurements:
+    """The measurements of one rank, starting with opening the dataset."""
     if together is not None:
         torch.set_num_threads(max(1, config.num_workers))
         together.wait()
     clock = Clock()
     loader, cameras = _open(config, options, rank)
     edges = _edges(loader, options)
-    # when a run is cut short, the loader must not know: at the end of its work it would have less to do
+    # with --batches, the loader must not know the early end: it would prefetch less towards it
     steps = loader.steps(0, edges[-1] + (READ_AHEAD if options.batches else 0))
     stretches = []
     for first, last in pairwise(edges):
-        stretch = Stretch(clock.started)
+        stretch = EpochMeasurement(clock.started)
         for _ in range(first, last):
             _take(steps, stretch, cameras)
         if options.device.startswith("cuda"):
@@ -169,17 +171,17 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
     if rank == 0:
         facts["shuffle"] = _shuffle(loader)
     first_batch_s = stretches[0].first_batch_at - stretches[0].started
-    return Seen(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
+    return RankMeasurements(first_batch_s, stretches[1 if options.warmup else 0 :], facts)
 
 
 class Clock:
-    """Time, processor time and the loader's counters from one stretch to the next."""
+    """Time, CPU time and the loader's counters from one stretch to the next."""
 
     def __init__(self) -> None:
         self.started, self.cpu = time.perf_counter(), time.process_time()
         self.counters: dict[str, float] = {}
 
-    def stop(self, stretch: Stretch, counters: dict[str, float]) -> None:
+    def stop(self, stretch: EpochMeasurement, counters: dict[str, float]) -> None:
         stretch.ended = time.perf_counter()
         cpu = time.process_time()
         stretch.cpu_s = cpu - self.cpu
@@ -211,12 +213,14 @@ def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, lis
 
 
 def _edges(loader: Loader, options: Options) -> list[int]:
-    """Steps between which is measured: 0, the end of warming up, the end of every epoch."""
+    """The steps that separate measurements: 0, the end of the warm-up, the end of every epoch."""
     epochs = range(1, options.epochs + 1)
-    # whole batches of an epoch: one more would have units of the next one decoded
+    # full batches of an epoch: one more would decode units of the next epoch
     ends = [max(epoch, epoch * loader.order.size // loader.global_batch) for epoch in epochs]
     if options.warmup >= ends[0]:
-        raise ConfigError(f"warmup={options.warmup} leaves nothing of an epoch of {ends[0]} batches.")
+        raise ConfigError(
+            f"warmup={options.warmup} is too long: an epoch has only {ends[0]} batches. Use a smaller --warmup."
+        )
     if options.batches is not None:
         ends = [options.warmup + options.batches]
     return [0, *([options.warmup] if options.warmup else []), *ends]
@@ -231,8 +235,8 @@ def _shuffle(loader: Loader) -> dict[str, float]:
     return {**asdict(quality), "effective_batch": quality.effective_batch}
 
 
-def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]) -> None:
-    """One optimizer step's batches: counted and let go."""
+def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, cameras: Sequence[str]) -> None:
+    """Count the batches of one optimizer step and drop them."""
     asked = time.perf_counter()
     batches = next(steps)
     now = time.perf_counter()
@@ -250,7 +254,7 @@ def _take(steps: Iterator[list[Batch]], stretch: Stretch, cameras: Sequence[str]
 
 
 def _sample(config: TrainConfig, mode: str, dataset: Dataset) -> tuple[dict[str, list[int]], list[str], int]:
-    """What a sample of this mode is: steps of each feature, cameras, frames at the end that begin none."""
+    """A sample in this mode: steps of each feature, cameras, and the number of last frames that start no sample."""
     deltas: dict[str, list[int]] = {}
     cameras, drop_last_frames = list(dataset.cameras), 0
     if mode == "policy":

@@ -1,4 +1,4 @@
-"""From what the ranks saw to figures: rates, latencies, shares, and a sentence on what bounds them."""
+"""Computes the results from the ranks' measurements: rates, latencies, shares, and what limits the speed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from flexor.bench.limits import Limits
 
 LEVELS = ("pool_bytes", "pool_peak_bytes", "cache_bytes")
-"""Counters that say how much there is, not how often something happened."""
+"""Counters of an amount, not of events."""
 KEEPING_TIERS = ("ram", "disk", "gpu")
-IDLE = 0.4  # share of the threads' time from which on it is not they who are slow
+IDLE = 0.4  # idle share of the threads' time from which on the threads are not the bottleneck
 
 
 @dataclass
-class Stretch:
-    """What one rank saw of an epoch. Times are of a clock that all processes of a machine share."""
+class EpochMeasurement:
+    """One rank's measurements of an epoch. All processes of a machine share the clock."""
 
     started: float
     ended: float = 0.0
@@ -28,14 +28,14 @@ class Stretch:
     bytes: int = 0
     cpu_s: float = 0.0
     latencies: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds that the loop waited for a step, and the step's samples."""
+    """Seconds that the loop waited for each step, and the step's number of samples."""
     counters: dict[str, float] = field(default_factory=dict)
 
 
 def make_report(
-    about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[Stretch]], limits: Limits
+    about: dict[str, Any], first_batch_s: float, ranks: Sequence[Sequence[EpochMeasurement]], limits: Limits
 ) -> dict[str, Any]:
-    """`about` the run, figures of all of it, and those of every epoch. `ranks` hold a stretch per epoch."""
+    """`about` the run, its total results, and those of every epoch. `ranks` has one stretch per epoch."""
     stretches = list(zip(*ranks))
     needed = frames_to_decode(about, stretches)
     epochs = [figures([epoch], about, limits, count) for epoch, count in zip(stretches, needed)]
@@ -50,10 +50,10 @@ def make_report(
     }
 
 
-def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[Stretch]]) -> list[float]:
-    """How many frames each epoch had to decode: what was decoded ahead, twice or in vain lowers no limit.
+def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[EpochMeasurement]]) -> list[float]:
+    """How many frames each epoch had to decode. Frames decoded ahead, twice or unnecessarily do not count.
 
-    Windows overlap: an epoch delivers each frame `reuse` times. What an earlier epoch has kept is there.
+    Windows overlap: an epoch delivers each frame `reuse` times. Frames cached by an earlier epoch do not count.
     """
     keeps, known, needed = about["tier"] in KEEPING_TIERS, 0.0, []
     for epoch in epochs:
@@ -67,9 +67,9 @@ def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[Stretch]])
 
 
 def figures(
-    epochs: Sequence[Sequence[Stretch]], about: dict[str, Any], limits: Limits, needed: float
+    epochs: Sequence[Sequence[EpochMeasurement]], about: dict[str, Any], limits: Limits, needed: float
 ) -> dict[str, Any]:
-    """Figures of one epoch or of several: for each, the stretches of all ranks. `needed`: frames to decode."""
+    """Results of one or several epochs, from the stretches of all ranks in each. `needed`: frames to decode."""
     stretches = [stretch for epoch in epochs for stretch in epoch]
     seconds = max(s.ended for s in stretches) - min(s.started for s in stretches)
     frames = sum(s.frames for s in stretches)
@@ -95,7 +95,7 @@ def figures(
         "bytes_delivered": sum(s.bytes for s in stretches),
         "cpu_s_per_frame": _ratio(sum(s.cpu_s for s in stretches), frames),
         "cpu_s": sum(s.cpu_s for s in stretches),
-        **dict.fromkeys(("evictions", "bytes_read")),  # a loader that does not count them has no figure
+        **dict.fromkeys(("evictions", "bytes_read")),  # no value if the loader does not count them
         **counters,
     }
 
@@ -103,13 +103,13 @@ def figures(
 def bound(
     counters: dict[str, float], limits: Limits, limit: float, rate: float, thread_s: float, remote: bool
 ) -> str:
-    """What kept it from being faster, in a sentence."""
+    """What limits the speed, in a sentence."""
     decoding, converting = (counters.get(name, 0) / thread_s for name in ("decode_s", "convert_s"))
     idle = 1 - decoding - converting
     if remote and idle > IDLE:
-        why = f"the network: the threads waited {idle:.0%} of the time, while videos are read from afar"
+        why = f"the network: videos are read remotely, and the threads waited {idle:.0%} of the time"
     elif idle > IDLE:
-        why = f"neither decoding nor conversion: the threads had nothing to do {idle:.0%} of the time"
+        why = f"neither decoding nor conversion: the threads were idle {idle:.0%} of the time"
     elif decoding >= converting:
         why = f"decoding: it takes {decoding:.0%} of the threads' time, gathering and conversion {converting:.0%}"
     else:

@@ -1,8 +1,8 @@
-"""What the hardware allows, measured beside the loader: decoding alone, and memory alone.
+"""Measures the hardware limits: decoding alone, and memory alone.
 
-*Decoding*: the videos from front to back, each thread with a demuxer and decoder of its own as FFmpeg opens them,
-every picture thrown away. None of the engine's code is in it, so that a mistake of the engine's can't lower the
-bar it is held to. *Memory*: pictures as they are delivered, copied from random places into a batch.
+*Decoding*: videos are decoded from start to end. Each thread has its own demuxer and decoder, as FFmpeg opens them,
+and drops every image. It uses none of the loader's code, so that a bug in the loader can't lower the limit it is
+compared with. *Memory*: images in the delivered format are copied from random places into a batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flexor.data.frames.clips import Clip, VideoClip
 from flexor.data.storage.ranges import Ranges
 from flexor.data.video.decode import RangesFile
 
-PASSES = 2  # the better one counts: whatever else the machine did only ever made it slower
+PASSES = 2  # the better one counts: other load on the machine can only make it slower
 SECONDS = 6.0  # per pass, at most
-RUN = 128  # frames that a thread decodes from one place before it goes on to another
+RUN = 128  # frames that a thread decodes from one place before it moves to another
 OPEN_FILES = 16  # per thread
 GATHERED = 512 << 20  # bytes copied from: more than any processor's cache
 
@@ -39,7 +39,7 @@ class Limits:
     memory: float
 
     def frames_per_s(self, delivered: float, decoded: float) -> float:
-        """The most that could be delivered if that many frames had to be decoded for it."""
+        """The highest delivery rate if this many frames have to be decoded for it."""
         return min(self.memory, self.decode * delivered / decoded) if decoded else self.memory
 
 
@@ -56,9 +56,11 @@ def is_remote(dataset: Dataset, cameras: Sequence[str]) -> bool:
 
 
 def decode_limit(dataset: Dataset, cameras: Sequence[str], threads: int, seconds: float = SECONDS) -> float:
-    """Frames per second of decoding on so many threads, nothing kept."""
+    """Frames per second of decoding with this many threads; frames are dropped."""
     runs = _runs(dataset, cameras)
-    order = np.random.default_rng(0).permutation(len(runs))  # a pass cut short must not see one camera only
+    order = np.random.default_rng(0).permutation(
+        len(runs)
+    )  # a pass that ends early must not use only one camera
     return max(_decode_pass([runs[i] for i in order], threads, seconds) for _ in range(PASSES))
 
 
@@ -84,7 +86,7 @@ def _decode_pass(runs: Sequence[Run], threads: int, seconds: float) -> float:
         while (number := next(numbers)) < len(runs) and time.perf_counter() - started < seconds:
             frames += player.decode(*runs[number])
         player.keep(0)
-        return frames / (time.perf_counter() - started)  # until this thread was done, not until all were
+        return frames / (time.perf_counter() - started)  # until this thread is done, not until all are
 
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(work, range(threads)))
@@ -97,7 +99,7 @@ class Player:
         self.open: dict[str, InputContainer] = {}
 
     def decode(self, clip: Clip, frames: np.ndarray) -> int:
-        """How many frames came out: in a video also those between the key frame before and the first."""
+        """The number of decoded frames: for a video including those between the key frame and the first frame."""
         if not isinstance(clip, VideoClip):
             _, decode, numbers = clip.request(frames)
             return len(frames) - len(decode(numbers, lambda *_: None))
@@ -123,7 +125,7 @@ class Player:
         return self.open[ranges.name]
 
     def keep(self, files: int) -> None:
-        """Close all but the last few that were opened."""
+        """Close all except the most recently opened files."""
         while len(self.open) > files:
             self.open.pop(next(iter(self.open))).close()
 
@@ -131,15 +133,15 @@ class Player:
 def memory_limit(
     dataset: Dataset, cameras: Sequence[str], threads: int, device: str, batch: int, seconds: float = 1.0
 ) -> float:
-    """Frames per second of copying pictures of the cameras' sizes from random places into a batch."""
-    host = device == "host"  # planes, as they go to a GPU
+    """Frames per second of copying images of the cameras' sizes from random places into a batch."""
+    host = device == "host"  # planes, as they are transferred to a GPU
     sizes = [
         dataset.store.format(c).nbytes if host else int(np.prod(dataset.features[c].chw)) for c in cameras
     ]
     size, device = max(1, sum(sizes) // max(1, len(sizes))), "cpu" if host else device
     frames = max(batch, GATHERED // size)
     source = torch.zeros(frames, size, dtype=torch.uint8, device=device)
-    source.fill_(1)  # pages that were never written to are all the same page
+    source.fill_(1)  # pages that were never written all map to the same page
     out = torch.empty(batch, size, dtype=torch.uint8, device=device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,10 +1,10 @@
 """Peak memory of a whole process tree, sampled from /proc.
 
-Worker processes share pages, so adding up what each has resident counts them more than once. The
-proportional set size (PSS) gives every process its share of a page, and adds up. But it misses batches in shared
-memory that lie in a queue, mapped by nobody, or that are mapped and not yet looked at; so shared memory is counted
-by the files it is, each once. A sample walks page tables and is not free, so that it never takes more than a
-hundredth of the time; the kernel's own high-water marks miss nothing in between.
+Worker processes share pages, so the sum of their resident memory counts shared pages several times. The
+proportional set size (PSS) gives every process its share of a page, so it can be summed. But it misses batches in
+shared memory that wait in a queue and are not mapped, or that are mapped and not yet accessed. So shared memory is
+counted by its files, each once. A sample walks page tables, which takes time, so sampling is limited to a hundredth
+of the time; the kernel's own high-water marks cover the time in between.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ SHARED = ("/dev/shm/", "/memfd:", "/dev/zero (deleted)")
 
 
 class PeakMemory:
-    """A context that samples process `pid` and all its descendants; afterwards it holds their peaks in bytes."""
+    """A context that samples process `pid` and all its descendants; afterwards it has their peaks in bytes."""
 
     def __init__(self, pid: int | None = None, interval: float = INTERVAL_S):
         self.pid = os.getpid() if pid is None else pid
         self.interval = interval
         self.total = 0
-        self.without_files = 0  # less what is only mapped from files on a disk: the kernel may drop that
+        self.without_files = (
+            0  # without memory that is only mapped from files on disk: the kernel may drop it
+        )
         self.rss = 0
         self._high_water: dict[int, int] = {}
         self._stop = threading.Event()
@@ -35,7 +37,7 @@ class PeakMemory:
 
     @property
     def vm_hwm(self) -> int:
-        """Every process's own high-water mark as the kernel kept it, added up: shared pages count in each."""
+        """The sum of the kernel's high-water marks of all processes; shared pages count in each process."""
         return sum(self._high_water.values())
 
     def figures(self) -> dict[str, int]:
@@ -47,7 +49,7 @@ class PeakMemory:
         }
 
     def sample(self) -> int:
-        """Look once; the tree's memory now."""
+        """Take one sample; returns the tree's current memory."""
         own = files = rss = 0
         shared: dict[tuple[int, int], int] = {}
         for pid in process_tree(self.pid):
@@ -92,14 +94,14 @@ def shared_memory(pid: int) -> dict[tuple[int, int], int]:
         descriptors = list((folder / "fd").iterdir())
         maps = (folder / "maps").read_text().splitlines()
     except OSError:
-        return {}  # it ended meanwhile, or is another user's
+        return {}  # it has ended, or belongs to another user
     for descriptor in descriptors:
         try:
             if str(descriptor.readlink()).startswith(SHARED):
                 status = descriptor.stat()
                 found[status.st_dev, status.st_ino] = status.st_blocks * 512
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed in the meantime
     for line in maps:
         area, _, _, device, inode, *name = line.split(maxsplit=5)
         if not name or not name[0].startswith(SHARED):
@@ -114,7 +116,7 @@ def shared_memory(pid: int) -> dict[tuple[int, int], int]:
 def _mapped_bytes(area: Path) -> int:
     try:
         return area.stat().st_blocks * 512
-    except OSError:  # only root may; for others all that is mapped counts
+    except OSError:  # only root may read it; for others all mapped memory counts
         start, end = (int(part, 16) for part in area.name.split("-"))
         return end - start
 
@@ -127,7 +129,7 @@ def process_tree(pid: int) -> list[int]:
             try:
                 tree += map(int, children.read_text().split())
             except OSError:
-                continue  # it ended meanwhile
+                continue  # it has ended
     return tree
 
 

@@ -1,4 +1,4 @@
-"""A report as a person, a program and a spreadsheet read it."""
+"""Writes a report as text, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ROWS = (  # figure, label, format
     ("decoded", "frames decoded", "{:,.0f}"),
     ("frames_decoded_per_frame_delivered", "decoded per delivered", "{:.3f}"),
     ("hits", "frames found in pool or cache", "{:,.0f}"),
-    ("misses", "not found", "{:,.0f}"),
+    ("misses", "frames not found", "{:,.0f}"),
     ("hit_rate", "hit rate", "{:.1%}"),
     ("evictions", "evicted", "{:,.0f}"),
-    ("bad_frames", "broken frames", "{:,.0f}"),
+    ("bad_frames", "bad frames", "{:,.0f}"),
     ("bytes_read", "bytes read, MB", "MB"),
     ("bytes_delivered", "bytes delivered, MB", "MB"),
     ("pool_bytes", "pool, MB", "MB"),
     ("cache_bytes", "cache, MB", "MB"),
-    ("cpu_s_per_frame", "processor ms per frame", "ms"),
+    ("cpu_s_per_frame", "CPU ms per frame", "ms"),
 )
 
 
@@ -54,9 +54,9 @@ def render(report: dict[str, Any]) -> str:
         f"first batch after {report['first_batch_latency_s']:.2f} s; peak memory "
         f"{report['peak_memory_bytes'] / 1e6:,.0f} MB, of which {report['memory_at_start_bytes'] / 1e6:,.0f} MB "
         f"before the dataset was opened",
-        "shuffle: {episodes:.1f} episodes in a batch of {batch} (drawn at random: {episodes_uniform:.1f}), {near:.1f} "
-        "pairs of near-duplicates ({near_uniform:.1f})".format(**report["shuffle"]),
-        *(f"epoch {epoch['epoch']}: bound by {epoch['bound']}" for epoch in epochs),
+        "shuffle: {episodes:.1f} episodes in a batch of {batch} (uniform: {episodes_uniform:.1f}), {near:.1f} "
+        "pairs of near-duplicates (uniform: {near_uniform:.1f})".format(**report["shuffle"]),
+        *(f"epoch {epoch['epoch']}: limited by {epoch['bound']}" for epoch in epochs),
     ]
     return "\n".join(lines)
 
@@ -70,7 +70,7 @@ def _cell(value: float | None, style: str) -> str:
 
 
 def write(report: dict[str, Any], output: Path | None) -> tuple[Path, Path]:
-    """JSON of all of it and CSV with a line per epoch, into a folder or beside each other under a name."""
+    """Write all results as JSON, and a CSV with a line per epoch, into a folder or next to the given JSON file."""
     output = output or Path("runs/bench")
     name = f"data_{report['mode']}_{time.strftime('%Y%m%d_%H%M%S')}"
     path = output if output.suffix == ".json" else output / f"{name}.json"

@@ -1,1 +1,1 @@
-"""The settings of a run: what there are, and how they are read from flags, files and other programs' settings."""
+"""The settings of a run, and how they are read from flags, files, LeRobot's settings and Accelerate's."""

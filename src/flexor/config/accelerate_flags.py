@@ -1,8 +1,8 @@
-"""What the settings of an Accelerate config mean here.
+"""Translates an Accelerate config into Flexor settings.
 
-`accelerate launch` hands its flags and its config file to the processes it starts, in their environment. They become
-settings of the run; one that contradicts the run's own is refused. Accelerate hands on its defaults too, so a value
-that is the default there (mixed_precision: no, no offloading) counts as not given.
+`accelerate launch` passes its flags and its config file to its processes as environment variables. They become
+settings of the run; a value that contradicts the run's own settings is an error. Accelerate passes its defaults too,
+so a value that is Accelerate's default (mixed_precision: no, no offloading) counts as not given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.typed import coerce, field_types
 
-# How FSDP 1 shards, in Accelerate's order, which numbers them from 1 -> strategy, reshard_after_forward.
+# FSDP 1's sharding strategies in Accelerate's order (numbered from 1) -> strategy, reshard_after_forward.
 SHARDING = {
     "FULL_SHARD": ("fsdp", True),
     "SHARD_GRAD_OP": ("fsdp", False),
@@ -30,15 +30,15 @@ SHARDING = {
 
 
 @dataclass(frozen=True)
-class Said:
-    """One setting of the Accelerate config, as it is called there, and its value here."""
+class AccelerateSetting:
+    """One setting of the Accelerate config: how it is written there, and Flexor's value for it."""
 
     there: str
     value: Any
 
 
 def started_by_accelerate(env: Mapping[str, str] | None = None) -> bool:
-    """Whether `accelerate launch` started this process: it always says a precision."""
+    """Whether `accelerate launch` started this process: it always sets a precision."""
     return "ACCELERATE_MIXED_PRECISION" in (os.environ if env is None else env)
 
 
@@ -47,7 +47,7 @@ def uses_deepspeed() -> bool:
 
 
 def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What the Accelerate config says beyond the settings that the run was given; refused if they disagree."""
+    """Settings from the Accelerate config that the run was not given. Contradictions are an error."""
     env = os.environ if env is None else env
     if not started_by_accelerate(env):
         return {}
@@ -59,8 +59,8 @@ def accelerate_settings(given: Mapping[str, Any], env: Mapping[str, str] | None 
             settings[key] = said.value
         elif not _agree(said.value, own):
             raise ConfigError(
-                f"The Accelerate config says {said.there}, the run says {key}={own}: "
-                "leave one of them out, or make them say the same."
+                f"The Accelerate config has {said.there}, but the run has {key}={own}: "
+                "remove one of them, or set both to the same value."
             )
     return settings
 
@@ -74,57 +74,66 @@ def _agree(there: Any, here: Any) -> bool:
     return here == there or (there, here) == ("fsdp", "hsdp")  # hsdp is fsdp in groups
 
 
-def _said(env: Mapping[str, str]) -> dict[str, Said]:
-    said: dict[str, Said] = {}
+def _said(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
+    said: dict[str, AccelerateSetting] = {}
     if (precision := env["ACCELERATE_MIXED_PRECISION"]) != "no":
-        said["precision"] = Said(f"mixed_precision: {precision}", precision)
+        said["precision"] = AccelerateSetting(f"mixed_precision: {precision}", precision)
     if (steps := env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")).isdigit():
-        said["gradient_accumulation_steps"] = Said(f"gradient_accumulation_steps: {steps}", int(steps))
+        said["gradient_accumulation_steps"] = AccelerateSetting(
+            f"gradient_accumulation_steps: {steps}", int(steps)
+        )
     if _true(env, "ACCELERATE_USE_CPU"):
-        said["policy.device"] = Said("use_cpu: true", "cpu")
+        said["policy.device"] = AccelerateSetting("use_cpu: true", "cpu")
     if _true(env, "ACCELERATE_USE_DEEPSPEED"):
         said |= _said_of_deepspeed(env)
     elif _true(env, "ACCELERATE_USE_FSDP"):
         said |= _said_of_fsdp(env)
     elif int(env.get("WORLD_SIZE", 1)) > 1:
-        said["parallel.strategy"] = Said("no FSDP, so each process has the whole model (ddp)", "ddp")
+        said["parallel.strategy"] = AccelerateSetting(
+            "no FSDP, so each process holds the whole model (ddp)", "ddp"
+        )
     elif "MASTER_ADDR" in env and "RANK" not in env:
         log.warning(
-            "`accelerate launch --cpu --num_processes=N` starts one process (it leaves more to mpirun): this run has "
-            "one. For N of them use `accelerate launch --multi_gpu --num_processes=N`, which needs no GPU, "
-            "or `flexor train --processes=N`."
+            "`accelerate launch --cpu --num_processes=N` starts only one process (it expects mpirun to start more), so "
+            "this run has one. For N processes use `accelerate launch --multi_gpu --num_processes=N`, which needs no "
+            "GPU, or `flexor train --processes=N`."
         )
     return said
 
 
-def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, Said]:
+def _said_of_fsdp(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
     there = "fsdp_version: 2"
     strategy, reshard = "fsdp", env.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
     if env.get("FSDP_VERSION", "1") == "1":
         there = f"fsdp_sharding_strategy: {_sharding(env)}"
         strategy, reshard = SHARDING[_sharding(env)]
         if env.get("RANK", "0") == "0" and strategy != "ddp":
-            log.info("%s with fsdp_version: 1: it is run by FSDP 2, which shards the same way", there)
-    said = {"parallel.strategy": Said(there, strategy)}
+            log.info("%s with fsdp_version: 1: Flexor uses FSDP 2, which shards the same way", there)
+    said = {"parallel.strategy": AccelerateSetting(there, strategy)}
     if strategy == "ddp":
         return said
     if not reshard:
-        said["parallel.reshard_after_forward"] = Said("to keep weights gathered after forward", False)
+        said["parallel.reshard_after_forward"] = AccelerateSetting(
+            "sharding that keeps weights gathered after forward", False
+        )
     if _true(env, "FSDP_OFFLOAD_PARAMS"):
-        said["parallel.cpu_offload"] = Said("fsdp_offload_params: true", True)
+        said["parallel.cpu_offload"] = AccelerateSetting("fsdp_offload_params: true", True)
     if _true(env, "FSDP_ACTIVATION_CHECKPOINTING"):
-        said["activation_checkpointing"] = Said("fsdp_activation_checkpointing: true", True)
+        said["activation_checkpointing"] = AccelerateSetting("fsdp_activation_checkpointing: true", True)
     copies = int(env.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
     if copies > 1:
         parts = int(env.get("PARALLELISM_CONFIG_DP_SHARD_SIZE", 1))
         there = f"parallelism_config_dp_replicate_size: {copies}"
-        said |= {"parallel.strategy": Said(there, "hsdp"), "parallel.dp_replicate": Said(there, copies)}
-        said["parallel.dp_shard"] = Said(f"parallelism_config_dp_shard_size: {parts}", parts)
+        said |= {
+            "parallel.strategy": AccelerateSetting(there, "hsdp"),
+            "parallel.dp_replicate": AccelerateSetting(there, copies),
+        }
+        said["parallel.dp_shard"] = AccelerateSetting(f"parallelism_config_dp_shard_size: {parts}", parts)
     return said
 
 
 def _sharding(env: Mapping[str, str]) -> str:
-    """FSDP 1's strategy, which newer configs give under FSDP 2's name."""
+    """FSDP 1's sharding strategy; newer configs store it under the name of FSDP 2's setting."""
     newer = env.get("FSDP_RESHARD_AFTER_FORWARD", "true")
     value = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD") if newer in ("true", "false") else newer
     names = list(SHARDING)
@@ -132,13 +141,13 @@ def _sharding(env: Mapping[str, str]) -> str:
         return names[int(value) - 1]
     if value.upper() not in SHARDING:
         raise ConfigError(
-            f"The Accelerate config says fsdp_sharding_strategy: {value}: use one of {', '.join(names)}."
+            f"The Accelerate config has fsdp_sharding_strategy: {value}. Use one of {', '.join(names)}."
         )
     return value.upper()
 
 
 def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """DeepSpeed's own settings: its config file, or the few that an Accelerate config has for it."""
+    """DeepSpeed's own settings: from its config file, or the few DeepSpeed settings of an Accelerate config."""
     env = os.environ if env is None else env
     if (file := env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")) != "none":
         try:
@@ -157,24 +166,27 @@ def deepspeed_settings(env: Mapping[str, str] | None = None) -> dict[str, Any]:
     return settings
 
 
-def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
+def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, AccelerateSetting]:
     settings = deepspeed_settings(env)
     zero = settings["zero_optimization"]
     if (stage := zero.get("stage", 0)) not in (1, 2):
-        instead = "FSDP, which shards weights too" if stage else "MULTI_GPU, which does the same"
-        raise ConfigError(f"The Accelerate config says zero_stage: {stage}: say distributed_type: {instead}.")
+        instead = "FSDP, which also shards the weights" if stage else "MULTI_GPU, which is equivalent"
+        raise ConfigError(
+            f"The Accelerate config has zero_stage: {stage}, which Flexor does not support. "
+            f"Use distributed_type: {instead}."
+        )
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name, {}).get("device", "none") != "none":
             raise ConfigError(
-                f"The Accelerate config says {name}: to keep them in the host's memory, use FSDP with "
-                "fsdp_offload_params: true."
+                f"The Accelerate config has {name}, which Flexor does not support with DeepSpeed. To offload to "
+                "the host's memory, use FSDP with fsdp_offload_params: true."
             )
     for name in ("optimizer", "scheduler"):
         if name in settings:
             raise ConfigError(
-                f"The DeepSpeed config file has a section {name}: say --{name}.* of the run instead."
+                f"The DeepSpeed config file has a section {name}. Remove it, and set --{name}.* of the run instead."
             )
-    said = {"parallel.strategy": Said(f"zero_stage: {stage}", "ddp")}
+    said = {"parallel.strategy": AccelerateSetting(f"zero_stage: {stage}", "ddp")}
     keys = {
         "gradient_accumulation_steps": "gradient_accumulation_steps",
         "train_micro_batch_size_per_gpu": "batch_size",
@@ -183,15 +195,15 @@ def _said_of_deepspeed(env: Mapping[str, str]) -> dict[str, Said]:
     }
     for there, here in keys.items():
         if isinstance(value := settings.get(there), int | float):
-            said[here] = Said(f"{there}: {value}", value)
+            said[here] = AccelerateSetting(f"{there}: {value}", value)
     for precision in ("bf16", "fp16"):
         if settings.get(precision, {}).get("enabled") is True:
-            said["precision"] = Said(f"{precision}: enabled", precision)
+            said["precision"] = AccelerateSetting(f"{precision}: enabled", precision)
     return said
 
 
 def _refuse_unsupported(env: Mapping[str, str]) -> None:
-    """What would change the run and can't be done here."""
+    """Raise an error for settings that would change the run and that Flexor does not support."""
     unsupported = {
         "mixed_precision: fp8": env["ACCELERATE_MIXED_PRECISION"] == "fp8",
         "distributed_type: MEGATRON_LM": _true(env, "ACCELERATE_USE_MEGATRON_LM"),
@@ -204,7 +216,7 @@ def _refuse_unsupported(env: Mapping[str, str]) -> None:
     for there, asked in unsupported.items():
         if asked:
             raise ConfigError(
-                f"The Accelerate config says {there}, which Flexor does not do: it trains with DDP, FSDP, "
+                f"The Accelerate config has {there}, which Flexor does not support. Flexor trains with DDP, FSDP, "
                 "HSDP and ZeRO 1 and 2, in float32, bf16 and fp16."
             )
 

@@ -21,16 +21,15 @@ def train_help(policy: str = "act") -> str:
     sections = [
         "usage: flexor train [--config FILE.yaml] [--key=value | --key value | key=value ...]",
         "",
-        "Train a policy. Names are lerobot-train's; later settings win. Without a dataset or a file, the",
-        "built-in task is trained. A group's key is written with a dot: --optimizer.lr=1e-4.",
+        "Train a policy. Names are lerobot-train's; later settings override earlier ones. Without a dataset",
+        "or a config file, Flexor trains on its built-in task. Write a key of a group with a dot:",
+        "--optimizer.lr=1e-4.",
         "",
-        _line("--config", "YAML or JSON file of settings, or a built-in one: demo", "path", None),
+        _line("--config", "YAML or JSON file of settings, or the name of a built-in one: demo", "path", None),
         _line("--policy.path", "checkpoint folder or Hub repository to start from", "path", None),
-        _line("--gpus", "GPUs of this machine, a process for each; or all", "number", None),
-        _line("--processes", "processes on the CPU instead", "number", None),
-        _line(
-            "--resume", "auto: go on with the run in output_dir if it has begun, else begin it", "auto", None
-        ),
+        _line("--gpus", "number of GPUs on this machine, one process for each; or all", "number", None),
+        _line("--processes", "number of processes, training on the CPU instead", "number", None),
+        _line("--resume", "auto: resume the run in output_dir if there is one, else start it", "auto", None),
         _line("--json", "print one JSON object about the finished run", "flag", None),
         "",
         "run",

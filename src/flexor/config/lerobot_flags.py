@@ -1,7 +1,7 @@
-"""LeRobot's settings that Flexor has under another name, does not need, or can't do.
+"""LeRobot's settings that Flexor has under another name, does not need, or does not support.
 
-A `lerobot-train` command is meant to work unchanged. What nothing here depends on is taken and named in
-the log, because a setting that is silently ignored is a lie.
+A `lerobot-train` command should work unchanged. Flexor accepts a setting that has no effect, and names it in
+the log, because silently ignoring a setting would mislead the user.
 """
 
 from __future__ import annotations
@@ -12,45 +12,45 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.typed import Text, parse_yaml
 
-# What nothing here depends on, and why.
+# Settings that have no effect in Flexor, and why.
 IGNORED = {
-    "prefetch_factor": "batches are read ahead by threads",
-    "persistent_workers": "batches are read ahead by threads",
-    "dataloader_multiprocessing_context": "batches are read ahead by threads, not processes",
-    "tolerance_s": "--dataset.frame_by decides which frame is a row's",
-    "use_policy_training_preset": "presets fill what is not given; what is given counts",
+    "prefetch_factor": "threads prefetch the batches",
+    "persistent_workers": "threads prefetch the batches",
+    "dataloader_multiprocessing_context": "threads prefetch the batches, not processes",
+    "tolerance_s": "--dataset.frame_by decides which video frame belongs to a row",
+    "use_policy_training_preset": "the preset fills in every setting that is not given",
     "dataset.video_backend": "videos are decoded by PyAV",
-    "dataset.return_uint8": "frames travel as uint8 always",
-    "eval.use_async_envs": "environments run side by side in one process",
+    "dataset.return_uint8": "frames are always uint8",
+    "eval.use_async_envs": "all environments run in one process",
     "wandb.disable_artifact": "no artifacts are uploaded",
-    "wandb.add_tags": "the configuration is logged as such",
+    "wandb.add_tags": "the configuration itself is logged",
     "policy.push_to_hub": "nothing is uploaded: use `hf upload REPO RUN/checkpoints/last/pretrained_model`",
     "policy.repo_id": "nothing is uploaded",
     "policy.private": "nothing is uploaded",
     "policy.tags": "nothing is uploaded",
     "policy.license": "nothing is uploaded",
-    "policy.use_peft": "adapters are merged into what is saved, so there are none to load",
-    "peft.method_type": "adapters are LoRA's",
-    "peft.init_type": "adapters start as those of PEFT do unless told otherwise",
-    "peft": "name its settings one by one, such as --peft.r=16",
-    "reward_model": "reward models are not trained here",
-    "sample_weighting": "samples all weigh the same",
-    "scheduler.name": "scheduler.type names it",
+    "policy.use_peft": "adapters are merged into the saved weights, so there are none to load",
+    "peft.method_type": "LoRA is the only type of adapter",
+    "peft.init_type": "adapters always use PEFT's default initialisation",
+    "peft": "give its settings one by one, such as --peft.r=16",
+    "reward_model": "Flexor does not train reward models",
+    "sample_weighting": "all samples have the same weight",
+    "scheduler.name": "--scheduler.type chooses the scheduler",
     "rename_map": "the policy and the dataset must use the same names",
     "job": "the run starts on this machine",
     "save_checkpoint_to_hub": "nothing is uploaded",
-    "checkpoint_path": "a run goes on with `flexor resume RUN`",
-    "resume": "a run goes on with `flexor resume RUN`",
-    "dataset.repo_type": "only dataset repositories are read",
-    "dataset.image_transforms": "pictures are not augmented yet",
-    "dataset.depth_output_unit": "depth maps are not read yet",
-    "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos films them",
+    "checkpoint_path": "use `flexor resume RUN` to resume a run",
+    "resume": "use `flexor resume RUN` to resume a run",
+    "dataset.repo_type": "Flexor reads only dataset repositories",
+    "dataset.image_transforms": "image augmentation is not supported yet",
+    "dataset.depth_output_unit": "depth maps are not supported yet",
+    "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos saves videos of them",
     "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
     "eval.recording_private": "evaluation episodes are not recorded as datasets",
-    "policy.pretrained_path": "--policy.path names the checkpoint to start from",
-    "policy.pretrained_revision": "--policy.path=REPO@REVISION names it",
+    "policy.pretrained_path": "--policy.path sets the checkpoint to start from",
+    "policy.pretrained_revision": "--policy.path=REPO@REVISION sets the revision",
 }
-# Any other value of these asks for something Flexor does not do: better refused than ignored.
+# Any other value of these requests something Flexor does not support: an error, not a warning.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "policy.push_to_hub": (False,),
     "policy.use_peft": (False,),
@@ -70,9 +70,9 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "eval.recording": (False,),
     "use_policy_training_preset": (True,),
 }
-# LeRobot's names of values -> ours
+# LeRobot's values -> Flexor's
 VALUES = {"scheduler.type": {"diffuser": "cosine", "cosine_annealing_with_warmup": "cosine"}}
-# LeRobot's name -> ours
+# LeRobot's names of settings -> Flexor's
 ALIASES = {
     "cudnn_deterministic": "deterministic",
     "peft.r": "lora.r",
@@ -81,12 +81,12 @@ ALIASES = {
     "peft.full_training_modules": "lora.full_training_modules",
     "policy.path": "policy_path",
     "config_path": "config",
-    "checkpoint.async": "checkpoint.asynchronous",  # a keyword of Python's
+    "checkpoint.async": "checkpoint.asynchronous",  # `async` is a Python keyword
 }
 
 
 def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
-    """The settings without those of LeRobot's that have no effect here, which are named in the log."""
+    """Remove LeRobot's settings that have no effect in Flexor, and name them in the log."""
     kept = {}
     if "peft.method_type" in flat:
         flat = {"lora.r": 16, **flat}  # LeRobot's default
@@ -104,5 +104,5 @@ def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
             if wanted not in harmless:
                 raise ConfigError(f"{name}={wanted} is not supported: {reason}.")
         if isinstance(value, Text) and key not in HARMLESS:
-            log.warning("--%s has no effect here: %s", key, reason)
+            log.warning("--%s has no effect in Flexor: %s", key, reason)
     return kept

@@ -27,7 +27,7 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in filled]
     if useless:
-        raise ConfigError(f"optimizer.{useless[0]} has no meaning for optimizer.type={kind}.")
+        raise ConfigError(f"optimizer.{useless[0]} has no effect with optimizer.type={kind}: remove it.")
     return OptimizerConfig(**{**filled, **named})
 
 
@@ -36,7 +36,8 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     kind = given.type or preset["type"]
     if kind not in SCHEDULES:  # LeRobot's policies can have others
         raise ConfigError(
-            f"The policy's schedule {kind!r} is not here: give --scheduler.type, one of {', '.join(SCHEDULES)}."
+            f"Flexor does not support the policy's learning-rate schedule {kind!r}. Set --scheduler.type to one of "
+            f"{', '.join(SCHEDULES)}."
         )
     schedule = SCHEDULES[kind]
     if kind != preset["type"]:
@@ -44,7 +45,7 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     named = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) is not None}
     useless = [n for n in named if n not in ("type", *schedule.settings)]
     if useless:
-        raise ConfigError(f"scheduler.{useless[0]} has no meaning for scheduler.type={kind}.")
+        raise ConfigError(f"scheduler.{useless[0]} has no effect with scheduler.type={kind}: remove it.")
     config = SchedulerConfig(**{**schedule.defaults, **preset, "type": kind, **named})
     missing = [n for n in schedule.required if getattr(config, n) is None]
     if missing:

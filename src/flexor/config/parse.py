@@ -1,4 +1,4 @@
-"""Settings from a YAML file, flags and key=value, where later ones win, checked before anything is started."""
+"""Reads settings from a YAML file, flags and key=value; later ones override. Checks them before the run starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexor.policies.external import is_code, settled, short_name
 
 PACKAGED = Path(__file__).parent / "builtin"
 DEFAULT_POLICY = "act"
-# Settings of these groups belong to their type: naming another type drops what came before.
+# Settings of these groups depend on their type: choosing another type drops the settings given before.
 TYPED_GROUPS = ("policy", "optimizer", "scheduler")
 
 
@@ -60,7 +60,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
-    """The inverse of `nest`, as deep as there are groups of settings."""
+    """The inverse of `nest`, for groups of settings only: other dictionaries stay values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{where}.{key}" if where else str(key)
@@ -76,7 +76,7 @@ def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def read_file(name: str | Path) -> dict[str, Any]:
-    """A YAML or JSON file of settings; a bare name such as `demo` is one that comes with Flexor."""
+    """Read a YAML or JSON file of settings; a bare name such as `demo` is a file that comes with Flexor."""
     path = Path(name)
     packaged = PACKAGED / f"{name}.yaml"
     try:
@@ -86,20 +86,20 @@ def read_file(name: str | Path) -> dict[str, Any]:
     except OSError as error:
         names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
         raise ConfigError(
-            f"Can't read the settings file {name}: {error.strerror}. Built in: {names}."
+            f"Can't read the settings file {name}: {error.strerror}. Built-in files: {names}."
         ) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not text at all
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not a text file
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no settings: expected `key: value` lines.")
+        raise ConfigError(f"{path} contains no settings: expected `key: value` lines.")
     return data
 
 
 def load_config(argv: Sequence[str]) -> TrainConfig:
-    """The command line's settings on top of the file they name; the built-in demo if none names data."""
+    """The command line's settings, which override those of --config; without data, the built-in demo."""
     flags = parse_flags(argv)
     if {"steps", "epochs"} <= flags.keys():
-        raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give one of them.")
+        raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give only one of them.")
     file = flags.pop("config", None)
     if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
         file = "demo"
@@ -109,14 +109,14 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
 
 
 def build_config(*layers: dict[str, Any]) -> TrainConfig:
-    """Settings in layers ({"policy.type": "act", ...}), where later ones win, checked."""
+    """Build and check the settings from layers ({"policy.type": "act", ...}); later layers override."""
     flat: dict[str, Any] = {"policy.type": DEFAULT_POLICY}
     for layer in layers:
         for group in TYPED_GROUPS:
             before = settled(str(flat.get(f"{group}.type")))
             another = settled(str(layer.get(f"{group}.type", before))) != before
             if another or (group == "policy" and layer.get("policy_path") is not None):
-                # the settings of the one before mean nothing to it
+                # the settings of the previous type do not apply to the new one
                 flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
         if "steps" in layer and "epochs" not in layer:
             flat.pop("epochs", None)
@@ -137,14 +137,14 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     config = from_plain(TrainConfig, {**tree, "policy": policy})
     validate(config)
     if config.job_name is None and is_code(policy.type):
-        config.job_name = short_name(policy.type)  # a type with a path in it names no folder
+        config.job_name = short_name(policy.type)  # a type with a path in it can't name a folder
     config.optimizer = resolve_optimizer(config.optimizer, config.policy)
     config.scheduler = resolve_scheduler(config.scheduler, config.policy)
     return config
 
 
 def _check_groups(flat: dict[str, Any]) -> None:
-    """Name a misspelt group as it was typed; what is inside a group is checked where its type is known."""
+    """Report a misspelt group as typed. The settings inside a group are checked later, with its type."""
     types = field_types(TrainConfig)
     for key, value in flat.items():
         group, _, name = key.partition(".")
@@ -155,12 +155,14 @@ def _check_groups(flat: dict[str, Any]) -> None:
 
 def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
     if not isinstance(settings, dict):
-        raise ConfigError(f"policy={settings}: say which with --policy.type={settings} or --policy.path=...")
+        raise ConfigError(
+            f"policy={settings} is not valid: use --policy.type={settings} or --policy.path=..."
+        )
     if path is not None:
         from flexor.policies.pretrained import read_config
 
         return read_config(str(path), settings)
-    # LeRobot's way to say that the features come from the dataset, which they do anyway
+    # In LeRobot, null means that the features come from the dataset. In Flexor they always do.
     nulls = [
         k for k in ("input_features", "output_features") if str(settings.get(k)).lower() in ("none", "null")
     ]
@@ -188,6 +190,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(
-            f"{path} holds no settings; restore it from the newest checkpoint's flexor.json."
+            f"{path} contains no settings. Restore it from the newest checkpoint's flexor.json."
         )
     return data

@@ -1,6 +1,6 @@
 """The settings of a run: one dataclass tree, each field with its help text under it.
 
-Names are `lerobot-train`'s where it has one. How they are filled in is in `settings.py`.
+Names are those of `lerobot-train` where it has the same setting. `parse.py` reads and fills in the settings.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class EnvConfig:
     type: str | None = None
     """Environment to evaluate in: place (the built-in task), pusht, or any gymnasium id."""
     task: str | None = None
-    """Which of the package's environments, if the type has several, such as AlohaInsertion-v0."""
+    """Name of the environment, if the package has several, such as AlohaInsertion-v0."""
     package: str | None = None
     """Package to import so that the environment is registered, such as gym_pusht."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments for the environment, such as {obs_type: pixels_agent_pos}."""
+    """Arguments passed to the environment, such as {obs_type: pixels_agent_pos}."""
     max_steps: int | None = setting(None, at_least=1)
-    """Steps after which an episode ends; unless given, the environment's own limit."""
+    """Maximum steps per episode; default: the environment's own limit."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class EvalConfig:
     n_episodes: int = setting(50, at_least=1)
     """Episodes per evaluation."""
     batch_size: int = setting(25, at_least=0)
-    """Episodes that run side by side; 0 for as many as is sensible."""
+    """Episodes that run in parallel; 0: n_episodes, at most 25."""
     seed: int = setting(1_000_000, at_least=0)
-    """Seed of the first episode; training demonstrations of the built-in task start at 0."""
+    """Seed of the first episode; the built-in task's training demonstrations use seeds from 0."""
     videos: int = setting(0, at_least=0)
     """Save a video of this many of the episodes."""
 
@@ -61,8 +61,8 @@ class EvalConfig:
 @dataclass
 class OptimizerConfig:
     type: Literal["adamw", "adam", "sgd", "adamw_8bit"] | None = None
-    """adamw, adam, sgd, or adamw_8bit, which takes a quarter of the memory (needs `pip install flexor[8bit]`); the
-    policy's own choice unless given (so are the others)."""
+    """adamw, adam, sgd, or adamw_8bit, whose state takes a quarter of the memory (needs `pip install flexor[8bit]`).
+    Default of this and the other optimizer settings: the policy's preset."""
     lr: float | None = setting(None, at_least=0)
     """Learning rate."""
     weight_decay: float | None = setting(None, at_least=0)
@@ -74,7 +74,7 @@ class OptimizerConfig:
     momentum: float | None = setting(None, at_least=0)
     """SGD's momentum."""
     grad_clip_norm: float | None = setting(None, at_least=0)
-    """Largest gradient norm; 0 turns clipping off."""
+    """Clip gradients to this norm; 0 turns clipping off."""
 
 
 @dataclass
@@ -82,61 +82,62 @@ class SchedulerConfig:
     type: (
         Literal["constant", "constant_with_warmup", "cosine", "cosine_decay_with_warmup", "vqbet"] | None
     ) = None
-    """How the learning rate changes; the policy's own choice unless given."""
+    """Learning-rate schedule; default: the policy's preset."""
     num_warmup_steps: int | None = setting(None, at_least=0)
     """Steps of linear warm-up."""
     num_decay_steps: int | None = setting(None, at_least=1)
-    """cosine_decay_with_warmup: steps until the lowest learning rate (shortened to the run's length)."""
+    """cosine_decay_with_warmup: steps until the lowest learning rate; scaled down if the run is shorter."""
     peak_lr: float | None = setting(None, more_than=0)
-    """cosine_decay_with_warmup: the learning rate that `decay_lr` is relative to."""
+    """cosine_decay_with_warmup: the peak learning rate, which `decay_lr` is relative to."""
     decay_lr: float | None = setting(None, at_least=0)
     """cosine_decay_with_warmup: the lowest learning rate."""
     num_vqvae_training_steps: int | None = None
     """vqbet: steps at a constant learning rate before the warm-up and the cosine."""
     num_cycles: float | None = None
-    """vqbet: waves of the cosine in `steps`; with more than 0.5 (default) it comes to zero before the end."""
+    """vqbet: cosine cycles in `steps`, default 0.5; with more, the learning rate reaches zero before the end."""
 
 
 @dataclass
 class EMAConfig:
     enable: bool = False
-    """Keep an exponential moving average of the weights; it is what is evaluated and exported."""
+    """Keep an exponential moving average of the weights; evaluation and export use the average."""
     decay: float = setting(0.999, more_than=0, less_than=1)
-    """How much of the average is kept at each step (less during the first steps)."""
+    """Decay of the average per step (lower during the first steps)."""
 
 
 @dataclass
 class CheckpointConfig:
     keep_last: int | None = setting(None, at_least=1)
-    """Keep only this many of the newest checkpoints; all unless given."""
+    """Keep only this many of the newest checkpoints; default: keep all."""
     keep_every: int | None = setting(None, at_least=1)
     """Always keep checkpoints whose step is a multiple of this."""
     asynchronous: bool = False
-    """Go on training while a checkpoint is written; it takes that much more of the host's memory."""
+    """Continue training while a checkpoint is written; needs extra host memory of the checkpoint's size."""
     export: bool = True
-    """fsdp, hsdp: gather the weights for pretrained_model/ at every checkpoint; else only at the last one
-    (`flexor export` makes them of any)."""
+    """fsdp, hsdp: gather the weights for pretrained_model/ at every checkpoint. false: only at the last one;
+    `flexor export` creates it for any other checkpoint."""
 
 
 @dataclass
 class ParallelConfig:
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    """What many processes share: nothing (ddp, each has the whole model), everything (fsdp), or everything within
-    groups (hsdp); auto takes ddp if the model and its optimizer fit into half of the GPU's memory, else fsdp."""
+    """How several processes split the model: not at all (ddp: each holds the whole model), over all processes (fsdp),
+    or over the processes of a group (hsdp). auto: ddp if the model and its optimizer fit into half of the GPU's
+    memory, else fsdp."""
     dp_replicate: int | None = setting(None, at_least=1)
-    """hsdp: how many groups there are; each holds the model once."""
+    """hsdp: number of groups; each group holds one copy of the model."""
     dp_shard: int | None = setting(None, at_least=1)
-    """hsdp: how many processes share one copy of the model; those of one host unless given."""
+    """hsdp: number of processes that share one copy of the model; default: all processes of one host."""
     cpu_offload: bool = False
-    """fsdp, hsdp: keep weights and optimizer in the host's memory; slow, for models that do not fit otherwise."""
+    """fsdp, hsdp: keep weights and optimizer state in host memory; slow, for models that do not fit otherwise."""
     reshard_after_forward: bool = True
-    """fsdp, hsdp: let go of a block's weights between forward and backward; false is faster and takes more memory."""
+    """fsdp, hsdp: free a block's gathered weights between forward and backward; false: faster, but more memory."""
     find_unused_parameters: bool = False
-    """ddp: look at each step for parameters that had no part in the loss."""
+    """ddp: at each step, find parameters that did not contribute to the loss."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """How GPUs talk: nccl, or gloo, which is slow but works everywhere."""
+    """Communication backend: nccl, or gloo, which is slow but works everywhere."""
     timeout_s: float = setting(600, at_least=1)
-    """Seconds without progress after which a run of many processes is brought down."""
+    """Seconds without progress after which a run of several processes is stopped."""
 
 
 @dataclass
@@ -144,71 +145,71 @@ class WandBConfig:
     enable: bool = False
     """Log to Weights & Biases too (needs `pip install flexor[wandb]`)."""
     project: str = "flexor"
-    """Project there."""
+    """W&B project."""
     entity: str | None = None
-    """Team or user there."""
+    """W&B team or user."""
     notes: str | None = None
     """A note shown with the run."""
     run_id: str | None = None
-    """Continue the run with this id there."""
+    """Id of the W&B run to continue."""
     mode: Literal["online", "offline", "disabled"] | None = None
-    """online, offline or disabled."""
+    """W&B mode: online, offline or disabled."""
 
 
 @dataclass
 class TrainConfig:
     output_dir: str | None = setting(None, may_change=True)
-    """Run folder; runs/<date>_<job name> unless given. Never one that holds another run."""
+    """Run folder; default: runs/<date>_<job name>. It must not contain another run."""
     job_name: str | None = setting(None, may_change=True)
-    """Name of the run; the policy's type unless given."""
+    """Name of the run; default: the policy's type."""
     seed: int = setting(1000, at_least=0)
-    """Everything random follows from it."""
+    """Seed of all random numbers."""
     steps: int = setting(100_000, at_least=1, may_change=True)
     """Optimizer steps."""
     epochs: float | None = setting(None, more_than=0, may_change=True)
-    """Times to go through the data, instead of steps."""
+    """Number of epochs, instead of steps."""
     batch_size: int = setting(8, at_least=1, may_change=True)
-    """Samples per process and forward pass; with global_batch_size, the most of them."""
+    """Samples per process and forward pass; with global_batch_size, the maximum."""
     gradient_accumulation_steps: int | None = setting(None, at_least=1, may_change=True)
-    """Forward passes per optimizer step; 1 unless given, or what global_batch_size asks for."""
+    """Forward passes per optimizer step; default: 1, or as many as global_batch_size requires."""
     global_batch_size: int | None = setting(None, at_least=1)
-    """Samples per optimizer step over all processes, so that a step is the same on any number of them."""
+    """Samples per optimizer step over all processes: a step is the same for any number of processes."""
     scale_lr: Literal["linear", "sqrt"] | None = None
-    """Multiply the learning rates by the number of times that batch_size goes into the global batch, or its root."""
+    """Multiply the learning rates by global batch size / batch_size (linear), or by its square root (sqrt)."""
     lr_factor: float | None = setting(None, more_than=0)
-    """What learning rates are multiplied by; 1 unless given, or what scale_lr comes to."""
+    """Factor on all learning rates; default: 1, or the factor from scale_lr."""
     num_workers: int = setting(4, at_least=0, may_change=True)
-    """Threads that read and decode ahead of training; 0 reads in the loop itself."""
+    """Threads that read and decode ahead of training; 0: the training loop reads the data itself."""
     precision: Literal["no", "bf16", "fp16"] = "no"
     """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler."""
     weights_dtype: Literal["float32", "bf16"] = "float32"
-    """What weights, and so their gradients and optimizer state, are kept in; bf16 takes half of the memory."""
+    """Data type of the weights, their gradients and the optimizer state; bf16 takes half of the memory."""
     deterministic: bool = False
-    """Only deterministic GPU kernels: bitwise equal repeats and resumes, a little slower."""
+    """Use only deterministic GPU kernels: repeated and resumed runs are bitwise equal; a little slower."""
     activation_checkpointing: bool = setting(False, may_change=True)
-    """Compute each block again in the backward pass instead of keeping what it computed: less memory, more time."""
+    """Recompute each block in the backward pass instead of storing its activations: less memory, more time."""
     step: Literal["auto", "graph", "eager"] = setting("auto", may_change=True)
     """How an NVIDIA GPU runs a step: graph replays one CUDA graph, which takes the host almost no time; eager launches
     every operation by itself; auto uses a graph if the policy allows it."""
     compile: bool = False
     """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
     plan: bool = setting(True, may_change=True)
-    """On a GPU: say before the first step what the run will take, and compare at the end."""
+    """On a GPU: log a plan of memory and time before the first step, and compare it with the run at the end."""
     auto: bool = setting(False, may_change=True)
-    """On a GPU: let the plan choose batch size (of the same global batch), precision, recomputing and workers, where
-    they are not given."""
+    """On a GPU: let the plan choose batch_size (the global batch stays the same), precision, activation_checkpointing
+    and num_workers, unless they are given."""
     log_freq: int = setting(200, at_least=1, may_change=True)
-    """Steps between two lines of metrics."""
+    """Steps between two log lines of metrics."""
     save_checkpoint: bool = setting(True, may_change=True)
     """Save checkpoints."""
     save_freq: int = setting(20_000, may_change=True)
-    """Steps between two checkpoints; the last step is always saved, 0 or less saves only that."""
+    """Steps between two checkpoints; the last step is always saved. 0 or less: save only the last step."""
     eval_steps: int = setting(0, at_least=0, may_change=True)
-    """Steps between two held-out losses (needs dataset.eval_split); 0 for one at the end only."""
+    """Steps between two evaluations of the held-out loss (needs dataset.eval_split); 0: only at the end."""
     max_eval_samples: int = setting(0, at_least=0, may_change=True)
-    """Samples in a held-out loss; 0 for all."""
+    """Maximum samples for the held-out loss; 0: all."""
     env_eval_freq: int = setting(20_000, at_least=0, may_change=True)
-    """Steps between two evaluations in the environment (needs env.type); 0 for never."""
+    """Steps between two evaluations in the environment (needs env.type); 0: never."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -238,7 +239,7 @@ def group_type(group: str) -> type:
 
 
 def validate(config: TrainConfig) -> None:
-    """Combinations that can't work, before anything is started."""
+    """Raise an error for combinations that can't work, before the run starts."""
     dataset = config.dataset
     if dataset.repo_id is None and dataset.root is None:
         raise ConfigError(
@@ -256,17 +257,18 @@ def validate(config: TrainConfig) -> None:
 
 
 def validate_weights(config: TrainConfig) -> None:
-    """Whether this policy's weights can be adapted, or kept in less than float32."""
+    """Raise an error if this policy does not support LoRA or bf16 weights as set."""
     lower = config.weights_dtype == "bf16"
     if lower and config.precision != "bf16":
         raise ConfigError(
-            f"weights_dtype=bf16 with precision={config.precision}: products of such weights are computed in "
-            "bf16, so set --precision=bf16."
+            f"weights_dtype=bf16 does not work with precision={config.precision}: bf16 weights are multiplied in "
+            "bf16. Set --precision=bf16."
         )
     if config.policy.moves_weights and (lower or config.lora.r):
         setting = "weights_dtype=bf16" if lower else f"lora.r={config.lora.r}"
         raise ConfigError(
-            f"{setting}: {config.policy.type} moves some of its weights itself, which needs all of them, in float32."
+            f"{setting} is not supported by {config.policy.type}: this policy updates some of its weights itself, "
+            "so all weights must be trained, in float32."
         )
 
 
@@ -279,5 +281,6 @@ def _validate_episodes(episodes: list[int] | None) -> None:
     twice = sorted(e for e, times in Counter(episodes).items() if times > 1)
     if negative or twice:
         raise ConfigError(
-            f"dataset.episodes: negative: {negative}, named twice: {twice}. List each index once."
+            f"dataset.episodes has negative indices {negative} and repeated indices {twice}. "
+            "List each episode index once."
         )

@@ -1,1 +1,1 @@
-"""What every other folder may use, and what knows nothing of them."""
+"""Helpers that every other folder may import. This folder imports none of them."""

@@ -1,4 +1,4 @@
-"""What people see: progress of long work, tables."""
+"""Console output: progress bars and tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]  # (done, total)
 
 
 def progress(label: str) -> Progress:
-    """A callback that draws a bar on standard error while something long goes on."""
+    """A callback that draws a progress bar on standard error."""
     bar: tqdm | None = None
 
     def report(done: int, total: int) -> None:
@@ -30,7 +30,7 @@ def progress(label: str) -> Progress:
 
 
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """What a verb has to say, for a program or for a person."""
+    """Print a command's result: as JSON for programs, or as text for people."""
     print(json.dumps(result) if as_json else text)
 
 

@@ -8,7 +8,7 @@ from flexor.core.errors import ConfigError
 
 
 def find_device(wanted: str | None) -> torch.device:
-    """The device asked for, if it is there; else the fastest available one."""
+    """The requested device; without a request, the fastest available one. An unavailable device is an error."""
     if wanted is None:
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
@@ -25,7 +25,7 @@ def find_device(wanted: str | None) -> torch.device:
     )
     if missing:
         raise ConfigError(
-            f"policy.device={wanted!r} is not there (`flexor doctor` says why); "
-            "leave it out to use what there is, or set --policy.device=cpu."
+            f"policy.device={wanted!r} is not available (`flexor doctor` shows why). "
+            "Leave it out to use the fastest available device, or set --policy.device=cpu."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

@@ -1,34 +1,34 @@
-"""The errors a person is meant to read."""
+"""Errors with a message for the user."""
 
 import errno
 
-# the disk's fault, not ours: full, over quota, read-only, not permitted
+# problems of the disk, not of Flexor: full, over quota, read-only, no permission
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 
 class FlexorError(Exception):
-    """Something the user can put right: says what is wrong, where, and what to do about it.
+    """A problem the user can fix: the message says what is wrong, where, and how to fix it.
 
-    The command line prints the message alone, without a traceback, and exits with `exit_code`.
-    A mistake of ours is an `assert`, never a FlexorError.
+    The command line prints only the message, without a traceback, and exits with `exit_code`.
+    A bug in Flexor is an `assert`, never a FlexorError.
     """
 
     exit_code = 1
-    said = False  # by another process of the run
+    said = False  # True if another process of the run has already printed it
 
 
 class ConfigError(FlexorError):
-    """A setting is unknown, of the wrong type or impossible together with another one."""
+    """A setting is unknown, has the wrong type or contradicts another setting."""
 
     exit_code = 2
 
 
 class DatasetError(FlexorError):
-    """A dataset is missing, broken or not what its metadata says."""
+    """A dataset is missing or broken, or does not match its metadata."""
 
 
 class SourceError(DatasetError):
-    """A dataset's files can't be reached: nothing is wrong with what they hold."""
+    """A dataset's files can't be reached. Their content may be fine."""
 
 
 class CheckpointError(FlexorError):

@@ -25,7 +25,7 @@ _rank = 0
 
 
 def set_rank(rank: int, world_size: int) -> None:
-    """Of many processes the first one talks; the others only warn, and say who they are."""
+    """Rank 0 logs everything. Other ranks log only warnings, prefixed with their rank."""
     global _rank
     _rank = rank
     for handler in log.handlers if world_size > 1 else []:
@@ -50,7 +50,7 @@ def setup_logging(verbose: bool = False) -> None:
 
 
 def warn_once(text: str, *values: object) -> None:
-    """Warn of what every process of a run finds: the first one says it, once."""
+    """Warn about something that every process of a run detects: only rank 0 logs it, and only once."""
     if _rank == 0:
         _warn_once(text % values if values else text)
 
@@ -61,7 +61,7 @@ def _warn_once(text: str) -> None:
 
 
 def with_examples(text: str, examples: Iterable[str]) -> str:
-    """A text about many things, with the first few of them, on lines that fit a terminal."""
+    """A text with its first few examples, wrapped to fit a terminal."""
     examples = list(examples)
     lines = [text]
     for example in examples[:EXAMPLES]:
@@ -74,7 +74,7 @@ def with_examples(text: str, examples: Iterable[str]) -> str:
 
 
 class Repeats:
-    """Warnings that may repeat: collected from any thread, and told once, with a count and examples."""
+    """Warnings that may repeat: collected from any thread, logged once with a count and examples."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class Repeats:
             self._examples.setdefault(text, {})[example] = None
 
     def tell(self, last: bool = False) -> None:
-        """Say what is new; of what was said before, only in the end that there was more of it."""
+        """Log new warnings. Repeats of an already logged warning are only logged on the `last` call."""
         with self._lock:
             new = [t for t, found in self._examples.items() if len(found) > self._told.get(t, 0)]
             new = [text for text in new if last or text not in self._told]

@@ -1,4 +1,4 @@
-"""What this machine has: memory, cores, a place to keep things."""
+"""This machine's memory, CPU cores and cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def total_memory() -> int:
 
 def free_memory() -> int:
     """Bytes of RAM that are free now, within this container's limit if it has one."""
-    free = total_memory()  # macOS does not say what is free
+    free = total_memory()  # macOS does not report free memory
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
@@ -32,12 +32,12 @@ def usable_cores() -> int:
 
 
 def cache_folder() -> Path:
-    """Where Flexor keeps what it can make again: $FLEXOR_CACHE, by default ~/.cache/flexor."""
+    """Folder for files that Flexor can recreate: $FLEXOR_CACHE, by default ~/.cache/flexor."""
     return Path(os.environ.get("FLEXOR_CACHE") or "~/.cache/flexor").expanduser()
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would outlive a loss of power."""
+    """Wait until a file, or a folder's directory entries, would survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,7 +46,7 @@ def flush_to_disk(path: Path) -> None:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Bytes in human-readable form."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
@@ -58,7 +58,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def let_gpu_memory_grow() -> None:
-    """Before CUDA starts: segments that grow leave less of a GPU's memory unused. What the user has set counts."""
+    """Call before CUDA starts: expandable segments waste less GPU memory. The user's own setting is kept."""
     set_by_user = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if sys.platform.startswith("linux") and not set_by_user:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -1,7 +1,7 @@
-"""Randomness as a pure function: what to draw is named by (seed, step, sample id, name), never by history.
+"""Randomness as a pure function of (seed, step, sample id, name), independent of earlier draws.
 
-Built on SplitMix64 written in integer operations, so a sample's noise is the same whichever rank,
-worker or device draws it, and a resumed run needs no generator state to go on exactly.
+Built on SplitMix64 in integer operations, so a sample's noise is the same on every rank, worker
+and device. A resumed run continues exactly without any saved generator state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer, which is what torch has."""
+    """The same 64 bits as a signed integer, because torch's int64 is signed."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
@@ -40,7 +40,7 @@ def mix_numpy(x: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The same on int64 tensors: multiplication wraps, and a shift must not drag the sign along."""
+    """The same on int64 tensors: multiplication wraps, and a right shift must not copy the sign bit."""
     for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -67,7 +67,7 @@ class Noise:
         return Noise(self.seed, self.step, self.sample_ids.to(device))
 
     def _uniform_bits(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Integers in [0, 2^24), shaped as asked; the leading dimension is the batch."""
+        """Integers in [0, 2^24) of this shape; the leading dimension is the batch."""
         batch, *rest = shape
         assert batch == len(self.sample_ids), f"noise {name!r} needs the batch first, got {tuple(shape)}"
         count = math.prod(rest)
@@ -83,7 +83,7 @@ class Noise:
         return torch.tensor(keys, device=self.sample_ids.device)
 
     def uniform(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Uniform in (0, 1): never exactly either, so that a logarithm is safe."""
+        """Uniform in (0, 1): never exactly 0 or 1, so that a logarithm is safe."""
         return (self._uniform_bits(name, shape).double().add_(0.5) * 2.0**-24).float()
 
     def normal(self, name: str, shape: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over ranks, treated alike: this rank's part of each, and copies between them."""
+"""The same functions for plain and sharded tensors: get this rank's part, copy between them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ DTYPES = {
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Without importing what only sharded runs need: it takes seconds, and no DTensor exists before."""
+    """Whether it is a DTensor. Avoids the slow import (seconds): before that import no DTensor can exist."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor; the same memory."""
+    """This rank's part of a tensor, sharing its memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def as_part(own: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
-    """`own` as this rank's part of a tensor that is spread like another one; the ranks as `mesh` knows them."""
+    """Wrap `own` as this rank's part of a tensor sharded like `like`, on `mesh` if given, else on like's mesh."""
     if not is_sharded(like):
         return own
     from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ def as_part(own: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor
 
 
 def part(tensor: Tensor) -> slice:
-    """Which rows of the whole this rank holds; FSDP cuts along the first dimension, as `torch.chunk` does."""
+    """The rows of the whole tensor on this rank; FSDP splits along the first dimension, like `torch.chunk`."""
     rows = len(tensor) if tensor.ndim else 0
     if not is_sharded(tensor):
         return slice(0, rows)
@@ -74,14 +74,14 @@ def part(tensor: Tensor) -> slice:
 
 @torch.no_grad()
 def copy_part(target: Tensor, whole: Tensor) -> None:
-    """This rank's part of `whole` into `target`."""
+    """Copy this rank's part of `whole` into `target`."""
     local(target).copy_(whole[part(target)] if is_sharded(target) else whole)
 
 
 def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None) -> None:
-    """This rank's part of each tensor from a safetensors file, reading nothing else of it.
+    """Fill this rank's part of each tensor from a safetensors file; only that part is read.
 
-    `names` says what a tensor is called in the file if not by its own name.
+    `names` maps each tensor to its name in the file; without it, the names are the same.
     """
     with safe_open(file, "pt") as source, torch.no_grad():
         for name, target in tensors.items():
@@ -93,7 +93,7 @@ def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | N
 
 
 def described_in(file: Path) -> dict[str, Tensor]:
-    """What a safetensors file holds: tensors of its shapes and types, without memory."""
+    """The tensors of a safetensors file as meta tensors: shapes and types, no memory."""
     with safe_open(file, "pt") as source:
         slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118
         return {

@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 
 class Text(str):
-    """A value as typed on the command line: its type is decided by the field it is for."""
+    """A value as typed on the command line. The field it is for decides its type."""
 
 
 class Partial(dict[str, Any]):
-    """Some entries of a dictionary, given by dotted keys: the others stay what they were."""
+    """Some entries of a dictionary, given by dotted keys; the other entries keep their values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What a setting may be, and whether a run may be resumed with another value."""
+    """The allowed values of a setting, and whether it may change when a run is resumed."""
 
     at_least: float | None = None
     more_than: float | None = None
@@ -44,7 +44,7 @@ class Rules:
     may_change: bool = False
 
     def wanted(self, value: Any) -> str | None:
-        """What a value should have been; None if it is fine."""
+        """The rule that a value breaks, in words; None if the value is valid."""
         if isinstance(value, tuple | list):
             return next((wrong for item in value if (wrong := self.wanted(item))), None)
         if value is None or isinstance(value, str):
@@ -81,7 +81,7 @@ def rules_of(cls: Any) -> dict[str, Rules]:
 
 
 def check_values(settings: Any, where: str = "") -> None:
-    """Refuse a value that its field's rules do not allow, by the name of the setting."""
+    """Raise an error that names the setting if a value breaks its field's rules."""
     for name, rules in rules_of(settings).items():
         value, key = getattr(settings, name), join(where, name)
         if dataclasses.is_dataclass(value):
@@ -105,12 +105,12 @@ def changeable(cls: Any, where: str = "") -> list[str]:
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """' Did you mean ...?' or the list of what there is."""
+    """The hint "Did you mean ...?", or the list of all names if none is similar."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    return f"There are: {', '.join(names)}."
+    return f"Available: {', '.join(names)}."
 
 
 def from_plain(cls: type[T], data: Any, where: str = "") -> T:
@@ -205,7 +205,7 @@ def coerce(value: Any, expected: Any, where: str) -> Any:
 
 
 def _parse_text(text: str, expected: Any) -> Any:
-    """What was typed, as data; text stays text where text is wanted."""
+    """The typed text as data; it stays text if the field accepts text."""
     options = _options(expected)
     if type(None) in options and text.lower() in ("null", "none", ""):
         return None
@@ -218,7 +218,7 @@ def _parse_text(text: str, expected: Any) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Typed text as data, or as itself where it is not YAML."""
+    """The text parsed as YAML, or unchanged if it is not valid YAML."""
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2020-99-99 looks like a date

@@ -3,8 +3,8 @@
     dataset = open_dataset("lerobot/pusht", episodes=[0, 1])
     batch = dataset.read(rows, deltas={"action": range(16)})
 
-All versions (v2.0, v2.1, v3.0) and all places (folder, Hub, fsspec) come out the same. Rows lie in the
-order of the data files, as in LeRobot, whatever order episodes were asked for in.
+All versions (v2.0, v2.1, v3.0) and all locations (folder, Hub, fsspec) give the same result. Rows are in the
+order of the data files, as in LeRobot, not in the order in which episodes were requested.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ __all__ = ["Dataset", "Episodes", "Feature", "open_dataset"]
 class Episodes:
     """The selected episodes, in row order."""
 
-    index: np.ndarray  # [E] number in the dataset as published
+    index: np.ndarray  # [E] episode index in the dataset as published
     length: np.ndarray  # [E]
     tasks: list[list[str]]
     first_frame: np.ndarray  # [E] row of its first frame in the dataset as published
@@ -64,11 +64,11 @@ class Dataset:
     fps: float
     robot_type: str | None
     features: dict[str, Feature]
-    """What can be read: every declared feature that is there, and LeRobot's own index columns."""
+    """Readable features: every declared feature that exists, and LeRobot's own index columns."""
 
     cameras: list[str]
     absent: dict[str, str]
-    """Declared features that cannot be read, and why."""
+    """Declared features that can't be read, and why."""
 
     tasks: list[str]
     stats: dict[str, dict[str, np.ndarray]]
@@ -78,14 +78,14 @@ class Dataset:
     strings: dict[str, list[str]]
     episodes: Episodes
     skipped: dict[int, str]
-    """Episodes that were asked for and can't be read, and why; only with on_bad_episode="skip"."""
+    """Requested episodes that can't be read, and why; only with on_bad_episode="skip"."""
 
     store: FrameStore
     source: Source
     files: list[str]
-    """All tables and videos, also those of episodes that are not selected."""
+    """All tables and videos, including those of episodes that are not selected."""
     _file_sizes: dict[int, dict[str, int]]
-    """Per episode, the files it lies in and their bytes."""
+    """Per episode: its files and their sizes in bytes."""
 
     def __len__(self) -> int:
         return int(self.episodes.length.sum())
@@ -95,7 +95,7 @@ class Dataset:
         return np.searchsorted(self.episodes.end, rows, side="right")
 
     def frame_ids(self, rows: np.ndarray) -> np.ndarray:
-        """The frame store's numbers of these rows' frames."""
+        """The frame store's ids of these rows' frames."""
         episode = self.episode_of(rows)
         return rows + (self.episodes.first_frame - self.episodes.start)[episode]
 
@@ -108,8 +108,8 @@ class Dataset:
         """A batch of rows, as numpy arrays.
 
         Every column is [B, ...]; one named in `deltas` is a window [B, T, ...] with `{name}_is_pad` [B, T].
-        Cameras (all, if none are named) are uint8 [B, C, H, W] or [B, T, C, H, W]: views of channels-last
-        memory, which is how they were decoded. "task" is a list of strings.
+        Cameras (default: all) are uint8 [B, C, H, W] or [B, T, C, H, W]: views of channels-last
+        memory, which is the layout of decoded frames. "task" is a list of strings.
         """
         rows = self._checked_rows(rows)
         chosen = self.cameras if cameras is None else list(cameras)
@@ -140,7 +140,7 @@ class Dataset:
         }
 
     def select(self, episodes: Sequence[int]) -> "Dataset":
-        """A view of fewer episodes (numbered as in the whole dataset); frames are shared, not read twice."""
+        """A view of some episodes (indices of the whole dataset); frames are shared, not read twice."""
         wanted = _checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
         keep = np.flatnonzero(np.isin(self.episodes.index, wanted))
         spans = zip(self.episodes.start[keep].tolist(), self.episodes.end[keep].tolist())
@@ -160,7 +160,7 @@ class Dataset:
         )
 
     def fingerprint(self) -> str:
-        """A hash of what identifies the content: the same for the same data wherever it lies."""
+        """A hash that identifies the content: the same data has the same hash, wherever it is stored."""
         identity = {
             "version": self.version,
             "fps": self.fps,
@@ -170,7 +170,9 @@ class Dataset:
             "lengths": self.episodes.length.tolist(),
             "sizes": [list(self._file_sizes[i].values()) for i in self.episodes.index.tolist()],
         }
-        if self.skipped:  # the same episodes by choice are another run: it would not take up what comes back
+        if (
+            self.skipped
+        ):  # not the same as leaving these episodes out by choice: skipped ones may become readable
             identity["skipped"] = sorted(self.skipped)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
@@ -187,7 +189,7 @@ class Dataset:
 
     @property
     def stays_here(self) -> bool:
-        """Whether a byte that was read once need not be fetched again."""
+        """Whether data that was read once does not have to be downloaded again."""
         return self.source.holds(self.video_bytes)
 
     def _frames(self, camera: str, rows: np.ndarray) -> np.ndarray:
@@ -196,21 +198,21 @@ class Dataset:
         return np.moveaxis(pixels.reshape(*rows.shape, *pixels.shape[1:]), -1, -3)
 
     def _task(self, index: float) -> str:
-        """Of a number in a column, which is whole in every sound dataset."""
+        """The task of an index in a column, which is an integer in every valid dataset."""
         return self.tasks[int(index)] if 0 <= index < len(self.tasks) else ""
 
     def _checked_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, np.int64)
         if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= len(self):
-            raise IndexError(f"rows {rows} of a dataset of {len(self)}")
+            raise IndexError(f"rows {rows} are not valid in a dataset of {len(self)} rows")
         return rows
 
     def _check_names(self, names: Iterable[str]) -> None:
         known = {*self.columns, *self.strings, *self.cameras}
         for name in names:
             if name not in known:
-                why = self.absent.get(name, f"it has {', '.join(sorted(self.features))}")
-                raise DatasetError(f"{self.repo_id} has no feature {name!r} to read: {why}")
+                why = self.absent.get(name, f"its features are {', '.join(sorted(self.features))}")
+                raise DatasetError(f"{self.repo_id} has no readable feature {name!r}: {why}")
 
 
 def open_dataset(
@@ -228,16 +230,16 @@ def open_dataset(
 ) -> Dataset:
     """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
 
-    With `streaming`, a Hub dataset's videos are read by ranges as they are needed, not downloaded first.
-    What is read over a network stays on disk within `remote_bytes`, a quarter of what is free unless given.
-    `size` (height, width) scales all pictures.
+    With `streaming`, byte ranges of a Hub dataset's videos are read when needed, instead of downloading first.
+    Data read over a network is cached on disk, up to `remote_bytes` (default: a quarter of the free space).
+    `size` (height, width) scales all images.
 
-    `tolerance_s` is how far from its timestamp a frame may lie: half a frame period, unless given.
-    LeRobot allows 1e-4 s, on which many real recordings fail (its issues 933 and 1875) though no other
-    frame is nearer; beyond half a period the nearest frame is another row's. `frame_by` says whether
-    timestamps count at all, see `frame_match.py`.
+    `tolerance_s` is the largest allowed distance of a frame from its row's timestamp; default: half a frame
+    period. LeRobot allows 1e-4 s, and many real recordings fail that (its issues 933 and 1875) although no other
+    frame is nearer. Beyond half a period the nearest frame belongs to another row. `frame_by` decides whether
+    timestamps are used at all, see `frame_match.py`.
 
-    Episodes that can't be read are an error, or with `on_bad_episode="skip"` left out, named in `skipped`.
+    Unreadable episodes raise an error. With `on_bad_episode="skip"` they are left out and listed in `skipped`.
     """
     source = find_source(repo_id, root, revision, streaming, remote_bytes)
     name = repo_id or str(source)
@@ -295,7 +297,7 @@ def open_dataset(
 def _selected(
     meta: Metadata, episodes: Sequence[int] | None, exclude: Sequence[int] | None, name: str
 ) -> list[int]:
-    """The episodes asked for less those that are not wanted."""
+    """The requested episodes without the excluded ones."""
     there = meta.episodes.index
     wanted = there.tolist() if episodes is None else _checked_episodes(episodes, there, name, "episodes")
     if not exclude:
@@ -303,14 +305,14 @@ def _selected(
     unwanted = set(_checked_episodes(exclude, there, name, "exclude_episodes"))
     left = [episode for episode in wanted if episode not in unwanted]
     if not left:
-        raise DatasetError(f"{name}: --dataset.exclude_episodes leaves none of its {len(wanted)} episodes")
+        raise DatasetError(f"{name}: --dataset.exclude_episodes excludes all of its {len(wanted)} episodes")
     return left
 
 
 def _checked_episodes(
     episodes: Sequence[int], valid: np.ndarray, name: str, setting: str = "episodes"
 ) -> list[int]:
-    """The episodes asked for, once each and in order; it is an error to ask for what is not there."""
+    """The requested episodes, once each and in order; an episode that does not exist is an error."""
     wanted = sorted({int(episode) for episode in episodes})
     there = set(valid.tolist())
     wrong = [episode for episode in wanted if episode not in there]
@@ -318,16 +320,18 @@ def _checked_episodes(
         extent = f"{valid.min()} to {valid.max()}" if len(valid) else "none"
         if len(there) and len(there) != valid.max() - valid.min() + 1:
             extent = f"{sorted(there)}"
-        raise DatasetError(f"{name} has no episodes {wrong}: valid are {extent}. Correct --dataset.{setting}")
+        raise DatasetError(
+            f"{name} has no episodes {wrong}: valid episodes are {extent}. Correct --dataset.{setting}"
+        )
     if not wanted:
         raise DatasetError(
-            f"{name}: the list of episodes is empty. Leave --dataset.{setting} out to read all"
+            f"{name}: the list of episodes is empty. Leave out --dataset.{setting} to read all"
         )
     return wanted
 
 
 def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:
-    """Task index [E] by the episodes' own metadata, for tables without a task_index column."""
+    """Task index [E] from the episodes' metadata, for tables without a task_index column."""
     number = {task: i for i, task in enumerate(meta.tasks)}
     return np.array([number.get(next(iter(meta.episodes.tasks[i]), ""), 0) for i in table.episode], np.int64)
 
@@ -377,7 +381,7 @@ def _clips(
 def _file_sizes(
     source: Source, meta: Metadata, episodes: np.ndarray, cameras: list[str]
 ) -> dict[int, dict[str, int]]:
-    """The files each episode lies in, with their bytes."""
+    """The files of each episode, with their sizes in bytes."""
     sizes: dict[str, int] = {}
     by_episode = {}
     for episode in episodes.tolist():

@@ -1,4 +1,4 @@
-"""The settings of the data: which, where decoded frames stay, in which order samples come."""
+"""The settings of the data: the dataset, the cache of decoded frames, and the order of samples."""
 
 from __future__ import annotations
 
@@ -12,69 +12,74 @@ from flexor.core.typed import setting
 @dataclass
 class CacheConfig:
     tier: Literal["auto", "stream", "ram", "disk", "gpu"] = setting("auto", may_change=True)
-    """Where decoded frames stay: nowhere (stream), in memory, on disk, on the GPU; auto: what has room."""
+    """Where decoded frames are cached: stream (no cache), ram, disk or gpu. auto: the first of ram, disk and stream
+    that has enough room."""
     gb: float | None = setting(None, at_least=0, may_change=True)
-    """Room for the tier in GB; unless given, a quarter of what is free there."""
+    """Size budget of the cache in GB; default: a quarter of the free memory (ram) or disk space (disk)."""
     pool_gb: float | None = setting(None, at_least=0, may_change=True)
-    """Memory on each node for frames on their way into batches, in GB; unless given, at most 2."""
+    """Host memory per node for decoded frames that wait for their batch, in GB; default: at most 2."""
     remote_gb: float | None = setting(None, at_least=0, may_change=True)
-    """Disk for parts of videos that are read over a network, in GB; unless given, a quarter of what is free."""
+    """Disk cache for video data that is read over a network, in GB; default: a quarter of the free disk space."""
     size: str | None = None
-    """Keep and train on smaller pictures: HEIGHTxWIDTH, such as 224x224."""
+    """Scale images to HEIGHTxWIDTH, such as 224x224, for the cache and for training."""
     format: Literal["raw", "jpeg"] = "raw"
-    """How frames are kept: raw, or jpeg, which is lossy, slower and takes a fifth of the room."""
+    """How frames are cached: raw, or jpeg, which is lossy and slower, and takes about a fifth of the space."""
 
 
 @dataclass
 class OrderConfig:
     kind: Literal["auto", "uniform", "streaming", "cached", "resident"] = "auto"
-    """How samples are shuffled. cached: streaming in the first epoch, uniform in later ones. resident: in
-    later ones over whole lanes, so that each GPU keeps to its own part of the data."""
+    """How samples are shuffled. uniform: over the whole dataset. streaming: within a pool of each lane. cached:
+    streaming in the first epoch, uniform in later epochs. resident: streaming in the first epoch, over whole lanes in
+    later epochs, so that each GPU keeps its own part of the data."""
     lanes: int | None = setting(None, at_least=1)
-    """streaming: parts of the data that each batch takes equally many samples from."""
+    """streaming: number of parts (lanes) of the dataset; each batch takes the same number of samples from each."""
     pool: int | None = setting(None, at_least=1)
-    """streaming: samples of a lane that are shuffled together."""
+    """streaming: number of samples of a lane that are shuffled together."""
     unit: int | None = setting(None, at_least=1)
-    """streaming: least number of samples that are decoded together."""
+    """streaming: minimum number of samples that are decoded together."""
 
 
 @dataclass
 class DatasetConfig:
     repo_id: str | None = setting(None, may_change=True)
-    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` is the built-in task's."""
+    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` is the built-in task's dataset."""
     root: str | None = setting(None, may_change=True)
-    """Folder of the dataset, or an address such as s3://bucket/dataset."""
+    """Folder of the dataset, or a URL such as s3://bucket/dataset."""
     revision: str | None = setting(None, may_change=True)
     """Branch, tag or commit on the Hub."""
     episodes: list[int] | None = None
     """Use only these episodes: a list, or @file with one (as `flexor data check` writes)."""
     exclude_episodes: list[int] | None = None
-    """Leave these episodes out: a list, or @file with one."""
+    """Leave out these episodes: a list, or @file with one."""
     on_bad_episode: Literal["raise", "skip"] = "raise"
-    """An episode that can't be read (a file is missing, cut short or not what the metadata says): stop and name
-    it, or leave it out. Counted."""
+    """What to do with an episode that can't be read (a file is missing, truncated or does not match the metadata).
+    raise: stop and name it. skip: leave it out and log how many were skipped."""
     frame_by: Literal["auto", "time", "index"] = "auto"
-    """Which frame of a video is a row's: the one at its timestamp, or frame i for row i. auto: by index where a
-    video has as many frames as its episode has rows."""
+    """How rows are matched to video frames. time: the frame at the row's timestamp. index: frame i for row i. auto:
+    by index if the video has exactly one frame per row of its episode, else by time."""
     eval_split: float = setting(0.0, at_least=0, less_than=1)
-    """Share of episodes per task held out for the held-out loss."""
+    """Fraction of the episodes of each task that is held out for the held-out loss."""
     use_imagenet_stats: bool = True
-    """Normalise cameras with ImageNet's mean and standard deviation instead of the dataset's."""
+    """Normalise images with ImageNet's mean and standard deviation instead of the dataset's."""
     streaming: bool = setting(False, may_change=True)
-    """Read a Hub dataset's videos over the network as they are needed instead of downloading them first."""
+    """Read a Hub dataset's videos over the network when they are needed, instead of downloading them first."""
     decoder: Literal["auto", "cpu", "nvdec"] = setting("auto", may_change=True)
-    """Who decodes videos: nvdec is the GPU's decoder; auto takes it where it can and the CPU has few cores."""
+    """Video decoder: cpu, or nvdec (the GPU's decoder). auto: nvdec if it is supported and there are few CPU cores."""
     on_bad_frame: Literal["skip", "nearest", "raise"] = "skip"
-    """A frame that does not decode: leave its samples out, take the nearest good frame, or stop. Counted."""
+    """What to do with a frame that can't be decoded. skip: leave out its samples. nearest: use the nearest good frame.
+    raise: stop. Bad frames are counted."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
 
 
 def picture_size(text: str | None) -> tuple[int, int] | None:
-    """HEIGHTxWIDTH as numbers."""
+    """HEIGHTxWIDTH as (height, width)."""
     if text is None:
         return None
     height, _, width = text.lower().partition("x")
     if not (height.isdigit() and width.isdigit() and int(height) > 0 and int(width) > 0):
-        raise ConfigError(f"dataset.cache.size={text!r}: give HEIGHTxWIDTH in pixels, such as 224x224.")
+        raise ConfigError(
+            f"dataset.cache.size={text!r} is not valid: give HEIGHTxWIDTH in pixels, such as 224x224."
+        )
     return int(height), int(width)

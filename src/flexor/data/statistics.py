@@ -1,4 +1,4 @@
-"""Statistics of an opened dataset, with LeRobot's numbers."""
+"""Statistics of an opened dataset, computed as in LeRobot."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from flexor.data.format.stats import (
 
 
 def compute_stats(dataset: Dataset, features: Sequence[str] | None = None) -> dict[str, Stats]:
-    """Statistics of the dataset's episodes, of `features` only if given: nothing else is decoded."""
+    """Statistics of the dataset's episodes; with `features`, only these are read and decoded."""
     known = [*dataset.columns, *dataset.cameras]
     wanted = known if features is None else list(features)
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise DatasetError(f"no statistics of {', '.join(unknown)}: the dataset has {', '.join(known)}.")
+        raise DatasetError(
+            f"can't compute statistics of {', '.join(unknown)}: the dataset's features are {', '.join(known)}."
+        )
     episodes = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
     return aggregate_stats([_episode_stats(dataset, wanted, start, length) for start, length in episodes])
 
@@ -36,8 +38,8 @@ def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length
     }
     if cameras:
         rows = start + sample_indices(length)
-        pictures = dataset.read(rows, cameras=cameras)
+        images = dataset.read(rows, cameras=cameras)
         for name in cameras:
-            counts = sum(pixel_counts(image) for image in np.moveaxis(pictures[name], 1, -1))  # [n, H, W, C]
+            counts = sum(pixel_counts(image) for image in np.moveaxis(images[name], 1, -1))  # [n, H, W, C]
             result[name] = image_stats(np.asarray(counts), len(rows))
     return result

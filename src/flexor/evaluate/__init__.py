@@ -1,1 +1,1 @@
-"""Episodes in an environment, and how they went."""
+"""Runs episodes in an environment and reports the results."""

@@ -1,4 +1,4 @@
-"""Make any gymnasium environment, and give its observations the names LeRobot datasets use."""
+"""Creates any gymnasium environment, and gives its observations the names of LeRobot datasets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import flexor.sim  # noqa: F401  (registers the built-in task)
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.sim.task import ENV_ID
 
-# The names `lerobot-train --env.type` knows, with what LeRobot passes for them.
+# The names that `lerobot-train --env.type` supports, with the arguments that LeRobot passes for them.
 SHORT_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "place": (ENV_ID, {}),
     "pusht": ("gym_pusht/PushT-v0", {"obs_type": "pixels_agent_pos", "max_episode_steps": 300}),
@@ -28,9 +28,9 @@ def make_env(
 ) -> gymnasium.Env[Any, Any]:
     """An environment by short name ("place", "pusht") or gymnasium id ("gym_pusht/PushT-v0").
 
-    `task` names another environment of the same package, as LeRobot's `--env.task` does. `package` is
+    `task` names another environment of the same package, like LeRobot's `--env.task`. `package` is
     imported first, so that it can register its environments; for an id with a namespace it defaults to
-    the namespace. Other arguments go to the environment.
+    the namespace. Other arguments are passed to the environment.
     """
     env_id, defaults = SHORT_NAMES.get(env_type, (env_type, {}))
     if task is not None:
@@ -41,16 +41,16 @@ def make_env(
         raise ConfigError(_unknown(env_type))
     settings = {"render_mode": "rgb_array", **defaults, **kwargs}
     try:
-        # gymnasium's checker warns on every observation that departs from its taste; ours are checked below.
+        # gymnasium's checker warns about every unusual observation; Flexor checks observations below.
         return gymnasium.make(env_id, disable_env_checker=True, **settings)
     except TypeError as error:
         raise ConfigError(f"{env_id} does not accept the settings {settings}: {error}") from error
     except gymnasium.error.Error as error:
-        raise ConfigError(f"{env_id} cannot be made with the settings {settings}: {error}") from error
+        raise ConfigError(f"{env_id} can't be created with the settings {settings}: {error}") from error
 
 
 def _import_package(env_id: str, package: str | None) -> None:
-    """Import what registers an environment; complain only if a package was asked for by name."""
+    """Import the package that registers an environment; raise an error only if it was given explicitly."""
     name = package or (env_id.split("/")[0] if "/" in env_id else None)
     if name is None:
         return
@@ -66,25 +66,25 @@ def _import_package(env_id: str, package: str | None) -> None:
 
 
 def _unknown(env_type: str) -> str:
-    """What to say about an id that nobody registered."""
+    """The error message for an id that is not registered."""
     known = [*SHORT_NAMES, *gymnasium.registry]
     by_folded = {name.casefold(): name for name in known}
     close = [by_folded[m] for m in difflib.get_close_matches(env_type.casefold(), by_folded, n=3, cutoff=0.6)]
-    lines = [f"no environment is called {env_type!r}."]
+    lines = [f"There is no environment {env_type!r}."]
     if close:
-        lines.append(f"Close to it: {', '.join(close)}.")
-    lines.append(f"Built in: {ENV_ID!r} (short: 'place').")
+        lines.append(f"Similar names: {', '.join(close)}.")
+    lines.append(f"Built-in: {ENV_ID!r} (short: 'place').")
     namespace = env_type.split("/")[0] if "/" in env_type else None
     if namespace and namespace != "flexor":
         lines.append(f"Its package may be missing: pip install {namespace.replace('_', '-')}.")
-    lines.append("For an environment of your own, name the package that registers it: package=your_package.")
+    lines.append("For your own environment, give the package that registers it: --env.package=your_package.")
     return " ".join(lines)
 
 
 def observation_to_batch(observation: Any) -> dict[str, np.ndarray]:
     """One observation under LeRobot's names, without a batch dimension; images as uint8 [C, H, W].
 
-    pixels -> observation.image, pixels {camera: picture} -> observation.images.{camera},
+    pixels -> observation.image, pixels {camera: image} -> observation.images.{camera},
     agent_pos -> observation.state, environment_state -> observation.environment_state, any other
     key -> observation.{key}. An observation that is one array is an image or a state by its shape.
     """
@@ -112,12 +112,12 @@ def stack_batch(observations: Sequence[Mapping[str, np.ndarray]]) -> dict[str, n
 
 
 def _image(name: str, value: Any) -> np.ndarray:
-    """A picture as uint8 [channels, height, width]."""
+    """An image as uint8 [channels, height, width]."""
     array = np.asarray(value)
     if array.dtype != np.uint8 or array.ndim != 3:
         raise FlexorError(
-            f"{name} of the environment is {array.dtype} of shape {list(array.shape)}, not a uint8 picture "
-            "[height, width, 3]; wrap the environment in a gymnasium.ObservationWrapper that makes it one"
+            f"{name} of the environment is {array.dtype} of shape {list(array.shape)}, not a uint8 image "
+            "[height, width, 3]; wrap the environment in a gymnasium.ObservationWrapper that converts it"
         )
     if array.shape[-1] in (1, 3):
         return np.ascontiguousarray(array.transpose(2, 0, 1))

@@ -1,4 +1,4 @@
-"""Write a video of an episode for people to look at."""
+"""Writes a video of an episode."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexor.core.errors import FlexorError
 
 
 def write_video(path: str | Path, frames: Sequence[np.ndarray], fps: float) -> None:
-    """Write uint8 [height, width, 3] pictures as an H.264 MP4 that any browser plays.
+    """Write uint8 [height, width, 3] images as an H.264 MP4 that any browser plays.
 
-    The file is written aside and renamed, so that a reader never finds half of one.
+    The file is written under a temporary name and renamed, so that a reader never finds an incomplete file.
     """
     path = Path(path)
     if not frames:
-        raise FlexorError(f"cannot write {path}: there are no frames; record at least one")
+        raise FlexorError(f"can't write {path}: there are no frames; record at least one")
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -31,13 +31,13 @@ def write_video(path: str | Path, frames: Sequence[np.ndarray], fps: float) -> N
 
 
 def _even(frame: np.ndarray) -> np.ndarray:
-    """yuv420p halves the colour planes, so sides must be even: repeat the last row or column if not."""
+    """yuv420p needs even sides, because it halves the colour planes: repeat the last row or column if odd."""
     height, width = frame.shape[:2]
     return np.pad(frame, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
 
 def _encode(path: Path, frames: list[np.ndarray], fps: float) -> None:
-    # "faststart" puts the index first, so that a web page can start before it has the whole file.
+    # "faststart" puts the index first, so that a web page can play it before it has the whole file.
     with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as container:
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
         stream.height, stream.width = frames[0].shape[:2]

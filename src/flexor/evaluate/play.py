@@ -1,4 +1,4 @@
-"""Episodes of an actor in an environment, with videos."""
+"""Runs episodes of an actor in an environment, with videos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexor.evaluate.rollout import Actor, Episode, rollout
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Inside, GPUs do not round float32 to TF32: how much that changes an action depends on the batch size."""
+    """Inside, GPUs do not round float32 to TF32: its effect on an action would depend on the batch size."""
     settings: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [part.allow_tf32 for part in settings]
     for part in settings:
@@ -38,7 +38,7 @@ def play(
     videos: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Episode]:
-    """Episodes in the environment, with videos of the first few."""
+    """Run episodes in the environment, and save videos of the first few."""
     seeds = [settings.seed + i for i in range(settings.n_episodes)]
     recorded = seeds[: settings.videos] if videos else []
     assert env.type is not None

@@ -1,4 +1,4 @@
-"""`flexor eval`: play episodes with a saved policy and say how it did."""
+"""`flexor eval`: runs episodes with a saved policy and reports the results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ GROUPS = ("env", "eval", "policy")
 def evaluate_policy(
     path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
 ) -> tuple[dict[str, Any], str]:
-    """Success of the policy at `path`; what is not given is taken from the run it was trained in."""
+    """Success of the policy at `path`; settings that are not given come from its training run."""
     flags = drop_ignored(parse_flags(settings))
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
-        log.warning("--policy.use_amp has no effect here: evaluation runs in float32")
+        log.warning("--policy.use_amp has no effect: evaluation runs in float32")
     for key in flags:
         if key.split(".")[0] not in (*GROUPS, "seed"):
             raise ConfigError(
@@ -40,7 +40,7 @@ def evaluate_policy(
     env = from_plain(EnvConfig, tree.get("env", {}), "env")
     settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
     if env.type is None:
-        raise ConfigError("Which environment? Give --env.type=place, or any gymnasium id.")
+        raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
     given = nest(flags).get("policy", {})
     device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
@@ -53,7 +53,7 @@ def evaluate_policy(
 
 
 def _video_folder(folder: Path) -> Path:
-    """Beside the run's other videos, or here."""
+    """In the run's video folder, or in the current folder."""
     run = _run_folder(folder)
     return run / VIDEOS / "eval" if run else Path(VIDEOS)
 
@@ -63,7 +63,7 @@ def _run_folder(folder: Path) -> Path | None:
 
 
 def _run_settings(folder: Path) -> dict[str, Any]:
-    """The environment and evaluation of the run a checkpoint lies in, if it does."""
+    """The env and eval settings of the run that contains the checkpoint, if any."""
     run = _run_folder(folder)
     flat = flatten(read_run(run)) if run else {}
     return {k: v for k, v in flat.items() if k.split(".")[0] in ("env", "eval")}

@@ -1,9 +1,9 @@
-"""Let an actor play episodes, several at a time, and say how it did.
+"""Runs episodes with an actor, several at a time, and summarises the results.
 
-Episodes run in groups in lock-step, so that a policy sees one batch per step. A row of the batch is
+Episodes run in groups in lock-step, so that a policy gets one batch per step. A row of the batch is
 the same environment from `reset` to `reset`: an episode that ends early keeps its row, with its last
-observation, until the group is done, and the actor's answer for it is ignored. That wastes a little
-work on finished rows and in return an actor with a queue of actions per row need not know about it.
+observation, until the group is done, and the actor's action for it is ignored. This wastes a little
+work on finished rows, but an actor with a queue of actions per row does not have to handle them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Env = gymnasium.Env[Any, Any]
 
 
 class Actor(Protocol):
-    """What plays: a policy, the expert, or chance.
+    """Chooses the actions: a policy, the expert, or a random actor.
 
     An actor that needs more than observations may also have `attach(envs, seeds)`, which is called
-    before each `reset`: the expert looks into the simulator, and an actor with random numbers keys
-    them by episode, so that an episode does not depend on those it runs next to.
+    before each `reset`: the expert reads the simulator's state, and an actor with random numbers seeds
+    them per episode, so that an episode does not depend on the others in its batch.
     """
 
     def reset(self, num_envs: int) -> None:
-        """New episodes begin in all rows."""
+        """New episodes start in all rows."""
 
     def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
         """Actions [N, A] for observations [N, ...]."""
@@ -45,15 +45,15 @@ class Actor(Protocol):
 
 @dataclass
 class Episode:
-    """How one episode went."""
+    """The result of one episode."""
 
     seed: int
     success: bool = False
     return_: float = 0.0
     max_reward: float = -math.inf
     steps: int = 0
-    frames: list[np.ndarray] | None = None  # pictures for a video, when asked for
-    fps: float = 10.0  # at which they are shown in real time
+    frames: list[np.ndarray] | None = None  # images for a video, if requested
+    fps: float = 10.0  # frame rate of the video for real time
 
 
 def rollout(
@@ -66,16 +66,16 @@ def rollout(
     record: Collection[int] = (),
     progress: Progress | None = None,
 ) -> list[Episode]:
-    """Play one episode per seed, in the order of `seeds`; keep pictures of the seeds in `record`.
+    """Run one episode per seed, in the order of `seeds`; keep images of the seeds in `record`.
 
     An episode is a success if `info["is_success"]` (or `info["success"]`) was true at any step; in an
     environment that reports neither, if it terminated with a positive reward.
     """
     unknown = set(record) - set(seeds)
     if unknown:
-        raise ConfigError(f"record names seeds that are not played: {sorted(unknown)}; give some of `seeds`")
+        raise ConfigError(f"record contains seeds that are not in `seeds`: {sorted(unknown)}; use only those")
     if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}; at least one environment is needed")
+        raise ConfigError(f"batch_size={batch_size} is not valid: at least one environment is needed")
     envs: list[Env] = []
     episodes: list[Episode] = []
     try:
@@ -97,7 +97,7 @@ def rollout(
 
 @dataclass
 class _Row:
-    """One environment of a group and the episode it plays."""
+    """One environment of a group and its current episode."""
 
     env: Env
     episode: Episode
@@ -129,8 +129,8 @@ class _Row:
         frame: Any = self.env.render()
         if not isinstance(frame, np.ndarray):
             raise FlexorError(
-                f"cannot film {self.env}: render() gave {type(frame).__name__}, not a picture; "
-                "make the environment with render_mode='rgb_array'"
+                f"can't record a video of {self.env}: render() returned {type(frame).__name__}, not an image; "
+                "create the environment with render_mode='rgb_array'"
             )
         self.episode.frames.append(frame)
 
@@ -143,7 +143,7 @@ def _play_group(
     record: set[int],
     report: Callable[[int], None],
 ) -> list[Episode]:
-    """Play one episode in each environment, until the last of them ends."""
+    """Run one episode in each environment, until the last one ends."""
     rows = [_Row(env, Episode(int(s), frames=[] if s in record else None)) for env, s in zip(envs, seeds)]
     for row in rows:
         _check_ends(row.env, max_steps)
@@ -162,10 +162,10 @@ def _play_group(
 
 
 def _check_ends(env: Env, max_steps: int | None) -> None:
-    """An episode must have an end."""
+    """Raise an error if an episode might never end."""
     if max_steps is None and (env.spec is None or env.spec.max_episode_steps is None):
         raise ConfigError(
-            f"{env} has no time limit of its own, so an episode might never end; give max_steps"
+            f"{env} has no time limit of its own, so an episode might never end; set env.max_steps"
         )
 
 
@@ -178,7 +178,7 @@ def succeeded(info: dict[str, Any], reward: float, terminated: bool) -> bool:
 
 
 def task_of(env: Env) -> str:
-    """What the environment asks for in words; empty if it does not say."""
+    """The environment's task description; empty if it has none."""
     for name in ("task_description", "task"):
         words = getattr(env.unwrapped, name, None)
         if isinstance(words, str):
@@ -208,14 +208,16 @@ class PolicyActor:
 
 
 class ExpertActor:
-    """Solves the built-in task by looking into the simulator."""
+    """Solves the built-in task by reading the simulator's state."""
 
     def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
         self._envs = []
         for env in envs:
             place = env.unwrapped
             if not isinstance(place, PlaceEnv):
-                raise ConfigError(f"the expert only knows the built-in task, not {env}; use env type 'place'")
+                raise ConfigError(
+                    f"the expert only supports the built-in task, not {env}; use --env.type=place"
+                )
             self._envs.append(place)
 
     def reset(self, num_envs: int) -> None:
@@ -226,7 +228,7 @@ class ExpertActor:
 
 
 class RandomActor:
-    """Acts by chance, evenly over the environment's action space: the least any policy must beat."""
+    """Random actions, uniform over the environment's action space: a baseline that any policy must beat."""
 
     def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
         space = envs[0].action_space
@@ -244,7 +246,7 @@ class RandomActor:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures over a set of episodes."""
+    """The results of a set of episodes."""
 
     episodes: int
     successes: int
@@ -266,7 +268,7 @@ class Summary:
 def summarize(episodes: Sequence[Episode]) -> Summary:
     """Success rate and means of a set of episodes."""
     if not episodes:
-        raise ConfigError("no episodes were played, so there is nothing to sum up; ask for at least one")
+        raise ConfigError("no episodes were run, so there is no result; run at least one")
     successes = sum(episode.success for episode in episodes)
     low, high = wilson_interval(successes, len(episodes))
     return Summary(
@@ -282,7 +284,7 @@ def summarize(episodes: Sequence[Episode]) -> Summary:
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
-    """Bounds of a success rate (95 %): unlike the textbook interval, right for few trials and near 0 or 1."""
+    """Bounds of a success rate (95 %): unlike the textbook interval, valid for few trials and near 0 or 1."""
     rate = successes / trials
     spread = 1 + z * z / trials
     centre = (rate + z * z / (2 * trials)) / spread

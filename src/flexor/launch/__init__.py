@@ -1,1 +1,1 @@
-"""Starting runs: processes on this machine, jobs on a cluster or in the cloud."""
+"""Starts runs: as processes on this machine, or as jobs on a cluster or in the cloud."""

@@ -1,8 +1,8 @@
-"""The processes of a run on this machine: started together, told to stop together, started again after a crash.
+"""Starts the processes of a run on this machine, stops them together, and restarts them after a crash.
 
-A supervisor of our own instead of torchrun: it passes on the signals by which a run saves itself, gives the ranks
-the time they need for that, and ends with the exit code that says what to do next (75: start me again). In return
-it knows only this machine; several are the business of torchrun, Accelerate or SLURM.
+This is Flexor's own supervisor, used instead of torchrun. It forwards the signals that make a run save and stop,
+gives the ranks the time they need to save, and exits with the code that says what to do next (75: start me again).
+It supports only one machine; for several, use torchrun, Accelerate or SLURM.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from collections.abc import Callable, Sequence
 from flexor.core.log import log
 from flexor.core.machine import usable_cores
 
-SETTLE_S = 10.0  # after the first rank has ended, for the others to end by themselves and say why
-GRACE_S = 30.0  # after a crash, from asking the others to stop until they are killed
+SETTLE_S = 10.0  # after the first rank has ended: time for the others to end by themselves and log why
+GRACE_S = 30.0  # after a crash: time between asking the others to stop and killing them
 TOLD_TO_STOP = (75, 130)  # exit codes of a rank that saved: SIGTERM or SIGUSR1, Ctrl-C
-USERS_MISTAKE = (1, 2)  # exit codes after which starting again would fail again
+USERS_MISTAKE = (1, 2)  # exit codes after which a restart would fail again
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def flexor_command(arguments: Sequence[str]) -> list[str]:
-    """`flexor ARGUMENTS` by the Python that runs now."""
+    """`flexor ARGUMENTS`, run by the current Python."""
     return [sys.executable, "-m", "flexor", *arguments]
 
 
 def supervise(command: Sequence[str], processes: int, max_restarts: int = 0) -> int:
-    """Run `command` as ranks 0 to processes - 1, to the end; the exit code of the first that failed, else 0.
+    """Run `command` as ranks 0 to processes - 1 until they end; the exit code of the first that failed, else 0.
 
-    After a crash all are started again, at most `max_restarts` times. Needs the main thread, for its signals.
+    After a crash, all ranks are restarted, at most `max_restarts` times. Call it in the main thread, because it
+    handles signals.
     """
     run_id = _run_id()
     with _Signals() as signals:
@@ -52,14 +53,12 @@ def supervise(command: Sequence[str], processes: int, max_restarts: int = 0) -> 
             crashed = code not in (0, *TOLD_TO_STOP, *USERS_MISTAKE) and not signals.told
             if not crashed or restart == max_restarts:
                 break
-            log.warning(
-                "starting all %d processes again: restart %d of %d", processes, restart + 1, max_restarts
-            )
+            log.warning("restarting all %d processes: restart %d of %d", processes, restart + 1, max_restarts)
     return code
 
 
 def describe(command: Sequence[str], processes: int) -> str:
-    """What `supervise` would start, as lines for a shell."""
+    """The commands that `supervise` would start, as shell lines."""
     port, run_id = free_port(), _run_id()
     shared = {k: v for k, v in os.environ.items() if k == "CUDA_VISIBLE_DEVICES"}
     lines = []
@@ -72,7 +71,7 @@ def describe(command: Sequence[str], processes: int) -> str:
 
 
 def rank_environment(rank: int, processes: int, port: int, run_id: str, restart: int) -> dict[str, str]:
-    """What a process finds out from its environment, in torchrun's names where it has one."""
+    """The environment variables of a process, with torchrun's names where it has one."""
     threads = str(max(usable_cores() // processes, 1))
     return {
         "RANK": str(rank),
@@ -88,22 +87,22 @@ def rank_environment(rank: int, processes: int, port: int, run_id: str, restart:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now. Somebody may until the ranks do, in theory."""
+    """A port that is free now. In theory, another program could take it before the ranks do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _run_id() -> str:
-    """The same when SLURM starts the launcher anew, so that the run is found again."""
+    """The id of this launch. It is the same if SLURM restarts the launcher, so that the run is found again."""
     return os.environ.get("FLEXOR_RUN_ID") or os.environ.get("SLURM_JOB_ID") or uuid.uuid4().hex
 
 
 class _Signals:
-    """The signals of this process in the order they came, read from a pipe instead of interrupting what it does."""
+    """The signals of this process in order of arrival, read from a pipe, so that they interrupt nothing."""
 
     def __enter__(self) -> _Signals:
-        self.told = False  # whether somebody wants us to stop
+        self.told = False  # whether the launcher has been told to stop
         self.reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self.writer, self.before_fd = writer, signal.set_wakeup_fd(writer)
@@ -118,33 +117,33 @@ class _Signals:
         os.close(self.writer)
 
     def wait(self, seconds: float) -> list[int]:
-        """Those that came, or none after so many seconds. The end of a child is one (SIGCHLD)."""
+        """The signals that arrived, or none after this many seconds. The end of a child is a signal too (SIGCHLD)."""
         limit = None if seconds == math.inf else max(seconds, 0.0)
         ready, _, _ = select.select([self.reader], [], [], limit)
         return list(os.read(self.reader, 4096)) if ready else []
 
 
 def _no_action(number: int, frame: object) -> None:
-    """A handler must be there for a signal to reach the pipe."""
+    """Does nothing: a signal only reaches the pipe if it has a handler."""
 
 
 class _Ranks:
-    """The processes of one start, and what is done about them as they end."""
+    """The processes of one start, and how their ends are handled."""
 
     def __init__(self, command: Sequence[str], environments: Sequence[dict[str, str]]):
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        self.code = 0  # of the first that failed
+        self.code = 0  # exit code of the first that failed
         self.asked = False  # whether they have been asked to stop
         self.measures: list[
             tuple[float, Callable[[], None]]
-        ] = []  # what is done to those that stay, and when
+        ] = []  # what to do with those that still run, and when
         try:
             for rank, environment in enumerate(environments):
                 self.running[rank] = subprocess.Popen(
                     command,
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
-                    # a terminal sends Ctrl-C to all of its session: a rank is to get it once, from us
+                    # a terminal sends Ctrl-C to its whole session: a rank must get it only once, from the launcher
                     start_new_session=True,
                     preexec_fn=_end_with(os.getpid()),
                 )
@@ -155,7 +154,7 @@ class _Ranks:
         log.info("started %d processes on this machine: pids %s", len(environments), pids)
 
     def watch(self, signals: _Signals) -> int:
-        """Until all have ended; the exit code of the first that failed, or 0."""
+        """Wait until all have ended; the exit code of the first that failed, or 0."""
         try:
             while self.running:
                 due = self.measures[0][0] if self.measures else math.inf
@@ -172,7 +171,7 @@ class _Ranks:
         return self.code
 
     def pass_on(self, number: int, again: bool) -> None:
-        """Tell every rank what we were told. The second Ctrl-C does not wait."""
+        """Forward a signal to every rank. The second Ctrl-C kills them at once."""
         name = signal.Signals(number).name
         if number == signal.SIGINT and again:
             log.warning("%s while stopping: killing %s", name, self.names())
@@ -183,9 +182,9 @@ class _Ranks:
         self.send(number)
 
     def reap(self) -> None:
-        """Notice who has ended, and decide about the others when the first has failed.
+        """Find the ranks that have ended; after the first failure, decide what to do with the others.
 
-        Ranks that stop because they were told to may take as long as saving takes; after a crash they may not.
+        Ranks that were told to stop may take as long as they need to save. After a crash, their time is limited.
         """
         for rank, process in list(self.running.items()):
             if process.poll() is None:
@@ -206,7 +205,7 @@ class _Ranks:
         self.send(signal.SIGTERM)
 
     def give_up(self) -> None:
-        log.error("%s still there after %.0f s: killed", self.names(), GRACE_S)
+        log.error("%s still running after %.0f s: killed", self.names(), GRACE_S)
         self.kill()
 
     def send(self, number: int) -> None:
@@ -215,7 +214,7 @@ class _Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
-        """End all that run, with what they have started themselves."""
+        """Kill all running ranks, and the processes they have started."""
         for process in self.running.values():
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -233,19 +232,19 @@ def _ending(returncode: int) -> str:
     if returncode > 0:
         return f"ended with code {returncode}"
     name = next((s.name for s in signal.Signals if s == -returncode), f"signal {-returncode}")
-    hint = " (if nobody sent it: the machine ran out of memory)" if name == "SIGKILL" else ""
+    hint = " (unless you sent it, the machine probably ran out of memory)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 
 def _end_with(launcher: int) -> Callable[[], None] | None:
-    """What a child does before it becomes its program, so that a killed launcher leaves nobody behind."""
-    if sys.platform != "linux":  # elsewhere nothing does that
+    """What a child runs before exec, so that a killed launcher leaves no process behind."""
+    if sys.platform != "linux":  # not available elsewhere
         return None
     prctl = ctypes.CDLL(None).prctl
 
     def before_exec() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was killed before that counted
+        if os.getppid() != launcher:  # the launcher was killed before this took effect
             os._exit(1)
 
     return before_exec

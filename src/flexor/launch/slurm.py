@@ -1,9 +1,9 @@
-"""A run as a job on a SLURM cluster: a batch script that a person can read, checked, written and submitted.
+"""Runs a training as a job on a SLURM cluster: writes a readable batch script, and submits it.
 
-SLURM starts the processes, one task each, and Flexor finds out from SLURM which one it is. The same command starts
-a run and goes on with it (`--resume=auto`), so a job that was preempted, requeued or submitted again just runs its
-script once more. Everything about the cluster itself (partitions, modules, quotas) stays sbatch's business: what it
-refuses, it explains better than we could.
+SLURM starts the processes, one task each, and Flexor reads its rank from SLURM's variables. The same command starts
+a run and resumes it (`--resume=auto`), so a job that was preempted, requeued or submitted again just runs its script
+again. Flexor does not check the cluster's own settings (partitions, modules, quotas): sbatch does, and its error
+messages are better than ours could be.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from flexor.core.log import log
 from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
 
-STOPPED = 75  # exit code of a run that saved itself and wants to be started again
+STOPPED = 75  # exit code of a run that saved a checkpoint and should be started again
 
 
 @dataclass
 class Job:
-    """What the processes of a job run, and where."""
+    """The command of a job's processes, and its folders."""
 
     name: str
     run: Path
     program: list[str]
-    cores: int  # of each process
-    files: dict[Path, str] = field(default_factory=dict)  # what the program reads, for the job's folder
+    cores: int  # per process
+    files: dict[Path, str] = field(default_factory=dict)  # files that the program reads, for the job's folder
 
     @property
     def folder(self) -> Path:
@@ -49,7 +49,7 @@ class Job:
 
 
 def job_folder(run: Path) -> Path:
-    """For script and logs. Beside the run, since the folder of a new run must be empty."""
+    """Folder for script and logs. It is next to the run folder, because a new run's folder must be empty."""
     return run.with_name(f"{run.name}.slurm")
 
 
@@ -59,7 +59,7 @@ def launch_slurm(arguments: list[str]) -> int:
     options, words = parser().parse_known_args([_dashed(word) for word in arguments[:cut]])
     if options.signal_before >= seconds(options.time):
         raise ConfigError(
-            f"--signal-before={options.signal_before} seconds is all of --time={options.time}: give more time."
+            f"--signal-before={options.signal_before} seconds leaves nothing of --time={options.time}: increase --time."
         )
     job = _job([*words, *arguments[cut + 1 :]])
     text = batch_script(job, options)
@@ -69,7 +69,7 @@ def launch_slurm(arguments: list[str]) -> int:
         return 0
     write(job, text)
     if shutil.which("sbatch") is None:
-        log.warning("there is no sbatch here, so nothing is submitted")
+        log.warning("the command sbatch was not found, so nothing is submitted")
         print_result(result, options.json, f"submit it on the cluster: sbatch {shlex.quote(str(job.script))}")
         return 1
     number = submit(job)
@@ -85,19 +85,19 @@ def write(job: Job, text: str) -> None:
 
 
 def submit(job: Job) -> str:
-    """Hand the script to SLURM; the job's number."""
+    """Submit the script to SLURM; returns the job id."""
     environment = dict(os.environ)
     if (
         "SLURM_JOB_ID" in environment
-    ):  # an interactive job, say: what SLURM told it would mislead srun in this one
+    ):  # such as an interactive job: its SLURM variables would mislead srun in this job
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     answer = subprocess.run(
         ["sbatch", "--parsable", job.script], env=environment, capture_output=True, text=True
     )
     if answer.returncode != 0:
         raise FlexorError(
-            f"sbatch refused the job: {answer.stderr.strip()}\nIts script is {job.script}. Flags of `flexor launch "
-            "slurm` change what is asked for; --sbatch='--FLAG=VALUE' adds what this cluster needs."
+            f"sbatch rejected the job: {answer.stderr.strip()}\nIts script is {job.script}. Change the job with the "
+            "flags of `flexor launch slurm`; --sbatch='--FLAG=VALUE' adds what this cluster needs."
         )
     return answer.stdout.strip().partition(";")[0]  # NUMBER;CLUSTER if there are several clusters
 
@@ -107,26 +107,26 @@ def _next_steps(result: dict[str, Any]) -> str:
     return (
         f"submitted job {job}, run folder {result['run']}\n"
         f"  follow:  tail -F {shlex.quote(result['log'])}\n"
-        f"  look:    squeue --jobs={job}\n"
-        f"  cancel:  scancel {job}   (it saves first, if SLURM leaves it the time)\n"
-        f"  go on:   sbatch {path}   (after it was cancelled or failed)"
+        f"  status:  squeue --jobs={job}\n"
+        f"  cancel:  scancel {job}   (it saves first, if SLURM gives it the time)\n"
+        f"  resume:  sbatch {path}   (after it was cancelled or failed)"
     )
 
 
-# --- what is asked for
+# --- flags
 
-EACH = "GPUs of each node, a process for each; a100:4 names the type"
-SAVES = "so long before its time is up the run saves itself"
-OTHER = "any other, as often as need be: --sbatch='--exclusive'"
+EACH = "GPUs per node, one process for each; a100:4 also sets the type"
+SAVES = "how long before the time limit the run saves a checkpoint and stops"
+OTHER = "any other sbatch flag, can be repeated: --sbatch='--exclusive'"
 
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="flexor launch slurm",
         usage="flexor launch slurm [options] [--] [train | resume RUN] [settings ...]",
-        description="Write a batch script for SLURM and submit it. The job saves itself before its time is up, puts "
-        "itself back into the queue, and goes on where it was; it is named after the run's job_name. Script and "
-        "logs lie in RUN.slurm, beside the run's folder. What stands before -- may also be a setting of the run.",
+        description="Write a batch script for SLURM and submit it. Before its time limit, the job saves a checkpoint "
+        "and requeues itself; then it resumes where it stopped. The job has the run's job_name. Script and logs are "
+        "in RUN.slurm, next to the run folder. Settings of the run may also be given before --.",
         allow_abbrev=False,
     )
 
@@ -136,19 +136,19 @@ def parser() -> argparse.ArgumentParser:
         group.add_argument(flag, **kwargs)
 
     tasks = flags.add_mutually_exclusive_group()
-    add(flags, "--nodes", type=int, default=1, metavar="N", help="nodes (default 1)")
+    add(flags, "--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     add(tasks, "--gpus-per-node", type=_gpus, default="1", metavar="[TYPE:]G", help=f"{EACH} (default 1)")
-    add(tasks, "--processes-per-node", type=int, metavar="P", help="processes on the CPU instead")
-    add(flags, "--time", default="24:00:00", help="limit, as SLURM writes it (default 24:00:00)")
+    add(tasks, "--processes-per-node", type=int, metavar="P", help="processes per node, training on the CPU")
+    add(flags, "--time", default="24:00:00", help="time limit, in SLURM's format (default 24:00:00)")
     add(flags, "--signal-before", type=int, default=120, metavar="SECONDS", help=f"{SAVES} (default 120)")
     add(
         flags,
         "--cpus-per-task",
         type=int,
         metavar="C",
-        help="cores of each process (default num_workers + 1)",
+        help="CPU cores per process (default num_workers + 1)",
     )
-    add(flags, "--mem", help="memory of each node, such as 64G (default: the cluster's)")
+    add(flags, "--mem", help="memory per node, such as 64G (default: the cluster's)")
     for name in ("partition", "account", "qos", "constraint"):
         add(flags, f"--{name}", help="as for sbatch")
     add(flags, "--sbatch", type=_sbatch_flag, action="append", default=[], metavar="FLAG", help=OTHER)
@@ -159,7 +159,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _dashed(word: str) -> str:
-    """--gpus_per_node is --gpus-per-node, since settings are written with underscores; they may have either."""
+    """--gpus_per_node is the same as --gpus-per-node, because settings are written with underscores."""
     return re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), word)
 
 
@@ -185,7 +185,7 @@ def _sbatch_flag(text: str) -> str:
 
 
 def seconds(time: str) -> int:
-    """A limit as SLURM writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """Parse a time limit in SLURM's format: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise ConfigError(
@@ -199,11 +199,11 @@ def seconds(time: str) -> int:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
 
 
-# --- what the job runs
+# --- the command
 
 
 def _job(words: list[str]) -> Job:
-    """The training's words, checked here: a mistake should not wait in a queue first."""
+    """Check the training's arguments now: a mistake should not wait in a queue first."""
     verb = words[0] if words and not words[0].startswith("-") and "=" not in words[0] else None
     for word in words:
         if word.partition("=")[0] in ("--gpus", "--processes"):
@@ -221,7 +221,7 @@ def _resume(words: list[str]) -> Job:
     from flexor.train.checkpoint.resume import resumed_config
 
     if not words or words[0].startswith("-"):
-        raise ConfigError("Which run? Name its folder: flexor launch slurm ... -- resume RUN.")
+        raise ConfigError("No run given. Give its folder: flexor launch slurm ... -- resume RUN.")
     run = Path(words[0]).absolute()
     return _make(resumed_config(run, words[1:]), run, ["resume", str(run), *words[1:]], {})
 
@@ -233,17 +233,19 @@ def _train(words: list[str]) -> Job:
     flags = parse_flags(words)
     resume = str(flags.pop("resume", "")).lower()
     if resume not in ("", "auto"):
-        raise ConfigError(f"--resume={resume}: go on with a run by `flexor launch slurm ... -- resume RUN`.")
+        raise ConfigError(
+            f"--resume={resume} is not supported: resume a run with `flexor launch slurm ... -- resume RUN`."
+        )
     config = load_config(_words(flags))
     run = Path(config.output_dir or default_folder(config.job_name or config.policy.type)).absolute()
     if not resume and run.exists() and any(run.iterdir()):
         raise ConfigError(
-            f"output_dir={run} is not empty. Go on with that run by `flexor launch slurm ... -- resume {run}`, "
+            f"output_dir={run} is not empty. Resume that run with `flexor launch slurm ... -- resume {run}`, "
             "or choose another folder."
         )
     files = {}
     if Path(flags.get("config", "")).is_file():
-        # a copy, since a job may wait for days: what is edited meanwhile must not change it
+        # a copy, because a job may wait for days: editing the file in the meantime must not change the job
         copy = job_folder(run) / f"settings{Path(flags['config']).suffix}"
         files[copy] = Path(flags["config"]).read_text()
         flags["config"] = copy
@@ -255,7 +257,7 @@ def _words(flags: dict[str, Any]) -> list[str]:
 
 
 def _make(config: TrainConfig, run: Path, words: list[str], files: dict[Path, str]) -> Job:
-    cores = config.num_workers + 1  # for each thread that reads ahead, and for the loop
+    cores = config.num_workers + 1  # one per prefetch thread, and one for the loop
     return Job(config.job_name or config.policy.type, run, flexor_command(words), cores, files)
 
 
@@ -263,57 +265,58 @@ def _make(config: TrainConfig, run: Path, words: list[str], files: dict[Path, st
 
 
 def batch_script(job: Job, options: argparse.Namespace) -> str:
-    """What sbatch is given, with the reasons for what it says."""
+    """The script for sbatch, with comments that explain it."""
     on_cpu = options.processes_per_node is not None
     setup = f"\n# --setup\n{options.setup}\n" if options.setup else ""
-    hide_gpus = 'export CUDA_VISIBLE_DEVICES=""  # on the CPU, whatever the nodes have\n' if on_cpu else ""
+    hide_gpus = (
+        'export CUDA_VISIBLE_DEVICES=""  # train on the CPU, even if the nodes have GPUs\n' if on_cpu else ""
+    )
     words = [shlex.quote(word) for word in job.program]
     program = " \\\n    ".join([" ".join(words[:4]), *words[4:]])
     return f"""#!/bin/bash
-# A training by Flexor. Submit it with sbatch, again if need be: it begins the run, or goes on with it.
+# A training with Flexor. Submit it with sbatch, again if needed: it starts the run, or resumes it.
 # Run folder: {job.run}
 {_flags(job, options)}
 {setup}
-# The processes meet on the first node, at a port that no other job there is likely to use.
+# The processes connect to the first node, at a port that other jobs there are unlikely to use.
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
-# srun does not take --cpus-per-task over from sbatch.
+# srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}}
 {hide_gpus}
-# Processes that were told to stop end one by one: the first must not take the others along while they save. One that
-# dies or hangs brings the others down without srun's help (--parallel.timeout_s).
+# Processes that were told to stop end one by one: srun must not kill the others while they save. If one dies or
+# hangs, the others stop by themselves (--parallel.timeout_s).
 code=0
 srun --kill-on-bad-exit=0 --wait=0 \\
   {program} || code=$?
 
-# {STOPPED}: told to stop, and saved. A job that was cancelled does not get this far, and one that was preempted SLURM
-# itself queues again.
+# {STOPPED}: told to stop, and saved. A cancelled job does not get this far, and SLURM itself requeues a preempted one.
 if [ "$code" -eq {STOPPED} ]; then
-  echo "saved: back into the queue"
-  scontrol requeue "$SLURM_JOB_ID" || echo "SLURM refuses to. Go on with: sbatch" {shlex.quote(str(job.script))}
+  echo "saved: requeueing the job"
+  scontrol requeue "$SLURM_JOB_ID" || echo "SLURM refused. Resume with: sbatch" {shlex.quote(str(job.script))}
 fi
 exit "$code"
 """
 
 
 def _flags(job: Job, options: argparse.Namespace) -> str:
-    """What is asked of SLURM, a line each."""
+    """The #SBATCH lines."""
     on_cpu = options.processes_per_node is not None
     gpus = int(options.gpus_per_node.rpartition(":")[2])
     lines = [
         _line("job-name", job.name),
         *(_line(name, getattr(options, name)) for name in ("partition", "account", "qos", "constraint")),
         _line("nodes", options.nodes),
-        "# processes of each node" if on_cpu else "# processes of each node: one for each GPU",
+        "# processes per node" if on_cpu else "# processes per node: one for each GPU",
         _line("ntasks-per-node", options.processes_per_node if on_cpu else gpus),
         _line("gpus-per-node", None if on_cpu else options.gpus_per_node),
         _line("cpus-per-task", options.cpus_per_task or job.cores),
         _line("mem", options.mem),
         _line("time", options.time),
-        "# so many seconds before its time is up, the run is told to save itself and stop",
+        "# this many seconds before the time limit, the run is told to save a checkpoint and stop",
         _line("signal", f"USR1@{options.signal_before}"),
-        "# start again after a preemption or when a node fails; all starts write to one log",
+        "# restart after a preemption or a node failure; all starts append to one log",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         _line("output", f"{str(job.folder).replace('%', '%%')}/%j.log"),
@@ -324,5 +327,5 @@ def _flags(job: Job, options: argparse.Namespace) -> str:
 
 
 def _line(name: str, value: object) -> str:
-    """sbatch reads quotes as a shell does."""
+    """One #SBATCH line; sbatch reads quotes like a shell."""
     return "" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"

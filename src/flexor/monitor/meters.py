@@ -1,4 +1,4 @@
-"""Figures of a run between two lines of the log: means of what was measured, and rates."""
+"""Metrics of a run between two log lines: means of measured values, and rates."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 
 def as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Figures fit for JSON, which has no infinity: fp16 has infinite gradient norms now and then."""
+    """Values that JSON can represent. JSON has no infinity, but fp16 sometimes has infinite gradient norms."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 class Ranks(Protocol):
-    """What meters need of an engine."""
+    """The methods of an engine that meters need."""
 
     def sum(self, values: Tensor) -> Tensor: ...
     def max(self, value: float) -> float: ...
 
 
 class Meters:
-    """Collects values on their device, so that measuring never makes the loop wait for the GPU."""
+    """Collects values on their device, so that the loop never waits for the GPU to measure something."""
 
     def __init__(self) -> None:
         self.reset()

@@ -1,4 +1,4 @@
-"""Where metrics go: a JSONL file always, Weights & Biases on request."""
+"""Writes metrics: always to a JSONL file, and to Weights & Biases if enabled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object per line; a line is on its way to the disk as soon as it is logged."""
+    """One JSON object per line; each line is flushed as soon as it is logged."""
 
     def __init__(self, folder: Path):
         self.file = (folder / METRICS).open("a")
@@ -58,7 +58,7 @@ class WandBTracker:
 
 
 class Trackers:
-    """All of them as one; none if silent, as all ranks but the first are."""
+    """All trackers as one; none if `silent`, as on all ranks except rank 0."""
 
     def __init__(self, config: TrainConfig, folder: Path, silent: bool = False):
         self.all: list[Tracker] = [] if silent else [JsonlTracker(folder)]

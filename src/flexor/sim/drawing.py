@@ -1,10 +1,9 @@
-"""Pictures of the built-in task, drawn with signed distances in numpy.
+"""Images of the built-in task, drawn with signed distances in numpy.
 
-Every shape is a box with rounded corners (a disc is one with nothing but corners), and a pixel's
-coverage is how far inside the shape it lies. So edges are smooth, a shift of a tenth of a pixel is
-visible to a policy, and the picture for a video is the same scene with more pixels. Shapes that
-belong together are evaluated in one go on the few pixels around them, which makes a 64x64 picture
-take a fraction of a millisecond.
+Every shape is a box with rounded corners (a disc has only corners), and a pixel's coverage is its
+distance inside the shape. So edges are smooth, a policy can see a shift of a tenth of a pixel, and an
+image for a video is the same scene with more pixels. Shapes that belong together are drawn at once, on
+the few pixels around them, so a 64x64 image takes a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The picture shows a little more than the table, so that a gripper at the edge stays in view.
+# The image shows a little more than the table, so that a gripper at the edge stays in view.
 VIEW = 1.12
 
 Colour = tuple[int, int, int]
@@ -56,7 +55,7 @@ def disc(x: float, y: float, radius: float, colour: Colour, alpha: float = 1.0, 
 
 
 class Canvas:
-    """A square picture of the table, onto which shapes are blended."""
+    """A square image of the table, onto which shapes are blended."""
 
     def __init__(self, size: int):
         self.size = size
@@ -67,7 +66,7 @@ class Canvas:
         self.rgb = np.empty((size, size, 3), np.float32)
 
     def _span(self, low: float, high: float) -> slice:
-        """The pixels from one coordinate to another, with one to spare on either side."""
+        """The pixels from one coordinate to another, plus one on either side."""
         first = math.floor((low + VIEW) / self.pixel) - 1
         last = math.ceil((high + VIEW) / self.pixel) + 1
         return slice(min(max(first, 0), self.size), min(max(last, 0), self.size))
@@ -101,12 +100,12 @@ class Canvas:
         return np.minimum(np.maximum(np.float32(0.5) - distance / edge, 0), 1) * alpha
 
     def pixels(self) -> np.ndarray:
-        """The picture as uint8 [height, width, 3]."""
+        """The image as uint8 [height, width, 3]."""
         return (self.rgb + np.float32(0.5)).astype(np.uint8)
 
 
 class Painter:
-    """Draws the scene; the table and the goal, which rest during an episode, are drawn once."""
+    """Draws the scene. The table and the goal do not move during an episode, so they are drawn once."""
 
     def __init__(self, size: int, block_half: float, goal_radius: float):
         self._canvas = Canvas(size)
@@ -141,7 +140,7 @@ class Painter:
         return canvas.rgb.copy()
 
     def _draw_still(self, x: float, y: float, done: bool) -> None:
-        """Bring back the table with the goal on it."""
+        """Restore the table with the goal on it."""
         if (x, y, done) != self._still_key:
             radius = self._goal_radius
             inner = disc(x, y, radius - 0.035, GOAL_DONE if done else GOAL)

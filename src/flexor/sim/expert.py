@@ -1,9 +1,9 @@
-"""The built-in task's expert: shows how it is done, and how to recover when it went wrong.
+"""The built-in task's expert: demonstrates the task, and how to recover from errors.
 
-The expert has no memory: its action is a function of the table's state. That makes it easy to imitate
-and lets it recover from anything. What it would do is what gets recorded, while what is carried out
-may be disturbed (as in DART, Laskey et al. 2017), so that demonstrations pass through the states a
-policy's own small errors lead to, with the right action written next to them.
+The expert has no memory: its action is a function of the table's state. So it is easy to imitate and can
+recover from any state. The dataset records the expert's action, while the executed action may be disturbed
+(as in DART, Laskey et al. 2017). So demonstrations visit the states that a policy's own small errors lead
+to, together with the right action.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import numpy as np
 
 from flexor.sim.task import Point, State
 
-# Between these distances the fingers go from one end to the other, gradually: a threshold would be a
-# step that a policy has to hit exactly, and that one which hovers just short of it never takes.
+# Between these distances the fingers open or close gradually. A policy would have to hit a threshold
+# exactly, and a policy that hovers just before it would never cross it.
 GRASP_FROM, GRASP_AT = 0.32, 0.16  # gripper to block: open to closed
 RELEASE_FROM, RELEASE_AT = 0.32, 0.16  # block to goal: closed to open
 
 # Disturbances at `noise=1`.
 JITTER = 0.10  # standard deviation of the displacement of the target
-JITTER_MEMORY = 0.8  # of one step's displacement in the next: drift rather than shaking
-SLIP_CHANCE = 0.3  # of an episode with one fumble of the fingers: closing early or dropping the block
+JITTER_MEMORY = 0.8  # share of one step's displacement in the next: drift rather than shaking
+SLIP_CHANCE = 0.3  # probability of one finger error in an episode: closing early or dropping the block
 SLIP_STEPS = 4
 SLIP_LATEST = 35
 
 
 def expert_action(state: State) -> np.ndarray:
-    """What to do now: [wanted x, wanted y, wanted opening] as float32."""
+    """The action for this state: [target x, target y, target opening] as float32."""
     if state.success:
         return _toward(state, state.gripper, state.gripper, opening=1.0)
     if state.held:
@@ -39,25 +39,25 @@ def expert_action(state: State) -> np.ndarray:
 
 
 def _ramp(distance: float, far: float, there: float) -> float:
-    """1 when far, -1 when there, and in between in proportion."""
+    """1 when far, -1 when there, linear in between."""
     return min(max(2 * (distance - there) / (far - there) - 1, -1.0), 1.0)
 
 
 def _toward(state: State, start: Point, end: Point, opening: float) -> np.ndarray:
-    """Ask the gripper to go at once to where it brings what is at `start` to `end`.
+    """The action whose target is the gripper's position plus the vector from `start` to `end`.
 
-    Speed is the gripper's own concern. A target that creeps ahead of the gripper would hide what the
-    policy must learn, where the block and the disc are, behind what it is told, where the gripper is.
+    The gripper limits its own speed. With a target that moves just ahead of the gripper, a policy could
+    predict actions from the gripper's position alone, and would not learn where block and disc are.
     """
     x, y = state.gripper[0] + end[0] - start[0], state.gripper[1] + end[1] - start[1]
     return np.clip(np.array([x, y, opening], np.float32), -1, 1)
 
 
 class Disturbance:
-    """Pushes what is carried out away from what the expert wanted; the same way for the same seed."""
+    """Disturbs the executed actions; deterministic for a given seed."""
 
     def __init__(self, seed: int, noise: float):
-        # The constant keeps this stream apart from the one that places the objects.
+        # The constant separates this random stream from the one that places the objects.
         self._rng = np.random.default_rng([0xD157, seed])
         self._noise = noise
         self._drift = np.zeros(2)
@@ -66,7 +66,7 @@ class Disturbance:
         self._step = 0
 
     def apply(self, action: np.ndarray) -> np.ndarray:
-        """The action to carry out in place of this one."""
+        """The action to execute instead of this one."""
         if self._noise == 0:
             return action
         fresh = self._rng.normal(size=2) * math.sqrt(1 - JITTER_MEMORY**2)

@@ -1,4 +1,4 @@
-"""Demonstrations of the built-in task as a LeRobot dataset, made on the spot instead of downloaded."""
+"""Records demonstrations of the built-in task as a LeRobot dataset, so that nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
 
 BUILTIN = "builtin/place"
 TRAIN_SEED_START = 0
-EVAL_SEED_START = 1_000_000  # evaluation never sees a start that a demonstration had
+EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration
 
 PIXELS = "pixels_agent_pos"
-# the environment's kinds of observations -> the feature of the dataset that is not the robot's own state
+# the environment's observation type -> the feature of the dataset besides the robot's own state
 OBSERVED = {
     PIXELS: ("observation.image", "pixels"),
     "environment_state_agent_pos": ("observation.environment_state", "environment_state"),
@@ -33,47 +33,45 @@ OBSERVED = {
 
 REST = 8  # steps recorded after the block was put down
 
-# Raise when the files of a dataset change though the settings and the demonstrations do not.
+# Increase it if the files of a dataset change although settings and demonstrations do not.
 FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What a recorded dataset depends on."""
+    """The settings of a recorded dataset."""
 
     episodes: int = 300
     # The first episode's seed; the others follow.
     seed: int = TRAIN_SEED_START
     image_size: int = 32
-    # What is observed besides the gripper: pictures, or where things are.
+    # What is observed besides the gripper: images, or object positions.
     obs_type: str = PIXELS
-    # "h264" or "av1". H.264 encodes small pictures faster; AV1 is LeRobot's default.
+    # "h264" or "av1". H.264 encodes small images faster; AV1 is LeRobot's default.
     codec: str = "h264"
-    # Quality of the video: lower is sharper. Small pictures cost little, so this is near lossless.
+    # Video quality: lower is sharper. Small images need little space, so this is nearly lossless.
     crf: int = 12
-    # How much what is carried out differs from what the expert wanted; 0 is not at all.
+    # How much the executed actions differ from the expert's; 0: not at all.
     noise: float = 1.0
 
     def check(self) -> None:
         if self.episodes < 1:
-            raise ConfigError(f"episodes is {self.episodes}; record at least one")
+            raise ConfigError(f"episodes={self.episodes}: record at least one")
         if self.image_size % 2:
-            raise ConfigError(f"image_size is {self.image_size}; video needs an even number")
+            raise ConfigError(f"image_size={self.image_size}: video needs an even number")
         if self.obs_type not in OBSERVED:
-            raise ConfigError(f"obs_type is {self.obs_type!r}; use {' or '.join(OBSERVED)}")
+            raise ConfigError(f"obs_type={self.obs_type!r}: use {' or '.join(OBSERVED)}")
         if not 0 <= self.noise <= 1.5:
-            raise ConfigError(
-                f"noise is {self.noise}; use 0 (none) to 1.5, beyond which the expert often fails"
-            )
+            raise ConfigError(f"noise={self.noise}: use 0 (none) to 1.5; with more, the expert often fails")
         if self.seed < 0 or self.seed + 2 * self.episodes > EVAL_SEED_START:
             raise ConfigError(
-                f"seed is {self.seed}; start between 0 and {EVAL_SEED_START - 2 * self.episodes}, so that "
-                f"training stays clear of the evaluation's seeds, which start at {EVAL_SEED_START}"
+                f"seed={self.seed}: use 0 to {EVAL_SEED_START - 2 * self.episodes}, so that training does not use "
+                f"the seeds of the evaluation, which start at {EVAL_SEED_START}"
             )
 
 
 def features(image_size: int, obs_type: str = PIXELS) -> dict[str, dict[str, Any]]:
-    """The dataset's features in LeRobot's terms."""
+    """The dataset's features in LeRobot's format."""
     axes = ["x", "y", "opening"]
     picture = {
         "dtype": "video",
@@ -99,8 +97,8 @@ def features(image_size: int, obs_type: str = PIXELS) -> dict[str, dict[str, Any
 def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.ndarray]] | None:
     """One demonstration as a list of frames; None if it did not succeed in time.
 
-    It goes on for a moment after the success. Letting go is the shortest part of the task, and without
-    that moment so few recorded actions would show it that a policy may never learn to.
+    Recording continues for a moment after the success. Opening the gripper is the shortest part of the task;
+    without that moment, so few recorded actions would show it that a policy might never learn it.
     """
     name, key = OBSERVED[env.obs_type]
     disturbance = Disturbance(seed, noise)
@@ -130,7 +128,7 @@ def demonstrate(env: PlaceEnv, seed: int, noise: float) -> list[dict[str, np.nda
 def record_dataset(root: str | Path, *, progress: Progress | None = None, **settings: Any) -> Path:
     """Write demonstrations into the new folder `root`; `settings` are those of RecordSettings.
 
-    Demonstrations that fail are left out and the next seed is tried.
+    A demonstration that fails is left out, and the next seed is tried.
     """
     chosen = _settings(settings)
     env = PlaceEnv(chosen.image_size, chosen.obs_type)
@@ -142,7 +140,7 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
         robot_type="flexor_place",
         codec=chosen.codec,
         crf=chosen.crf,
-        # Half the resolution of so small a picture would not show where a coloured thing ends.
+        # In such a small image, colour at half the resolution would blur the edges of coloured objects.
         pix_fmt="yuv444p" if chosen.codec == "h264" else "yuv420p",
     ) as writer:
         while kept < chosen.episodes:
@@ -165,9 +163,9 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
 def ensure_builtin_dataset(
     cache_dir: str | Path, *, progress: Progress | None = None, **settings: Any
 ) -> Path:
-    """The folder of the dataset with these settings, which is made now if it was not made before.
+    """The folder of the dataset with these settings; it is recorded now if it does not exist yet.
 
-    It is built aside and renamed into place: two processes that do this at once both make one, and
+    It is written to a temporary folder and renamed: if two processes do this at once, both record it, and
     the first to finish wins.
     """
     chosen = _settings(settings)
@@ -181,7 +179,7 @@ def ensure_builtin_dataset(
         try:
             built.rename(target)
         except OSError:
-            # A folder that holds something cannot be replaced, so this is how the loser learns of it.
+            # Renaming fails if the target is not empty: another process was faster.
             if not target.exists():
                 raise
     finally:
@@ -190,7 +188,7 @@ def ensure_builtin_dataset(
 
 
 def builtin_dataset() -> Path:
-    """The dataset that settings call `builtin/place`."""
+    """The dataset with the name `builtin/place`."""
     return ensure_builtin_dataset(cache_folder() / "datasets", progress=progress("recording"))
 
 
@@ -199,7 +197,7 @@ def _settings(settings: dict[str, Any]) -> RecordSettings:
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ConfigError(
-            f"no such setting of the built-in dataset: {', '.join(unknown)}; there are: {', '.join(known)}"
+            f"unknown setting of the built-in dataset: {', '.join(unknown)}. Available: {', '.join(known)}"
         )
     chosen = RecordSettings(**settings)
     chosen.check()
@@ -207,9 +205,9 @@ def _settings(settings: dict[str, Any]) -> RecordSettings:
 
 
 def _key(chosen: RecordSettings) -> str:
-    """A name for what the dataset will hold: the settings and, for the code's part, the first episode.
+    """A key for the dataset's content: its settings and, to detect changes of the code, the first episode.
 
-    So a change of the physics, the drawing or the expert gives a new dataset and never a stale one.
+    So a change in the physics, the drawing or the expert gives a new dataset, never an outdated one.
     """
     digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(chosen)], sort_keys=True).encode())
     env = PlaceEnv(chosen.image_size, chosen.obs_type)

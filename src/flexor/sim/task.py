@@ -1,11 +1,11 @@
 """The built-in task: with a gripper on a table, put the block on the disc.
 
-It exists so that a first training run needs no download, no simulator and no GPU, and so that tests
-can measure success in closed loop. The physics is exact and has no randomness after `reset`. Where
-the block and the disc lie is only visible in the picture, so a policy that does not look fails.
+With it, a first training run needs no download, no simulator and no GPU, and tests can measure success in
+closed loop. The physics is exact and has no randomness after `reset`. The positions of block and disc are
+only visible in the image, so a policy that ignores the image fails.
 
 Units: the table is [-1, 1] x [-1, 1]. The gripper's opening is 1 when open, -1 when its fingers
-touch, and 0 is the width of the block. An action is the wanted gripper x, y and opening, in the
+touch, and 0 at the width of the block. An action is the target x, y and opening of the gripper, in the
 units of `agent_pos`.
 """
 
@@ -27,16 +27,16 @@ FPS = 10
 TIME_LIMIT = 80
 VIDEO_SIZE = 384
 
-# What the gripper can do in one step.
-SPEED = 0.08  # farthest it moves
-GAIN = 0.5  # share of the way to the target it covers when near, so that it slows down and stops
+# Limits of the gripper in one step.
+SPEED = 0.08  # largest distance
+GAIN = 0.5  # share of the remaining distance it covers near the target, so that it slows down and stops
 FINGER_SPEED = 0.2
 
 BLOCK_HALF = 0.2
-GRASP_RADIUS = 0.24  # 12 % of the table's width: how far off the fingers may close and still hold
+GRASP_RADIUS = 0.24  # 12 % of the table's width: largest distance at which closing fingers grasp the block
 GOAL_RADIUS = 0.36
 GOAL_TOLERANCE = 0.24  # likewise: the block's centre from the disc's
-RELEASE_OPENING = 0.3  # a held block comes free above this, so a trembling command does not drop it
+RELEASE_OPENING = 0.3  # a held block is released above this, so a noisy command does not drop it
 
 SPAWN = 0.68  # block and disc lie within this
 GRIPPER_SPAWN = 0.8
@@ -48,7 +48,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class State:
-    """Everything there is to know about the table at one instant."""
+    """The complete state of the table at one instant."""
 
     gripper: Point
     opening: float
@@ -58,25 +58,25 @@ class State:
 
     @property
     def reach(self) -> float:
-        """From the gripper to the block."""
+        """Distance from the gripper to the block."""
         return math.dist(self.gripper, self.block)
 
     @property
     def carry(self) -> float:
-        """From the block to the goal."""
+        """Distance from the block to the goal."""
         return math.dist(self.block, self.goal)
 
     @property
     def success(self) -> bool:
-        """The block lies on the disc and the gripper has let go of it."""
+        """Whether the block is on the disc and the gripper has released it."""
         return not self.held and self.carry <= GOAL_TOLERANCE
 
     @property
     def reward(self) -> float:
-        """How far along the task is, in [0, 1]: up to 0.4 before the grasp, 0.5 to 0.9 after it, 1 when done.
+        """Progress of the task, in [0, 1]: up to 0.4 before the grasp, 0.5 to 0.9 after it, 1 when done.
 
-        A level, not a difference: read it as the value of being here, as PushT's reward is. Since a
-        success ends the episode, compare episodes by success and best reward, not by the sum.
+        It is the value of the current state, not a difference, like PushT's reward. Since success ends the
+        episode, compare episodes by success and best reward, not by the sum.
         """
         if self.success:
             return 1.0
@@ -98,26 +98,26 @@ def _move(position: Point, target: Point) -> Point:
 
 
 def advance(state: State, action: np.ndarray) -> State:
-    """The state one step later. `action` is [wanted x, wanted y, wanted opening], each in [-1, 1]."""
+    """The state one step later. `action` is [target x, target y, target opening], each in [-1, 1]."""
     wanted_x, wanted_y, wanted_opening = (_clip(float(value)) for value in action)
     gripper = _move(state.gripper, (wanted_x, wanted_y))
     opening = state.opening + _clip(wanted_opening - state.opening, -FINGER_SPEED, FINGER_SPEED)
 
     if state.held:
-        # The block goes where the gripper goes, and keeps the fingers from closing further.
+        # The block moves with the gripper, and keeps the fingers from closing further.
         dx, dy = gripper[0] - state.gripper[0], gripper[1] - state.gripper[1]
         block = _clip(state.block[0] + dx), _clip(state.block[1] + dy)
         return State(gripper, max(opening, 0.0), block, state.goal, held=opening <= RELEASE_OPENING)
 
     closes_on_block = state.opening > 0 >= opening and math.dist(gripper, state.block) <= GRASP_RADIUS
     if closes_on_block:
-        # The fingers close along x and so push the block into the middle between them.
+        # The fingers close along x, so they push the block to the middle between them.
         return State(gripper, 0.0, (gripper[0], state.block[1]), state.goal, held=True)
     return State(gripper, opening, state.block, state.goal, held=False)
 
 
 def sample_start(rng: np.random.Generator) -> State:
-    """A start with gripper, block and disc anywhere, the block away from both."""
+    """A random start state; the block is far from gripper and disc."""
     while True:
         block = rng.uniform(-SPAWN, SPAWN, 2).tolist()
         goal = rng.uniform(-SPAWN, SPAWN, 2).tolist()
@@ -127,7 +127,7 @@ def sample_start(rng: np.random.Generator) -> State:
 
 
 class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
-    """The task as a gymnasium environment with the observations of LeRobot's: `pixels` and `agent_pos`."""
+    """The task as a gymnasium environment with LeRobot's observations: `pixels` and `agent_pos`."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}  # noqa: RUF012
     task_description = TASK
@@ -140,16 +140,16 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
     ):
         if obs_type not in ("pixels_agent_pos", "environment_state_agent_pos"):
             raise ConfigError(
-                f"{ENV_ID}: obs_type is {obs_type!r}; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
+                f"{ENV_ID}: obs_type={obs_type!r} is unknown; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
             )
         if image_size < 16:
-            raise ConfigError(f"{ENV_ID}: image_size is {image_size}; use 16 or more (32 is the default)")
+            raise ConfigError(f"{ENV_ID}: image_size={image_size} is too small; use 16 or more (default 32)")
         self.image_size = image_size
         self.obs_type = obs_type
         self.render_mode = render_mode
         self.state = State((0.0, 0.0), 1.0, (0.0, 0.0), (0.0, 0.0))
         self._eye = Painter(image_size, BLOCK_HALF, GOAL_RADIUS)
-        self._camera: Painter | None = None  # the large picture, made when first asked for
+        self._camera: Painter | None = None  # the large image, created at first use
 
         box = gymnasium.spaces.Box
         spaces: dict[str, gymnasium.Space[Any]] = {"agent_pos": box(-1, 1, (3,), np.float32)}
@@ -172,7 +172,7 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         if action.shape != (3,) or not np.isfinite(action).all():
             raise FlexorError(
                 f"{ENV_ID}: an action must be 3 finite numbers (x, y, opening), got {action.tolist()}; "
-                "if a policy made it, its weights or its normalisation statistics are broken"
+                "if it comes from a policy, its weights or its normalisation statistics are broken"
             )
         self.state = advance(self.state, action)
         success = self.state.success
@@ -192,7 +192,7 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         return painter.draw(s.gripper, s.opening, s.block, s.goal, s.held, s.success)
 
     def render(self) -> np.ndarray | None:
-        """The scene as the policy sees it, in a size for people."""
+        """The scene as the policy sees it, in a larger size for people."""
         if self.render_mode is None:
             return None
         if self._camera is None:

@@ -1,7 +1,7 @@
 """A step as one CUDA graph: the host launches all kernels of a step at once instead of one by one.
 
-The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and from
-there on it is replayed. Before each replay the batch, the learning rates, the keys of the noise and the seed of dropout
+The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and
+replayed from there on. Before each replay the batch, the learning rates, the keys of the noise and the seed of dropout
 are copied to where the graph reads them. `begin_step` of the policy, the schedule and the moving average stay outside.
 A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
 phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.

@@ -64,7 +64,7 @@ def test_a_good_dataset_is_ok(originals, name, deep):
     report = check_dataset(originals / name, deep=deep)
     assert report.problems == []
     assert report.ok and report.good_episodes == ALL
-    assert "OK: nothing wrong" in str(report)
+    assert "OK: no problems found" in str(report)
 
 
 def test_no_dataset_at_all(tmp_path):
@@ -379,7 +379,7 @@ def test_wrong_picture_size(copy):
     edit_json(root / "meta/info.json", lambda info: info["features"][TOP].update(shape=[64, 48, 3]))
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "video-size", e, TOP) for e in ALL}
-    assert "pictures are 32x48, but 64x48 is declared" in report.errors[0].message
+    assert "images are 32x48, but 64x48 is declared" in report.errors[0].message
 
 
 def test_wrong_frame_rate(copy):
@@ -395,7 +395,7 @@ def test_damaged_pictures_in_the_table(copy):
     assert check_dataset(root, deep=False).ok
     report = check_dataset(root)
     assert found(report) == {("error", "image-undecodable", 0, STILL)}
-    assert "1 of 12 pictures" in report.errors[0].message
+    assert "1 of 12 images" in report.errors[0].message
 
 
 # --- whatever may happen to a file
@@ -466,7 +466,7 @@ def test_several_faults_are_all_found(copy, tmp_path):
     assert kinds == {"data-missing", "video-missing"}
     assert seen[-1] == (2 * sum(LENGTHS), 2 * sum(LENGTHS))
     text = str(report)
-    assert "NOT OK: 2 errors" in text and "2 of 4 episodes are free of errors" in text
+    assert "NOT OK: 2 errors" in text and "2 of 4 episodes have no errors" in text
     data = json.loads(json.dumps(report.to_json()))
     assert data["good_episodes"] == [2, 3] and data["ok"] is False and len(data["problems"]) == 3
     report.write_good_episodes(tmp_path / "good.json")

@@ -27,7 +27,7 @@ def test_a_described_dataset(tmp_path):
     text = render(info)
     assert f"flexor train --policy.type=act --dataset.root='{root}'" in text
     assert f"{TOP}: 32x48 h264 yuv420p, GOP 2, 1 to 2, 1 file" in text
-    assert "action: float32 [2]" in text and "all there, with quantiles" in text
+    assert "action: float32 [2]" in text and "complete, with quantiles" in text
 
 
 def test_an_open_dataset_is_described_alike(tmp_path):
@@ -54,10 +54,10 @@ def test_notes_say_what_is_odd(tmp_path):
     (root / "meta/stats.json").unlink()
     notes = "\n".join(describe(root)["notes"])
     assert "observation.images.gone is declared, but has no video files" in notes
-    assert f"{SIDE}: pictures are 32x48, 64x48 is declared" in notes
-    assert f"{TOP}: 1 of 4 files looked into are unreadable" in notes
+    assert f"{SIDE}: images are 32x48, but meta/info.json declares 64x48" in notes
+    assert f"{TOP}: 1 of 4 measured files are unreadable" in notes
     assert "no statistics of observation.state, action" in notes
-    assert "promises 99 frames" in notes
+    assert "declares 99 frames" in notes
     assert "notes" in render(describe(root))
 
 
@@ -65,7 +65,7 @@ def test_long_groups_of_pictures_are_noted(tmp_path, monkeypatch):
     monkeypatch.setattr("flexor.data.check.info.LONG_GOP", 8)
     info = describe(write(tmp_path / "d", gop=100))
     assert info["cameras"][TOP]["gop"]["typical"] == 9
-    assert "9 frames from key frame to key frame" in "\n".join(info["notes"])
+    assert "the GOP size is 9 frames" in "\n".join(info["notes"])
 
 
 def test_no_dataset(tmp_path):

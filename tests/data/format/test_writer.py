@@ -123,12 +123,12 @@ def test_pandas_takes_the_task_as_index(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"action": np.zeros(3, np.float32)}, r"'action' has shape \(2,\), got \(3,\)"),
-        ({"action": np.zeros(2)}, "'action' is float32, got float64"),
+        ({"action": np.zeros(3, np.float32)}, r"'action' must have shape \(2,\), got \(3,\)"),
+        ({"action": np.zeros(2)}, "'action' must be float32, got float64"),
         ({"action": np.array([1, np.nan], np.float32)}, "1 of 2 values are NaN"),
-        ({"action": [1.5, "a"]}, "'action' is float32, got"),
-        ({TOP: np.zeros((3, 32, 48), np.uint8)}, r"height x width x channels: transpose\(1, 2, 0\)"),
-        ({TOP: np.zeros((32, 48, 3), np.float32)}, "is uint8, got float32"),
+        ({"action": [1.5, "a"]}, "'action' must be float32, got"),
+        ({TOP: np.zeros((3, 32, 48), np.uint8)}, r"height x width x channels: use transpose\(1, 2, 0\)"),
+        ({TOP: np.zeros((32, 48, 3), np.float32)}, "must be uint8, got float32"),
         ({"reward": 1.0}, "unknown feature 'reward'. The features are observation.state"),
         ({"timestamp": 0.0}, "'timestamp' is filled in by the writer"),
     ],
@@ -164,7 +164,7 @@ def test_a_missing_feature_is_named(tmp_path):
         ({"a": {"dtype": "video", "shape": [32, 32, 3]}}, {"codec": "vp9"}, "unknown codec 'vp9'"),
         ({"a": {"dtype": "video", "shape": [32, 32, 3]}}, {"gop": 0}, "gop=0"),
         ({"a": {"dtype": "float32", "shape": [1]}}, {"fps": 0}, "fps=0"),
-        ({}, {}, "there are no features"),
+        ({}, {}, "No features given"),
     ],
 )
 def test_wrong_features_are_refused(tmp_path, feature, options, message):
@@ -207,7 +207,7 @@ def test_numbers_lists_matrices_and_text(tmp_path):
         for i in range(3):
             row = {"count": i, "ratio": 0.5 * i, "pair": [i, 1.5], "grid": np.full((2, 2), i, np.float32)}
             writer.add_frame(row | {"note": f"n{i}"})
-        with pytest.raises(DatasetError, match="'count' is int64, got float64"):
+        with pytest.raises(DatasetError, match="'count' must be int64, got float64"):
             writer.add_frame(row | {"count": 0.5, "note": ""})
         writer.save_episode("task")
     table = pq.read_table(tmp_path / "d/data/chunk-000/file-000.parquet")
@@ -223,7 +223,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     with pytest.raises(DatasetError, match="exists and is not empty"):
         DatasetWriter(root, FPS, features())
     (root / "meta/info.json").unlink()
-    with pytest.raises(DatasetError, match="cut short"):
+    with pytest.raises(DatasetError, match="an earlier write did not finish"):
         DatasetWriter(root, FPS, features())
 
 

@@ -60,9 +60,7 @@ def test_left_out_and_named(breakage, root, whole, caplog):
     with caplog.at_level(logging.WARNING, "flexor"):
         dataset = open_dataset(root=root, on_bad_episode="skip")
     assert dataset.episodes.index.tolist() == [0, 1, 3] and list(dataset.skipped) == [2]
-    assert (
-        caplog.text.count("1 episodes can't be read and are left out") == 1 and "episode 2: " in caplog.text
-    )
+    assert caplog.text.count("1 episodes can't be read and are skipped") == 1 and "episode 2: " in caplog.text
     rows = np.arange(len(dataset))
     by_choice = open_dataset(root=whole, episodes=[0, 1, 3])
     for name, values in by_choice.read(rows).items():
@@ -117,7 +115,7 @@ def test_exclude_and_choose(whole):
     assert open_dataset(root=whole, episodes=[0, 1], exclude_episodes=[1]).episodes.index.tolist() == [0]
     with pytest.raises(DatasetError, match=r"has no episodes \[9\].*--dataset.exclude_episodes"):
         open_dataset(root=whole, exclude_episodes=[9])
-    with pytest.raises(DatasetError, match="leaves none of its 2 episodes"):
+    with pytest.raises(DatasetError, match="excludes all of its 2 episodes"):
         open_dataset(root=whole, episodes=[0, 1], exclude_episodes=[1, 0])
 
 

@@ -98,7 +98,7 @@ def test_a_broken_frame_is_named():
 
 def test_the_format_is_that_of_the_first_frame_that_decodes():
     assert store(e0=range(5), e1=[0, 1]).format("cam").nbytes == 4 * 6 * 3
-    with pytest.raises(DatasetError, match="no frame of it decodes: noise"):
+    with pytest.raises(DatasetError, match="none of its frames can be decoded: noise"):
         store(e0=range(5), e1=range(3), e2=range(4)).format("cam")
 
 

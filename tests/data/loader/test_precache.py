@@ -72,8 +72,8 @@ def test_list_and_prune(folder, capsys):
     [
         ([], "required"),
         (["ROOT", "--list"], "not allowed"),
-        (["--list", "--size=3x3"], "--size goes with a dataset"),
-        (["ROOT", "--all"], "--all goes with --prune"),
+        (["--list", "--size=3x3"], "--size is only valid with a dataset"),
+        (["ROOT", "--all"], "--all is only valid with --prune"),
         (["--prune", "--older-than=soon"], "soon"),
         (["--prune", "--to=50"], "GB"),
         (["ROOT", "--size=big"], "HEIGHTxWIDTH"),
@@ -96,5 +96,5 @@ def test_no_room(dataset, monkeypatch):
 
 
 def test_no_cameras(lowdim):
-    with pytest.raises(DatasetError, match="no camera"):
+    with pytest.raises(DatasetError, match="no readable camera"):
         precache(open_dataset(root=lowdim))

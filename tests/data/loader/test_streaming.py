@@ -186,9 +186,9 @@ def test_the_order_of_a_run_is_written_down_and_kept(root):
 def test_auto_takes_what_has_room_and_says_so(root, caplog):
     with caplog.at_level(logging.INFO, "flexor"):
         assert load(root, tier="auto").tier == "ram"
-        assert "kept in memory" in caplog.text
+        assert "of frames in memory" in caplog.text
         assert load(root, tier="auto", cache={"gb": 1e-6}).tier == "stream"
-        assert "streaming, each is decoded once per epoch" in caplog.text
+        assert "streaming, each frame is decoded once per epoch" in caplog.text
 
 
 def test_no_gpu_no_gpu_tier(root):
@@ -198,7 +198,7 @@ def test_no_gpu_no_gpu_tier(root):
 
 def test_no_gpu_no_gpu_decoder(root):
     dataset, settings = open_dataset(root=root), DatasetConfig(decoder="nvdec")
-    with pytest.raises(ConfigError, match=r"decoder=nvdec: frames are wanted on cpu.*Leave it out"):
+    with pytest.raises(ConfigError, match=r"decoder=nvdec can't be used: the run uses cpu.*Leave it out"):
         open_loader(dataset, settings, {}, cameras=[TOP], batch_size=2)
 
 
@@ -259,7 +259,7 @@ def test_bad_frames_can_be_left_out(broken, root, tier, caplog):
     assert loader.counters()["skipped_samples"] == 3 * len(bad)
     assert loader.counters()["bad_frames"] >= len(bad)
     loader.close()
-    assert caplog.text.count("clips have frames that do not decode; their samples are left out") == 1
+    assert caplog.text.count("clips have frames that can't be decoded; their samples are skipped") == 1
     whole = open_dataset(root=root)
     for (batch,) in load(broken, tier=tier, bad="skip").steps(0, 7):
         assert torch.equal(batch[TOP], torch.from_numpy(whole.read(batch[SAMPLE_ID].numpy())[TOP]))
@@ -278,7 +278,7 @@ def test_bad_frames_can_be_replaced_by_the_nearest(broken, root, caplog):
         if row < 7:
             assert torch.equal(seen[row], torch.from_numpy(whole.read(np.array([last_good]))[TOP][0]))
     loader.close()
-    assert "nearest frame stands in" in caplog.text
+    assert "nearest frame replaces them" in caplog.text
     assert loader.counters()["substituted_samples"] == len(bad)
 
 
@@ -306,7 +306,7 @@ def test_a_batch_of_nothing_but_bad_frames_is_an_error(root, tmp_path):
             int((index.packets.offset + index.packets.size).max()) - first
         )
         video.write_bytes(bytes(data))
-    with pytest.raises(DatasetError, match="none of its 1 samples decodes"):
+    with pytest.raises(DatasetError, match="none of its 1 samples can be decoded"):
         list(load(copy, bad="skip", batch_size=1).steps(0, 38))
 
 

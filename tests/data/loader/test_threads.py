@@ -2,13 +2,13 @@ import threading
 
 import pytest
 
-from flexor.data.loader.threads import Crew
+from flexor.data.loader.threads import ReaderThreads
 from support.limits import LIMIT_S
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_the_most_urgent_job_is_next(threads):
-    crew, done, gate = Crew(threads, "test"), [], threading.Event()
+    crew, done, gate = ReaderThreads(threads, "test"), [], threading.Event()
     for _ in range(threads):
         crew.submit((0,), gate.wait)  # keep everybody busy while jobs queue up
     for priority in [(5, 1), (2, 1), (2, 0), (9, 0), (1, 0)]:
@@ -24,12 +24,12 @@ def test_the_most_urgent_job_is_next(threads):
 
 def test_without_threads_the_caller_works():
     done = []
-    Crew(0, "test").submit((1,), lambda: done.append(threading.current_thread()))
+    ReaderThreads(0, "test").submit((1,), lambda: done.append(threading.current_thread()))
     assert done == [threading.current_thread()]
 
 
 def test_closing_drops_what_waits_and_leaves_no_thread():
-    crew, done, gate, started = Crew(1, "closing"), [], threading.Event(), threading.Event()
+    crew, done, gate, started = ReaderThreads(1, "closing"), [], threading.Event(), threading.Event()
     crew.submit((0,), lambda: (started.set(), gate.wait()))
     for i in range(5):
         crew.submit((i,), lambda i=i: done.append(i))

@@ -217,9 +217,9 @@ MENDED = {
     "totals": ("one", info(total_frames=40, total_episodes=5, total_tasks=9), "total_frames is 40"),
     "splits": ("one", info(splits={"train": "0:100"}), "the split 'train' is 0:100"),
     "wrong length": ("one", meta_rows(lambda r: [*r[:1], r[1] | {"length": 8}, *r[2:]]), "episode 1: length"),
-    "frame_index": ("one", rows(frame_index=set_rows(15, 16, 999)), "episode 1: frame_index counted anew"),
-    "index": ("one", rows(index=set_rows(15, 16, 999)), "0 of them mended"),
-    "index starts wrong": ("one", rows(index=set_rows(12, 21, lambda v, i: v + 100)), "0 of them mended"),
+    "frame_index": ("one", rows(frame_index=set_rows(15, 16, 999)), "episode 1: frame_index renumbered"),
+    "index": ("one", rows(index=set_rows(15, 16, 999)), "0 of them repaired"),
+    "index starts wrong": ("one", rows(index=set_rows(12, 21, lambda v, i: v + 100)), "0 of them repaired"),
     "unknown task": ("one", rows(task_index=set_rows(21, 28, 7)), "episode 2: task_index 7, which has no"),
     "no task table": ("one", unlink("meta/tasks.parquet"), "texts taken from the episodes"),
     "no task table in v2": ("v2.1", unlink("meta/tasks.jsonl"), "texts taken from the episodes"),
@@ -238,13 +238,17 @@ MENDED = {
     ),
     "clock is NaN": ("one", rows(timestamp=set_rows(14, 15, np.nan)), "episode 1: timestamp set to"),
     "wrong end": ("one", rows(EPISODES, **{f"videos/{TOP}/to_timestamp": set_rows(2, 3, 9.0)}), "2: observ"),
-    "no statistics": ("one", unlink("meta/stats.json"), "0 of them mended"),
-    "statistics NaN": ("one", stats(mean=[float("nan"), 0.0]), "0 of them mended"),
-    "statistics of another shape": ("one", stats(mean=[0.0, 0.0, 0.0]), "0 of them mended"),
+    "no statistics": ("one", unlink("meta/stats.json"), "0 of them repaired"),
+    "statistics NaN": ("one", stats(mean=[float("nan"), 0.0]), "0 of them repaired"),
+    "statistics of another shape": ("one", stats(mean=[0.0, 0.0, 0.0]), "0 of them repaired"),
     "declared but absent": ("one", declare("force"), "force is declared but no data file has"),
-    "declared wide": ("one", declare("action", shape=[3]), "action is declared [3] but holds [2]"),
-    "declared int": ("one", declare("action", dtype="int64"), "declared int64 but holds float32"),
-    "declared large": ("one", declare(TOP, shape=[64, 48, 3]), "but its pictures are 32x48"),
+    "declared wide": (
+        "one",
+        declare("action", shape=[3]),
+        "action is declared with shape [3] but has shape [2]",
+    ),
+    "declared int": ("one", declare("action", dtype="int64"), "declared as int64 but contains float32"),
+    "declared large": ("one", declare(TOP, shape=[64, 48, 3]), "but its images are 32x48"),
     "frame rate": ("one", info(fps=20), "fps is 20, but timestamps and videos have 10"),
     "no own columns": (
         "v2.1",
@@ -252,16 +256,16 @@ MENDED = {
         "columns added: timestamp, f",
     ),
     "no episode_index": ("one", table_without("episode_index"), "columns added: episode_index"),
-    "rows scattered": ("one", shuffle, "rows put into the order of frame_index"),
+    "rows scattered": ("one", shuffle, "rows sorted by frame_index"),
     "metadata twice": (
         "one",
         meta_rows(lambda r: [*r, r[1]]),
-        "episode 1: its metadata, which was there more",
+        "episode 1: duplicate metadata entries reduced",
     ),
     "metadata twice, one wrong": (
         "one",
         meta_rows(lambda r: [r[0], r[1] | {"length": 4}, *r[1:]]),
-        "episode 1: its metadata",
+        "episode 1: duplicate metadata entries",
     ),
     "episode_index of another": (
         "v2.0",
@@ -283,7 +287,7 @@ def test_mended(originals, broken, case):
 
 LEFT_OUT = {
     "data missing": ("many", unlink("data/chunk-000/file-001.parquet"), [1], "file-001.parquet is missing"),
-    "data cut": ("many", lambda r: truncate(r / "data/chunk-000/file-002.parquet", 0.9), [2], "cut short"),
+    "data cut": ("many", lambda r: truncate(r / "data/chunk-000/file-002.parquet", 0.9), [2], "truncated"),
     "video missing": (
         "many",
         unlink(f"videos/{SIDE}/chunk-000/file-003.mp4"),
@@ -291,8 +295,8 @@ LEFT_OUT = {
         "file-003.mp4 is missing",
     ),
     "video without index": ("many", lambda r: truncate(r / VIDEO, 0.01), [0], "can't be read"),
-    "damaged frame": ("one", lambda r: damage_frame(r / VIDEO, 16), [1], "frames do not decode"),
-    "damaged frame, long group": ("gop30", lambda r: damage_frame(r / VIDEO, 16), [1], "do not decode"),
+    "damaged frame": ("one", lambda r: damage_frame(r / VIDEO, 16), [1], "frames can't be decoded"),
+    "damaged frame, long group": ("gop30", lambda r: damage_frame(r / VIDEO, 16), [1], "can't be decoded"),
     "rows lost": ("one", lose_rows(DATA), [2], "5 rows"),
     "rows lost in v2": ("v2.1", lose_rows("data/chunk-001/episode_000002.parquet"), [2], "5 rows"),
     "NaN": (
@@ -307,19 +311,19 @@ LEFT_OUT = {
         "one",
         rows(EPISODES, **{f"videos/{TOP}/from_timestamp": set_rows(2, 3, 1.5)}),
         [2],
-        "episode 1 claims frames of its video too",
+        "episode 1 also claims frames of its video",
     ),
     "picture": (
         "still",
         rows(**{STILL: set_rows(3, 4, {"bytes": b"\x89PNG no", "path": None})}),
         [0],
-        "picture 3 of the episode is unusable",
+        "image 3 of the episode is unusable",
     ),
     "metadata twice, both wrong": (
         "one",
         meta_rows(lambda r: [r[0], r[1] | {"length": 4}, r[1] | {"length": 5}, *r[2:]]),
         [1],
-        "the metadata has it 2 times",
+        "the metadata lists it 2 times",
     ),
     "no order": (
         "one",
@@ -405,7 +409,7 @@ def test_pictures_whose_column_is_damaged(broken):
         path.write_bytes(data)
 
     root = broken("still", damage)
-    with pytest.raises(DatasetError, match=r"(?s)no episode is left.*is damaged"):
+    with pytest.raises(DatasetError, match=r"(?s)no episode can be kept.*is damaged"):
         repair_dataset(root, root.with_name("repaired"))
 
 
@@ -415,9 +419,9 @@ def test_pictures_whose_column_is_damaged(broken):
         (unlink("meta/info.json"), "info.json"),
         (info(fps=0), "not a frame rate"),
         (info(codebase_version="v9.0"), "v9.0"),
-        (unlink(EPISODES), "which episodes there are"),
-        (lambda root: truncate(root / EPISODES, 0.5), "damaged or cut short"),
-        (unlink(DATA), "no episode is left"),
+        (unlink(EPISODES), "so the episodes are unknown"),
+        (lambda root: truncate(root / EPISODES, 0.5), "damaged or truncated"),
+        (unlink(DATA), "no episode can be kept"),
     ],
 )
 def test_hopeless(broken, fault, said):
@@ -471,7 +475,7 @@ def test_reordered_frames(broken, name, options):
     report = repair(root)
     assert [plan.new for plan in report.episodes] == ALL and all(not plan.done for plan in report.episodes)
     assert_same(root, report)
-    assert ("video files copied whole" in str(report)) == (name == "one")
+    assert ("video files copied unchanged" in str(report)) == (name == "one")
 
 
 def test_reordered_frames_are_set_right_too(originals, broken):
@@ -540,7 +544,7 @@ def test_frames_without_a_row(broken, bframes):
     root = broken("v2.1", prolong)
     report = repair_dataset(root, root.with_name("repaired"))
     assert report.ok and [plan.new for plan in report.episodes] == ALL
-    assert f"episode 0: {TOP}: frames without a row left out" in str(report)
+    assert f"episode 0: {TOP}: frames without a row removed" in str(report)
     assert_same(root, report)
 
 
@@ -557,7 +561,7 @@ def test_frames_hidden_by_an_edit_list(broken):
     root = broken("v2.1", hide)
     assert len(index_video(root / f"videos/chunk-000/{TOP}/episode_000000.mp4")) == LENGTHS[0]
     report = repair(root)
-    assert f"camera {TOP}: 1 video files copied whole" in str(report)
+    assert f"camera {TOP}: 1 video files copied unchanged" in str(report)
     assert_same(root, report)
 
 
@@ -577,7 +581,7 @@ def test_sound_is_left_behind(broken):
 
     root = broken("v2.0", add_sound)
     report = repair(root)
-    assert f"camera {TOP}: the sound in its videos is not copied" in str(report)
+    assert f"camera {TOP}: the audio in its videos is not copied" in str(report)
     for path in report.out.rglob("*.mp4"):
         with av.open(str(path)) as container:
             assert [stream.type for stream in container.streams] == ["video"]
@@ -625,7 +629,7 @@ def test_key_frames_that_may_follow_other_packets(tmp_path, options, anew):
 def test_a_part(originals, broken, name):
     report = repair(broken(name), episodes=[3, 0, 1], exclude=[1])
     assert [(p.episode.index, p.new) for p in report.episodes] == [(0, 0), (3, 1)]
-    assert "2 were not asked for" in str(report)
+    assert "2 not selected" in str(report)
     assert_same(originals / ("one" if name == "v2.1" else name), report)
     assert open_dataset(root=report.out).read([0, LENGTHS[0]])["task"] == [TASKS[0], TASKS[3]]
 
@@ -646,9 +650,9 @@ def test_frames_of_an_episode_that_is_left_out_are_not_taken(broken):
 
 def test_a_file_is_not_copied_whole_for_an_episode_that_can_be_cut_out(broken):
     root = broken("one", encode_again(bf="0", g="12", sc_threshold="0"))
-    assert "copied whole" in str(repair_dataset(root, root.with_name("all"), dry_run=True))
+    assert "copied unchanged" in str(repair_dataset(root, root.with_name("all"), dry_run=True))
     report = repair(root, episodes=[0])
-    assert "copied whole" not in str(report)
+    assert "copied unchanged" not in str(report)
     assert len(index_video(report.out / VIDEO)) == LENGTHS[0]
 
 
@@ -694,7 +698,7 @@ def test_frames_by_time(length, before, after, jitter, random):
 def test_nothing_is_written_over(broken, tmp_path):
     root = broken("one")
     for out in (root, root / "new", root.parent):
-        with pytest.raises(DatasetError, match="one lies in the other"):
+        with pytest.raises(DatasetError, match="one folder is inside the other"):
             repair_dataset(root, out)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/notes.txt").write_text("mine")
@@ -723,7 +727,7 @@ repair_dataset({str(root)!r}, {str(out)!r}, progress=lambda done, total: os.kill
     assert any(out.rglob("*.mp4")) and not (out / "meta/info.json").exists()
     with pytest.raises(DatasetError):
         open_dataset(root=out)
-    with pytest.raises(DatasetError, match="cut short"):
+    with pytest.raises(DatasetError, match="an earlier write did not finish"):
         repair_dataset(root, out)
 
 

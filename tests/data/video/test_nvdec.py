@@ -49,7 +49,7 @@ def test_what_the_driver_says_is_judged():
 
 
 def test_says_why_not():
-    assert "wanted on cpu" in supported("h264", kind(), CPU)
+    assert "the run uses device cpu" in supported("h264", kind(), CPU)
     assert "av>=17" in nvdec._no_software("16.1.0", ["cuda"])
     assert "x86_64" in nvdec._no_software("18.1.0", ["drm"])
     assert nvdec._no_software("18.1.0", ["drm", "cuda"]) is None
@@ -60,7 +60,7 @@ def test_says_why_not():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_no_gpu_no_nvdec():
-    assert supported("h264", kind(), GPU) == "torch sees no NVIDIA GPU"
+    assert supported("h264", kind(), GPU) == "torch finds no NVIDIA GPU"
 
 
 @settings(max_examples=30)
@@ -107,7 +107,7 @@ def test_frames_go_to_their_rows_whatever_the_order(monkeypatch):
 
 def test_a_change_of_size_is_told():
     writer = PlaneWriter("a.mp4", 32, 48, torch.zeros(1, 32 * 48 * 3 // 2, dtype=torch.uint8))
-    with pytest.raises(DatasetError, match=r"a\.mp4: the picture size changes"):
+    with pytest.raises(DatasetError, match=r"a\.mp4: the image size changes"):
         writer.add(0, next(pictures(1)))
 
 

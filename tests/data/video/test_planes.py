@@ -234,7 +234,7 @@ def test_jpeg_is_near_the_frame_and_smaller(name):
 
 def test_jpeg_says_what_it_cannot_do():
     rgba = PlaneFormat(8, 8, "rgba")
-    with pytest.raises(FlexorError, match="no transparency"):
+    with pytest.raises(FlexorError, match="not support transparency"):
         encode_jpeg(rgba, noise(rgba)[0])
     format = PlaneFormat(32, 48, "yuv420p")
     out = np.zeros(format.nbytes, np.uint8)

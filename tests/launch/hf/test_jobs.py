@@ -137,7 +137,7 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "h", "6 h", "1w", "-5m", "0", "30s", "1e3"])
 def test_times_that_are_none(text):
-    with pytest.raises(ConfigError, match=f"--timeout={text}: .*6h"):
+    with pytest.raises(ConfigError, match=f"--timeout={text} is not valid: .*6h"):
         read_seconds(text)
 
 
@@ -166,10 +166,10 @@ def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
     [
         (["--secret", "NOT_THERE", "--", PENS], "secret NOT_THERE, which is not set"),
         (["--", PENS, "--wandb.enable=true"], "secret WANDB_API_KEY"),
-        (["--secret", "A=b", "--", PENS], "takes a name alone"),
+        (["--secret", "A=b", "--", PENS], "takes only a name"),
         (["--env", f"HF_TOKEN={TOKEN}", "--", PENS], "HF_TOKEN is a secret"),
-        (["--env", f"TOKEN={TOKEN}", "--", PENS], "value of HF_TOKEN"),
-        (["--", PENS, f"--wandb.notes={TOKEN}"], "value of HF_TOKEN"),
+        (["--env", f"TOKEN={TOKEN}", "--", PENS], "value of the secret HF_TOKEN"),
+        (["--", PENS, f"--wandb.notes={TOKEN}"], "value of the secret HF_TOKEN"),
         (["--env", "NOTHING", "--", PENS], "NAME=VALUE"),
     ],
 )
@@ -197,10 +197,10 @@ def test_local_things_are_refused(hub, tmp_path, monkeypatch):
         (["--", f"--dataset.root={tmp_path}"], "hf upload USER/NAME"),
         (["--", f"--dataset.root=file://{tmp_path}"], "on this machine"),
         (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is on this machine"),
-        (["--", "--resume=true", PENS], "leave --resume out"),
+        (["--", "--resume=true", PENS], "leave out --resume"),
         (["--", "resume", "runs/x"], "--output_dir"),
         (["--", PENS, "--no_such=1"], "no_such"),
-        (["--bucket=mine", "--", PENS], "--bucket=mine: give OWNER/NAME"),
+        (["--bucket=mine", "--", PENS], "--bucket=mine is not valid: give OWNER/NAME"),
     ]:
         with pytest.raises(ConfigError, match=message):
             launch(arguments)
@@ -225,7 +225,7 @@ def test_a_remote_root_is_not_refused(hub):
 
 
 def test_a_dataset_that_is_not_on_the_hub(hub):
-    with pytest.raises(ConfigError, match=r"ann/cups is no dataset.*hf upload ann/cups"):
+    with pytest.raises(ConfigError, match=r"ann/cups is not a dataset.*hf upload ann/cups"):
         launch(["--", "--dataset.repo_id=ann/cups"])
     assert not hub.bodies(*SUBMIT)
 
@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, error
-    assert "goes on" in out and f"hf jobs logs --follow --namespace ann {JOB_ID}" in out
+    assert "The job continues" in out and f"hf jobs logs --follow --namespace ann {JOB_ID}" in out
     assert "Traceback" not in error and TOKEN not in out + error
     assert hub.job is not None and hub.job["status"]["stage"] == "RUNNING"
     assert not any("cancel" in path for _, path, _ in hub.requests)
@@ -400,7 +400,7 @@ def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, warm
     first.wait_for_step(3)
     first.process.send_signal(signal.SIGTERM)
     assert first.end() == 75, first.errors.read_text()
-    assert "goes on from here" in first.errors.read_text()
+    assert "the same --output_dir to resume" in first.errors.read_text()
     shutil.rmtree(first.work)
     second = Job(body, warm_python, tmp_path / "second", bucket, tmp_path / "datasets")
     assert second.end() == 0, second.errors.read_text()
@@ -423,11 +423,11 @@ def losses(run: Path) -> list[float]:
     "status, said",
     [
         (402, r"no credit for jobs.*settings/billing"),
-        (403, r"may not do this for ann.*settings/tokens"),
-        (404, r"does not know ann.*--namespace"),
+        (403, r"does not have permission for ann.*settings/tokens"),
+        (404, r"ann does not exist on the Hub.*--namespace"),
         (429, "a few minutes"),
-        (400, r"refused.*400 the reason"),
-        (500, r"refused.*500 the reason"),
+        (400, r"rejected.*400 the reason"),
+        (500, r"rejected.*500 the reason"),
     ],
 )
 def test_refusals(hub, status, said):
@@ -445,7 +445,9 @@ def test_a_token_that_is_not_accepted(hub, monkeypatch):
 
 def test_a_job_that_may_not_be_watched_any_more(hub):
     hub.log_faults.append(403)
-    with pytest.raises(FlexorError, match=rf"{JOB_ID}, which goes on.*settings/tokens.*/jobs/ann/{JOB_ID}"):
+    with pytest.raises(
+        FlexorError, match=rf"{JOB_ID}; the job continues.*settings/tokens.*/jobs/ann/{JOB_ID}"
+    ):
         launch(["--", PENS])
 
 

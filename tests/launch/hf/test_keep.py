@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flexor.launch.hf import keep
-from flexor.launch.hf.keep import Keeper, restore
+from flexor.launch.hf.keep import RunKeeper, restore
 from flexor.train.checkpoint import folder as checkpoint
 from support.limits import LIMIT_S
 
@@ -50,7 +50,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_what_is_kept_comes_back(run, kept, tmp_path):
-    assert Keeper(tmp_path / "nothing", kept).copy() and not kept.exists()
+    assert RunKeeper(tmp_path / "nothing", kept).copy() and not kept.exists()
     assert _fresh(run, kept).copy()
     restore(kept, tmp_path / "other")
     expected = files(run)
@@ -59,11 +59,11 @@ def test_what_is_kept_comes_back(run, kept, tmp_path):
     checkpoint.verify(tmp_path / "other" / "checkpoints" / "000001")
 
 
-def _fresh(run: Path, kept: Path) -> Keeper:
+def _fresh(run: Path, kept: Path) -> RunKeeper:
     """A keeper that was there before the run began."""
     aside = run.with_name("aside")
     run.rename(aside)
-    keeper = Keeper(run, kept)
+    keeper = RunKeeper(run, kept)
     aside.rename(run)
     return keeper
 
@@ -103,7 +103,7 @@ def test_the_next_machine_keeps_what_the_one_before_kept(run, kept, tmp_path):
     assert _fresh(run, kept).copy()
     other = tmp_path / "other"
     restore(kept, other)
-    keeper = Keeper(other, kept)
+    keeper = RunKeeper(other, kept)
     assert steps(other) == [2]
     save(other, 3)
     assert keeper.copy()
@@ -116,7 +116,7 @@ def test_a_copy_that_fails_is_made_again(run, kept, log_lines):
     keeper = _fresh(run, kept)
     assert not keeper.copy()
     assert (kept / "metrics.jsonl").exists()  # what can be copied is
-    assert any("000001 is not kept" in line for line in log_lines)
+    assert any("000001 could not be copied" in line for line in log_lines)
     (kept / "checkpoints").unlink()
     assert keeper.copy()
     checkpoint.verify(kept / "checkpoints" / "000001")
@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_passed_over(run, kept, tmp_path, log_lines):
     restore(kept, other)
     assert steps(other) == [1]
     assert any("000002" in line for line in log_lines)
-    keeper = Keeper(other, kept)
+    keeper = RunKeeper(other, kept)
     save(other, 2)  # the run gets there again
     assert keeper.copy()
     checkpoint.verify(kept / "checkpoints" / "000002")
@@ -178,4 +178,4 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
         text=True,
         timeout=LIMIT_S,
     )
-    assert ended.returncode == 128 + 15 and "told to save and stop" in ended.stderr
+    assert ended.returncode == 128 + 15 and "telling training to save and stop" in ended.stderr

@@ -81,7 +81,7 @@ def test_epochs_become_steps(samples, epochs, world):
 
 
 def test_steps_and_epochs_are_one_question():
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="give only one of them"):
         config("--steps=10", "--epochs=2")
     settings = config("--steps=10")
     split_batch(settings, 1)

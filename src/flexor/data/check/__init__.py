@@ -1,1 +1,1 @@
-"""`flexor data check` and `flexor data info`: a dataset read without trusting it."""
+"""`flexor data check` and `flexor data info`: read a dataset that may be broken."""

@@ -1,8 +1,8 @@
-"""What a dataset is: `flexor data info DIR`.
+"""Describes a dataset: `flexor data info DIR`.
 
-`describe` gathers figures, `render` makes them readable. Figures about videos are measured on the files
-(a group of pictures is what stands in the packets, not what the encoder was told); what cannot be
-read is left out and noted, so that this works on a damaged dataset too.
+`describe` collects the values, `render` formats them. Values about videos are measured on the files (the
+GOP size is read from the packets, not from the encoder's settings). Unreadable files are left out and
+noted, so that this also works on a damaged dataset.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from flexor.data.dataset import Dataset
 
 FILES_MEASURED = 8
-"""Video files per camera that are looked into: enough to see a mixture, quick with thousands."""
+"""Video files per camera that are measured: enough to detect a mixture, fast even with thousands of files."""
 
 LONG_GOP = 50
-"""Frames between key frames beyond which reading single frames becomes slow."""
+"""GOP size above which reading single frames becomes slow."""
 
 
 def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
     layout = read_layout(root, report)
     if not layout.info:
         problem = report.problems[0]
-        raise DatasetError(f"{root}: {problem.file}: {problem.message}. To put it right: {problem.fix}.")
+        raise DatasetError(f"{root}: {problem.file}: {problem.message}. To fix it: {problem.fix}.")
     cameras = {f.name: _camera(layout, f) for f in layout.features.values() if f.is_camera}
     frames = sum(episode.length for episode in layout.episodes)
     lengths = [episode.length for episode in layout.episodes]
@@ -84,7 +84,7 @@ def _spread(values: np.ndarray) -> dict[str, int]:
 
 
 def _statistics(layout: Layout, cameras: dict[str, Any]) -> dict[str, list[str]]:
-    """Which of the features that policies normalise have statistics."""
+    """Which features that policies normalise have statistics."""
     wanted = [n for n in layout.features if n.startswith(("action", "observation")) and n not in OWN_COLUMNS]
     wanted = [n for n in wanted if n not in cameras or cameras[n]["files"]]
     present = [name for name in wanted if {"mean", "std", "min", "max"} <= set(layout.stats.get(name, {}))]
@@ -118,7 +118,7 @@ def _camera(layout: Layout, feature: Feature) -> dict[str, Any]:
 
 def _measured(scans: list[VideoScan]) -> dict[str, Any]:
     steps = np.concatenate([np.diff(np.sort(scan.times)) for scan in scans])
-    # The last group of a file is whatever was left over: not typical, unless it is the only one.
+    # The last GOP of a file is a remainder: not typical, unless it is the only one.
     gops = np.concatenate([scan.gops()[:-1] if len(scan.gops()) > 1 else scan.gops() for scan in scans])
     return {
         "codec": sorted({scan.codec for scan in scans}),
@@ -137,23 +137,21 @@ def _notes(layout: Layout, info: dict[str, Any]) -> list[str]:
     if missing:
         notes.append(f"no statistics of {', '.join(missing)}: `flexor data stats DIR --write` computes them")
     if info["action_dim"] is None:
-        notes.append("there is no feature `action`: a policy has nothing to learn")
+        notes.append("the dataset has no feature `action`: a policy has nothing to learn")
     if not info["tasks"]:
-        notes.append("there are no tasks: policies that read the instruction cannot be trained")
+        notes.append("the dataset has no tasks: policies that read the instruction can't be trained")
     declared = layout.info.get("total_frames")
     if declared not in (None, info["frames"]):
-        notes.append(f"meta/info.json promises {declared} frames, the episodes have {info['frames']}")
+        notes.append(f"meta/info.json declares {declared} frames, but the episodes have {info['frames']}")
     return notes
 
 
 def _camera_notes(layout: Layout, name: str, camera: dict[str, Any]) -> list[str]:
     if not camera["files"]:
-        return [f"{name} is declared, but has no video files: it is left out"]
+        return [f"{name} is declared, but has no video files: training leaves it out"]
     notes = []
     if camera.get("unreadable"):
-        notes.append(
-            f"{name}: {camera['unreadable']} of {camera['measured']} files looked into are unreadable"
-        )
+        notes.append(f"{name}: {camera['unreadable']} of {camera['measured']} measured files are unreadable")
     if "codec" not in camera:
         return notes
     for what in ("codec", "resolution", "pix_fmt"):
@@ -161,13 +159,15 @@ def _camera_notes(layout: Layout, name: str, camera: dict[str, Any]) -> list[str
             notes.append(f"{name}: files differ in {what}: {', '.join(camera[what])}")
     declared = f"{camera['declared']['height']}x{camera['declared']['width']}"
     if camera["resolution"] != [declared]:
-        notes.append(f"{name}: pictures are {', '.join(camera['resolution'])}, {declared} is declared")
+        notes.append(
+            f"{name}: images are {', '.join(camera['resolution'])}, but meta/info.json declares {declared}"
+        )
     if camera["fps"] and layout.fps and abs(camera["fps"] / layout.fps - 1) > 0.01:
-        notes.append(f"{name}: the video has {camera['fps']:g} frames per second, the table {layout.fps:g}")
+        notes.append(f"{name}: the video has {camera['fps']:g} fps, but the table has {layout.fps:g}")
     if camera["gop"] and camera["gop"]["typical"] > LONG_GOP:
         notes.append(
-            f"{name}: {camera['gop']['typical']} frames from key frame to key frame. Reading frames at "
-            "random decodes many for one; Flexor decodes each group once and uses all of it"
+            f"{name}: the GOP size is {camera['gop']['typical']} frames. Random access decodes many frames to "
+            "get one; Flexor decodes each GOP once and uses all of its frames"
         )
     return notes
 
@@ -180,14 +180,14 @@ def _train_line(root: Path, info: dict[str, Any]) -> str | None:
 
 
 def render(info: dict[str, Any]) -> str:
-    """`describe`'s figures as text."""
+    """The values of `describe` as text."""
     hours = info["hours"] or 0.0
     span = f"{hours:.2f} hours" if hours >= 0.1 else f"{hours * 60:.1f} minutes"
     length = info["episode_length"] or {"typical": 0, "min": 0, "max": 0}
     sizes = info["bytes"]
     lines = [
         f"{info['root']}",
-        f"  format      LeRobot {info['version']}, robot {info['robot_type'] or 'not named'}",
+        f"  format      LeRobot {info['version']}, robot {info['robot_type'] or 'not given'}",
         f"  episodes    {info['episodes']} of {length['min']} to {length['max']} frames, "
         f"median {length['typical']}",
         f"  frames      {info['frames']} at {info['fps']:g} fps, {span}",
@@ -216,7 +216,7 @@ def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
     declared = camera["declared"]
     size = f"{declared['height']}x{declared['width']}"
     if camera["stored_as"] == "image":
-        return [f"    {name}: {size} pictures in the tables"]
+        return [f"    {name}: {size} images in the tables"]
     if not camera["files"]:
         return [f"    {name}: {size} declared, no files"]
     if "codec" not in camera:
@@ -224,7 +224,7 @@ def _camera_lines(name: str, camera: dict[str, Any]) -> list[str]:
     gop = camera["gop"]
     spread = f", {gop['min']} to {gop['max']}" if gop and gop["min"] != gop["max"] else ""
     group = f"GOP {gop['typical']}{spread}" if gop else "GOP unknown"
-    some = f", {camera['measured']} looked into" if camera["measured"] < camera["files"] else ""
+    some = f", {camera['measured']} measured" if camera["measured"] < camera["files"] else ""
     files = f"{camera['files']} file{'s' if camera['files'] > 1 else ''}{some}, {_bytes(camera['bytes'])}"
     codec, picture = "/".join(camera["codec"]), "/".join(camera["resolution"])
     return [f"    {name}: {picture} {codec} {'/'.join(camera['pix_fmt'])}, {group}, {files}"]
@@ -238,7 +238,7 @@ def _feature_line(name: str, feature: dict[str, Any]) -> str:
 def _statistics_line(statistics: dict[str, list[str]]) -> str:
     if not statistics["present"]:
         return "none"
-    parts = "all there" if not statistics["missing"] else f"missing for {', '.join(statistics['missing'])}"
+    parts = "complete" if not statistics["missing"] else f"missing for {', '.join(statistics['missing'])}"
     lacking = [name for name in statistics["present"] if name not in statistics["with_quantiles"]]
     return parts + (f"; no quantiles for {', '.join(lacking)}" if lacking else ", with quantiles")
 

@@ -1,7 +1,7 @@
-"""What a dataset's folder says about itself, read so that one broken file does not hide the rest.
+"""Reads a dataset's metadata so that one broken file does not hide the rest.
 
-`dataset.py` stops at the first thing that is wrong, as training should. This reader goes on, and puts
-what it stumbles over into a report; `flexor data check` and `flexor data info` are made on it.
+`dataset.py` stops at the first error, as training should. This reader continues and adds each problem to a
+report. `flexor data check` and `flexor data info` use it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from flexor.data.format.file_names import FileNames
 from flexor.data.format.metadata import Feature
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
-FETCH_AGAIN = "fetch or copy the file again; if it is lost, train on the other episodes"
-FETCH_META = "fetch or copy meta/ again: without it the dataset cannot be opened"
+FETCH_AGAIN = "download or copy the file again; if it is lost, train on the other episodes"
+FETCH_META = "download or copy meta/ again: without it the dataset can't be opened"
 
 
 @dataclass(frozen=True)
 class Span:
-    """An episode's part of a video file, in seconds. `stop` is None where the file is its alone."""
+    """An episode's part of a video file, in seconds. `stop` is None if the file contains only this episode."""
 
     file: str
     start: float = 0.0
@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass
-class Episode:
+class EpisodeEntry:
     """One episode as the metadata describes it."""
 
     index: int
@@ -55,19 +55,19 @@ class Episode:
 
     videos: dict[str, Span] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
-    """What else its metadata say, such as whether it was a success."""
+    """Other fields of its metadata, such as whether it was a success."""
 
 
 @dataclass
 class Layout:
-    """The metadata, as far as it could be read."""
+    """The metadata that could be read."""
 
     root: Path
     info: dict[str, Any] = field(default_factory=dict)
     version: str = "unknown"
     fps: float = 0.0
     features: dict[str, Feature] = field(default_factory=dict)
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[EpisodeEntry] = field(default_factory=list)
     tasks: dict[int, str] = field(default_factory=dict)
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -82,14 +82,14 @@ class Layout:
 
 
 def read_layout(root: str | Path, report: CheckReport) -> Layout:
-    """Read the metadata under `root`; what is wrong with it goes into `report`."""
+    """Read the metadata under `root`; its problems are added to `report`."""
     layout = Layout(Path(root))
     if not layout.root.is_dir():
-        raise DatasetError(f"{root} is not a folder. Give the folder that holds meta/, data/ and videos/.")
+        raise DatasetError(f"{root} is not a folder. Give the folder that contains meta/, data/ and videos/.")
     info = _read_json(layout.root, "meta/info.json", report)
     if not isinstance(info, dict):
         if not report.problems:
-            what = f"this is a {type(info).__name__}, not a JSON object"
+            what = f"the file contains a {type(info).__name__}, not a JSON object"
             report.error("info-unreadable", what, FETCH_META, file="meta/info.json")
         return layout
     layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
@@ -99,7 +99,7 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     if layout.version not in VERSIONS:
         report.error(
             "version-unknown",
-            f"codebase_version is {layout.version!r}; {', '.join(VERSIONS)} can be read",
+            f"codebase_version is {layout.version!r}, but Flexor supports only {', '.join(VERSIONS)}",
             "convert the dataset with LeRobot's conversion scripts",
             file="meta/info.json",
         )
@@ -127,7 +127,7 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
         report.error("info-field", f"fps is {fps!r}, not a frame rate", fix, file="meta/info.json")
     features = layout.info.get("features")
     if not isinstance(features, dict) or not features:
-        report.error("info-field", "there are no features", fix, file="meta/info.json")
+        report.error("info-field", "no features are declared", fix, file="meta/info.json")
         return
     for name, spec in features.items():
         try:
@@ -140,13 +140,13 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
 
 
 def _number(row: dict[str, Any]) -> int:
-    """The episode's number; -1 if there is none."""
+    """The episode's index; -1 if it has none."""
     number = row.get("episode_index")
     return number if isinstance(number, int) else -1
 
 
 def _add_episode(
-    layout: Layout, make: Callable[[dict[str, Any]], Episode], row: dict[str, Any], report: CheckReport
+    layout: Layout, make: Callable[[dict[str, Any]], EpisodeEntry], row: dict[str, Any], report: CheckReport
 ) -> None:
     try:
         layout.episodes.append(make(row))
@@ -155,14 +155,14 @@ def _add_episode(
         what = f"its metadata has no {error.args[0]}"
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         what = f"its metadata can't be used: {error}"
-    fix = "take meta/ from the original dataset, or leave the episode out"
+    fix = "take meta/ from the original dataset, or exclude the episode"
     report.error("episode-metadata", what, fix, episode=None if _number(row) < 0 else _number(row))
 
 
 def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, Any]]:
     files = sorted((layout.root / "meta/episodes").rglob("*.parquet"))
     if not files:
-        what = "there is no parquet file in it, so it is not known which episodes there are"
+        what = "the folder contains no parquet file, so the episodes are unknown"
         report.error("episodes-missing", what, FETCH_META, file="meta/episodes/")
     for path in files:
         file = path.relative_to(layout.root).as_posix()
@@ -170,13 +170,13 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
             names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
             yield from pq.read_table(path, columns=names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
-            what = f"damaged or cut short ({_short(error)}); the episodes in it are unknown"
+            what = f"damaged or truncated ({_short(error)}); its episodes are unknown"
             report.error("episodes-unreadable", what, FETCH_META, file=file)
 
 
-def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
     index = int(row["episode_index"])
-    episode = Episode(
+    episode = EpisodeEntry(
         index=index,
         length=int(row["length"]),
         tasks=list(row.get("tasks") or []),
@@ -194,11 +194,13 @@ def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
     return episode
 
 
-def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episode:
+def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
     index = int(row["episode_index"])
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
-    return Episode(index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row))
+    return EpisodeEntry(
+        index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
+    )
 
 
 def _more(row: dict[str, Any]) -> dict[str, Any]:
@@ -217,16 +219,19 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
     file = "meta/tasks.parquet"
     if not (layout.root / file).is_file():
         report.warning(
-            "tasks-missing", "the file is missing: frames have no task", "fetch or copy it again", file=file
+            "tasks-missing",
+            "the file is missing: frames have no task",
+            "download or copy it again",
+            file=file,
         )
         return {}
     try:
         table = pq.read_table(layout.root / file)
-        # pandas wrote the task strings as an index, whose column name depends on who wrote it.
+        # pandas stored the task strings as an index; its column name depends on the writer.
         text = next(name for name in table.column_names if name != "task_index")
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
     except (pa.ArrowException, OSError, KeyError, ValueError, StopIteration) as error:
-        report.error("tasks-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
+        report.error("tasks-unreadable", f"can't be read ({_short(error)})", FETCH_META, file=file)
         return {}
 
 
@@ -236,13 +241,13 @@ def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
         try:
             tasks[int(row["task_index"])] = str(row["task"])
         except (KeyError, TypeError, ValueError):
-            what = f"{row} is no task with its task_index"
+            what = f"{row} is not a task with a task_index"
             report.error("tasks-unreadable", what, FETCH_META, file="meta/tasks.jsonl")
     return tasks
 
 
 def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]]:
-    """Statistics by feature. A file that is not there is no problem here: `check` says what it lacks."""
+    """Statistics by feature. A missing file is not reported here: `check` reports missing statistics."""
     if (layout.root / "meta/stats.json").is_file():
         raw = _read_json(layout.root, "meta/stats.json", report) or {}
     elif (layout.root / "meta/episodes_stats.jsonl").is_file():
@@ -253,7 +258,7 @@ def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]
     try:
         return statistics.from_json(raw)
     except (TypeError, ValueError, AttributeError) as error:
-        what = f"not the statistics of features ({_short(error)})"
+        what = f"the file does not contain the statistics of features ({_short(error)})"
         report.error("stats-unreadable", what, FETCH_META, file="meta/stats.json")
         return {}
 
@@ -262,7 +267,7 @@ def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
     try:
         return statistics.aggregate_stats([statistics.from_json(part) for part in parts])
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        what = f"the episodes' statistics do not fit together ({_short(error)})"
+        what = f"the episodes' statistics can't be merged ({_short(error)})"
         report.error("stats-unreadable", what, FETCH_META, file="meta/episodes_stats.jsonl")
         return {}
 
@@ -271,7 +276,7 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     try:
         return json.loads((root / file).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        what = "the file is missing: this is no dataset, or one whose writing or copying was cut short"
+        what = "the file is missing: this is not a dataset, or writing or copying it did not finish"
         report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
     except (ValueError, OSError) as error:
         kind = "info-unreadable" if "info" in file else "stats-unreadable"
@@ -288,7 +293,7 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
         say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
         return []
     except (OSError, ValueError) as error:
-        report.error(f"{name}-unreadable", f"cannot be read ({_short(error)})", FETCH_META, file=file)
+        report.error(f"{name}-unreadable", f"can't be read ({_short(error)})", FETCH_META, file=file)
         return []
     rows = []
     for number, line in enumerate(lines, 1):

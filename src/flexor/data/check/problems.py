@@ -1,4 +1,4 @@
-"""What a check of a dataset found: a list of problems, and which episodes are free of them."""
+"""The result of a check: a list of problems, and the episodes without errors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, with how bad it is and what to do about it."""
+    """One problem, with its severity and how to fix it."""
 
     severity: str
-    """An "error" makes training fail or learn from wrong data; with a "warning" it can be trained on."""
+    """An "error" makes training fail or learn from wrong data; with a "warning", training is possible."""
 
     kind: str
-    """A short name that stays the same, for scripts, such as video-missing or not-finite."""
+    """A short, stable name for scripts, such as video-missing or not-finite."""
 
     message: str
     fix: str
     episode: int | None = None
-    """The episode concerned; None if it is the dataset as a whole."""
+    """The affected episode; None if the problem concerns the whole dataset."""
 
     feature: str | None = None
     file: str | None = None
@@ -30,7 +30,7 @@ class Problem:
 
 @dataclass
 class CheckReport:
-    """Everything found, and the episodes it was looked for in."""
+    """All problems found, and the episodes that were checked."""
 
     root: Path
     deep: bool
@@ -58,7 +58,7 @@ class CheckReport:
 
     @property
     def good_episodes(self) -> list[int]:
-        """The checked episodes that have no error of their own."""
+        """The checked episodes without errors of their own."""
         bad = {problem.episode for problem in self.errors}
         return [episode for episode in self.checked if episode not in bad]
 
@@ -83,22 +83,22 @@ class CheckReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterable[str]:
-        depth = "every frame decoded" if self.deep else "packets only, nothing decoded"
+        depth = "every frame decoded" if self.deep else "only packets read, nothing decoded"
         yield f"{self.root}: {self.version}, {len(self.checked)} episodes checked ({depth})"
         for group in _grouped(self.problems):
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
             warned = f"no errors, {_count(len(self.warnings), 'warning')}"
-            yield f"OK: {warned}" if self.warnings else "OK: nothing wrong"
+            yield f"OK: {warned}" if self.warnings else "OK: no problems found"
             return
         found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
-        yield f"NOT OK: {found}; {len(good)} of {len(self.checked)} episodes are free of errors"
-        yield f"`flexor data repair {self.root} NEW_FOLDER` mends what can be mended and leaves the rest out"
+        yield f"NOT OK: {found}; {len(good)} of {len(self.checked)} episodes have no errors"
+        yield f"`flexor data repair {self.root} NEW_FOLDER` repairs what it can and leaves out the other episodes"
 
 
 def _grouped(problems: list[Problem]) -> list[list[Problem]]:
-    """Problems of one kind in one feature together, errors first: one broken file may hit 200 episodes."""
+    """Group problems by kind and feature, errors first: one broken file may affect 200 episodes."""
     groups: dict[tuple, list[Problem]] = {}
     for problem in sorted(problems, key=lambda problem: problem.severity):
         whole = problem.message if problem.episode is None else None
@@ -121,12 +121,12 @@ def _group_lines(group: list[Problem]) -> Iterable[str]:
     for message in messages[:3]:
         yield f"          {message}"
     if len(messages) > 3:
-        yield f"          ... and {len(messages) - 3} more like it"
+        yield f"          ... and {len(messages) - 3} similar ones"
     yield f"          -> {first.fix}"
 
 
 def ranges(numbers: list[int]) -> str:
-    """0, 1, 2, 5 -> "0-2, 5"; the list is cut after ten parts."""
+    """0, 1, 2, 5 -> "0-2, 5"; the list is truncated after ten parts."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

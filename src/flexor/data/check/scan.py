@@ -1,7 +1,7 @@
-"""Look through a video file without trusting it: what its packets say, and which frames decode.
+"""Scans a video file that may be damaged: reads its packets, and finds which frames can be decoded.
 
-`data/video/decode.py` refuses a damaged file. A check has to know how far the damage goes, so this keeps whatever
-could be read and notes where reading ended.
+`data/video/decode.py` raises an error for a damaged file. A check must know the extent of the damage, so this
+module keeps everything that can be read and records where reading stopped.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from flexor.data.video.mp4 import Unsupported, read_packets
 
 @dataclass
 class VideoScan:
-    """One file. Arrays are in decode order, a packet each."""
+    """One file. Arrays have one entry per packet, in decode order."""
 
     path: Path
     width: int = 0
     height: int = 0
     codec: str = ""
     pix_fmt: str = ""
-    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [P] seconds at which the frame is shown
+    times: np.ndarray = field(default_factory=lambda: np.empty(0))  # [P] display time of the frame in seconds
     key: np.ndarray = field(default_factory=lambda: np.empty(0, bool))  # [P]
     declared: int = 0
-    """Frames the file's header promises; 0 if it does not say."""
+    """Number of frames in the file's header; 0 if the header does not give it."""
 
     error: str | None = None
     """Why reading stopped, if it stopped early."""
@@ -42,7 +42,7 @@ class VideoScan:
 
 
 def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
-    """Read the packets of a file, and decode them all if asked to."""
+    """Read the packets of a file; with `decode`, also decode them all."""
     scan = VideoScan(path)
     ticks: list[int] = []
     keys: list[bool] = []
@@ -51,7 +51,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
-                scan.error = "there is no video stream in it"
+                scan.error = "the file contains no video stream"
                 return scan
             stream = container.streams.video[0]
             if stream.codec_context is None:
@@ -64,7 +64,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
             scan.declared = stream.frames
             for packet in container.demux(stream):
                 if packet.is_corrupt:
-                    scan.error = "a packet is cut short"
+                    scan.error = "a packet is truncated"
                 elif packet.size and packet.pts is not None and packet.is_discard:
                     hidden += 1
                 elif packet.size and packet.pts is not None:
@@ -72,7 +72,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
                     keys.append(packet.is_keyframe)
                 if decode:
                     decoded |= _decode(packet)
-    except (av.FFmpegError, OSError, ValueError) as error:  # ValueError: text in it that is not UTF-8
+    except (av.FFmpegError, OSError, ValueError) as error:  # ValueError: text in the file that is not UTF-8
         scan.error = str(error).split(":")[0].strip() or type(error).__name__
     scan.times = np.array(ticks, np.float64) * step
     scan.key = np.array(keys, bool)
@@ -84,7 +84,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
 
 
 def _cut_off(path: Path, declared: int) -> int:
-    """How many of the declared packets no one is to see: an edit list cuts them off."""
+    """How many of the declared packets are never shown because an edit list cuts them off."""
     try:
         return declared - len(read_packets(LocalRanges(path)))
     except (Unsupported, DatasetError):
@@ -92,7 +92,7 @@ def _cut_off(path: Path, declared: int) -> int:
 
 
 def _decode(packet: av.Packet) -> set[int]:
-    """The times of the frames that come out of a packet undamaged."""
+    """The times of the undamaged frames that a packet decodes to."""
     try:
         frames = packet.decode()
     except av.FFmpegError:
@@ -101,7 +101,7 @@ def _decode(packet: av.Packet) -> set[int]:
 
 
 def _intact(decodes: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A frame is intact if it and everything since its key frame decode: the rest is drawn over damage."""
+    """A frame is intact if it and all frames since its key frame can be decoded; others build on damaged frames."""
     intact = decodes.copy()
     for first, after in zip(np.flatnonzero(key), np.append(np.flatnonzero(key)[1:], len(key))):
         intact[first:after] = np.logical_and.accumulate(decodes[first:after])

@@ -1,4 +1,4 @@
-"""The table part of a check: rows, numbers, clocks and indices, episode by episode."""
+"""The table part of a check: rows, values, timestamps and indices, episode by episode."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
 from flexor.data.frames.clips import decode_image
 
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-"""Columns every dataset has; the reader derives those that are not there."""
+"""Columns of every dataset; the reader derives missing ones."""
 
 REPAIR_CLOCK = (
-    "none needed to train with Flexor, if no frame was dropped; `flexor data repair` sets the clock right"
+    "none needed to train with Flexor, if no frame was dropped; `flexor data repair` corrects the timestamps"
 )
-RECORD_AGAIN = "leave the episode out, or repair the column from the original recording"
+RECORD_AGAIN = "exclude the episode, or repair the column from the original recording"
 
 
 @dataclass
 class Tables:
-    """What the other checks need of the tables."""
+    """Data from the tables that the other checks need."""
 
     timestamps: dict[int, np.ndarray] = field(default_factory=dict)
     low: dict[str, np.ndarray] = field(default_factory=dict)
     high: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def check_tables(layout: Layout, selected: list[Episode], report: CheckReport) -> Tables:
-    """Check the data files that hold the selected episodes."""
+def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckReport) -> Tables:
+    """Check the data files of the selected episodes."""
     tables = Tables()
-    files: dict[str, list[Episode]] = {}
+    files: dict[str, list[EpisodeEntry]] = {}
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
     present = {file: _columns(layout.root / file) for file in files}
@@ -55,7 +55,7 @@ def check_tables(layout: Layout, selected: list[Episode], report: CheckReport) -
         try:
             table = pq.read_table(layout.root / file, columns=names)
         except (pa.ArrowException, OSError) as error:
-            what = f"damaged or cut short ({str(error).splitlines()[0][:160]})"
+            what = f"damaged or truncated ({str(error).splitlines()[0][:160]})"
             for episode in episodes:
                 report.error("data-unreadable", what, FETCH_AGAIN, episode=episode.index, file=file)
             continue
@@ -71,9 +71,9 @@ def _columns(path: Path) -> list[str]:
 
 
 def _check_columns(
-    layout: Layout, files: dict[str, list[Episode]], present: dict[str, list[str]], report: CheckReport
+    layout: Layout, files: dict[str, list[EpisodeEntry]], present: dict[str, list[str]], report: CheckReport
 ) -> None:
-    """Declared columns that are nowhere (a warning), or only in some files (an error there)."""
+    """Check for declared columns that no file has (a warning) or that only some files have (an error)."""
     readable = {file: names for file, names in present.items() if names}
     for name, feature in layout.features.items():
         lacking = [file for file, names in readable.items() if name not in names]
@@ -81,10 +81,10 @@ def _check_columns(
             continue
         if len(lacking) == len(readable):
             what = "the feature is declared in meta/info.json, but no data file has such a column"
-            fix = "remove it from `features` in meta/info.json, or fetch the data files again"
+            fix = "remove it from `features` in meta/info.json, or download the data files again"
             report.warning("column-absent", what, fix, feature=name)
             continue
-        what = "the column is missing here, though other data files have it"
+        what = "the column is missing in this file, though other data files have it"
         for file in lacking:
             for episode in files[file]:
                 report.error(
@@ -94,7 +94,7 @@ def _check_columns(
         n for n in OWN_COLUMNS if n not in layout.features and not any(n in p for p in readable.values())
     ]
     if derived and readable:
-        what = f"there is no column {', '.join(derived)}: derived from the episodes' lengths"
+        what = f"column {', '.join(derived)} is missing; Flexor derives it from the episodes' lengths"
         report.warning("column-derived", what, "none needed to train with Flexor")
 
 
@@ -108,17 +108,17 @@ class _File:
     report: CheckReport
     tables: Tables
 
-    def check(self, episodes: list[Episode]) -> None:
+    def check(self, episodes: list[EpisodeEntry]) -> None:
         self._columns = self._read()
         rows_of = self._rows_by_episode(episodes)
         for episode in episodes:
             rows = rows_of.get(episode.index, np.empty(0, int))
             if len(rows) != episode.length:
                 what = f"the table has {len(rows)} rows, but the metadata says {episode.length}"
-                fix = "fetch the data file and meta/ again: one of them is older than the other"
+                fix = "download the data file and meta/ again: one of them is older than the other"
                 self._error("length", what, fix, episode)
             elif len(rows) and rows[-1] - rows[0] + 1 != len(rows):
-                what = "its rows do not lie together"
+                what = "its rows are not contiguous"
                 self._error("rows-scattered", what, "sort the data file by `index`", episode)
             else:
                 self._check_indices(episode, rows)
@@ -131,14 +131,16 @@ class _File:
         unknown = sorted(int(e) for e in rows_of if e not in known)
         if unknown:
             count = sum(len(rows_of[e]) for e in unknown)
-            what = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not have"
-            self.report.warning("rows-unknown", what, "fetch meta/ again, or ignore them", file=self.name)
+            what = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not list"
+            self.report.warning("rows-unknown", what, "download meta/ again, or ignore them", file=self.name)
 
-    def _error(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+    def _error(
+        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+    ) -> None:
         self.report.error(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
 
     def _read(self) -> dict[str, np.ndarray]:
-        """The numeric columns as [N, D]; one that does not have its declared shape is reported."""
+        """The numeric columns as [N, D]; a column without its declared shape is reported."""
         columns = {}
         for name in self.table.column_names:
             feature = self.layout.features.get(name) or Feature(name, "int64", (1,))
@@ -146,7 +148,7 @@ class _File:
                 continue
             values = numbers(self.table[name], feature)
             if isinstance(values, str):
-                fix = "correct the feature in meta/info.json, or fetch the data file again"
+                fix = "correct the feature in meta/info.json, or download the data file again"
                 self.report.error("column-shape", values, fix, feature=name, file=self.name)
                 for episode in self.layout.episodes:
                     if episode.data_file == self.name:
@@ -155,16 +157,16 @@ class _File:
                 columns[name] = values
         return columns
 
-    def _rows_by_episode(self, episodes: list[Episode]) -> dict[int, np.ndarray]:
+    def _rows_by_episode(self, episodes: list[EpisodeEntry]) -> dict[int, np.ndarray]:
         if "episode_index" not in self._columns:
-            # Without the column a file is one episode's, as in v2.
+            # Without the column a file contains one episode, as in v2.
             return {episodes[0].index: np.arange(self.table.num_rows)}
         index = self._columns["episode_index"][:, 0].astype(int)
         order = np.argsort(index, kind="stable")
         numbers, starts = np.unique(index[order], return_index=True)
         return dict(zip(numbers.tolist(), np.split(order, starts[1:])))
 
-    def _check_indices(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_indices(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, start in (("frame_index", 0), ("index", episode.first_row)):
             if name not in self._columns or not len(rows):
                 continue
@@ -176,15 +178,17 @@ class _File:
             elif values[0] != start:
                 what = f"{name} starts at {values[0]:.0f} instead of {start}"
                 say = self._error if self.layout.version.startswith("v3") else self._warn
-                say("index", what, "number the rows of the dataset anew", episode, name)
+                say("index", what, "renumber the rows of the dataset", episode, name)
 
-    def _warn(self, kind: str, what: str, fix: str, episode: Episode, feature: str | None = None) -> None:
+    def _warn(
+        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+    ) -> None:
         self.report.warning(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
 
-    def _check_clock(self, episode: Episode, rows: np.ndarray) -> None:
-        """The table's own clock against 1/fps. Whether it meets the video is checked with the video."""
+    def _check_clock(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
+        """Compare the timestamps with 1/fps. The video part of the check compares them with the video."""
         if "timestamp" not in self._columns or not self.layout.fps:
-            # A missing clock is derived, and then right by construction.
+            # Missing timestamps are derived, so they are correct by construction.
             self.tables.timestamps[episode.index] = np.arange(len(rows)) / (self.layout.fps or 1)
             return
         clock = self._columns["timestamp"][rows, 0].astype(np.float64)
@@ -201,15 +205,15 @@ class _File:
             frame = int(np.argmax(drift > period / 2))
             what = (
                 f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
-                f"{self.layout.fps:g} fps, more than half a frame from frame {frame} on"
+                f"{self.layout.fps:g} fps; from frame {frame} on it is more than half a frame"
             )
             self._warn_of_clock("clock-drift", what, episode)
 
-    def _warn_of_clock(self, kind: str, what: str, episode: Episode) -> None:
+    def _warn_of_clock(self, kind: str, what: str, episode: EpisodeEntry) -> None:
         place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
         self.report.warning(kind, what, REPAIR_CLOCK, **place)
 
-    def _check_numbers(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
             part = values[rows]
             if part.dtype.kind == "f":
@@ -227,7 +231,7 @@ class _File:
             lows[name] = np.fmin(lows[name], low) if name in lows else low
             highs[name] = np.fmax(highs[name], high) if name in highs else high
 
-    def _check_tasks(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_tasks(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         if "task_index" not in self._columns or not self.layout.tasks:
             return
         used = set(self._columns["task_index"][rows, 0].astype(int).tolist())
@@ -235,10 +239,14 @@ class _File:
         if unknown:
             what = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
             self._error(
-                "task-unknown", what, "fetch meta/tasks again, or correct the column", episode, "task_index"
+                "task-unknown",
+                what,
+                "download meta/tasks again, or correct the column",
+                episode,
+                "task_index",
             )
 
-    def _check_images(self, episode: Episode, rows: np.ndarray) -> None:
+    def _check_images(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name in self.table.column_names:
             feature = self.layout.features.get(name)
             if feature is None or not feature.is_image:
@@ -246,21 +254,21 @@ class _File:
             bad = [(frame, why) for frame, row in enumerate(rows) if (why := self._image_fault(feature, row))]
             if bad:
                 frame, why = bad[0]
-                what = f"{len(bad)} of {len(rows)} pictures are unusable; the first is frame {frame}: {why}"
+                what = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
                 self._error("image-undecodable", what, FETCH_AGAIN, episode, name)
 
     def _image_fault(self, feature: Feature, row: int) -> str | None:
         cell = self.table[feature.name][int(row)].as_py()
         data = cell.get("bytes") if isinstance(cell, dict) else cell
         if not data:
-            return "there are no bytes"
+            return "the image is empty"
         try:
             shape = decode_image(data).shape
         except (av.FFmpegError, ValueError) as error:
             return str(error)[:100]
         _, height, width = feature.chw
         if shape[:2] != (height, width):
-            return f"it is {shape[0]}x{shape[1]}, but {height}x{width} is declared"
+            return f"it is {shape[0]}x{shape[1]}, but meta/info.json declares {height}x{width}"
         return None
 
 
@@ -270,6 +278,6 @@ def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
     if values is None:
         return f"the column is {column.type}, not {feature.dtype}"
     if values.null_count or len(values) != rows * width:
-        empty = f" and {values.null_count} of them empty" if values.null_count else ""
-        return f"the column holds {len(values)} numbers in {rows} rows{empty}, not {list(feature.shape)} each"
+        empty = f" ({values.null_count} are empty)" if values.null_count else ""
+        return f"the column has {len(values)} values{empty} in {rows} rows, not shape {list(feature.shape)} per row"
     return values.to_numpy(zero_copy_only=False).reshape(rows, width)

@@ -1,4 +1,4 @@
-"""The video part of a check: does every row of the table have its frame?"""
+"""The video part of a check: every row of the table must have its frame."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Lock
 import numpy as np
 
 from flexor.core.console import Progress
-from flexor.data.check.layout import FETCH_AGAIN, Episode, Layout
+from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import REPAIR_CLOCK
@@ -18,20 +18,20 @@ from flexor.data.format.metadata import Feature
 from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
 
 LEROBOT_TOLERANCE = 1e-4
-"""How far a frame may lie from its timestamp, in seconds, before LeRobot refuses it."""
+"""Largest distance of a frame from its timestamp, in seconds, that LeRobot accepts."""
 
 
 def check_videos(
     layout: Layout,
-    selected: list[Episode],
+    selected: list[EpisodeEntry],
     timestamps: dict[int, np.ndarray],
     report: CheckReport,
     progress: Progress | None,
 ) -> None:
-    """Check every camera's files. `timestamps` are the table's, of the episodes that have them."""
-    jobs: list[tuple[Feature, str, list[Episode]]] = []
+    """Check every camera's files. `timestamps` are those of the table, for the episodes that have them."""
+    jobs: list[tuple[Feature, str, list[EpisodeEntry]]] = []
     for feature in layout.video_features:
-        files: dict[str, list[Episode]] = {}
+        files: dict[str, list[EpisodeEntry]] = {}
         for episode in selected:
             if feature.name in episode.videos:
                 files.setdefault(episode.videos[feature.name].file, []).append(episode)
@@ -42,7 +42,7 @@ def check_videos(
     workers = max(1, min(len(jobs), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // workers)
 
-    def scan(job: tuple[Feature, str, list[Episode]]) -> VideoScan:
+    def scan(job: tuple[Feature, str, list[EpisodeEntry]]) -> VideoScan:
         result = scan_video(layout.root / job[1], decode=report.deep, threads=threads)
         done.add(sum(episode.length for episode in job[2]))
         return result
@@ -53,7 +53,7 @@ def check_videos(
 
 
 class _Done:
-    """Counts frames done, from several threads, and tells whoever wants to know."""
+    """Counts finished frames from several threads, and reports progress."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done, self._lock = total, progress, 0, Lock()
@@ -66,28 +66,32 @@ class _Done:
 
 
 def _check_declared(
-    layout: Layout, feature: Feature, files: dict[str, list[Episode]], report: CheckReport
+    layout: Layout, feature: Feature, files: dict[str, list[EpisodeEntry]], report: CheckReport
 ) -> bool:
-    """Whether the camera is declared but not there at all, which is a warning: the rest can be used."""
+    """Warn if a camera is declared but completely missing: the rest of the dataset can be used."""
     there = [file for file in layout.camera_files(feature.name) if (layout.root / file).is_file()]
     if there or not layout.episodes:
         return False
     example = next(iter(files), None)
-    what = f"there is no video of it (such as {example})" if example else "no episode says where its video is"
+    what = (
+        f"it has no video files (such as {example})"
+        if example
+        else "the episode metadata names no video file"
+    )
     report.warning(
         "camera-absent",
-        f"the camera is declared in meta/info.json, but {what}: it is left out",
-        "remove it from `features` in meta/info.json, or fetch its videos",
+        f"the camera is declared in meta/info.json, but {what}: training leaves it out",
+        "remove it from `features` in meta/info.json, or download its videos",
         feature=feature.name,
     )
     return True
 
 
-def _check_named(feature: Feature, selected: list[Episode], report: CheckReport) -> None:
+def _check_named(feature: Feature, selected: list[EpisodeEntry], report: CheckReport) -> None:
     for episode in selected:
         if feature.name not in episode.videos:
-            what = "the metadata does not say in which file its video is"
-            fix = "fetch meta/episodes again, or leave the episode out"
+            what = "the metadata does not name its video file"
+            fix = "download meta/episodes again, or exclude the episode"
             report.error("video-unnamed", what, fix, episode=episode.index, feature=feature.name)
 
 
@@ -95,7 +99,7 @@ def _check_file(
     layout: Layout,
     feature: Feature,
     file: str,
-    episodes: list[Episode],
+    episodes: list[EpisodeEntry],
     timestamps: dict[int, np.ndarray],
     scan: VideoScan,
     report: CheckReport,
@@ -103,14 +107,14 @@ def _check_file(
     where = {"feature": feature.name, "file": file}
     if not scan.path.is_file() or not len(scan.times):
         missing = not scan.path.is_file()
-        what = "the file is missing" if missing else f"the video cannot be read: {scan.error}"
+        what = "the file is missing" if missing else f"the video can't be read: {scan.error}"
         for episode in episodes:
             kind = "video-missing" if missing else "video-unreadable"
             report.error(kind, what, FETCH_AGAIN, episode=episode.index, **where)
         return
     if scan.error:
         promised = f" of {scan.declared}" if scan.declared else ""
-        what = f"{scan.error}: {len(scan.times)}{promised} frames are there"
+        what = f"{scan.error}: it has {len(scan.times)}{promised} frames"
         report.error("video-truncated", what, FETCH_AGAIN, **where)
     _check_picture(layout, feature, episodes, scan, report, where)
     _check_overlap(layout, feature, file, episodes, report)
@@ -123,27 +127,27 @@ def _check_file(
 def _check_picture(
     layout: Layout,
     feature: Feature,
-    episodes: list[Episode],
+    episodes: list[EpisodeEntry],
     scan: VideoScan,
     report: CheckReport,
     where: dict,
 ) -> None:
     _, height, width = feature.chw if len(feature.shape) == 3 else (0, 0, 0)
     if (scan.height, scan.width) != (height, width):
-        what = f"pictures are {scan.height}x{scan.width}, but {height}x{width} is declared (height x width)"
-        fix = "correct the feature's shape in meta/info.json, or fetch the right video"
+        what = f"images are {scan.height}x{scan.width}, but {height}x{width} is declared (height x width)"
+        fix = "correct the feature's shape in meta/info.json, or download the right video"
         for episode in episodes:
             report.error("video-size", what, fix, episode=episode.index, **where)
     step = float(np.median(np.diff(np.sort(scan.times)))) if len(scan.times) > 1 else 0.0
     if layout.fps and step > 0 and abs(step * layout.fps - 1) > 0.01:
         what = f"the video has {1 / step:.2f} frames per second, but {layout.fps:g} are declared"
-        report.warning("video-fps", what, "encode it again at the dataset's rate, or correct fps", **where)
+        report.warning("video-fps", what, "re-encode it at the dataset's fps, or correct fps", **where)
 
 
 def _check_overlap(
-    layout: Layout, feature: Feature, file: str, episodes: list[Episode], report: CheckReport
+    layout: Layout, feature: Feature, file: str, episodes: list[EpisodeEntry], report: CheckReport
 ) -> None:
-    """Two episodes that claim the same seconds of a file: one of them shows the other's frames."""
+    """Check for two episodes that claim the same time span of a file: one of them shows the other's frames."""
     if not layout.fps:
         return
     half = 0.5 / layout.fps
@@ -166,28 +170,28 @@ def _check_overlap(
 
 
 def _check_frames(
-    layout: Layout, episode: Episode, camera: str, scan: VideoScan, report: CheckReport, place: dict
+    layout: Layout, episode: EpisodeEntry, camera: str, scan: VideoScan, report: CheckReport, place: dict
 ) -> bool:
-    """Are there as many frames as rows, and do they decode? True if there are."""
+    """Check that the video has one frame per row and that the frames can be decoded. True if so."""
     if not layout.fps:
         return False
     span, half, seconds = episode.videos[camera], 0.5 / layout.fps, episode.length / layout.fps
     order = np.argsort(scan.times, kind="stable")
     first, end = own_frames(scan.times[order], span.start, span.end, layout.fps)
-    if span.stop is not None and end - first != episode.length:  # then by the time that its rows take
+    if span.stop is not None and end - first != episode.length:  # then use the duration of its rows
         first, end = own_frames(scan.times[order], span.start, span.start + seconds, layout.fps)
     own, count = order[first:end], end - first
     if scan.decodes is not None and not scan.decodes[own].all():
         bad = np.flatnonzero(~scan.decodes[own])
-        what = f"{len(bad)} of {count} frames do not decode; the first is frame {bad[0]} of the episode"
+        what = f"{len(bad)} of {count} frames can't be decoded; the first is frame {bad[0]} of the episode"
         report.error("video-undecodable", what, FETCH_AGAIN, **place)
     if count < episode.length:
-        what = f"the video has {count} of the {episode.length} frames the table has rows for"
+        what = f"the video has {count} frames, but the table has {episode.length} rows"
         report.error("video-frames", what, FETCH_AGAIN, **place)
         return False
     if count > episode.length:
         extra = count - episode.length
-        what = f"the video has {extra} frames more than the table has rows ({episode.length})"
+        what = f"the video has {extra} more frames than the table has rows ({episode.length})"
         report.warning("video-frames", what, "none needed, unless rows were lost", **place)
     if span.stop is not None and abs(span.stop - span.start - seconds) > half:
         what = f"its span in the file is {span.stop - span.start:.3f} s, but its frames take {seconds:.3f} s"
@@ -197,14 +201,14 @@ def _check_frames(
 
 def _check_clock(
     layout: Layout,
-    episode: Episode,
+    episode: EpisodeEntry,
     camera: str,
     clock: np.ndarray | None,
     scan: VideoScan,
     report: CheckReport,
     place: dict,
 ) -> None:
-    """Which frame is a row's, and do the timestamps agree?"""
+    """Match frames to rows, and check that the timestamps agree."""
     if clock is None or len(clock) != episode.length or not len(clock):
         return
     span, times = episode.videos[camera], np.sort(scan.times)
@@ -212,13 +216,13 @@ def _check_clock(
     try:
         match = match_frames(times, clock, span.start, span.end, layout.fps, half)
     except NoMatch as error:
-        fix = "leave the episode out, or fetch its video again"
-        report.error("clock-video", f"in the video {error}", fix, **place)
+        fix = "exclude the episode, or download its video again"
+        report.error("clock-video", f"rows and video do not match: {error}", fix, **place)
         return
     if match.seconds_off:
         what = (
-            f"timestamps lie up to {match.seconds_off:.3f} s from the video, which has a frame for every row: "
-            "frame i is read for row i"
+            f"timestamps differ by up to {match.seconds_off:.3f} s from the video, which has one frame per row: "
+            "Flexor reads frame i for row i"
         )
         report.warning("clock-video", what, REPAIR_CLOCK, **place)
     else:
@@ -226,11 +230,11 @@ def _check_clock(
 
 
 def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
-    # float32 timestamps of a long episode are themselves only good to so much.
+    # float32 timestamps of a long episode have limited precision themselves.
     limit = LEROBOT_TOLERANCE + float(np.spacing(np.float32(wanted.max())))
     if distance.max() > limit:
         what = (
-            f"frames lie up to {distance.max() * 1e3:.2f} ms from their rows' timestamps: less than half a "
-            f"frame, so every row gets its own here; LeRobot refuses more than {LEROBOT_TOLERANCE * 1e3:g} ms"
+            f"frames are up to {distance.max() * 1e3:.2f} ms from their rows' timestamps: less than half a "
+            f"frame, so Flexor finds every row's frame; LeRobot accepts at most {LEROBOT_TOLERANCE * 1e3:g} ms"
         )
         report.warning("clock-jitter", what, "none needed to train with Flexor", **place)

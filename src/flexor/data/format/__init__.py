@@ -1,1 +1,1 @@
-"""LeRobot's format, read and written."""
+"""Reads and writes LeRobot's dataset format."""

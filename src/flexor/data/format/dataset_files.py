@@ -1,8 +1,8 @@
-"""The files of a new v3.0 dataset: episodes go in whole, one after the other.
+"""The files of a new v3.0 dataset: whole episodes are appended, one after the other.
 
-Where their rows and frames come from is not known here: `writer.py` encodes them, `repair.py` copies them.
-`meta/info.json` is written last and in one step: a folder that has it is a whole dataset, and a folder left
-by a crash does not.
+This module does not know where their rows and frames come from: `writer.py` encodes them, `repair.py` copies
+them. `meta/info.json` is written last and atomically: a folder with it is a complete dataset, and a folder
+left by a crash does not have it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
 from flexor.data.format import stats as statistics
-from flexor.data.format.encode import VideoFile, VideoStream
+from flexor.data.format.encode import VideoStream, VideoWriter
 from flexor.data.format.file_names import V3
 from flexor.data.format.schema import DEFAULT_FEATURES, arrow_type, hf_feature
 
@@ -38,12 +38,12 @@ class PacketClip:
     stream: VideoStream
     packets: list[Any]
     joins: bool = True
-    """Whether it may follow other packets in a file; if not, it begins a new one."""
+    """Whether it may follow other packets in a file; if not, it starts a new file."""
 
 
 @dataclass(frozen=True)
 class FileClip:
-    """An episode inside of a video file that is copied as it is, with all that is in it."""
+    """An episode in a video file that is copied unchanged and completely."""
 
     file: Path
     start: float
@@ -84,7 +84,7 @@ class DatasetFiles:
         return len(self._episodes)
 
     def task_index(self, task: str) -> int:
-        """The number of a task, a new one if it has none yet."""
+        """The index of a task; a new task gets a new index."""
         if task not in self.tasks:
             self.tasks.append(task)
         return self.tasks.index(task)
@@ -100,7 +100,7 @@ class DatasetFiles:
     ) -> None:
         """Add an episode: arrays [T, ...] and lists of text or encoded images, and a clip of every camera.
 
-        `tasks` are the episode's; unless given, those of its frames. `more` goes into its metadata.
+        `tasks` are the episode's tasks; default: those of its frames. `more` is added to its metadata.
         """
         length = len(task_index)
         columns = {**columns, **self._own_columns(task_index)}
@@ -120,13 +120,13 @@ class DatasetFiles:
         self.total_frames += length
 
     def close(self) -> None:
-        """Finish tables and videos. Without `write_metadata` it is no dataset yet."""
+        """Finish tables and videos. The folder becomes a dataset only with `write_metadata`."""
         self._table.close()
         for files in self._videos.values():
             files.close()
 
     def write_metadata(self, more: Mapping[str, Any] | None = None) -> None:
-        """Write what makes the files a dataset, `info.json` last; `more` is what else goes into that."""
+        """Write the metadata that makes the files a dataset, `info.json` last; `more` is added to `info.json`."""
         _write_tasks(self.root / "meta/tasks.parquet", self.tasks)
         path = self.root / EPISODES_PATH.format(chunk_index=0, file_index=0)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -224,12 +224,14 @@ class _TableFiles:
 
 
 class _VideoFiles:
-    """The mp4 files of one camera: an episode is never cut, a new file is begun when one is full."""
+    """The mp4 files of one camera: an episode is never split, and a full file is followed by a new one."""
 
     def __init__(self, files: DatasetFiles, name: str) -> None:
         self._files, self._name, self._number = files, name, -1
-        self._file: VideoFile | None = None
-        self._copied: dict[Path, int] = {}  # files that were copied whole, and their numbers here
+        self._file: VideoWriter | None = None
+        self._copied: dict[
+            Path, int
+        ] = {}  # files that were copied unchanged -> their file number in this dataset
 
     def append(self, clip: PacketClip | FileClip) -> dict[str, Any]:
         if isinstance(clip, FileClip):
@@ -239,14 +241,14 @@ class _VideoFiles:
             place = self._place(self._number) | {"from_timestamp": start, "to_timestamp": end}
         return {f"videos/{self._name}/{key}": value for key, value in place.items()}
 
-    def _file_for(self, clip: PacketClip) -> VideoFile:
+    def _file_for(self, clip: PacketClip) -> VideoWriter:
         size = sum(packet.size for packet in clip.packets)
         if self._file is not None:
             full = self._file.bytes + size >= self._files.video_files_mb * MB
             if full or not clip.joins or self._file.stream != clip.stream:
                 self.close()
         if self._file is None:
-            self._file = VideoFile(self._next_path(), self._files.fps, clip.stream)
+            self._file = VideoWriter(self._next_path(), self._files.fps, clip.stream)
         return self._file
 
     def _copy(self, file: Path) -> dict[str, int]:
@@ -276,15 +278,15 @@ def _place(number: int, chunk_size: int) -> dict[str, int]:
 
 
 def check_new_folder(root: Path) -> None:
-    """Refuse to write a dataset into a folder that holds something."""
+    """Raise an error if the folder exists and is not empty."""
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         unfinished = root.is_dir() and not (root / "meta/info.json").exists()
-        hint = " (it has no meta/info.json: perhaps a write that was cut short)" if unfinished else ""
-        raise DatasetError(f"{root} exists and is not empty{hint}. Give a new folder, or delete this one.")
+        hint = " (it has no meta/info.json, so perhaps an earlier write did not finish)" if unfinished else ""
+        raise DatasetError(f"{root} exists and is not empty{hint}. Choose a new folder, or delete this one.")
 
 
 def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
-    """tasks.parquet, described so that pandas makes the task strings the index."""
+    """Write tasks.parquet with the metadata that makes pandas use the task strings as the index."""
     path.parent.mkdir(parents=True, exist_ok=True)
     texts = {"pandas_type": "unicode", "numpy_type": "object"}
     pandas = {
@@ -304,7 +306,7 @@ def _write_tasks(path: Path, tasks: Sequence[str]) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file in one step: whole, or not there."""
+    """Write a JSON file atomically: it is complete, or it does not exist."""
     aside = path.with_suffix(".json.part")
     with aside.open("w", encoding="utf-8") as file:
         json.dump(data, file, indent=4, ensure_ascii=False)

@@ -1,8 +1,8 @@
-"""Images to video and to PNG, through PyAV.
+"""Encodes images as video and as PNG, with PyAV.
 
-An episode is encoded on its own, into packets kept in memory, and only then appended to an mp4 file
-that holds many episodes. So every episode begins on a key frame, an episode can be thrown away, its
-size is known before a file is chosen for it, and nothing already written is ever copied again.
+Each episode is encoded separately, into packets in memory, and then appended to an mp4 file that
+holds many episodes. So every episode starts with a key frame, an episode can be discarded, its size
+is known before a file is chosen for it, and data that is already written is never copied again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from av.video.reformatter import VideoReformatter
 
 from flexor.core.errors import DatasetError
 
-# SVT-AV1 greets on standard error with every encoder opened, which is once per episode and camera.
+# SVT-AV1 prints a banner to standard error for every encoder it opens: once per episode and camera.
 os.environ.setdefault("SVT_LOG", "1")
 
 ENCODERS = {"av1": "libsvtav1", "h264": "libx264"}
-# 4:2:0 has colour at half the resolution, which is what cameras and LeRobot write; 4:4:4 at all of it.
+# 4:2:0 stores colour at half the resolution, as cameras and LeRobot do; 4:4:4 at full resolution.
 PIX_FMTS = {"av1": ("yuv420p",), "h264": ("yuv420p", "yuv444p")}
 
 
@@ -50,32 +50,32 @@ class VideoSettings:
     pix_fmt: str = "yuv420p"
 
     def options(self) -> dict[str, str]:
-        """The encoder's own settings; AV1's preset is LeRobot's."""
+        """The encoder's own options; the preset for AV1 is LeRobot's."""
         options = {"g": str(self.gop), "crf": str(self.crf)}
         if self.codec == "av1":
             return options | {"preset": "12"}
-        # No B-frames and no key frames at scene cuts: packets lie in the order they are shown, and
-        # key frames lie where the GOP says.
+        # No B-frames and no key frames at scene cuts: packets are in display order, and key frames
+        # are exactly where the GOP size puts them.
         return options | {"bf": "0", "sc_threshold": "0"}
 
     def check(self, where: str) -> None:
-        """Refuse what the encoder would refuse later, and with less to say."""
+        """Raise an error for settings that the encoder would reject later with a less clear message."""
         if self.codec not in ENCODERS:
             raise DatasetError(f"{where}: unknown codec {self.codec!r}. Choose one of {', '.join(ENCODERS)}.")
         if self.gop < 1:
-            raise DatasetError(f"{where}: gop={self.gop} is not a number of frames. Give 1 or more.")
+            raise DatasetError(f"{where}: gop={self.gop} is not a valid number of frames. Use 1 or more.")
         if not 0 <= self.crf <= (63 if self.codec == "av1" else 51):
-            raise DatasetError(f"{where}: crf={self.crf} is out of range for {self.codec}. Give 0 to 51.")
+            raise DatasetError(f"{where}: crf={self.crf} is out of range for {self.codec}. Use 0 to 51.")
         if self.pix_fmt not in PIX_FMTS[self.codec]:
             raise DatasetError(
-                f"{where}: {self.codec} can't be written as {self.pix_fmt!r} here. "
+                f"{where}: Flexor does not write {self.codec} with pix_fmt={self.pix_fmt!r}. "
                 f"Choose one of {', '.join(PIX_FMTS[self.codec])}."
             )
         odd = self.width % 2 or self.height % 2
         if self.codec == "h264" and self.pix_fmt == "yuv420p" and odd:
             raise DatasetError(
                 f"{where}: H.264 with 4:2:0 colour needs an even width and height, got "
-                f"{self.height}x{self.width} (height x width). Use codec='av1', which takes odd sizes, or "
+                f"{self.height}x{self.width} (height x width). Use codec='av1', which supports odd sizes, or "
                 "crop a row or column."
             )
 
@@ -108,10 +108,10 @@ class VideoSettings:
 
 @contextmanager
 def ordinary_priority() -> Iterator[None]:
-    """Undo what SVT-AV1 does when it is opened by root: it makes the calling thread and its own real-time ones.
+    """Undo a side effect of SVT-AV1: opened by root, it gives the calling thread and its own real-time priority.
 
-    The caller would keep that priority for good and hand it on to every thread and process it starts. What polls
-    at that priority (collectives between ranks do) can hold up a whole machine for ever.
+    The caller would keep that priority, and all threads and processes it starts would inherit it. Code that polls
+    at that priority (collectives between ranks do) can block a whole machine forever.
     """
     if not sys.platform.startswith("linux"):
         yield
@@ -129,7 +129,7 @@ def _policies() -> dict[int, tuple[int, os.sched_param]]:
     """How each thread of this process is scheduled."""
     found = {}
     for name in os.listdir("/proc/self/task"):  # noqa: PTH208
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended in the meantime
             found[int(name)] = os.sched_getscheduler(int(name)), os.sched_getparam(int(name))
     return found
 
@@ -144,12 +144,12 @@ class EpisodeEncoder:
         context.width, context.height, context.pix_fmt = settings.width, settings.height, settings.pix_fmt
         context.framerate = frame_rate(settings.fps)
         context.time_base = 1 / frame_rate(settings.fps)
-        context.flags |= Flags.global_header  # mp4 keeps the parameter sets once, in front
+        context.flags |= Flags.global_header  # mp4 stores the parameter sets once, at the start
         context.options = settings.options()
         with ordinary_priority():
             context.open()
         self._context = context
-        self._reformatter = VideoReformatter()  # kept: a new one would set up its tables for every frame
+        self._reformatter = VideoReformatter()  # reused: a new one would rebuild its tables for every frame
 
     def add(self, image: np.ndarray) -> None:
         """Encode one more frame, [H, W, 3] uint8."""
@@ -167,28 +167,28 @@ class EpisodeEncoder:
 
 
 class VideoStream(Protocol):
-    """What kind of packets a file holds. Packets of streams that are equal may lie in one file."""
+    """The kind of packets in a file. Packets of equal streams may be stored in one file."""
 
     def add_to(self, container: Any) -> Any:
         """Add such a stream to a container opened for writing."""
 
 
-class VideoFile:
-    """An mp4 file that episodes are appended to. It is playable once closed, and not before."""
+class VideoWriter:
+    """An mp4 file that episodes are appended to. It is playable only after it is closed."""
 
     def __init__(self, path: Path, fps: float, stream: VideoStream) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.frames, self.bytes, self.stream = 0, 0, stream
         self._time_base = 1 / frame_rate(fps)
-        # faststart puts the index in front, so that reading over a network starts with one request.
+        # faststart puts the index at the start of the file: reading over a network starts with one request.
         self._container = av.open(str(path), "w", options={"movflags": "faststart"})
         self._stream = stream.add_to(self._container)
         self._stream.time_base = self._time_base
         with ordinary_priority():
-            self._container.start_encoding()  # it opens an encoder too, though packets come encoded
+            self._container.start_encoding()  # this opens an encoder too, although the packets are already encoded
 
     def append(self, packets: list[av.Packet]) -> tuple[float, float]:
-        """Put an episode at the end; gives its first time in the file and the time just past it."""
+        """Append an episode; returns its start time and end time in the file."""
         start = self.frames
         for packet in packets:
             assert packet.pts is not None and packet.dts is not None

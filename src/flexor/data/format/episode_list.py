@@ -1,4 +1,4 @@
-"""Lists of episodes as people write them: 0,1,5:9 or @file."""
+"""Parses lists of episodes such as 0,1,5:9 or @file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexor.core.errors import ConfigError
 
 
 def parse_episodes(text: str, where: str) -> list[int]:
-    """Numbers and half-open ranges, in their order: "0, 5:8" is 0, 5, 6, 7. Brackets around are allowed.
+    """Indices and half-open ranges, in the given order: "0, 5:8" is 0, 5, 6, 7. Enclosing brackets are allowed.
 
-    "@file" is a JSON list in a file, as `flexor data check --good-episodes` writes it. `where` is the name of
-    the setting, for messages.
+    "@file" reads a JSON list from a file, as `flexor data check --good-episodes` writes it. `where` is the name
+    of the setting, for messages.
     """
     if text.startswith("@"):
         return _read(text, where)
@@ -25,14 +25,16 @@ def parse_episodes(text: str, where: str) -> list[int]:
         match = re.fullmatch(r"\s*([0-9]+)\s*(?::\s*([0-9]+)\s*)?", part)
         first, end = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
         if first >= end:
-            why = f"the range {part.strip()} is empty" if match else f"{part.strip()!r} is no episode"
-            raise ConfigError(f"{where}={text}: {why}. Give numbers and ranges such as 0,1,5:9, or @file.")
+            why = (
+                f"the range {part.strip()} is empty" if match else f"{part.strip()!r} is not an episode index"
+            )
+            raise ConfigError(f"{where}={text}: {why}. Give indices and ranges such as 0,1,5:9, or @file.")
         episodes += range(first, end)
     return episodes
 
 
 def write_episodes(episodes: Iterable[int]) -> str:
-    """As `parse_episodes` reads it, runs of numbers as ranges."""
+    """The text that `parse_episodes` reads; consecutive indices become ranges."""
     runs: list[list[int]] = []
     for episode in sorted(set(episodes)):
         if runs and episode == runs[-1][1]:
@@ -46,9 +48,9 @@ def _read(text: str, where: str) -> list[int]:
     try:
         episodes = json.loads(Path(text[1:]).read_text(encoding="utf-8"))
         if not isinstance(episodes, list) or not all(type(e) is int and e >= 0 for e in episodes):
-            raise ValueError("it holds something else")
+            raise ValueError("the file contains something else")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{where}={text}: can't read a list of episodes such as [0, 1, 2] from there ({error})."
+            f"{where}={text}: can't read a list of episodes such as [0, 1, 2] from this file ({error})."
         ) from error
     return episodes

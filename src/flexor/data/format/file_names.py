@@ -1,4 +1,4 @@
-"""Where the files of a dataset lie: the templates `data_path` and `video_path` of meta/info.json, filled in."""
+"""The paths of a dataset's files, from the templates `data_path` and `video_path` of meta/info.json."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ V2 = {
     "data_path": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
     "video_path": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
 }
-"""What LeRobot writes, and what is meant where a dataset has no template."""
+"""LeRobot's templates; also the default if a dataset has no template."""
 
-# `chunk_index` and `episode_chunk` are two versions' names of one thing, so a template may have either.
+# `chunk_index` and `episode_chunk` are the names of the same field in two versions; a template may use either.
 V3_FIELDS = ("chunk_index", "file_index", "episode_index", "episode_chunk")
 V2_FIELDS = ("episode_chunk", "episode_index", "chunk_index")
 
 
 class FileNames:
-    """The names of a dataset's files. A template that can't be used is a ValueError that says what is wrong."""
+    """The names of a dataset's files. An invalid template raises a ValueError that says what is wrong."""
 
     def __init__(self, info: dict[str, Any], v3: bool):
         self._v3 = v3
@@ -32,7 +32,7 @@ class FileNames:
         self._video = _checked("video_path", info.get("video_path"), defaults, (*fields, "video_key"))
 
     def data(self, episode: int, chunk: int | None = None, file: int | None = None) -> str:
-        """The table an episode lies in; v3.0 metadata says in which chunk and file."""
+        """The table that contains an episode; v3.0 metadata gives its chunk and file."""
         return self._data(**self._place(episode, chunk, file))
 
     def video(self, camera: str, episode: int, chunk: int | None = None, file: int | None = None) -> str:
@@ -43,7 +43,7 @@ class FileNames:
             chunk = episode // self._per_chunk
             return {"episode_index": episode, "episode_chunk": chunk, "chunk_index": chunk}
         if chunk is None or file is None:
-            raise ValueError(f"episode {episode}: the metadata does not say in which chunk and file it lies")
+            raise ValueError(f"episode {episode}: the metadata does not give its chunk and file index")
         place = {"chunk_index": int(chunk), "file_index": int(file)}
         return place | {"episode_index": episode, "episode_chunk": int(chunk)}
 
@@ -68,7 +68,7 @@ def _checked(
         template.format(**{field: "camera" if field == "video_key" else 0 for field in fields})
     except (ValueError, LookupError) as error:
         raise ValueError(
-            f"{name} is {template!r}: {error}. Fields of this version are "
+            f"{name} is {template!r}: {error}. The valid fields in this version are "
             f"{', '.join(f'{{{field}}}' for field in fields)}"
         ) from error
     return template.format

@@ -1,7 +1,7 @@
-"""A LeRobot dataset's metadata, v2.0, v2.1 and v3.0, brought into one form.
+"""Reads the metadata of LeRobot datasets v2.0, v2.1 and v3.0 into one form.
 
-The versions differ in where things are written down (JSON lines or parquet) and in how many episodes
-share a file. Nothing above this module asks which version it is reading.
+The versions differ in how metadata is stored (JSON lines or parquet) and in how many episodes
+share a file. Code above this module does not depend on the version.
 """
 
 import json
@@ -35,7 +35,7 @@ __all__ = [
 Stats = dict[str, dict[str, np.ndarray]]
 
 CAMERA_CHANNELS = (1, 3, 4)
-MOST_TASKS = 10_000_000  # beyond that a number is no number of a task
+MOST_TASKS = 10_000_000  # a larger number can't be a task index
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Feature:
 
     @property
     def chw(self) -> tuple[int, int, int]:
-        """A camera's (channels, height, width), whichever way round it was declared."""
+        """A camera's (channels, height, width), in whichever order its shape was declared."""
         assert self.is_camera and len(self.shape) == 3, self
         a, b, c = self.shape
         names = list(self.names) if isinstance(self.names, list | tuple) else []
@@ -74,17 +74,17 @@ class Feature:
             return a, b, c
         if len(names) == 3 and str(names[2]).startswith("channel"):
             return c, a, b
-        # Without names: channels are few, pictures are not.
+        # Without names: the number of channels is small, height and width are not.
         return (a, b, c) if a in CAMERA_CHANNELS and c not in CAMERA_CHANNELS else (c, a, b)
 
 
 @dataclass(frozen=True)
 class VideoSpans:
-    """Where one camera's episodes lie: file, and the episode's time span in it."""
+    """Where one camera's episodes are stored: the file, and the episode's time span in it."""
 
-    file: list[str | None]  # None where the metadata does not say
-    start: np.ndarray  # [E] seconds into the file at which the episode's clock is zero
-    stop: np.ndarray  # [E] seconds; nan where the file is the episode's alone
+    file: list[str | None]  # None if the metadata does not give it
+    start: np.ndarray  # [E] position in the file, in seconds, where the episode's clock is zero
+    stop: np.ndarray  # [E] seconds; nan if the file contains only this episode
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Metadata:
 
 
 class BrokenFile(DatasetError):
-    """An error about one file of a dataset, with the way to find out more. `short` is the heart of it."""
+    """An error in one file of a dataset, with a hint how to find out more. `short` is the message without it."""
 
     def __init__(self, source: Source, file: str, what: str):
         super().__init__(f"{source}: {file}: {what}. Run `flexor data check {source}`")
@@ -139,7 +139,7 @@ def read_metadata(source: Source) -> Metadata:
         raise BrokenFile(
             source,
             "meta/info.json",
-            f"codebase_version is {version!r}; Flexor reads {', '.join(readers)}. "
+            f"codebase_version is {version!r}, but Flexor supports only {', '.join(readers)}. "
             f"Convert the dataset with LeRobot's conversion scripts",
         )
     try:
@@ -154,7 +154,7 @@ def read_metadata(source: Source) -> Metadata:
 
 
 def read_parquet(source: Source, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """Columns of a parquet file; anything wrong with the file is an error that names it."""
+    """Read columns of a parquet file; any problem with the file raises an error that names it."""
     with _open_parquet(source, name) as file:
         return file.read(columns=None if columns is None else list(columns))
 
@@ -173,7 +173,7 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError) as error:
-        raise BrokenFile(source, name, f"the file is damaged or cut short ({error})") from error
+        raise BrokenFile(source, name, f"the file is damaged or truncated ({error})") from error
 
 
 def _feature(name: str, spec: dict[str, Any]) -> Feature:
@@ -192,13 +192,13 @@ def _frame_rate(value: Any) -> float:
 def _read_v3(source: Source, names: FileNames, cameras: list[str]) -> tuple[EpisodeFiles, list[str]]:
     files = source.list("meta/episodes", ".parquet")
     if not files:
-        raise BrokenFile(source, "meta/episodes/", "there is no parquet file in it")
+        raise BrokenFile(source, "meta/episodes/", "the folder contains no parquet file")
     needed = ["episode_index", "length", "tasks", "data/chunk_index", "data/file_index"]
     parts = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
     optional = [f"videos/{camera}/{part}" for camera in cameras for part in parts]
     columns: dict[str, list] = {name: [] for name in (*needed, *optional)}
     for file in files:
-        present = parquet_columns(source, file)  # statistics are most of it, and not wanted
+        present = parquet_columns(source, file)  # statistics are most of the file, and are not needed here
         missing = [name for name in needed if name not in present]
         if missing:
             raise BrokenFile(source, file, f"columns {missing} are missing")
@@ -228,7 +228,7 @@ def _read_v3(source: Source, names: FileNames, cameras: list[str]) -> tuple[Epis
 
 @dataclass(frozen=True)
 class _Rows:
-    """Columns of the episode metadata, of which nothing is sure."""
+    """Columns of the episode metadata, which may contain invalid values."""
 
     source: Source
     file: str
@@ -237,13 +237,11 @@ class _Rows:
     def integers(self, name: str) -> np.ndarray:
         for row, value in enumerate(self.columns[name]):
             if not isinstance(value, int) or value < 0:
-                raise BrokenFile(
-                    self.source, self.file, f"{name} of row {row} is {value!r}, not a whole number"
-                )
+                raise BrokenFile(self.source, self.file, f"{name} of row {row} is {value!r}, not an integer")
         return np.array(self.columns[name], np.int64)
 
     def seconds(self, name: str) -> np.ndarray:
-        """nan where there are none."""
+        """The column in seconds; nan for missing values."""
         values = self.columns[name]
         return np.array([v if isinstance(v, int | float) else math.nan for v in values], np.float64)
 
@@ -254,16 +252,14 @@ def _texts(tasks: Any) -> list[str]:
 
 
 def _in_order(source: Source, episodes: EpisodeFiles) -> EpisodeFiles:
-    """By their numbers, which must be 0, 1, 2, ...; what the metadata says twice counts once."""
+    """Sort episodes by index, which must be 0, 1, 2, ...; identical duplicates are dropped."""
     order = np.argsort(episodes.index, kind="stable")
     keep = [order[i] for i in range(len(order)) if i == 0 or not _same(episodes, order[i - 1], order[i])]
     if len(keep) < len(order):
-        warn_once("%s: the metadata has %d episodes twice", source, len(order) - len(keep))
+        warn_once("%s: the metadata lists %d episodes twice; using each once", source, len(order) - len(keep))
     index = episodes.index[keep]
     if len(index) and not (index == np.arange(len(index))).all():
-        what = (
-            f"episodes are not numbered 0 to {len(index) - 1}, each once. `flexor data repair` renumbers them"
-        )
+        what = f"the episode indices are not 0 to {len(index) - 1}, each once. `flexor data repair` renumbers them"
         raise BrokenFile(source, "the episode metadata", what)
     return EpisodeFiles(
         index,
@@ -290,11 +286,11 @@ def _read_tasks_v3(source: Source) -> list[str]:
     if not source.exists("meta/tasks.parquet"):
         return []
     table = read_parquet(source, "meta/tasks.parquet")
-    # pandas wrote the task strings as an index, whose column name depends on who wrote it.
+    # pandas stored the task strings as an index; its column name depends on the writer.
     text = [f.name for f in table.schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
     if not text or "task_index" not in table.column_names:
         raise BrokenFile(
-            source, "meta/tasks.parquet", f"columns {table.column_names}: no task and task_index"
+            source, "meta/tasks.parquet", f"columns task and task_index are missing in {table.column_names}"
         )
     pairs = zip(table["task_index"].to_pylist(), table[text[0]].to_pylist())
     return _by_index(source, "meta/tasks.parquet", pairs)
@@ -306,7 +302,7 @@ def _read_v2(source: Source, names: FileNames, cameras: list[str]) -> tuple[Epis
     columns = {name: [line.get(name) for line in lines] for name in ("episode_index", "length", "tasks")}
     rows = _Rows(source, file, columns)
     index, length = rows.integers("episode_index"), rows.integers("length")
-    start, stop = np.zeros(len(index)), np.full(len(index), np.nan)  # a file is its episode's alone
+    start, stop = np.zeros(len(index)), np.full(len(index), np.nan)  # a file contains only one episode
     spans = {
         camera: VideoSpans([names.video(camera, i) for i in index.tolist()], start, stop)
         for camera in cameras
@@ -322,7 +318,7 @@ def _by_index(source: Source, file: str, pairs: Iterable[tuple[Any, Any]]) -> li
     tasks = {}
     for number, text in pairs:
         if not isinstance(number, int) or not 0 <= number < MOST_TASKS or not isinstance(text, str):
-            raise BrokenFile(source, file, f"{text!r} with task_index {number!r} is no task with its number")
+            raise BrokenFile(source, file, f"task {text!r} with task_index {number!r} is not valid")
         tasks[number] = text
     return [tasks.get(i, "") for i in range(max(tasks, default=-1) + 1)]
 
@@ -331,11 +327,13 @@ def _check_totals(source: Source, info: dict, episodes: EpisodeFiles) -> None:
     counted = {"total_episodes": len(episodes.index), "total_frames": int(episodes.length.sum())}
     wrong = [f"{name}={info[name]}, not {n}" for name, n in counted.items() if info.get(name, n) != n]
     if wrong:
-        warn_once("%s: meta/info.json has %s, as its episodes add up to", source, " and ".join(wrong))
+        warn_once(
+            "%s: meta/info.json does not match the episode metadata: it has %s", source, " and ".join(wrong)
+        )
 
 
 def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
-    """Statistics by feature. Those that can't be used are as good as none: training computes its own."""
+    """Statistics by feature. Unusable statistics are dropped: training computes its own."""
     file = "meta/stats.json" if source.exists("meta/stats.json") else "meta/episodes_stats.jsonl"
     if not source.exists(file):
         return {}
@@ -348,7 +346,7 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
         for name, group in stats.items():
             for value in group.values():
                 if value.dtype.kind not in "biuf":
-                    raise ValueError(f"{name} has values that are no numbers")
+                    raise ValueError(f"{name} has values that are not numbers")
             if name in features and features[name].is_camera:
                 stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
     except (DatasetError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -363,12 +361,12 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
 def _read_json(source: Source, name: str) -> dict:
     found = _parse(source, name, json.loads)
     if not isinstance(found, dict):
-        raise BrokenFile(source, name, f"this is a {type(found).__name__}, not a JSON object")
+        raise BrokenFile(source, name, f"the file contains a {type(found).__name__}, not a JSON object")
     return found
 
 
 def _read_jsonl(source: Source, name: str, needed: bool = True) -> list[dict]:
-    """A JSON object per line."""
+    """Read a file with one JSON object per line."""
     if not needed and not source.exists(name):
         return []
     rows = _parse(source, name, lambda text: [json.loads(line) for line in text.splitlines() if line.strip()])
@@ -385,4 +383,4 @@ def _parse(source: Source, name: str, parser: Callable[[str], Any]) -> Any:
     try:
         return parser(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BrokenFile(source, name, f"this is not valid JSON ({error})") from error
+        raise BrokenFile(source, name, f"the file is not valid JSON ({error})") from error

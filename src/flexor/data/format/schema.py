@@ -1,4 +1,4 @@
-"""What a dataset's features may be, and how a frame's values are checked and stored."""
+"""Which features a dataset may have, and how a frame's values are checked and stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_FEATURES: dict[str, dict[str, Any]] = {
     "index": {"dtype": "int64", "shape": [1], "names": None},
     "task_index": {"dtype": "int64", "shape": [1], "names": None},
 }
-"""The columns every dataset has. The writer fills them; a frame does not give them."""
+"""The columns of every dataset. The writer fills them in; a frame must not contain them."""
 
 NUMERIC = {
     *("float16", "float32", "float64", "bool"),
@@ -26,7 +26,7 @@ NUMERIC = {
 
 
 def checked_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The features with a plain list as shape, or what is wrong with them."""
+    """The features, each shape as a plain list; raises an error if a feature is invalid."""
     checked = {}
     for name, feature in features.items():
         dtype, shape = feature.get("dtype"), list(feature.get("shape", []))
@@ -39,14 +39,16 @@ def checked_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
                 f"{where}: unknown dtype {dtype!r}. Use video, image, string or one of {known}."
             )
         if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
-            raise DatasetError(f"{where}: shape {shape} must be positive integers; a single number is [1].")
+            raise DatasetError(
+                f"{where}: shape {shape} must be positive integers; use [1] for a single number."
+            )
         if dtype in ("image", "video") and (len(shape) != 3 or shape[2] != 3):
             raise DatasetError(f"{where}: a camera's shape is [height, width, 3], got {shape}.")
         if dtype == "string" and shape != [1]:
             raise DatasetError(f"{where}: a string's shape is [1], got {shape}.")
         checked[name] = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
     if not any(name not in DEFAULT_FEATURES for name in checked):
-        raise DatasetError('there are no features. Give at least {"action": {"dtype": ..., "shape": ...}}.')
+        raise DatasetError('No features given. Give at least {"action": {"dtype": ..., "shape": ...}}.')
     return checked
 
 
@@ -55,21 +57,21 @@ def checked_value(where: str, value: Any, feature: dict[str, Any]) -> Any:
     dtype, shape = feature["dtype"], tuple(feature["shape"])
     if dtype == "string":
         if not isinstance(value, str):
-            raise DatasetError(f"{where} is a string, got {type(value).__name__}.")
+            raise DatasetError(f"{where} must be a string, got {type(value).__name__}.")
         return value
     expected = np.dtype("uint8" if dtype in ("image", "video") else dtype)
     array = np.asarray(value)
-    # A Python number or list has no type of its own: take it where nothing is lost in kind.
+    # A Python number or list has no fixed dtype: accept it if the kind (such as integer or float) fits.
     if not hasattr(value, "dtype") and np.can_cast(array.dtype, expected, "same_kind"):
         array = array.astype(expected)
     if array.dtype != expected:
         raise DatasetError(
-            f"{where} is {expected}, got {array.dtype}. Convert it: value.astype('{expected}')."
+            f"{where} must be {expected}, got {array.dtype}. Convert it: value.astype('{expected}')."
         )
     if array.shape != shape and not (array.shape == () and shape == (1,)):
         turned = array.ndim == 3 and array.transpose(1, 2, 0).shape == shape
-        hint = " Images are height x width x channels: transpose(1, 2, 0)." if turned else ""
-        raise DatasetError(f"{where} has shape {shape}, got {array.shape}.{hint}")
+        hint = " Images must be height x width x channels: use transpose(1, 2, 0)." if turned else ""
+        raise DatasetError(f"{where} must have shape {shape}, got {array.shape}.{hint}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         bad = np.count_nonzero(~np.isfinite(array))
         raise DatasetError(
@@ -79,7 +81,7 @@ def checked_value(where: str, value: Any, feature: dict[str, Any]) -> Any:
 
 
 def arrow_type(feature: dict[str, Any]) -> pa.DataType:
-    """What `datasets` makes of the feature: fixed lists for vectors, nested lists beyond."""
+    """The feature's Arrow type as `datasets` writes it: fixed-size lists for vectors, nested lists for more axes."""
     if feature["dtype"] == "image":
         return pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     kind = pa.string() if feature["dtype"] == "string" else pa.from_numpy_dtype(feature["dtype"])

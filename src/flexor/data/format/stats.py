@@ -1,10 +1,10 @@
-"""Dataset statistics, with LeRobot's numbers.
+"""Dataset statistics, computed as in LeRobot.
 
-Policies normalise with these, so they have to be what LeRobot would have computed on the same data:
-an episode's statistics first, quantiles from a histogram of 5000 bins, then the episodes' statistics
-merged by frame count. Merged quantiles are thus an average of episodes' quantiles, as LeRobot's are,
-not the quantiles of the whole. Means and deviations are summed in float64 here, where LeRobot sums in
-the type of the data; that is the one deliberate difference, and it only shows in the last digits.
+Policies normalise with these, so they must match what LeRobot computes on the same data: first the
+statistics of each episode, with quantiles from a histogram of 5000 bins, then a merge of all episodes
+weighted by frame count. So merged quantiles are an average of the episodes' quantiles, as in LeRobot,
+not the quantiles of the whole dataset. There is one deliberate difference: Flexor sums means and
+deviations in float64, LeRobot in the data's type. Only the last digits differ.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BINS = 5000
 
 
 class RunningStats:
-    """Statistics of vectors that arrive in batches, without keeping the vectors."""
+    """Statistics of vectors that arrive in batches; the vectors are not stored."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def update(self, values: np.ndarray) -> None:
-        """Take in `values` [..., D]: every dimension but the last one is a batch dimension."""
+        """Add `values` [..., D]: every dimension except the last one is a batch dimension."""
         values = np.asarray(values)
         values = values.reshape(-1, values.shape[-1])  # [N, D]
         if len(values) == 0:
@@ -41,15 +41,15 @@ class RunningStats:
         low, high = values.min(axis=0), values.max(axis=0)
         if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise DatasetError(
-                f"{np.count_nonzero(~np.isfinite(values))} of {values.size} values are NaN or infinite, and "
-                "have no statistics. `flexor data check` names the episodes; leave them out or repair them."
+                f"{np.count_nonzero(~np.isfinite(values))} of {values.size} values are NaN or infinite, so "
+                "statistics can't be computed. `flexor data check` names the episodes; exclude or repair them."
             )
         if self.count == 0:
             self._start(low, high)
         elif values.shape[1] != len(self.min):
             raise DatasetError(
-                f"statistics of vectors of length {len(self.min)} cannot take in vectors of length "
-                f"{values.shape[1]}: every frame of a feature must have the same shape"
+                f"can't add vectors of length {values.shape[1]} to statistics of vectors of length "
+                f"{len(self.min)}: every frame of a feature must have the same shape"
             )
         elif np.any(low < self.min) or np.any(high > self.max):
             self._widen(np.minimum(low, self.min), np.maximum(high, self.max))
@@ -58,7 +58,7 @@ class RunningStats:
     def result(self) -> Stats:
         """The statistics so far, each an array [D], and the number of vectors, [1]."""
         if self.count == 0:
-            raise DatasetError("no statistics: there are no frames. Give at least one frame.")
+            raise DatasetError("can't compute statistics without frames. Add at least one frame.")
         stats = {
             "min": self.min.copy(),
             "max": self.max.copy(),
@@ -67,7 +67,7 @@ class RunningStats:
             "count": np.array([self.count]),
         }
         for name, q in QUANTILES.items():
-            # With one vector there is no histogram to speak of; LeRobot puts the mean.
+            # One vector gives no useful histogram; LeRobot uses the mean.
             stats[name] = self.mean.copy() if self.count < 2 else self._quantile(q)
         return stats
 
@@ -79,7 +79,7 @@ class RunningStats:
         self._edges = [np.linspace(lo - 1e-10, hi + 1e-10, BINS + 1) for lo, hi in zip(low, high)]
 
     def _add(self, values: np.ndarray) -> None:
-        # Chan's update: exact where E[x^2] - E[x]^2 would cancel to nothing.
+        # Chan's update: accurate where E[x^2] - E[x]^2 would suffer from cancellation.
         mean = values.mean(axis=0, dtype=np.float64)
         total = self.count + len(values)
         shift = mean - self.mean
@@ -90,7 +90,7 @@ class RunningStats:
             histogram += np.histogram(column, bins=edges)[0]
 
     def _widen(self, low: np.ndarray, high: np.ndarray) -> None:
-        """Stretch every histogram over the new range; a bin's count moves to where its centre falls."""
+        """Extend every histogram to the new range; a bin's count moves to the new bin at its centre."""
         self.min, self.max = low, high
         for i, old in enumerate(self._edges):
             padding = (high[i] - low[i]) * 1e-10
@@ -104,7 +104,7 @@ class RunningStats:
 
 
 def _quantile(histogram: np.ndarray, edges: np.ndarray, target: float) -> float:
-    """The value below which `target` samples lie, linear inside a bin."""
+    """The value with `target` samples below it; linear interpolation inside a bin."""
     cumulative = np.cumsum(histogram)
     bin_ = int(np.searchsorted(cumulative, target))
     if bin_ == 0:
@@ -121,12 +121,12 @@ def vector_stats(values: np.ndarray) -> Stats:
     """Statistics of one feature over one episode: `values` is [T] or [T, ..., D]."""
     running = RunningStats()
     running.update(values[:, None] if values.ndim == 1 else values)
-    # Frames are counted, also where a frame is a matrix and each of its rows is a vector.
+    # `count` is the number of frames, even if a frame is a matrix and each of its rows is a vector.
     return running.result() | {"count": np.array([len(values)])}
 
 
 def sample_indices(length: int) -> np.ndarray:
-    """The frames LeRobot looks at for image statistics: all up to 100, then ever fewer of them."""
+    """The frames LeRobot uses for image statistics: all of up to 100, then a decreasing fraction."""
     samples = max(min(length, 100), min(int(length**0.75), 10_000))
     return np.round(np.linspace(0, length - 1, samples)).astype(int)
 
@@ -134,8 +134,8 @@ def sample_indices(length: int) -> np.ndarray:
 def pixel_counts(image: np.ndarray) -> np.ndarray:
     """How often each of the 256 values occurs in each channel: [H, W, C] uint8 -> [C, 256].
 
-    Large images are thinned out to about 150 pixels on the long side, as LeRobot does. A frame's
-    whole contribution to the statistics is these few kilobytes, so frames need not be kept.
+    Large images are subsampled to about 150 pixels on the long side, as in LeRobot. These few kilobytes
+    are all that the statistics need of a frame, so frames are not stored.
     """
     height, width, channels = image.shape
     if max(height, width) >= 300:
@@ -189,7 +189,7 @@ def _aggregate(parts: Sequence[Stats]) -> Stats:
 
 
 def to_json(stats: Mapping[str, Stats]) -> dict[str, dict[str, Any]]:
-    """What `meta/stats.json` holds: nested lists."""
+    """The content of `meta/stats.json`: nested lists."""
     return {name: {key: np.asarray(v).tolist() for key, v in part.items()} for name, part in stats.items()}
 
 
@@ -199,7 +199,7 @@ def from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Stats]:
 
 
 def write_stats(root: Path, stats: Mapping[str, Stats]) -> Path:
-    """Put statistics into a dataset's folder, in one instant."""
+    """Write statistics into a dataset's folder, atomically."""
     path = root / "meta" / "stats.json"
     aside = path.with_name(".stats.json")
     aside.write_text(json.dumps(to_json(stats), indent=4))

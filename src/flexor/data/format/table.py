@@ -14,23 +14,23 @@ from flexor.data.storage.source import Source
 __all__ = ["FrameTable", "read_table"]
 
 READERS = 4
-"""Files read at once: reading one is decompression, which leaves the interpreter free."""
+"""Files read in parallel: reading is mostly decompression, which releases the GIL."""
 
 
 @dataclass(frozen=True)
 class FrameTable:
-    """The rows of the selected episodes, in the order in which they lie in the files."""
+    """The rows of the selected episodes, in file order."""
 
     columns: dict[str, np.ndarray]  # numeric and bool, [N, ...]
     strings: dict[str, list[str]]
     missing: dict[str, str]
-    """Declared features that are no column, and why that is so."""
+    """Declared features without a column, and why."""
 
     episode: np.ndarray  # [E] episode index, in row order
     length: np.ndarray  # [E] rows
     first_row: np.ndarray  # [E] the episode's first row in its own file
     bad: dict[int, str]
-    """Selected episodes that can't be read, and why: they are in none of the above."""
+    """Selected episodes that can't be read, and why. None of the fields above contains them."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Piece:
 def read_table(
     source: Source, features: dict[str, Feature], episodes: EpisodeFiles, selected: Sequence[int]
 ) -> FrameTable:
-    """Read what is needed of every file that holds a selected episode."""
+    """Read the needed columns of every file that contains a selected episode."""
     by_file: dict[str, list[int]] = {}
     for episode in selected:
         by_file.setdefault(episodes.data_file[episode], []).append(episode)
@@ -92,19 +92,19 @@ def read_table(
 
 
 def _first_readable(source: Source, files: list[str]) -> tuple[str, list[str]]:
-    """A file to learn the columns from."""
+    """The first readable file, and its columns."""
     for file in files:
         try:
             return file, parquet_columns(source, file)
         except BrokenFile:
-            continue  # said of each episode in it
+            continue  # reported for each episode in the file
     return files[0], []
 
 
 def fill_in(
     name: str, columns: dict[str, np.ndarray], table: FrameTable, fps: float, task_of: np.ndarray
 ) -> None:
-    """Add LeRobot's own columns where a dataset lacks them; everything else relies on them.
+    """Add LeRobot's own columns if they are missing, because the rest of the code needs them.
 
     `task_of` [E] is the task index of each episode in row order.
     """
@@ -122,7 +122,7 @@ def fill_in(
     for column in added:
         columns[column] = derived[column]()
     if added:
-        warn_once("%s: no column %s: derived from the episode lengths", name, ", ".join(added))
+        warn_once("%s: column %s is missing; deriving it from the episode lengths", name, ", ".join(added))
 
 
 def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]) -> bool:
@@ -136,7 +136,7 @@ def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]
 def _why_missing(feature: Feature, file: str) -> str:
     if feature.is_numeric or feature.is_image or feature.dtype == "string":
         return f"{file} has no such column"
-    return f"Flexor does not read features of dtype {feature.dtype!r}"
+    return f"Flexor does not support features of dtype {feature.dtype!r}"
 
 
 def _read_file(
@@ -170,33 +170,35 @@ def _index_column(present: list[str]) -> list[str]:
 def _episode_spans(
     file: str, table: pa.Table, episodes: EpisodeFiles, selected: list[int]
 ) -> tuple[list[tuple[int, int, int]], dict[int, str]]:
-    """(episode, first row, rows) of the selected episodes of one file, in row order; and what is wrong with others."""
+    """(episode, first row, rows) of the selected episodes of one file, in row order; and the problems of the others."""
     if "episode_index" in table.column_names:
         index = table["episode_index"].to_numpy()
         if index.dtype.kind not in "iuf":
             return [], dict.fromkeys(
-                selected, f"{file}: the column episode_index holds {index.dtype}, not numbers"
+                selected, f"{file}: the column episode_index contains {index.dtype}, not numbers"
             )
     else:
-        index = np.full(table.num_rows, selected[0])  # v2 without the column: the file is the episode's
+        index = np.full(
+            table.num_rows, selected[0]
+        )  # v2 without the column: the file contains only this episode
     spans, bad = [], {}
     runs = _runs(index)
     for episode in selected:
         found = runs.get(episode, [])
         rows, expected = sum(length for _, length in found), int(episodes.length[episode])
         if rows != expected:
-            bad[episode] = f"{file} has {rows} rows of it, but its metadata says {expected}"
+            bad[episode] = f"{file} has {rows} rows of this episode, but the metadata says {expected}"
         elif not rows:
             bad[episode] = "it has no rows"
         elif len(found) > 1:
-            bad[episode] = f"its rows do not lie together in {file}"
+            bad[episode] = f"its rows are not contiguous in {file}"
         else:
             spans.append((episode, *found[0]))
     return sorted(spans, key=lambda span: span[1]), bad
 
 
 def _runs(index: np.ndarray) -> dict[int, list[tuple[int, int]]]:
-    """Where each value of the column lies: {value: [(first row, rows)]}, more than one if it is torn apart."""
+    """The rows of each value: {value: [(first row, rows)]}, several entries if they are not contiguous."""
     runs: dict[int, list[tuple[int, int]]] = {}
     first = np.flatnonzero(np.diff(index, prepend=index[:1] - 1))
     lengths = np.diff(first, append=len(index))
@@ -209,20 +211,22 @@ def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Featu
     """A parquet column [N, *shape] (or [N] for shape [1]) in the dtype that LeRobot's items have."""
     rows, values = len(column), flat_numbers(column)
     if values is None:
-        what = f"column {feature.name} holds {column.type}, but meta/info.json declares {feature.dtype}"
+        what = f"column {feature.name} contains {column.type}, but meta/info.json declares {feature.dtype}"
         raise BrokenFile(source, file, what)
     if values.null_count:
         raise BrokenFile(source, file, f"column {feature.name} has {values.null_count} empty values")
     shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
     flat = values.to_numpy(zero_copy_only=False)
     if flat.size != int(np.prod(shape)):
-        what = f"column {feature.name} holds {flat.size} numbers in {rows} rows, not {feature.shape} each"
+        what = (
+            f"column {feature.name} has {flat.size} values in {rows} rows, not shape {feature.shape} per row"
+        )
         raise BrokenFile(source, file, what)
     return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
 
 
 def flat_numbers(column: pa.ChunkedArray) -> pa.Array | None:
-    """The numbers of a column of numbers or (nested) lists of them, one after the other; None of anything else."""
+    """A column of numbers or (nested) lists of numbers as one flat array; None for any other column."""
     values = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     while isinstance(values, pa.ExtensionArray) or _is_list(values.type):
         values = values.storage if isinstance(values, pa.ExtensionArray) else values.flatten()
@@ -236,7 +240,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _item_dtype(stored: np.dtype) -> type:
-    """LeRobot turns rows into Python numbers and those into tensors: float32, int64 or bool."""
+    """LeRobot converts rows to Python numbers and then to tensors: float32, int64 or bool."""
     if stored.kind == "b":
         return np.bool_
     return np.float32 if stored.kind == "f" else np.int64

@@ -1,4 +1,4 @@
-"""Delta timestamps to row indices and padding masks, for a whole batch at once."""
+"""Converts delta timestamps to row indices and padding masks, for a whole batch at once."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ __all__ = ["deltas_from_timestamps", "window_rows"]
 def deltas_from_timestamps(timestamps: Sequence[float], fps: float, tolerance_s: float = 1e-4) -> list[int]:
     """Seconds relative to the current frame -> frames relative to it, as LeRobot rounds them.
 
-    A timestamp that is no multiple of 1/fps (within `tolerance_s`) would silently mean another frame
-    than the one asked for, so it is refused.
+    A timestamp that is not a multiple of 1/fps (within `tolerance_s`) would silently select a different
+    frame than requested, so it is an error.
     """
     frames = [round(t * fps) for t in timestamps]  # Python's round: half to even, like LeRobot's
     off = [t for t, n in zip(timestamps, frames) if abs(t * fps - n) / fps > tolerance_s]
     if off:
         raise ConfigError(
             f"delta timestamps {off} are not multiples of 1/{fps:g} s (tolerance {tolerance_s:g} s): "
-            f"this dataset has {fps:g} frames per second; use n/{fps:g} with a whole n"
+            f"this dataset has {fps:g} frames per second; use n/{fps:g} with an integer n"
         )
     return frames
 
@@ -30,8 +30,8 @@ def window_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows each sample's window reads, and which of them are padding.
 
-    `start` and `end` [B] bound the episode of each row of `rows` [B]. A step outside of the episode
-    reads its first or last row and is marked. Returns row indices [B, T] and is_pad [B, T].
+    `start` and `end` [B] are the bounds of the episode of each row of `rows` [B]. A step outside the
+    episode reads its first or last row and is marked as padding. Returns row indices [B, T] and is_pad [B, T].
     """
     wanted = np.asarray(rows, np.int64)[:, None] + np.asarray(deltas, np.int64)[None, :]
     first = np.asarray(start, np.int64)[:, None]

@@ -6,8 +6,8 @@
                 writer.add_frame(frame)
             writer.save_episode("pick up the cube")
 
-Frames go to the encoder as they come; what is kept of an episode is its compressed video, its numbers
-and its pixel counts. A folder is a dataset once the writer is closed, and not before.
+Each frame is encoded immediately. In memory, an episode is its compressed video, its numeric values and
+its pixel counts. The folder becomes a dataset only when the writer is closed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class DatasetWriter:
         self.length += 1
 
     def discard_episode(self) -> None:
-        """Forget the frames added since the last episode was saved."""
+        """Discard the frames added since the last episode was saved."""
         self.length = 0
         self._columns: dict[str, list[Any]] = {n: [] for n in self.features if n not in self._video}
         self._pixels: dict[str, list[np.ndarray]] = {
@@ -98,21 +98,21 @@ class DatasetWriter:
         """End the episode: its frames are one demonstration of `task`."""
         if not isinstance(task, str) or not task:
             raise DatasetError(
-                f"save_episode: task must say what was done, such as 'open the drawer'; got {task!r}."
+                f"save_episode: task must be text that describes the episode, such as 'open the drawer'; got {task!r}."
             )
         if self.length == 0:
-            raise DatasetError("save_episode: the episode has no frames. Call add_frame before it.")
+            raise DatasetError("save_episode: the episode has no frames. Call add_frame first.")
         task_index = np.full(self.length, self._files.task_index(task))
         clips = {n: PacketClip(settings, self._encoders[n].finish()) for n, settings in self._video.items()}
         self._files.append(self._episode_columns(), task_index, clips, self._camera_stats())
         self.discard_episode()
 
     def close(self) -> None:
-        """Finish the files and write the metadata, `info.json` last. Frames not saved are dropped."""
+        """Finish the files and write the metadata, `info.json` last. Unsaved frames are dropped."""
         if self._closed:
             return
         if self.length:
-            log.warning("%d frames were added and not saved as an episode: they are left out", self.length)
+            log.warning("%d frames were added but not saved as an episode: they are dropped", self.length)
         self._close_files()
         if not self._files.total_episodes:
             raise DatasetError(
@@ -128,7 +128,7 @@ class DatasetWriter:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # the dataset is not whole, so it gets no info.json
+        else:  # the dataset is incomplete, so it gets no info.json
             self._close_files()
 
     def _close_files(self) -> None:
@@ -146,7 +146,9 @@ class DatasetWriter:
                 )
         missing = [name for name in self.features if name not in frame]
         if missing:
-            raise DatasetError(f"{where}: no value for {', '.join(missing)}. A frame gives every feature.")
+            raise DatasetError(
+                f"{where}: no value for {', '.join(missing)}. A frame needs a value for every feature."
+            )
         return {
             name: checked_value(f"{where}: {name!r}", frame[name], f) for name, f in self.features.items()
         }

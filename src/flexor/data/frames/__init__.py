@@ -1,1 +1,1 @@
-"""Frames by number: decoded, or from where they are kept."""
+"""Frames by id: from a cache, or decoded."""

@@ -1,4 +1,4 @@
-"""Episodes that can't be read: found when a dataset is opened, and refused by name or left out and counted."""
+"""Finds unreadable episodes when a dataset is opened: raises an error that names them, or skips and counts them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flexor.data.format.metadata import Metadata
 from flexor.data.frames.clips import Clip
 from flexor.data.storage.source import Source
 
-READERS = 8  # files looked at together
+READERS = 8  # files checked in parallel
 
 
 class BadEpisodes:
-    """Those found so far among the selected ones."""
+    """The unreadable episodes found so far among the selected ones."""
 
     def __init__(self, dataset: str, selected: Sequence[int]):
         self.dataset, self.selected = dataset, selected
@@ -24,18 +24,18 @@ class BadEpisodes:
 
     @property
     def good(self) -> list[int]:
-        """The other ones; that there are none is an error."""
+        """The readable episodes; raises an error if there are none."""
         good = [episode for episode in self.selected if episode not in self.reasons]
         if not good:
             raise self._refusal()
         return good
 
     def settle(self, on_bad_episode: str) -> None:
-        """All have been looked for: say what is left out, or refuse."""
+        """After all checks: log which episodes are skipped, or raise the error."""
         if self.reasons and on_bad_episode == "raise":
             raise self._refusal()
         if self.reasons:
-            what = f"{len(self.reasons)} episodes can't be read and are left out"
+            what = f"{len(self.reasons)} episodes can't be read and are skipped"
             warn_once("%s", with_examples(f"{self.dataset}: {what}:", self._lines()))
 
     def _lines(self) -> list[str]:
@@ -44,13 +44,13 @@ class BadEpisodes:
     def _refusal(self) -> DatasetError:
         bad, among = len(self.reasons), len(self.selected)
         what = with_examples(f"{self.dataset}: {bad} of {among} episodes can't be read:", self._lines())
-        more = f"`flexor data check {self.dataset}` says more."
+        more = f"`flexor data check {self.dataset}` shows more."
         if bad == among:
             return DatasetError(f"{what}\n{more}")
         return DatasetError(
-            f"{what}\n{more}\nFetch the files again, or train without these episodes:\n"
+            f"{what}\n{more}\nDownload the files again, or train without these episodes:\n"
             f"  --dataset.exclude_episodes={write_episodes(self.reasons)}\n"
-            "or without all that can't be read, whichever they are:\n"
+            "or skip every episode that can't be read:\n"
             "  --dataset.on_bad_episode=skip"
         )
 
@@ -63,7 +63,7 @@ def video_cameras(
     for name, feature in meta.features.items():
         if not feature.is_camera:
             continue
-        why = "it is a depth map, which Flexor does not read yet" if feature.is_depth else None
+        why = "it is a depth map, which Flexor does not support yet" if feature.is_depth else None
         if why is None and len(feature.shape) != 3:
             why = f"its shape is {list(feature.shape)}, not height, width and channels"
         if why is None and feature.is_video:
@@ -79,16 +79,16 @@ def _why_no_video(source: Source, meta: Metadata, camera: str, selected: Sequenc
     spans = meta.episodes.videos.get(camera)
     files = [spans.file[i] for i in selected if spans.file[i] is not None] if spans else []
     if not files:
-        return "the episode metadata does not say where its videos are"
+        return "the episode metadata does not name its video files"
     if not any(source.exists(file) for file in dict.fromkeys(files) if file):
-        return f"it is declared but has no video files ({files[0]} is missing)"
+        return f"meta/info.json declares it, but it has no video files ({files[0]} is missing)"
     return None
 
 
 def missing_files(
     source: Source, meta: Metadata, cameras: Iterable[str], selected: Iterable[int]
 ) -> dict[int, str]:
-    """Episodes whose table or one of whose videos is not there."""
+    """Episodes with a missing table or video file."""
     there: dict[str | None, bool] = {}
 
     def lacks(file: str | None) -> bool:
@@ -105,12 +105,12 @@ def missing_files(
         if missing:
             found[episode] = f"{missing[0]} is missing"
         elif unnamed:
-            found[episode] = f"the metadata does not say where its video of {unnamed[0]} is"
+            found[episode] = f"the metadata does not name its video file of {unnamed[0]}"
     return found
 
 
 def unreadable_clips(clips: Mapping[tuple[str, int], Clip]) -> dict[int, str]:
-    """Episodes one of whose videos can't be opened, or has no frame for some row. Nothing is decoded."""
+    """Episodes with a video that can't be opened or has no frame for some row. Nothing is decoded."""
 
     def look(clip: Clip) -> str | None:
         try:

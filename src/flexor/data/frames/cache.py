@@ -1,13 +1,13 @@
-"""Frames kept after their first decoding: all of one camera, on disk or in RAM, shared by processes.
+"""A cache of one camera's decoded frames, on disk or in RAM, shared by processes.
 
-A frame has a fixed place in a sparse file that is mapped into memory, so that reading one is a view, and
-runs over different episodes share what they decoded.
+Each frame has a fixed place in a sparse, memory-mapped file. So reading a frame is a view, and runs on
+different episodes share the frames they decoded.
 
-What is trusted. A frame is marked after its bytes are in the file, so a process killed at any instant
-leaves only whole frames marked. A machine that lost power may have written marks to the disk before
-the frames they stand for. So marks count within the same boot only; later only those do that `sync` set
-down after everything before them was on the disk. Two processes that write the same frame write the
-same bytes.
+Crash safety: a frame is marked as ready after its bytes are in the file, so a process killed at any time
+leaves only complete frames marked. After a power failure, marks may be on the disk without their frames.
+So marks are trusted only within the same boot. After a reboot, only the marks that `sync` wrote are
+trusted: it writes them after all earlier frames are on the disk. Two processes that write the same frame
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.data.frames import cache_files
-from flexor.data.frames.cache_files import Files, Plan, is_sound, synced_marks, try_alone
+from flexor.data.frames.cache_files import CachePlan, Files, is_sound, synced_marks, try_alone
 from flexor.data.frames.cache_folders import (
     CacheKey,
     caches_in,
@@ -44,15 +44,14 @@ from flexor.data.frames.cache_folders import (
 __all__ = ["FrameCache"]
 
 LOOK_EVERY = 64 << 20
-"""Bytes written between two looks at how much room is left."""
+"""Bytes written between two checks of the free space."""
 
 
 class FrameCache:
-    """All frames of one camera of one dataset at one setting. Safe from many threads and many processes.
+    """All frames of one camera of one dataset with one setting. Safe to use from several threads and processes.
 
-    `planes` [frames, slot] is the mapping itself, for gathering many raw frames at once; only rows that
-    `have` says are there may be read. `keeping` turns False when there is no room for more. Frames are
-    JPEGs if `jpeg`.
+    `planes` [frames, slot] is the mapping itself, to gather many raw frames at once; only read rows for which
+    `have` is true. `keeping` becomes False when there is no space for more frames. Frames are JPEGs if `jpeg`.
     """
 
     def __init__(
@@ -70,7 +69,9 @@ class FrameCache:
         self._sizes = sizes
         self._files = files
         self._leave: weakref.finalize | None = None
-        self._unlooked = LOOK_EVERY  # bytes written since the last look at the room; the first frame looks
+        self._unlooked = (
+            LOOK_EVERY  # bytes written since the last check of free space; the first frame triggers a check
+        )
         self._once = threading.Lock()
         self._syncing = threading.Lock()
 
@@ -84,14 +85,14 @@ class FrameCache:
         layout: dict[str, Any],
         expected: int | None = None,
     ) -> FrameCache:
-        """The cache of `frames` frames of `slot` bytes each (JPEG: what they would take raw).
+        """The cache of `frames` frames of `slot` bytes each (for JPEG: their raw size).
 
-        It lies in `folder`; without one, in RAM: shared with other processes if shared memory has room,
-        else in this process's own. `layout` says how a frame lies in its bytes, as plain JSON data;
-        `expected` how many bytes will be put, if not all frames or smaller ones.
+        It is stored in `folder`. Without a folder it is in RAM: in shared memory if that has enough room, else
+        in this process's own memory. `layout` describes the memory layout of a frame, as plain JSON data.
+        `expected` is how many bytes will be stored, if less than all frames at full size.
         """
         assert frames > 0 and slot > 0
-        plan = Plan(key, frames, slot, layout, frames * slot if expected is None else expected)
+        plan = CachePlan(key, frames, slot, layout, frames * slot if expected is None else expected)
         in_ram = folder is None
         folder = folder or ram_folder()
         if folder is None:
@@ -105,13 +106,13 @@ class FrameCache:
                 return _open_files(folder / key.folder_name, plan, in_ram)
         except OSError as error:
             raise DatasetError(
-                f"frames cannot be kept in {folder}: {error}. Set FLEXOR_CACHE to a folder on a local disk "
-                f"that has room, or keep no frames"
+                f"frames can't be cached in {folder}: {error}. Set FLEXOR_CACHE to a folder on a local disk "
+                f"with enough free space, or train without a frame cache (--dataset.cache.tier=stream)"
             ) from error
 
     @property
     def count(self) -> int:
-        """How many frames are there."""
+        """Number of cached frames."""
         return int(np.count_nonzero(self._ready))
 
     @property
@@ -119,22 +120,24 @@ class FrameCache:
         return self.count == len(self._ready)
 
     def have(self, ids: np.ndarray) -> np.ndarray:
-        """Which frames are there, bool [n]."""
+        """Which frames are cached, bool [n]."""
         return self._ready[ids] != 0
 
     def view(self, frame: int) -> np.ndarray:
-        """A frame that is there: its planes uint8 [slot], or the bytes of its JPEG; not copied."""
+        """A cached frame: its planes uint8 [slot], or the bytes of its JPEG; not copied."""
         assert self._ready[frame], f"frame {frame} is not in the cache"
         return self.planes[frame] if self._sizes is None else self.planes[frame, : self._sizes[frame]]
 
     def put(self, ids: np.ndarray, frames: np.ndarray | Sequence[bytes]) -> None:
-        """Keep frames: planes uint8 [n, slot], or n JPEGs. Where there is no room left, it keeps no more."""
+        """Cache frames: planes uint8 [n, slot], or n JPEGs. If there is no space left, they are not cached."""
         for frame, content in zip(ids.tolist(), frames):
             size = len(content)
             assert self._sizes is not None or size == self.planes.shape[1]
             if self._ready[frame] or size > self.planes.shape[1]:
-                continue  # a JPEG that is larger than its place is decoded again whenever it is read
-            files = self._files  # held, so that the descriptors outlive a close() by another thread
+                continue  # a JPEG larger than its slot is not cached, so its frame is decoded at every read
+            files = (
+                self._files
+            )  # a reference, so that the descriptors stay open after a close() by another thread
             if not self.keeping:
                 return
             if files is None:
@@ -145,17 +148,17 @@ class FrameCache:
                 files.write("data", frame * self.planes.shape[1], content)
                 if self._sizes is not None:
                     files.write("sizes", 4 * frame, np.uint32(size).tobytes())
-                files.write("ready", frame, b"\1")  # last: whoever sees it may read the frame
+                files.write("ready", frame, b"\1")  # last: from now on the frame may be read
             except OSError as error:
                 self._stop(error, files)
 
     def sync(self) -> None:
-        """Bring all to the disk, so that it outlives a loss of power. May take long; nothing to do in RAM."""
+        """Flush everything to disk so that it survives a power failure. May take long; does nothing in RAM."""
         files = self._files
         if files is None or not files.lasting:
             return
         with self._syncing:
-            ready = self._ready.tobytes()  # before the rest: what is marked meanwhile may not be on the disk
+            ready = self._ready.tobytes()  # read first: frames marked during the sync may not be on the disk
             if ready == synced_marks(files.cache, len(ready)):
                 return
             try:
@@ -166,7 +169,7 @@ class FrameCache:
                 self._stop(error, files)
 
     def close(self) -> None:
-        """Sync and leave; views stay valid. From RAM, the last one to leave takes the frames away."""
+        """Sync and close; views stay valid. The last process that closes a cache in RAM deletes its frames."""
         self.sync()
         self.keeping = False
         self._files = None
@@ -187,13 +190,13 @@ class FrameCache:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _stop(self, error: OSError, files: Files) -> None:
-        """Keep no more frames from now on; what is there stays."""
+        """Stop caching new frames; cached frames stay."""
         with self._once:
             if not self.keeping:
                 return
             self.keeping = False
         log.warning(
-            "%s: %s. %d of %d frames are kept there, the others are decoded whenever they are read",
+            "%s: %s. %d of %d frames are cached there; the others are decoded at every read",
             files.cache,
             error.strerror,
             self.count,
@@ -201,26 +204,26 @@ class FrameCache:
         )
 
 
-def _in_own_memory(plan: Plan) -> FrameCache:
-    """Nobody to share with: pages come as they are written."""
+def _in_own_memory(plan: CachePlan) -> FrameCache:
+    """A cache in this process's own memory; pages are allocated when they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, plan.frames * plan.stride, flags=flags)
     if plan.key.jpeg is not None and hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)  # the holes between frames are smaller than huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # the gaps between frames are smaller than huge pages
     planes = np.frombuffer(memory, np.uint8).reshape(plan.frames, plan.stride)
     sizes = None if plan.key.jpeg is None else np.zeros(plan.frames, np.uint32)
     return FrameCache(planes, np.zeros(plan.frames, np.uint8), sizes)
 
 
 def _sweep(folder: Path, key: CacheKey, discard: Callable[[Path], None]) -> None:
-    """Free the memory that killed runs left behind, but for what is wanted again now."""
+    """Free the memory that killed runs left behind, except for the cache that is being opened."""
     for cache in caches_in(folder):
         if cache.name != key.folder_name and not in_use(cache):
             discard(cache)
 
 
-def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
-    """Inside of `guard`: nobody else opens or removes it meanwhile."""
+def _open_files(cache: Path, plan: CachePlan, in_ram: bool) -> FrameCache:
+    """Call inside `guard`: no other process opens or removes the cache at the same time."""
     cache.mkdir(exist_ok=True)
     lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -229,8 +232,8 @@ def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
         header = read_header(cache)
         if header is None or not is_sound(cache, header, plan):
             raise DatasetError(
-                f"the frame cache {cache} is damaged, and another process uses it. End that process: the "
-                f"cache is made anew as soon as nobody uses it"
+                f"the frame cache {cache} is damaged, and another process is using it. Stop that process: Flexor "
+                f"recreates the cache once no process uses it"
             )
         if plan.expected > header["expected"]:
             cache_files.write_header(cache, plan, header["boot"])
@@ -244,29 +247,29 @@ def _open_files(cache: Path, plan: Plan, in_ram: bool) -> FrameCache:
     return opened
 
 
-def _map(cache: Path, plan: Plan, header: dict[str, Any], lasting: bool) -> FrameCache:
+def _map(cache: Path, plan: CachePlan, header: dict[str, Any], lasting: bool) -> FrameCache:
     planes = _mapped(cache / "data", np.uint8).reshape(plan.frames, plan.stride)
     sizes = None if plan.key.jpeg is None else _mapped(cache / "sizes", np.uint32)
     if header["boot"] == cache_files.boot_id():
         files = Files(cache, plan.files(), lasting)
         return FrameCache(planes, _mapped(cache / "ready", np.uint8), sizes, files)
-    # In use on another machine, through a network file system: what it writes now comes here in any order.
-    log.warning("%s is being filled by another machine: read, but not added to", cache)
+    # In use by another machine through a network file system: its writes may become visible here in any order.
+    log.warning("%s is being filled by another machine: this run reads it, but adds no frames to it", cache)
     opened = FrameCache(planes, np.frombuffer(synced_marks(cache, plan.frames), np.uint8), sizes)
     opened.keeping = False
     return opened
 
 
 def _mapped(path: Path, dtype: type) -> np.ndarray:
-    """A file as an array that cannot be written to."""
+    """A file as a read-only array."""
     return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
 def _leave(cache: Path, lock: int, in_ram: bool, owner: int) -> None:
-    """Called by close(), or when the cache is garbage, or at the end of the process."""
+    """Called by close(), when the cache is garbage-collected, or at the end of the process."""
     if os.getpid() != owner:
-        return  # a fork: the lock is its parent's
-    # Garbage may be collected anywhere, inside of `guard` too. The next one to open sweeps what is left.
+        return  # a forked process: the lock belongs to its parent
+    # Garbage collection may run anywhere, also inside `guard`. The next process that opens a cache cleans up.
     if in_ram and not guarding():
         with suppress(OSError), guard(cache.parent) as discard:
             if try_alone(lock):

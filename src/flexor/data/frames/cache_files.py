@@ -1,7 +1,8 @@
-"""The files of one frame cache: made, checked, written and brought to the disk.
+"""The files of one frame cache: creates, checks, writes and flushes them.
 
-Written with `pwrite`, never through a mapping: a full disk is then an error that can be handled, where a
-page fault would kill the process. Files that must not be seen half-written are written aside and renamed.
+Files are written with `pwrite`, never through a mapping: a full disk is then an error that can be handled,
+while a page fault would kill the process. Files that must never be seen half-written are written under a
+temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be opened."""
+class CachePlan:
+    """The properties of the cache to open."""
 
     key: CacheKey
     frames: int
     slot: int
     layout: dict[str, Any]
-    expected: int  # bytes that will be put
+    expected: int  # bytes that will be stored
 
     @property
     def stride(self) -> int:
-        """Bytes from one frame's place to the next one's."""
+        """Bytes from the start of one frame to the start of the next."""
         if self.key.jpeg is None:
             return self.slot
-        # A JPEG of a few pixels, or of noise, is larger than the planes. Holes cost nothing.
+        # A JPEG of a tiny or noisy image is larger than its planes. Gaps in a sparse file take no space.
         return -(-(2 * self.slot + PAGE) // PAGE) * PAGE
 
     def files(self) -> dict[str, int]:
-        """The files of the cache and how long they are."""
+        """The files of the cache and their lengths."""
         files = {"data": self.frames * self.stride, "ready": self.frames}
         return files if self.key.jpeg is None else {**files, "sizes": 4 * self.frames}
 
     def identity(self) -> dict[str, Any]:
-        """What the header must say for the files to be of any use."""
+        """The header that the files must have to be usable."""
         key = self.key
         size = list(key.size) if key.size else None
         return {
@@ -58,7 +59,7 @@ class Plan:
 
 
 class Files:
-    """A cache's files, open for writing until the last one who holds this object lets it go."""
+    """A cache's files, open for writing until the last reference to this object is gone."""
 
     def __init__(self, cache: Path, names: Iterable[str], lasting: bool):
         self.cache = cache
@@ -69,7 +70,7 @@ class Files:
 
     def write(self, name: str, place: int, content: np.ndarray | bytes) -> None:
         rest = content.data if isinstance(content, np.ndarray) else memoryview(content)
-        while rest:  # a disk that fills up takes a part before it refuses
+        while rest:  # a disk that becomes full writes only a part before it fails
             done = os.pwrite(self.descriptors[name], rest, place)
             rest, place = rest[done:], place + done
 
@@ -79,7 +80,7 @@ class Files:
 
 
 def try_alone(lock: int) -> bool:
-    """Hold a cache's lock alone, if nobody else holds it."""
+    """Take a cache's lock exclusively, if no other process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,8 +88,8 @@ def try_alone(lock: int) -> bool:
     return True
 
 
-def put_in_order(cache: Path, plan: Plan) -> None:
-    """The only user makes anew what is not sound, and drops marks that a crash may have made lies."""
+def put_in_order(cache: Path, plan: CachePlan) -> None:
+    """Recreate damaged files and drop marks that may be wrong after a crash. Requires the exclusive lock."""
     header, boot = read_header(cache), boot_id()
     for leftover in cache.glob("*.partial"):
         leftover.unlink()
@@ -96,13 +97,15 @@ def put_in_order(cache: Path, plan: Plan) -> None:
         for path in cache.iterdir():
             if path.name != "lock":
                 path.unlink()
-        flush_to_disk(cache)  # no old mark may come back and stand for a new frame
+        flush_to_disk(cache)  # an old mark must not reappear for a new frame
         for name, length in plan.files().items():
             with (cache / name).open("wb") as file:
                 if name == "data":
                     file.truncate(length)
                 else:
-                    file.write(bytes(length))  # read all over: a hole would need a page when there is none
+                    file.write(
+                        bytes(length)
+                    )  # read completely and often: a hole would need a page that may not be available
     elif header["boot"] != boot or not boot:
         replace(cache / "ready", synced_marks(cache, plan.frames))
     else:
@@ -110,13 +113,13 @@ def put_in_order(cache: Path, plan: Plan) -> None:
     write_header(cache, plan, boot)
 
 
-def write_header(cache: Path, plan: Plan, boot: str) -> None:
+def write_header(cache: Path, plan: CachePlan, boot: str) -> None:
     header = {**plan.identity(), "dataset": plan.key.dataset, "expected": plan.expected, "boot": boot}
     replace(cache / "header.json", json.dumps(header).encode())
 
 
-def is_sound(cache: Path, header: dict[str, Any], plan: Plan) -> bool:
-    """Whether the header is what it should be and the files are as long as they should be."""
+def is_sound(cache: Path, header: dict[str, Any], plan: CachePlan) -> bool:
+    """Whether the header and the lengths of the files are as expected."""
     if not {"boot", "expected"} <= header.keys():
         return False
     fits = all(header.get(name) == value for name, value in plan.identity().items())
@@ -127,7 +130,7 @@ def is_sound(cache: Path, header: dict[str, Any], plan: Plan) -> bool:
 
 
 def synced_marks(cache: Path, frames: int) -> bytes:
-    """The marks that outlive a crash of the machine."""
+    """The marks that survive a crash of the machine."""
     try:
         marks = (cache / "synced").read_bytes()
     except FileNotFoundError:
@@ -136,7 +139,7 @@ def synced_marks(cache: Path, frames: int) -> bytes:
 
 
 def boot_id() -> str:
-    """Changes whenever this machine starts; empty where that cannot be known."""
+    """An id that changes at every boot of this machine; empty if it is not available."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -144,7 +147,7 @@ def boot_id() -> str:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Old or new, never in between, power or not."""
+    """Replace a file atomically: it has the old or the new content, even after a power failure."""
     aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with aside.open("wb") as file:

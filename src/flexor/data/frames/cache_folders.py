@@ -1,17 +1,17 @@
-"""The folders that frame caches lie in: what is there, who uses it, what may go.
+"""The folders of frame caches: which caches exist, which are in use, which may be removed.
 
-Caches on disk lie under the cache folder and stay; caches in RAM lie in shared memory, one copy for all
-ranks of a node, and go with their last user. Each is a folder of its own, named after what it holds:
+Caches on disk are stored under the cache folder and stay there. Caches in RAM are in shared memory, one copy
+for all ranks of a node, and are removed with their last user. Each cache is a folder, named after its content:
 
-    lock          held shared (flock) by everybody who uses the cache; its time is the last use
-    header.json   what the cache holds and how; written last: a cache without one is half-made
-    data          every frame at its own place, with holes where nothing is kept yet
+    lock          held shared (flock) by every process that uses the cache; its mtime is the last use
+    header.json   content and format of the cache; written last: a cache without it is incomplete
+    data          every frame at its own place, with holes for frames that are not cached yet
     sizes         JPEG only: bytes of each frame
-    ready         a byte per frame: may be read (within the boot it was written in)
-    synced        a copy of `ready` from when all of that was safely on the disk
+    ready         one byte per frame: may be read (within the boot in which it was written)
+    synced        a copy of `ready`, made when all those frames were safely on the disk
 
-Opening, looking and removing take one lock for the whole folder, so that nobody opens what is being
-removed; deleting, which can take long, happens after that lock is let go.
+Opening, inspecting and removing take one lock for the whole folder, so that no process opens a cache that
+is being removed. Deleting can take long, so it happens after that lock is released.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 ]
 
 VERSION = 1
-"""Goes into the folder's name: another layout of the files is another cache."""
+"""Part of the folder's name: a different file layout is a different cache."""
 
 SHARED_MEMORY = Path("/dev/shm")
 RESERVE = 1 << 30
-"""Bytes that caches leave free, for checkpoints and everybody else; less on a small file system."""
+"""Bytes that caches leave free, for checkpoints and other programs; less on a small file system."""
 
 _REMOVING = ".removing-"
 _this_thread = threading.local()
@@ -56,13 +56,13 @@ _this_thread = threading.local()
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What a cache holds. The same key is the same cache, for every run and every selection of episodes."""
+    """The content of a cache. The same key means the same cache, for every run and selection of episodes."""
 
     fingerprint: str  # of the dataset as published
     camera: str
     size: tuple[int, int] | None  # height and width, None: as recorded
-    jpeg: int | None = None  # how strongly compressed, None: raw planes
-    dataset: str = field(default="", compare=False)  # its name, for people
+    jpeg: int | None = None  # JPEG quality, None: raw planes
+    dataset: str = field(default="", compare=False)  # its name, for messages
 
     @property
     def folder_name(self) -> str:
@@ -72,7 +72,7 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """One cache, as `flexor data cache --list` shows it. A broken one has no facts but its size."""
+    """One cache, as `flexor data cache --list` shows it. Of a broken cache only the size is known."""
 
     folder: Path
     in_use: bool
@@ -84,7 +84,7 @@ class CacheInfo:
     jpeg: int | None = None
     frames: int = 0
     ready: int = 0
-    expected: int = 0  # bytes, when all is in it that its users will put
+    expected: int = 0  # bytes, once its users have stored everything they will store
     broken: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def disk_folder() -> Path:
 
 
 def ram_folder() -> Path | None:
-    """This user's caches in shared memory; None where there is no such thing."""
+    """This user's caches in shared memory; None if there is no shared memory."""
     folder = SHARED_MEMORY / f"flexor-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        # somebody else might have made a folder of that name, to read or change what we put there
+        # another user could have created a folder of that name, to read or change our files
         return folder if folder.stat().st_uid == os.getuid() else None
     except OSError:
         return None
@@ -108,9 +108,9 @@ def ram_folder() -> Path | None:
 
 @contextmanager
 def guard(folder: Path) -> Iterator[Callable[[Path], None]]:
-    """One at a time opens, looks at or removes the caches of a folder.
+    """A lock: only one process at a time opens, inspects or removes the caches of a folder.
 
-    Gives `discard(cache)`: out of everybody's way at once, deleted when the folder is let go.
+    Yields `discard(cache)`, which hides a cache at once; it is deleted after the lock is released.
     """
     folder.mkdir(parents=True, exist_ok=True)
     discarded: list[Path] = []
@@ -132,7 +132,7 @@ def guard(folder: Path) -> Iterator[Callable[[Path], None]]:
 
 
 def guarding() -> bool:
-    """Whether this thread is inside of `guard`, and would wait for itself."""
+    """Whether this thread is inside `guard`, and would deadlock if it entered it again."""
     return getattr(_this_thread, "guards", False)
 
 
@@ -141,7 +141,7 @@ def caches_in(folder: Path) -> list[Path]:
 
 
 def in_use(cache: Path) -> bool:
-    """Whether somebody has the cache open. Only inside of `guard`."""
+    """Whether a process has the cache open. Only call it inside `guard`."""
     try:
         with (cache / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +153,7 @@ def in_use(cache: Path) -> bool:
 
 
 def read_header(cache: Path) -> dict[str, Any] | None:
-    """What a cache holds; None if it is half-made or unreadable."""
+    """The header of a cache; None if it is incomplete or unreadable."""
     try:
         header = json.loads((cache / "header.json").read_text())
     except (OSError, ValueError):
@@ -162,14 +162,14 @@ def read_header(cache: Path) -> dict[str, Any] | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What may still be written there, less the reserve."""
+    """Free bytes of the folder's file system, minus the reserve."""
     disk = os.statvfs(folder)
     reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 20)
     return max(disk.f_bavail * disk.f_frsize - reserve, 0)
 
 
 def room(folder: Path) -> int:
-    """What is free and not spoken for by caches that are being filled. Only inside of `guard`."""
+    """Free bytes that are not reserved by caches being filled. Only call it inside `guard`."""
     spoken_for = sum(max(i.expected - i.nbytes, 0) for i in map(_look, caches_in(folder)) if i.in_use)
     return max(free_bytes(folder) - spoken_for, 0)
 
@@ -190,10 +190,10 @@ def prune(
     dataset: str | None = None,
     everything: bool = False,
 ) -> list[CacheInfo]:
-    """Remove caches, and say which. Never one in use; always the broken and half-made ones.
+    """Remove caches and return them. Never removes one in use; always removes broken and incomplete ones.
 
-    `older_than` seconds without use; `limit_bytes`: the least recently used go until the rest takes no
-    more; `dataset` narrows either down to one dataset, and by itself means all caches of it.
+    `older_than`: not used for this many seconds. `limit_bytes`: the least recently used, until the rest takes
+    no more than this. `dataset` restricts both to one dataset; alone, it means all caches of that dataset.
     """
     everything |= dataset is not None and older_than is None and limit_bytes is None
     removed = []
@@ -219,7 +219,8 @@ def prune(
 def make_room(folder: Path, wanted: Mapping[CacheKey, int], limit: int) -> bool:
     """Whether these caches (bytes of each when full) fit the folder's limit and its disk.
 
-    Caches that nobody uses go for that, the least recently used first; none goes if that is not enough.
+    Unused caches are removed to make space, the least recently used first. If that would not be enough, none
+    is removed.
     """
     with guard(folder) as discard:
         names = {key.folder_name for key in wanted}
@@ -268,11 +269,11 @@ def _folders() -> list[Path]:
 
 
 def _look(cache: Path) -> CacheInfo:
-    """Only inside of `guard`."""
+    """Describe one cache. Only call it inside `guard`."""
     header, used = read_header(cache), in_use(cache)
     nbytes, last_used = 0, cache.stat().st_mtime
     for path in cache.iterdir():
-        with suppress(FileNotFoundError):  # whoever uses it writes files aside and renames them
+        with suppress(FileNotFoundError):  # its users write files under a temporary name and rename them
             status = path.stat()
             nbytes += status.st_blocks * 512
             last_used = status.st_mtime if path.name == "lock" else last_used

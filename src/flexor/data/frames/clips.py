@@ -1,4 +1,4 @@
-"""One camera's frames of one episode, in a video file or as pictures in the frame table."""
+"""One camera's frames of one episode, in a video file or as images in the frame table."""
 
 import threading
 from collections import OrderedDict
@@ -22,7 +22,7 @@ from flexor.data.video.frame_match import FrameBy, NoMatch, match_frames
 __all__ = ["Clip", "FrameRule", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
 
 
-# decode(distinct numbers ascending, sink) gives number i to sink(i, frame), and {i: reason} for the broken.
+# decode(distinct numbers ascending, sink) calls sink(i, frame) for number i, and returns {i: reason} of bad frames.
 Decode = Callable[[np.ndarray, Sink], dict[int, str]]
 
 
@@ -37,12 +37,12 @@ class Clip(Protocol):
         """For every frame, the first frame of the episode that is decoded to get it. [length]"""
 
     def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
-        """Frames of the episode as (the file they lie in, who decodes it, their numbers there)."""
+        """Frames of the episode as (their file, the function that decodes it, their numbers in the file)."""
 
 
 @dataclass(eq=False)
 class VideoFile:
-    """A video file shared by many episodes; fetched and indexed at first touch."""
+    """A video file shared by many episodes; downloaded and indexed at first use."""
 
     source: Source
     name: str
@@ -63,31 +63,31 @@ class VideoFile:
         _, height, width = self.feature.chw
         if (index.height, index.width) != (height, width):
             raise DatasetError(
-                f"{self.name}: images are {index.height}x{index.width}, but meta/info.json declares "
-                f"{height}x{width} for {self.feature.name}: correct its shape there"
+                f"{self.name}: its images are {index.height}x{index.width}, but meta/info.json declares "
+                f"{height}x{width} for {self.feature.name}. Correct the shape in meta/info.json"
             )
 
 
 BY_INDEX = (
-    "%d clips have timestamps that do not fit their video, which has a frame for every row:\n"
-    "  frame i is taken for row i (--dataset.frame_by=time goes by the timestamps)"
+    "%d clips have timestamps that do not match their video, but one frame per row:\n"
+    "  Flexor uses frame i for row i (--dataset.frame_by=time uses the timestamps)"
 )
 
 
 @dataclass(frozen=True)
 class FrameRule:
-    """How the clips of a dataset find the frames of their rows."""
+    """How the clips of a dataset match frames to rows."""
 
     fps: float
     tolerance_s: float
     frame_by: FrameBy = "auto"
     repeats: Repeats = field(default_factory=Repeats)
-    """Clips whose timestamps are of no use are noted here."""
+    """Collects the warnings about clips with wrong timestamps."""
 
 
 @dataclass(eq=False)
 class VideoClip:
-    """An episode inside of a video file."""
+    """An episode in a video file."""
 
     file: VideoFile
     episode: int
@@ -115,7 +115,7 @@ class VideoClip:
         return first[group]
 
     def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
-        numbers = self.numbers[frames]  # two may be the same, where the recording's clock stumbled
+        numbers = self.numbers[frames]  # two may be equal if the recording's clock was irregular
         return self.file, partial(decode_frames, self.file.index), numbers
 
     def _match(self) -> np.ndarray:
@@ -125,7 +125,7 @@ class VideoClip:
                 times, self.times, self.start, self.stop, rule.fps, rule.tolerance_s, rule.frame_by
             )
         except NoMatch as error:
-            raise DatasetError(f"{self.file.name} does not fit episode {self.episode}: {error}") from error
+            raise DatasetError(f"{self.file.name} does not match episode {self.episode}: {error}") from error
         if match.seconds_off:
             camera = self.file.feature.name
             rule.repeats.add(
@@ -135,10 +135,10 @@ class VideoClip:
 
 
 class ImageFiles:
-    """Columns of encoded pictures in parquet files; the last few read stay in memory.
+    """Columns of encoded images in parquet files; the most recently read files stay in memory.
 
-    LeRobot limits data files to about 100 MB, so keeping a few is affordable, while a reader at random
-    would otherwise read a whole file for every picture.
+    LeRobot limits data files to about 100 MB, so a few of them fit in memory. Without them, random access
+    would read a whole file for every image.
     """
 
     keep = 8
@@ -151,26 +151,26 @@ class ImageFiles:
     def encoded(self, file: str, column: str) -> pa.Array:
         with self._lock:
             if (file, column) not in self._recent:
-                pictures = read_parquet(self.source, file, [column])[column].combine_chunks()
-                self._recent[file, column] = _bytes_of(pictures)
+                images = read_parquet(self.source, file, [column])[column].combine_chunks()
+                self._recent[file, column] = _bytes_of(images)
                 while len(self._recent) > self.keep:
                     self._recent.popitem(last=False)
             self._recent.move_to_end((file, column))
             return self._recent[file, column]
 
 
-def _bytes_of(pictures: pa.Array) -> pa.Array:
-    if isinstance(pictures, pa.ChunkedArray):
-        pictures = pa.concat_arrays(pictures.chunks)
-    if pa.types.is_struct(pictures.type) and pictures.type.get_field_index("bytes") >= 0:
-        pictures = pictures.field("bytes")
-    is_bytes = pa.types.is_binary(pictures.type) or pa.types.is_large_binary(pictures.type)
-    return pictures if is_bytes else pa.nulls(len(pictures), pa.binary())  # each is found to be no image
+def _bytes_of(images: pa.Array) -> pa.Array:
+    if isinstance(images, pa.ChunkedArray):
+        images = pa.concat_arrays(images.chunks)
+    if pa.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
+        images = images.field("bytes")
+    is_bytes = pa.types.is_binary(images.type) or pa.types.is_large_binary(images.type)
+    return images if is_bytes else pa.nulls(len(images), pa.binary())  # decoding reports each as not an image
 
 
 @dataclass(eq=False)
 class ImageClip:
-    """An episode whose pictures lie in the frame table."""
+    """An episode whose images are in the frame table."""
 
     files: ImageFiles
     file: str
@@ -180,7 +180,7 @@ class ImageClip:
 
     @property
     def where(self) -> str:
-        return f"camera {self.feature.name}, {self.file}, rows from {self.first_row} on"
+        return f"camera {self.feature.name}, {self.file}, from row {self.first_row}"
 
     def starts(self) -> np.ndarray:
         return np.arange(self.length)
@@ -196,13 +196,13 @@ class ImageClip:
             try:
                 sink(i, _picture(data or b""))
             except (av.FFmpegError, ValueError) as error:
-                what = f"not a PNG or JPEG ({error})" if data else "there is no picture"
+                what = f"not a PNG or JPEG ({error})" if data else "the image is missing"
                 bad[i] = f"row {row}: {what}"
         return bad
 
 
 def decode_image(data: bytes) -> np.ndarray:
-    """PNG or JPEG bytes -> uint8 [H, W, C], with as many channels as the picture has."""
+    """PNG or JPEG bytes -> uint8 [H, W, C], with the image's own number of channels."""
     pixels = _picture(data).to_ndarray()
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
@@ -215,10 +215,10 @@ def _picture(data: bytes) -> av.VideoFrame:
     context = av.CodecContext.create(name, "r")
     frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
     if not frames:
-        raise ValueError("no picture comes out of it")
+        raise ValueError("decoding it gives no image")
     frame = frames[0]
     if frame.format.name in ("yuvj420p", "yuvj422p"):
-        # Interpolate the colour as libjpeg (and so PIL, and so LeRobot) does: straight to RGB would repeat it.
+        # Interpolate the chroma as libjpeg (and so PIL and LeRobot) does: a direct conversion to RGB would repeat it.
         frame = VideoReformatter().reformat(frame, format="yuvj444p", interpolation="BILINEAR")
     layout = {"gray": "gray", "ya8": "gray", "rgba": "rgba"}.get(frame.format.name, "rgb24")
     return VideoReformatter().reformat(frame, format=layout)

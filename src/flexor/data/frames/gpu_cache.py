@@ -1,4 +1,4 @@
-"""Frames kept in the memory of the GPU that trains: no loading at all after the first epoch."""
+"""Frames cached in the memory of the training GPU: no data loading after the first epoch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flexor.data.frames.slots import Slot
 
 
 class GPUFrames:
-    """The planes of some frames of a camera, on a GPU. Has the face of a `FrameCache`."""
+    """The planes of some frames of a camera, on a GPU. Same interface as `FrameCache`."""
 
     jpeg = False
 
     def __init__(self, room: int, frames: int, nbytes: int, device: torch.device):
-        """Room for so many frames, out of `frames` that the dataset has in all."""
+        """Space for `room` of the dataset's `frames` frames."""
         self.planes = torch.empty((room, nbytes), dtype=torch.uint8, device=device)
         self.count = 0
         self._rows = np.full(frames, -1, np.int64)
@@ -28,23 +28,23 @@ class GPUFrames:
         return self._rows[ids] >= 0
 
     def row(self, frame: int) -> int:
-        """Where a frame lies in `planes`; -1 if it is not there."""
+        """The row of a frame in `planes`; -1 if it is not cached."""
         return int(self._rows[frame])
 
     def view(self, frame: int) -> np.ndarray:
-        """A copy in host memory, for whoever reads at random."""
+        """A copy in host memory, for random access."""
         return self.planes[self._rows[frame]].cpu().numpy()
 
     def put(self, ids: np.ndarray, frames: Sequence[Slot]) -> None:
-        """Frames that there is no room for are left out."""
+        """Cache frames; those that do not fit are not cached."""
         with self._lock, torch.cuda.stream(self._stream):
-            if self._stream is not None:  # the GPU may have decoded them itself, on the default stream
+            if self._stream is not None:  # the GPU may have decoded them, on the default stream
                 self._stream.wait_stream(torch.cuda.default_stream(self.planes.device))
             new = [i for i in range(len(ids)) if self._rows[ids[i]] < 0][: len(self.planes) - self.count]
             for k, i in enumerate(new):
                 self.planes[self.count + k].copy_(torch.as_tensor(frames[i]), non_blocking=True)
             if self._stream is not None:
-                self._stream.synchronize()  # only now is it there for other streams
+                self._stream.synchronize()  # only now can other streams read it
             self._rows[ids[new]] = self.count + np.arange(len(new))
             self.count += len(new)
 
@@ -53,7 +53,7 @@ class GPUFrames:
         return self.planes.nbytes
 
     def sync(self) -> None:
-        """There is nothing that could outlive the process."""
+        """Nothing to do: nothing survives the process."""
 
     def close(self) -> None:
         self.planes = self.planes[:0]

@@ -1,7 +1,7 @@
-"""Memory for frames on their way into batches, under a byte budget, used again instead of given back.
+"""Reusable memory for frames that wait for their batch, with a byte budget.
 
-A fresh allocation of megabytes costs as much in page faults as the copy into it. So frames live in slots
-cut from large blocks, and whole batches in buffers that are used again once nobody holds them.
+The page faults of a new allocation of megabytes cost as much time as the copy into it. So frames are
+stored in slots of large blocks, and whole batches in buffers that are reused once nothing references them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MOST_SLOTS = 1024  # of one block
 
 
 class Pool:
-    """Slots for frames. `used` never exceeds `budget`, except for what is taken with `force`.
+    """Slots for frames. `used` never exceeds `budget`, except by slots taken with `force`.
 
-    They are arrays in host memory, or tensors on a GPU that decodes by itself.
+    Slots are arrays in host memory, or tensors on the GPU if the GPU decodes.
     """
 
     def __init__(self, budget: int, device: torch.device | None = None):
@@ -61,17 +61,17 @@ class Pool:
 
 
 class Buffers:
-    """Arrays for batches, each used again once whoever got it has let go of it and of all its views."""
+    """Arrays for batches. An array is reused once nothing references it or any of its views."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
         self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """A uint8 array of this shape, with whatever it held before."""
+        """A uint8 array of this shape, with its previous content."""
         with self._lock:
             for array in self._arrays:
-                # Held by the list, by `array` and by the call itself: any view of it would be one more.
+                # References: the list, `array` and the call itself. Any view would be one more.
                 if array.shape == shape and sys.getrefcount(array) == 3:
                     return array[:]
             self._arrays.append(np.empty(shape, np.uint8))

@@ -1,7 +1,7 @@
-"""The frame store: any camera's frames by number, from where they are kept or from the videos.
+"""The frame store: any camera's frames by id, from a cache or from the videos.
 
-Frames are numbered as rows of the dataset as published, so that every selection of episodes shares what
-is kept. They are planes, as the decoder put them out (see `planes.py`).
+A frame's id is its row in the dataset as published, so that all selections of episodes share cached
+frames. Frames are stored as planes, as the decoder outputs them (see `planes.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from flexor.data.video import nvdec
 from flexor.data.video.decode import Sink, read_ahead
 from flexor.data.video.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
 
-PROBED = 16  # frames tried to learn what a camera's frames look like, if the first ones are broken
+PROBED = 16  # frames tried to find a camera's format, if the first ones can't be decoded
 
 
 class Keeper(Protocol):
-    """Where decoded frames of one camera stay: a `FrameCache`, or a GPU's memory."""
+    """A cache of one camera's decoded frames: a `FrameCache`, or GPU memory."""
 
     jpeg: bool
 
@@ -74,15 +74,16 @@ class FrameStore:
         return int(self.ends[-1])
 
     def format(self, camera: str) -> PlaneFormat:
-        """How this camera's frames lie in memory."""
+        """The memory layout of this camera's frames."""
         with self._lock:
             if camera not in self._formats:
                 self._formats[camera] = self._probe(camera)
             return self._formats[camera]
 
     def set_rgb(self, wanted: bool) -> None:
-        """Whether frames become RGB as soon as they are decoded, as training on a CPU wants it: windows would
-        convert them again and again. Not while caches are open: they hold what was decoded before."""
+        """Whether frames are converted to RGB right after decoding. Training on a CPU needs that, because windows
+        would convert the same frame repeatedly. Do not change it while caches are open: they hold frames in the
+        old format."""
         assert not self.caches or wanted == self.rgb
         with self._lock:
             if wanted != self.rgb:
@@ -90,7 +91,7 @@ class FrameStore:
                 self._formats.clear()
 
     def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
-        """Any frames -> RGB uint8 [n, H, W, C]. One that does not decode is an error."""
+        """Any frames -> RGB uint8 [n, H, W, C]. A frame that can't be decoded raises an error."""
         format = self.format(camera)
         out = np.empty((len(ids), format.height, format.width, format.channels), np.uint8)
         distinct, slot = np.unique(ids, return_inverse=True)
@@ -119,7 +120,7 @@ class FrameStore:
         return np.zeros(len(ids), bool) if cache is None else cache.have(ids)
 
     def view(self, camera: str, frame: int) -> np.ndarray:
-        """The planes of a kept frame, uint8 [nbytes]: not to be written to."""
+        """The planes of a cached frame, uint8 [nbytes]; read-only."""
         data = self.caches[camera].view(frame)
         if not self.caches[camera].jpeg:
             return data
@@ -129,7 +130,7 @@ class FrameStore:
         return planes
 
     def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
-        """Keep decoded frames, if there is a cache."""
+        """Cache decoded frames, if there is a cache."""
         cache = self.caches.get(camera)
         if cache is None:
             return
@@ -148,7 +149,7 @@ class FrameStore:
     ) -> dict[int, str]:
         """Decode frames: the planes of ids[i] go to slot(i), then `then(i)` is called.
 
-        Returns {i: reason} for those that do not decode. Frames that lie in one file are decoded in one go.
+        Returns {i: reason} for frames that can't be decoded. Frames of one file are decoded together.
         """
         format = self.format(camera)
         bad: dict[int, str] = {}
@@ -159,7 +160,7 @@ class FrameStore:
         return bad
 
     def read_ahead(self, camera: str, ids: np.ndarray) -> None:
-        """Have what these frames are decoded from fetched, if it lies elsewhere."""
+        """Prefetch the video data of these frames, if it is read over a network."""
         if not self.remote:
             return
         for _, frames, places in self._requests(camera, ids, {}):
@@ -168,7 +169,7 @@ class FrameStore:
                 read_ahead(clip.file.index, np.unique(frames))
 
     def decode_on_gpu(self, camera: str, ids: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
-        """Like `decode`, by the GPU's decoder, into slots on it."""
+        """Like `decode`, with the GPU's decoder, into slots on the GPU."""
         bad: dict[int, str] = {}
         for _, frames, places in self._requests(camera, ids, bad):
             clip = self.clips[camera, int(self.episode_of(ids[places[:1]])[0])]
@@ -178,12 +179,12 @@ class FrameStore:
         return bad
 
     def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
-        """Why a camera's videos can't be decoded by this GPU; None if they can."""
+        """Why this GPU can't decode a camera's videos; None if it can."""
         clip = next(clip for (name, _), clip in self.clips.items() if name == camera)
         if not isinstance(clip, VideoClip):
-            return f"{camera} is stored as single pictures"
+            return f"{camera} is stored as single images, not as video"
         if self.size:
-            return "pictures are scaled"
+            return "dataset.cache.size scales the images, which the GPU's decoder does not support"
         return nvdec.supported(clip.file.index.packets.codec, self.format(camera), device)
 
     def starts(self, camera: str, episode: int) -> np.ndarray:
@@ -198,16 +199,16 @@ class FrameStore:
         return int(self.ends[episode - 1]) if episode else 0
 
     def where(self, camera: str, frame: int) -> str:
-        """A frame's place, for messages."""
+        """The location of a frame, for messages."""
         episode = int(self.episode_of(np.array([frame]))[0])
         return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
 
     def _requests(
         self, camera: str, ids: np.ndarray, bad: dict[int, str]
     ) -> list[tuple[Callable[[np.ndarray, Sink], dict[int, str]], np.ndarray, list[int]]]:
-        """What to ask whom: (who decodes, numbers of frames there, their places in ids), file by file.
+        """Decode requests, file by file: (decode function, frame numbers in the file, their positions in ids).
 
-        Places of episodes that can't be read at all go to `bad`.
+        Positions of episodes that can't be read at all go to `bad`.
         """
         episodes: dict[int, list[int]] = {}
         for place, episode in enumerate(self.episode_of(ids).tolist()):
@@ -228,7 +229,7 @@ class FrameStore:
         return [(decode, np.concatenate(found), at) for decode, found, at in files.values()]
 
     def _probe(self, camera: str) -> PlaneFormat:
-        """The format of the first frame that decodes; the others are brought into it."""
+        """The format of the first frame that can be decoded; all other frames are converted to it."""
         reason, found = "it has no frames", []
         for (name, _), clip in self.clips.items():
             if name != camera:
@@ -248,7 +249,7 @@ class FrameStore:
                     reason = bad[0]
             except DatasetError as error:
                 reason = str(error)
-        raise DatasetError(f"camera {camera}: no frame of it decodes: {reason}")
+        raise DatasetError(f"camera {camera}: none of its frames can be decoded: {reason}")
 
 
 def _deliver(
@@ -266,7 +267,7 @@ def _deliver(
 
 
 def _users(frames: np.ndarray, places: list[int]) -> Callable[[int], Sequence[int]]:
-    """Which places want the i-th distinct frame."""
+    """A function: i -> the positions that use the i-th distinct frame."""
     order = np.argsort(frames, kind="stable")
     ordered = frames[order]
     ranked = [places[k] for k in order.tolist()]
@@ -283,7 +284,7 @@ def _on_host(planes: Slot) -> np.ndarray:
 def fill_cache(
     store: FrameStore, cameras: list[str], ids: np.ndarray, workers: int, progress: Progress | None = None
 ) -> dict[str, int]:
-    """Decode every frame of `ids` that is not kept yet, on some threads. Returns {camera: broken frames}."""
+    """Decode every frame of `ids` that is not cached yet, in threads. Returns {camera: number of bad frames}."""
     jobs = []
     for camera in cameras:
         missing = ids[~store.kept(camera, ids)]

@@ -1,1 +1,1 @@
-"""Steps planned ahead -> batches on the device."""
+"""Plans steps ahead and delivers batches on the device."""

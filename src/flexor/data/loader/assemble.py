@@ -1,7 +1,7 @@
-"""A step's frames and rows put together into batches, on the CPU or for a GPU.
+"""Assembles a step's frames and rows into batches, on the CPU or for a GPU.
 
-On the CPU frames are RGB already, or become it here, by the threads that read ahead. For a GPU planes are copied
-into pinned memory, go over on a stream of its own, and become RGB there (see `to_gpu.py`).
+On the CPU, frames are already RGB, or the prefetch threads convert them here. For a GPU, planes are copied into
+pinned memory, transferred on a separate stream, and converted to RGB on the GPU (see `to_gpu.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flexor.core.batch import VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
 from flexor.data.loader.step import Step
-from flexor.data.loader.step_frames import ShotFinder, Shots
+from flexor.data.loader.step_frames import FrameFinder, StepFrames
 from flexor.data.loader.to_gpu import Job, Staged, Stager
 from flexor.data.video.planes import to_rgb
 
 
 class Batcher:
-    """Makes the micro-batches of a step. The jobs may run on many threads at once."""
+    """Builds the micro-batches of a step. The jobs may run in several threads at once."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class Batcher:
         self.dataset, self.deltas = dataset, dict(deltas)
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
         self.valid_steps = valid_steps
-        self.shots = ShotFinder(dataset.store, on_bad_frame, counters)
+        self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
         self.stager = Stager(dataset.store, self.stream, self.jobs) if cuda or device is None else None
 
     def start(self, step: Step) -> list[Job]:
-        """Jobs that fill the pictures of a step."""
+        """Jobs that fill in the images of a step."""
         order, found = self.shots.find(step)
         step.rows = step.rows[order]
         jobs = [job for shots in found for job in self._fill(step, shots)]
         return jobs or [lambda: None]
 
     def finish(self, step: Step) -> list[Batch]:
-        """The micro-batches, pictures included; for a GPU they still have to go there."""
+        """The micro-batches, including images; for a GPU they still have to be transferred."""
         batches = []
         valid = self.valid_steps(step.number)
         for number, rows in enumerate(np.split(step.rows, self.accumulation)):
@@ -69,7 +69,7 @@ class Batcher:
         return batches
 
     def to_device(self, batch: Batch) -> Batch:
-        """A batch where it will be used."""
+        """The batch on the device that uses it."""
         if self.stream is None or self.device is None:
             return batch
         with torch.cuda.stream(self.stream):
@@ -78,7 +78,7 @@ class Batcher:
         current.wait_stream(self.stream)
         for value in moved.values():
             if isinstance(value, Tensor):
-                value.record_stream(current)  # or its memory could be used again while training reads it
+                value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
 
     @staticmethod
@@ -87,7 +87,7 @@ class Batcher:
             return value.on(device)
         return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
-    def _fill(self, step: Step, shots: Shots) -> list[Job]:
+    def _fill(self, step: Step, shots: StepFrames) -> list[Job]:
         camera, samples = shots.camera, np.arange(len(shots.ids))
         if self.stager is None:
             return self._fill_on_cpu(step, shots, samples)
@@ -100,7 +100,7 @@ class Batcher:
             jobs += more
         return jobs
 
-    def _fill_on_cpu(self, step: Step, shots: Shots, samples: np.ndarray) -> list[Job]:
+    def _fill_on_cpu(self, step: Step, shots: StepFrames, samples: np.ndarray) -> list[Job]:
         format = self.dataset.store.format(shots.camera)
         pixels = self.buffers.take((*shots.ids.shape, format.height, format.width, format.channels))
         pictures = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
@@ -109,7 +109,7 @@ class Batcher:
         parts = np.array_split(samples, min(self.jobs, len(samples)))
         return [partial(self._convert, shots, part, pixels) for part in parts]
 
-    def _convert(self, shots: Shots, samples: np.ndarray, out: np.ndarray) -> None:
+    def _convert(self, shots: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
         format = self.dataset.store.format(shots.camera)
         for i in samples.tolist():
             seen: dict[int, int] = {}  # padding repeats a frame
@@ -122,7 +122,7 @@ class Batcher:
 
 
 def to_tensors(batch: Mapping[str, Any], pin_memory: bool = False) -> Batch:
-    """numpy arrays as tensors (in pinned memory for a GPU); everything else as it is."""
+    """numpy arrays as tensors (in pinned memory for a GPU); everything else unchanged."""
     out: Batch = {}
     for key, value in batch.items():
         if isinstance(value, np.ndarray) and value.dtype != object:

@@ -1,7 +1,7 @@
-"""The order of a run's samples, chosen by what the pool can hold.
+"""Chooses the order of a run's samples, by the size of the pool.
 
-What is chosen goes back into the settings: the order of a run must not change when it is resumed on a machine
-with other room.
+The choice is written back into the settings: the order must not change if the run is resumed on a machine
+with more or less memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexor.data.order.decode_units import Units, build_units
 from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.settings import CacheConfig, DatasetConfig
 
-# What suits frames that stay there: "none" is a dataset without cameras.
+# Cache tier -> order; "none" is a dataset without cameras.
 KINDS: dict[str, Any] = {
     "none": "uniform",
     "stream": "streaming",
@@ -29,12 +29,12 @@ KINDS: dict[str, Any] = {
     "disk": "cached",
     "gpu": "resident",
 }
-LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless told
-UNITS_WANTED = 4  # in the pool for every sample of a batch: shuffles nearly as well as drawing from all
-UNITS_PER_LANE = 2  # in the pool at a time, at least
-LANE_UNITS = 20  # of a lane in all, at least: the units where lanes meet are decoded twice
-POOL_FILL = 1.25  # samples planned for, relative to the room: lanes let go of frames at different times
-REMOTE_UNIT = 1 << 20  # bytes that a request over a network should be worth
+LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless pool_gb is given
+UNITS_WANTED = 4  # units in the pool per sample of a batch: shuffles almost as well as a uniform order
+UNITS_PER_LANE = 2  # minimum in the pool at a time
+LANE_UNITS = 20  # minimum per lane: units at the border of two lanes are decoded twice
+POOL_FILL = 1.25  # planned samples, relative to the pool's capacity: lanes release frames at different times
+REMOTE_UNIT = 1 << 20  # minimum bytes per request over a network
 INDEXERS = 8  # threads
 
 
@@ -48,7 +48,7 @@ def choose_order(
     seed: int,
     tier: str,
 ) -> tuple[SampleOrder, int]:
-    """The order of a run, and the bytes for its pool; what `settings.order` left open is filled in."""
+    """The order of a run, and the bytes for its pool; fills in missing values of `settings.order`."""
     order, rows = settings.order, sample_rows(dataset, drop_last_frames)
     if order.kind == "auto":
         order.kind = KINDS[tier]
@@ -66,7 +66,7 @@ def choose_order(
         pool = pool_budget(settings.cache, order.lanes * order.pool * size / POOL_FILL)
     streaming = StreamingOrder(units, seed, lanes=order.lanes, pool=order.pool)
     log.info(
-        "%d samples in %d units; %d lanes of pools of %d samples%s, %s",
+        "%d samples in %d decode units; shuffling %d lanes with a pool of %d samples each%s, %s",
         units.size,
         len(units),
         order.lanes,
@@ -84,7 +84,7 @@ def choose_order(
 
 
 def pool_budget(cache: CacheConfig, wanted: float) -> int:
-    """Bytes on this node for frames on their way into batches: what shuffling wants, within bounds."""
+    """Bytes on this node for frames that wait for their batch: what shuffling needs, within limits."""
     if cache.pool_gb is not None:
         return int(cache.pool_gb * 1e9)
     return int(min(max(wanted, LEAST_POOL), MOST_POOL, free_memory() / 4))
@@ -93,7 +93,7 @@ def pool_budget(cache: CacheConfig, wanted: float) -> int:
 def units_of(
     dataset: Dataset, deltas: Mapping[str, list[int]], drop_last_frames: int, least: int, on_bad_frame: str
 ) -> Units:
-    """What is decoded together, from where the videos' groups of pictures begin."""
+    """The decode units, computed from the GOP starts of the videos."""
     episodes, store = dataset.episodes, dataset.store
 
     def starts(job: tuple[str, int]) -> np.ndarray:
@@ -103,7 +103,7 @@ def units_of(
         except DatasetError as error:
             if on_bad_frame == "raise":
                 raise
-            store.repeats.add("%d clips can't be read, and their samples are left out:", str(error))
+            store.repeats.add("%d clips can't be read; their samples are skipped:", str(error))
             return np.arange(episodes.start[i], episodes.end[i])
 
     with ThreadPoolExecutor(INDEXERS, thread_name_prefix="index") as threads:
@@ -119,7 +119,7 @@ def units_of(
 
 
 def _least_unit(dataset: Dataset) -> int:
-    """Samples per unit: one over a network must be worth a request, if what is fetched can't stay here."""
+    """Minimum samples per unit: over a network a unit must be large enough, unless all videos fit in the cache."""
     if dataset.stays_here:
         return 1
     return max(1, REMOTE_UNIT // max(1, dataset.video_bytes // len(dataset)))
@@ -128,7 +128,7 @@ def _least_unit(dataset: Dataset) -> int:
 def bytes_per_sample(
     dataset: Dataset, units: Units, rows: np.ndarray, deltas: Mapping[str, list[int]]
 ) -> float:
-    """Memory that a unit's frames take per sample of it, on average over some units."""
+    """Memory of a unit's frames per sample, averaged over some units."""
     some = np.unique(np.linspace(0, len(units) - 1, 64).astype(int))
     total = 0
     for unit in some.tolist():
@@ -144,8 +144,8 @@ def bytes_per_sample(
 def fit_lanes(batch: int, units: Units, room: int) -> tuple[int, int]:
     """Lanes, and samples in the pool of each, for `room` samples in memory.
 
-    As many lanes as the batch has samples, so that each batch is spread over all of the data, or the
-    largest part of that which leaves each lane some units to shuffle.
+    One lane per sample of the batch, so that each batch is spread over the whole dataset; or the largest
+    divisor of the batch size that leaves each lane enough units to shuffle.
     """
     size = units.size / len(units)
     most = max(1, min(int(room / size / UNITS_PER_LANE), len(units) // LANE_UNITS))

@@ -1,7 +1,7 @@
-"""Batches for training: the order says which samples, threads decode and assemble them ahead of the loop.
+"""Batches for training: the order selects the samples, and threads decode and assemble them ahead of the loop.
 
-Batch n of a run is a pure function of its settings, so there is nothing to save but the step: a resumed
-run starts its loader at that step and gets the batches it would have got, on any number of ranks.
+Batch n of a run is a pure function of its settings, so only the step is saved. A resumed run starts its
+loader at that step and gets the same batches as without the interruption, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -21,37 +21,39 @@ from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
-from flexor.data.loader.prefetch import Feed
-from flexor.data.loader.step import Planner, Wanted
+from flexor.data.loader.prefetch import Prefetcher
+from flexor.data.loader.step import StepPlanner, Wanted
 from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
 
 TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
-PREFETCH_BYTES = 256 << 20  # of assembled batches that wait; one always may
+PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
-KEPT_POOLS = 4  # for every sample of a batch: there is a lane for each at most, and a pool in use in each
+KEPT_POOLS = (
+    4  # per sample of a batch: there is at most one lane per sample, and one pool in use in each lane
+)
 
 
 @dataclass(frozen=True, eq=False)
 class PoolFrames:
-    """What is in a pool of the order, [n] each, unit by unit."""
+    """The content of a pool of the order, [n] each, unit by unit."""
 
     position: np.ndarray
     unit: np.ndarray
     frames: dict[str, np.ndarray]  # per camera [n, T]
 
     def of(self, unit: int) -> np.ndarray:
-        """Where the samples of a unit are."""
+        """The positions of a unit's samples."""
         return np.arange(*np.searchsorted(self.unit, [unit, unit + 1]))
 
 
-class Loader(Planner):
+class Loader(StepPlanner):
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
-    With no device, pictures stay planes in host memory, as they would go to a GPU (see `batches.Staged`).
+    Without a device, images stay planes in host memory, as for a transfer to a GPU (see `to_gpu.Staged`).
     One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
     """
 
@@ -83,7 +85,7 @@ class Loader(Planner):
         self.rank, self.world_size = rank, world_size
         self.rows = sample_rows(dataset, drop_last_frames)
         self.order = order or UniformOrder(len(self.rows), seed)
-        assert self.order.size == len(self.rows), "the order is of another dataset"
+        assert self.order.size == len(self.rows), "the order belongs to another dataset"
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
         self.decoded_on_gpu = decoded_on_gpu
@@ -100,7 +102,7 @@ class Loader(Planner):
         return self.batch_size * self.accumulation * self.world_size
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of optimizer steps start ... stop - 1, read ahead by threads."""
+        """The micro-batches of optimizer steps start ... stop - 1, prefetched by threads."""
         self.pool = Pool(self.pool_bytes, self.device if self.decoded_on_gpu else None)
         batcher = Batcher(
             self.dataset,
@@ -112,7 +114,7 @@ class Loader(Planner):
             counters=self._counters,
             valid_steps=self._valid_steps,
         )
-        feed: Feed[list[Batch]] = Feed(
+        feed: Prefetcher[list[Batch]] = Prefetcher(
             self,
             self.dataset.store,
             self.pool,
@@ -128,7 +130,7 @@ class Loader(Planner):
                 yield [batcher.to_device(batch) for batch in batches]
 
     def sync(self) -> None:
-        """Bring kept frames to the disk in the background, so that they outlive a loss of power."""
+        """Flush cached frames to disk in the background, so that they survive a power failure."""
         if self._syncing is None or not self._syncing.is_alive():
             self._syncing = threading.Thread(target=self._sync, name="sync", daemon=True)
             self._syncing.start()
@@ -138,7 +140,7 @@ class Loader(Planner):
             cache.sync()
 
     def close(self) -> None:
-        """Let go of kept frames; those on disk stay there."""
+        """Release cached frames; those on disk stay there."""
         self.dataset.store.repeats.tell(last=True)
         if self._syncing is not None:
             self._syncing.join()
@@ -147,11 +149,11 @@ class Loader(Planner):
             cache.close()
 
     def troubles(self) -> dict[str, int]:
-        """Frames that did not decode and what became of their samples; empty if all is well."""
+        """Counts of frames that could not be decoded, and of their samples; empty if there are none."""
         return {name: self._counters[name] for name in TROUBLES if self._counters[name]}
 
     def counters(self) -> dict[str, Any]:
-        """What has been read so far, in frames and bytes, and the threads' CPU seconds."""
+        """Frames and bytes read so far, and the threads' CPU seconds."""
         count, store = self._counters, self.dataset.store
         kept = sum(cache.count * store.format(camera).nbytes for camera, cache in store.caches.items())
         return {
@@ -171,7 +173,7 @@ class Loader(Planner):
             "convert_s": count["convert_us"] / 1e6,
         }
 
-    # What each step reads (see `Planner`).
+    # What each step reads (see `StepPlanner`).
 
     def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
         share = self.batch_size * self.accumulation
@@ -191,11 +193,11 @@ class Loader(Planner):
         return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
 
     def _look_up_pools(self, wanted: set[tuple]) -> None:
-        """Have the pools of the order that a step reads at hand; forget those that were not read for long."""
+        """Load the pools of the order that a step reads; drop the least recently used ones."""
         order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
         new = wanted - self._pools.keys()
         for key in wanted - new:
-            self._pools[key] = self._pools.pop(key)  # the last ones were read last
+            self._pools[key] = self._pools.pop(key)  # the most recently used come last
         for epoch in {key[0] for key in new}:
             assert isinstance(order, StreamingOrder)
             keys = sorted(key for key in new if key[0] == epoch)
@@ -242,7 +244,7 @@ def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequenc
 
 
 def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:
-    """Rows that may start a sample: all but the last few of each episode."""
+    """Rows that may start a sample: all except the last few of each episode."""
     episodes = dataset.episodes
     ends = np.maximum(episodes.start + 1, episodes.end - drop_last_frames)
     return np.concatenate([np.arange(start, end) for start, end in zip(episodes.start, ends)])

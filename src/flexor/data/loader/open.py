@@ -1,4 +1,4 @@
-"""From settings to batches: where decoded frames stay, who decodes them, chosen by what there is room for."""
+"""Opens the loader from the settings: chooses the frame cache, the decoder and the order by the available memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from flexor.data.settings import CacheConfig, DatasetConfig
 from flexor.data.video.planes import JPEG_QUALITY
 
 JPEG_SHARE = 0.2  # of the raw size, about
-ENOUGH_CORES = 12  # for each GPU: they decode as fast as training beside it leaves the GPU's decoder to
-NVDEC_MEMORY = 40 << 30  # bytes of a GPU that can spare what decoding and its pool take
+ENOUGH_CORES = 12  # per GPU: they decode as fast as the GPU's decoder does during training
+NVDEC_MEMORY = 40 << 30  # bytes of GPU memory from which a GPU has enough to spare for decoding and its pool
 
 
 def open_loader(
@@ -42,7 +42,7 @@ def open_loader(
     drop_last_frames: int = 0,
     also: Sequence[Dataset] = (),
 ) -> Loader:
-    """The batches of a run. `also` are selections of the same dataset whose frames are kept with these."""
+    """The batches of a run. `also` are selections of the same dataset whose frames are cached too."""
     device = None if device is None else torch.device(device)
     cameras = list(cameras)
     dataset.store.set_rgb(device is not None and device.type != "cuda")
@@ -78,34 +78,36 @@ def open_loader(
     )
 
 
-# Who decodes.
+# The decoder.
 
 
 def decodes_on_gpu(
     dataset: Dataset, decoder: str, cameras: Sequence[str], device: torch.device | None, local_ranks: int
 ) -> bool:
-    """Whether the GPU's decoder is used: if asked for; or if it can, has memory to spare, and cores are few."""
+    """Whether to use the GPU's decoder: if requested; or if supported, with enough GPU memory and few CPU cores."""
     if decoder == "cpu":
         return False
     why_not = (
-        None if device is not None and device.type == "cuda" else f"frames are wanted on {device}, no GPU"
+        None if device is not None and device.type == "cuda" else f"the run uses {device}, not a CUDA GPU"
     )
     for camera in cameras:
         if why_not is None and device is not None:
             why_not = dataset.store.why_not_on_gpu(camera, device)
     if decoder == "nvdec":
         if why_not:
-            raise ConfigError(f"dataset.decoder=nvdec: {why_not}. Leave it out, and the CPU decodes.")
+            raise ConfigError(
+                f"dataset.decoder=nvdec can't be used: {why_not}. Leave it out to decode on the CPU."
+            )
         return True
     if why_not or usable_cores() // local_ranks >= ENOUGH_CORES:
         return False
     if torch.cuda.get_device_properties(device).total_memory < NVDEC_MEMORY:
         return False
-    log.info("the GPU decodes the videos (--dataset.decoder=cpu would leave it to the CPU)")
+    log.info("decoding videos on the GPU (--dataset.decoder=cpu decodes on the CPU)")
     return True
 
 
-# Where frames stay.
+# The frame cache.
 
 
 def open_tier(
@@ -116,7 +118,7 @@ def open_tier(
     selections: Sequence[Dataset],
     local_ranks: int = 1,
 ) -> str:
-    """Open the chosen tier, or what there is room for, and say why. A tier that can't be had is streaming."""
+    """Open the chosen tier, or with auto the first with enough room, and log why. If it fails, stream frames."""
     store = dataset.store
     count = sum(len(selection) for selection in selections)
     sizes = {camera: store.format(camera).nbytes for camera in cameras}
@@ -137,20 +139,25 @@ def open_tier(
         else:
             caches = _open_caches(dataset, cache, keys, None if wanted == "ram" else disk_folder(), need)
             if wanted == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
-                log.warning("shared memory has no room for frames that %d ranks share: disk", local_ranks)
+                log.warning(
+                    "shared memory is too small for a frame cache shared by %d ranks: using the disk",
+                    local_ranks,
+                )
                 wanted = "disk"
                 caches = _open_caches(dataset, cache, keys, disk_folder(), need)
             store.caches = caches
     except (DatasetError, torch.OutOfMemoryError, OSError) as error:
         store.caches = {}
-        log.warning("frames (%s) can't be kept: %s. They are streamed instead", gigabytes(need), error)
+        log.warning(
+            "can't open a cache for the frames (%s): %s. Streaming frames instead", gigabytes(need), error
+        )
         return "stream"
     have = min(cache.count for cache in store.caches.values())
     log.info(
-        "%s of frames are kept %s; %s",
+        "caching %s of frames %s; %s",
         gigabytes(need),
         {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[wanted],
-        "all are there" if have >= count else "each is decoded once, when it is first needed",
+        "all are cached already" if have >= count else "each frame is decoded once, when it is first needed",
     )
     return wanted
 
@@ -159,15 +166,19 @@ def _pick_tier(cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], coun
     memory, disk = _budget(cache, free_memory() // 4), _budget(cache, disk_budget())
     ready = {info.folder: info.ready for info in list_caches()}
     if all(ready.get(disk_folder() / key.folder_name, 0) >= count for key in keys.values()):
-        return "disk"  # all are there already
+        return "disk"  # all frames are cached already
     if need <= memory:
         return "ram"
     if need <= disk:
-        log.info("frames take %s, memory has %s for them: disk", gigabytes(need), gigabytes(memory))
+        log.info(
+            "frames take %s, more than the memory budget of %s: caching on disk",
+            gigabytes(need),
+            gigabytes(memory),
+        )
         return "disk"
     log.info(
-        "frames take %s; memory has %s for them, the disk %s: streaming, each is decoded once per epoch. "
-        "--dataset.cache.size=224x224 or --dataset.cache.format=jpeg would make them smaller",
+        "frames take %s, more than the budget in memory (%s) and on disk (%s): streaming, each frame is decoded once "
+        "per epoch. --dataset.cache.size=224x224 or --dataset.cache.format=jpeg would make them smaller",
         gigabytes(need),
         gigabytes(memory),
         gigabytes(disk),
@@ -180,7 +191,7 @@ def _budget(cache: CacheConfig, default: int) -> int:
 
 
 def disk_budget() -> int:
-    """Bytes on the disk for kept frames: a quarter of what is free or taken by them."""
+    """Disk budget for cached frames: a quarter of the sum of free space and existing caches."""
     disk_folder().mkdir(parents=True, exist_ok=True)
     return (free_bytes(disk_folder()) + sum(info.nbytes for info in list_caches())) // 4
 
@@ -203,14 +214,14 @@ def _keys(dataset: Dataset, cache: CacheConfig, cameras: Sequence[str]) -> dict[
 def _open_caches(
     dataset: Dataset, cache: CacheConfig, keys: Mapping[str, CacheKey], folder: Path | None, need: int
 ) -> dict[str, FrameCache]:
-    """`folder` None is memory."""
+    """Open a cache per camera in `folder`; None: in memory."""
     formats = {camera: dataset.store.format(camera) for camera in keys}
     total = sum(format.nbytes for format in formats.values())
     shares = {camera: need * format.nbytes // total for camera, format in formats.items()}
     if folder is not None:
-        limit = _budget(cache, max(need, disk_budget()))  # asked for by name, it may take all there is
+        limit = _budget(cache, max(need, disk_budget()))  # requested explicitly, it may take all free space
         if not make_room(folder, {keys[camera]: share for camera, share in shares.items()}, limit):
-            raise DatasetError(f"there is no room for {gigabytes(need)} in {folder}")
+            raise DatasetError(f"{folder} has no room for {gigabytes(need)}")
     return {
         camera: FrameCache.open(
             folder, key, dataset.store.frames, formats[camera].nbytes, asdict(formats[camera]), shares[camera]

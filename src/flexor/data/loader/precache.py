@@ -1,6 +1,6 @@
-"""`flexor data cache`: fill a dataset's frame caches ahead of training, so that its first epoch decodes nothing.
+"""`flexor data cache`: fills a dataset's frame caches before training, so that the first epoch decodes nothing.
 
-Nothing is lost by stopping it: frames that are there already are not decoded again.
+It can be stopped and started again: cached frames are not decoded again.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def precache(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Keep all frames of a dataset on disk, at the size it was opened with; of all cameras unless given."""
+    """Cache all frames of a dataset on disk, at the size it was opened with; default: all cameras."""
     chosen = _checked_cameras(dataset, cameras)
     settings = CacheConfig(tier="disk", format=format)  # type: ignore[arg-type]
     started = time.monotonic()
-    dataset.store.set_rgb(not torch.cuda.is_available())  # as training on this machine will want them
+    dataset.store.set_rgb(not torch.cuda.is_available())  # the format that training on this machine uses
     if open_tier(dataset, settings, chosen, None, [dataset]) != "disk":
         raise DatasetError(
-            f"{dataset.repo_id}: its frames were not kept, for the reason above. Make room with `flexor data "
+            f"{dataset.repo_id}: its frames could not be cached, see the warning above. Free space with `flexor data "
             f"cache --prune`, set FLEXOR_CACHE to another disk, or make frames smaller with --size or --format=jpeg"
         )
     caches = dataset.store.caches
@@ -60,19 +60,19 @@ def precache(
 
 
 def render(result: dict[str, Any]) -> str:
-    """The command's last words."""
+    """The summary that the command prints."""
     lines = []
     for camera, counts in result["cameras"].items():
-        broken = f", {counts['broken']} do not decode" if counts["broken"] else ""
+        broken = f", {counts['broken']} can't be decoded" if counts["broken"] else ""
         lines.append(f"{camera}: {counts['kept']} of {counts['frames']} frames in the cache{broken}")
-    return "\n".join([*lines, f"kept in {result['folder']}"])
+    return "\n".join([*lines, f"cached in {result['folder']}"])
 
 
 def _checked_cameras(dataset: Dataset, cameras: Sequence[str] | None) -> list[str]:
     for camera in cameras or []:
         if camera not in dataset.cameras:
             known = ", ".join(dataset.cameras) or "none"
-            raise DatasetError(f"{dataset.repo_id} has no camera {camera!r}. Its cameras: {known}")
+            raise DatasetError(f"{dataset.repo_id} has no camera {camera!r}. Its cameras are: {known}")
     if not dataset.cameras:
-        raise DatasetError(f"{dataset.repo_id} has no camera that can be read: there is nothing to cache")
+        raise DatasetError(f"{dataset.repo_id} has no readable camera, so there is nothing to cache")
     return list(cameras or dataset.cameras)

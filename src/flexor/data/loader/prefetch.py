@@ -1,9 +1,9 @@
-"""From the order of samples to the frames of each step: planned ahead, decoded once, let go when used.
+"""Prefetches the frames of each step: plans ahead, decodes each frame once, and releases it after use.
 
-A *piece* is the frames of one unit (see `order/decode_units.py`) for as long as samples of it are still to come. The
-feed walks ahead of the training loop, decodes pieces in the order in which they are first needed while the
-pool has room, and assembles steps one after the other. A step whose frames find no room although all before it
-are done decodes just what it needs, so memory is bounded by the pool and one step, whatever the data.
+A *piece* is the frames of one unit (see `order/decode_units.py`) while some of its samples are still to come. The
+feed runs ahead of the training loop. It decodes pieces in the order in which they are first needed, while the
+pool has room, and assembles steps one after the other. If a step's frames have no room although all earlier steps
+are done, it decodes only what it needs. So memory is limited to the pool plus one step, for any dataset.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy as np
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step import Piece, Planner, Step, T
-from flexor.data.loader.threads import Crew
+from flexor.data.loader.step import Piece, Step, StepPlanner, T
+from flexor.data.loader.threads import ReaderThreads
 
-AHEAD = 64  # steps that are planned before they are due, if the pool has room
-GROUP = 32  # frames of all cameras that are decoded with one request, about
+AHEAD = 64  # steps that are planned ahead, if the pool has room
+GROUP = 32  # approximate number of frames of all cameras that are decoded with one request
 
 
-class Feed(Generic[T]):
-    """Runs the steps of a planner through threads."""
+class Prefetcher(Generic[T]):
+    """Runs the steps of a planner in threads."""
 
     def __init__(
         self,
-        planner: Planner,
+        planner: StepPlanner,
         store: FrameStore,
         pool: Pool,
         assemble: Callable[[Step[T]], list[Callable[[], None]]],
@@ -42,14 +42,14 @@ class Feed(Generic[T]):
         prefetch: int,
         counters: Counter[str],
     ):
-        """`assemble(step)` gives the jobs that fill a batch; `finish(step)` the batch, when they are done."""
+        """`assemble(step)` returns the jobs that fill a batch; `finish(step)` returns the batch after them."""
         self.planner, self.store, self.pool = planner, store, pool
         self.assemble, self.finish = assemble, finish
         self.threads, self.prefetch, self.counters = threads, max(1, prefetch), counters
         self.pieces: dict[tuple, Piece] = {}
-        self.group: list[Piece] = []  # planned, and soon to be decoded together
+        self.group: list[Piece] = []  # planned, to be decoded together
         self.group_step = 0
-        self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be kept, by camera and number
+        self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
         self.planned: deque[Step[T]] = deque()
         self.outstanding: set[int] = set()
         self.taken = 0
@@ -59,7 +59,7 @@ class Feed(Generic[T]):
 
     def steps(self, start: int, stop: int) -> Generator[T]:
         self.taken = start
-        self.crew = Crew(self.threads, "loader")
+        self.crew = ReaderThreads(self.threads, "loader")
         steps: deque[Step[T]] = deque()
         walker = None
         if self.threads:
@@ -125,7 +125,7 @@ class Feed(Generic[T]):
     # Planning: which frames a step needs, and where they will be.
 
     def _plan(self, number: int) -> Step[T] | None:
-        """The step with its pieces on their way; None if the feed closes meanwhile."""
+        """The step, with its pieces submitted for decoding; None if the feed closes in the meantime."""
         rows, ids, units = self.planner.plan(number)
         pieces: list[Piece | None] = []
         waits: list[Piece] = []
@@ -142,7 +142,7 @@ class Feed(Generic[T]):
         return Step(number, rows, ids, pieces, waits)
 
     def _open(self, key: tuple, step: int) -> Piece | None:
-        """Start to decode a unit, as soon as there is room for it; None if there will not be."""
+        """Start to decode a unit as soon as there is room for it; None if there will be none."""
         wanted = self.planner.unit(key, step)
         piece = self._piece(wanted.ids, wanted.last)
         if not self._reserve(piece):
@@ -154,7 +154,7 @@ class Feed(Generic[T]):
         return piece
 
     def _only(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
-        """The frames of one sample alone, those that are neither kept nor about to be."""
+        """The frames of one sample that are neither cached nor about to be cached."""
         wanted = {}
         for camera, frames in ids.items():
             coming = [self.coming.get((camera, frame)) for frame in frames.tolist()]
@@ -167,7 +167,7 @@ class Feed(Generic[T]):
         if not self._reserve(piece):
             if self.closing:
                 return None
-            self._take_slots(piece, force=True)  # this step can't do without
+            self._take_slots(piece, force=True)  # this step needs them
         self.counters["misses"] += missing
         self._submit(piece, step)
         return piece
@@ -182,11 +182,11 @@ class Feed(Generic[T]):
         return Piece(ids, uses, last)
 
     def _reserve(self, piece: Piece) -> bool:
-        """Wait for room for a piece; False if there will not be any."""
+        """Wait for room for a piece; False if there will be none."""
         with self.changed:
             while not self._take_slots(piece) and not self.closing:
-                self._start()  # others may be waiting for what has been planned so far
-                if not self.outstanding:  # no step before this one will make room any more
+                self._start()  # other threads may be waiting for the pieces planned so far
+                if not self.outstanding:  # no earlier step will free room
                     return False
                 self.changed.wait()
             return not self.closing
@@ -206,7 +206,7 @@ class Feed(Generic[T]):
     # Decoding.
 
     def _submit(self, piece: Piece, step: int) -> None:
-        """Have a piece decoded, together with some others: one request costs as much as some frames."""
+        """Submit a piece for decoding, together with some others: a request costs as much as several frames."""
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
         for camera, frames in piece.ids.items():
             self.store.read_ahead(camera, frames)
@@ -236,7 +236,7 @@ class Feed(Generic[T]):
             else:
                 bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
             self.store.keep(camera, ids[good], [slots[i] for i in good])
-        except SourceError as error:  # the data can't be reached: that is no broken frame
+        except SourceError as error:  # the data can't be reached: that is not a bad frame
             failure = error
         except DatasetError as error:
             bad = dict.fromkeys(set(range(len(ids))) - set(good), str(error))
@@ -312,7 +312,7 @@ class Feed(Generic[T]):
         step.result.set_result(result)
 
     def _release(self, step: Step[T]) -> None:
-        """Let go of frames that no later sample reads."""
+        """Release frames that no later sample reads."""
         done: list[Slot] = []
         with self.changed:
             for i, piece in enumerate(step.pieces):
@@ -322,7 +322,7 @@ class Feed(Generic[T]):
             oldest = min(self.outstanding, default=step.number + 1)
             for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
                 for slots in self.pieces.pop(key).slots.values():
-                    done += slots.values()  # another rank read the rest of it
+                    done += slots.values()  # another rank reads the rest of it
                     self.counters["evictions"] += len(slots)
             self.pool.give(done)
             self.changed.notify_all()

@@ -1,4 +1,4 @@
-"""What a step of training reads, and the frames it shares with other steps."""
+"""The data of a training step, and the frames it shares with other steps."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Piece:
-    """Frames of one unit while they are wanted. Per camera:"""
+    """Frames of one unit while they are needed. Per camera:"""
 
     ids: dict[str, np.ndarray]
-    """Distinct and ascending: those that are kept nowhere else and must be decoded."""
+    """Distinct and ascending: frames that are not cached and must be decoded."""
     uses: dict[str, dict[int, int]]
-    """How often each is still to be read."""
+    """How often each frame will still be read."""
     last: int
-    """The last step that reads any of it."""
+    """The last step that reads any of its frames."""
     slots: dict[str, dict[int, Slot]] = field(default_factory=dict)
-    """The planes of each, as long as it is to be read."""
+    """The planes of each frame, while it is still needed."""
     bad: dict[str, dict[int, str]] = field(default_factory=dict)
-    """Those that do not decode, and why."""
+    """Frames that can't be decoded, and why."""
     pending: int = 0
-    """Cameras that are still to be decoded."""
+    """Cameras that are not decoded yet."""
     steps: list[Step] = field(default_factory=list)
-    """Those that wait for it."""
+    """Steps that wait for this piece."""
     error: BaseException | None = None
 
     def find(self, camera: str, frame: int) -> Slot | None:
-        """A frame's planes, if it is here."""
+        """A frame's planes, if the piece has it."""
         return self.slots[camera].get(frame) if camera in self.slots else None
 
     def read(self, camera: str, frames: list[int]) -> list[Slot]:
-        """Count these as read; returns the slots that nobody reads again."""
+        """Count these as read; returns the slots that will not be read again."""
         uses, slots, done = self.uses[camera], self.slots[camera], []
         for frame in frames:
             if frame in uses:
@@ -55,33 +55,33 @@ class Step(Generic[T]):
     number: int
     rows: np.ndarray  # [b]
     ids: dict[str, np.ndarray]  # per camera, frames of each sample's window [b, T]
-    pieces: list[Piece | None]  # [b] where a sample's frames are; None: all of them are kept
+    pieces: list[Piece | None]  # [b] the piece with a sample's frames; None: all are cached
     waits: list[Piece] = field(default_factory=list)
-    """Pieces whose frames will be kept by the time this step is assembled, and are read from there."""
+    """Pieces whose frames will be cached when this step is assembled; the step reads them from the cache."""
     pictures: dict[str, list[Any]] = field(default_factory=dict)
-    """Per camera, one for each micro-batch."""
+    """Per camera, one entry for each micro-batch."""
     result: Future[T] = field(default_factory=Future)
     pending: int = 0
-    """Pieces that are still to be decoded."""
+    """Number of pieces that are not decoded yet."""
 
 
 @dataclass
 class Wanted:
-    """Samples of one unit from now on: their frames per camera, each with the step that reads it."""
+    """The remaining samples of one unit: their frames per camera, each with the step that reads it."""
 
     ids: dict[str, np.ndarray]  # [n, T]
     last: int
 
 
-class Planner:
-    """Says what each step reads. See `Loader`, which is one."""
+class StepPlanner:
+    """Defines what each step reads. `Loader` implements it."""
 
     cameras: list[str]
 
     def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
-        """Rows [b], frames per camera [b, T], and the unit that each sample belongs to, None if to none."""
+        """Rows [b], frames per camera [b, T], and the unit of each sample; None for no unit."""
         raise NotImplementedError
 
     def unit(self, key: tuple, step: int) -> Wanted:
-        """What is left of a unit from this step on."""
+        """The samples of a unit from this step on."""
         raise NotImplementedError

@@ -1,7 +1,7 @@
-"""The frames that a step shows, found where they are, and what stands in for those that do not decode.
+"""Finds the frames of a step, and replacements for frames that can't be decoded.
 
-A batch stays full whatever is broken: with `skip` the next good sample of the batch takes a broken one's place,
-with `nearest` the nearest frame of the same episode does. Both are counted and said, neither is silent.
+A batch is always full: with `skip`, the next good sample of the batch replaces a bad one; with `nearest`, the
+nearest frame of the same episode replaces the bad frame. Both are counted and logged, never silent.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from flexor.data.loader.step import Piece, Step
 
 
 @dataclass(eq=False)
-class Shots:
-    """What one camera shows in a step."""
+class StepFrames:
+    """The frames of one camera in a step."""
 
     camera: str
     ids: np.ndarray  # [b, T] frames
-    pieces: list[Piece | None]  # [b] where they may be
+    pieces: list[Piece | None]  # [b] pieces that may contain them
     stand_ins: dict[tuple[int, int], np.ndarray]
-    """Planes that take the place of a frame, by sample and step of its window."""
+    """Planes that replace a frame, by sample and step of its window."""
 
     def planes(self, store: FrameStore, i: int, t: int) -> Slot:
-        """Where the planes of a frame are: to be read, not to be changed."""
+        """The planes of a frame; read-only."""
         if (i, t) in self.stand_ins:
             return self.stand_ins[i, t]
         found = self.decoded(i, t)
         return store.view(self.camera, int(self.ids[i, t])) if found is None else found
 
     def decoded(self, i: int, t: int) -> Slot | None:
-        """The frame as it was decoded for this step, if it was."""
+        """The frame as decoded for this step, or None."""
         piece = self.pieces[i]
         return piece.find(self.camera, int(self.ids[i, t])) if piece is not None else None
 
 
-class ShotFinder:
-    """Finds the frames of steps, and stand-ins for those that are broken."""
+class FrameFinder:
+    """Finds the frames of steps, and replacements for bad frames."""
 
     def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
         self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
         self._told: set[tuple[str, int]] = set()
 
-    def find(self, step: Step) -> tuple[np.ndarray, list[Shots]]:
-        """Which sample stands at each place of the step [b], and what each camera shows."""
+    def find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
+        """The sample at each position of the step [b], and the frames of each camera."""
         order = np.arange(len(step.rows))
         stand_ins: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
         broken: set[int] = set()
@@ -59,21 +59,21 @@ class ShotFinder:
                     if frame in bad:
                         self._replace(stand_ins[camera], (i, t), camera, frame, bad[frame], piece)
                         broken.add(i)
-        if step.waits:  # what was to be kept may not have been: the disk is full, or the frame is broken
+        if step.waits:  # caching may have failed: the disk is full, or the frame is bad
             broken |= self._decode_late(step, stand_ins)
         if broken and self.on_bad_frame == "skip":
             self._skip(order, broken, step.number)
         elif broken:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
-        return order, [Shots(c, ids[order], pieces, stand_ins[c]) for c, ids in step.ids.items()]
+        return order, [StepFrames(c, ids[order], pieces, stand_ins[c]) for c, ids in step.ids.items()]
 
     def _skip(self, order: np.ndarray, broken: set[int], number: int) -> None:
         good = [i for i in range(len(order)) if i not in broken]
         if not good:
             raise DatasetError(
-                f"step {number}: none of its {len(order)} samples decodes. Run `flexor data check` on the "
-                "dataset, and leave the bad episodes out with --dataset.exclude_episodes or "
+                f"step {number}: none of its {len(order)} samples can be decoded. Run `flexor data check` on the "
+                "dataset, and exclude the bad episodes with --dataset.exclude_episodes or "
                 "--dataset.on_bad_episode=skip."
             )
         for i in broken:
@@ -98,19 +98,21 @@ class ShotFinder:
         episode = int(store.episode_of(np.array([frame]))[0])
         if self.on_bad_frame == "raise":
             raise DatasetError(
-                f"{store.where(camera, frame)}: {reason}. Leave the episode out with "
-                f"--dataset.exclude_episodes={episode}, or choose --dataset.on_bad_frame=skip"
+                f"{store.where(camera, frame)}: {reason}. Exclude the episode with "
+                f"--dataset.exclude_episodes={episode}, or set --dataset.on_bad_frame=skip"
             )
         if (camera, episode) not in self._told:
             self._told.add((camera, episode))
             done = (
-                "their samples are left out" if self.on_bad_frame == "skip" else "the nearest frame stands in"
+                "their samples are skipped"
+                if self.on_bad_frame == "skip"
+                else "the nearest frame replaces them"
             )
             place = f"episode {episode}, {camera}, frame {frame - store.first_of(episode)}"
-            store.repeats.add(f"%d clips have frames that do not decode; {done}:", f"{place}: {reason}")
+            store.repeats.add(f"%d clips have frames that can't be decoded; {done}:", f"{place}: {reason}")
 
     def _decode_late(self, step: Step, stand_ins: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:
-        """Decode what is neither in a piece nor kept, here and now; returns samples that are broken."""
+        """Decode frames that are neither in a piece nor cached, immediately; returns bad samples."""
         broken = set()
         for camera, ids in step.ids.items():
             lost = ~self.store.kept(camera, ids.ravel()).reshape(ids.shape)
@@ -128,7 +130,7 @@ class ShotFinder:
         return broken
 
     def _nearest(self, camera: str, frame: int, piece: Piece | None) -> np.ndarray:
-        """The nearest frame of the same episode that decodes."""
+        """The nearest frame of the same episode that can be decoded."""
         store = self.store
         episode = int(store.episode_of(np.array([frame]))[0])
         planes = np.empty(store.format(camera).nbytes, np.uint8)
@@ -144,4 +146,4 @@ class ShotFinder:
                 return store.view(camera, other)
             if not store.decode(camera, np.array([other]), [planes].__getitem__):
                 return planes
-        raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode decodes.")
+        raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from itertools import count
 
 
-class Crew:
-    """Runs jobs on a few threads, lowest priority number first; with no threads, at once in the caller.
+class ReaderThreads:
+    """Runs jobs in a few threads, lowest priority number first; with 0 threads, immediately in the caller.
 
-    Jobs look after their own errors. Closing drops what has not been started and waits for the rest.
+    Jobs handle their own errors. Closing drops jobs that have not started and waits for the others.
     """
 
     def __init__(self, threads: int, name: str):
@@ -50,4 +50,4 @@ class Crew:
                     return
                 _, _, job = heapq.heappop(self._jobs)
             job()
-            del job  # or the thread would hold on to what the job held until the next one comes
+            del job  # otherwise the thread would keep references of the job until the next one arrives

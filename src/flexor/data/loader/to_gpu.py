@@ -1,7 +1,7 @@
-"""Pictures on their way to a GPU: each distinct frame of a batch goes there once, as planes.
+"""Moves the images of a batch to a GPU: each distinct frame is transferred once, as planes.
 
-Frames may come from the host's memory, from slots on the GPU that it decoded into, or from those it keeps. There they
-become RGB, and windows that share frames are gathered from them.
+Frames may come from host memory, from GPU slots that NVDEC decoded into, or from the GPU's frame cache. The GPU
+converts them to RGB, and gathers windows that share frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flexor.data.frames.gpu_cache import GPUFrames
 from flexor.data.frames.slots import Buffers
 from flexor.data.frames.store import FrameStore
-from flexor.data.loader.step_frames import Shots
+from flexor.data.loader.step_frames import StepFrames
 from flexor.data.video.planes import PlaneFormat, rgb_on_device
 
 Job = Callable[[], None]
@@ -25,14 +25,14 @@ Job = Callable[[], None]
 
 @dataclass(eq=False)
 class Staged:
-    """One camera's pictures of a batch. The distinct frames are those of `host`, `decoded` and `kept`, in order."""
+    """One camera's images of a batch. The distinct frames are those of `host`, `decoded` and `kept`, in order."""
 
     format: PlaneFormat
-    index: np.ndarray  # [b] or [b, T] which distinct frame
-    host: Tensor  # uint8 [h, nbytes], pinned if it is to go anywhere
+    index: np.ndarray  # [b] or [b, T] index of the distinct frame
+    host: Tensor  # uint8 [h, nbytes], pinned if it will be transferred
     decoded: Tensor | None = None  # uint8 [d, nbytes], on the GPU
     keeper: GPUFrames | None = None
-    kept: np.ndarray | None = None  # rows of the keeper
+    kept: np.ndarray | None = None  # rows of the GPU's frame cache
 
     def on(self, device: torch.device) -> Tensor:
         """RGB uint8 [b, (T,) C, H, W] on the device."""
@@ -46,20 +46,20 @@ class Staged:
 
 
 def _index_on(device: torch.device, index: np.ndarray) -> Tensor:
-    """From memory that is not pinned it would be copied only when the GPU has done all it was given before."""
+    """The index on the device. From unpinned memory, the copy would wait for all earlier work on the GPU."""
     host = torch.from_numpy(index)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 class Stager:
-    """Fills `Staged` pictures; without a stream they stay in the host's memory."""
+    """Fills `Staged` images; without a stream they stay in host memory."""
 
     def __init__(self, store: FrameStore, stream: torch.cuda.Stream | None, jobs: int):
         self.store, self.stream, self.jobs = store, stream, jobs
         self.buffers = Buffers()
 
-    def stage(self, shots: Shots, samples: np.ndarray) -> tuple[Staged, list[Job]]:
-        """The pictures of some samples of a step, and the jobs that fill them in."""
+    def stage(self, shots: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
+        """The images of some samples of a step, and the jobs that fill them in."""
         places, index = self._distinct(shots, samples)
         keeper = self.store.caches.get(shots.camera)
         keeper = keeper if isinstance(keeper, GPUFrames) else None
@@ -70,7 +70,7 @@ class Stager:
         sorted_places = [places[k] for k in order.tolist()]
         host, decoded = kinds.count(0), kinds.count(1)
         format = self.store.format(shots.camera)
-        # as large as it may ever be, so that the next batch can have it again
+        # the maximum size, so that the next batch can reuse it
         memory = self._memory(index.size, format.nbytes) if host else torch.empty((0, 0), dtype=torch.uint8)
         staged = Staged(format, rank[index], memory[:host])
         jobs: list[Job] = [
@@ -87,8 +87,8 @@ class Stager:
             staged.kept = np.array([keeper.row(int(shots.ids[p])) for p in sorted_places[host + decoded :]])
         return staged, jobs
 
-    def _distinct(self, shots: Shots, samples: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-        """A place [sample, step] of each distinct frame, and which one every place shows; stand-ins are distinct."""
+    def _distinct(self, shots: StepFrames, samples: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
+        """A position [sample, step] of each distinct frame, and the frame of each position; replacements count."""
         found: dict[tuple, int] = {}
         places: list[tuple[int, int]] = []
         index = np.empty((len(samples), shots.ids.shape[1]), np.int64)
@@ -100,7 +100,7 @@ class Stager:
                     places.append((i, t))
         return places, index
 
-    def _kind(self, shots: Shots, keeper: GPUFrames | None, i: int, t: int) -> int:
+    def _kind(self, shots: StepFrames, keeper: GPUFrames | None, i: int, t: int) -> int:
         if (i, t) in shots.stand_ins:
             return 0
         slot = shots.decoded(i, t)
@@ -113,15 +113,15 @@ class Stager:
             return torch.from_numpy(self.buffers.take((rows, nbytes)))
         return torch.empty((rows, nbytes), dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, shots: Shots, places: list[tuple[int, int]], out: np.ndarray) -> None:
+    def _copy(self, shots: StepFrames, places: list[tuple[int, int]], out: np.ndarray) -> None:
         for k, place in enumerate(places):
             np.copyto(out[k], np.asarray(shots.planes(self.store, *place)))
 
-    def _gather(self, shots: Shots, places: list[tuple[int, int]], staged: Staged) -> None:
-        """Frames that the GPU decoded, brought together there before their slots are used again."""
+    def _gather(self, shots: StepFrames, places: list[tuple[int, int]], staged: Staged) -> None:
+        """Gather frames that the GPU decoded, before their slots are reused."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
-            # NVDEC's frames are complete for what follows on the default stream
+            # NVDEC's frames are complete for later work on the default stream
             self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
             staged.decoded = torch.stack(
                 [torch.as_tensor(shots.planes(self.store, *place)) for place in places]

@@ -1,13 +1,12 @@
-"""What is decoded together: every sample belongs to one unit, and a unit's samples share their frames.
+"""Decode units: samples that are decoded together. Every sample belongs to exactly one unit.
 
-A frame of a video costs its whole group of pictures (GOP), so samples are streamed in units that use
-all of what is decoded for them. A unit is a run of neighbouring samples or, for windows whose steps
-lie a fixed stride apart, the samples of one phase of that stride: the frames of their windows are the
-same few frames again and again.
+Decoding one frame of a video means decoding its group of pictures (GOP). So samples are streamed in units
+that use all frames decoded for them. A unit is a run of neighbouring samples. For windows whose steps have
+a fixed stride, a unit is the samples of one phase of that stride: their windows use the same few frames.
 
-Small units shuffle better, large ones decode less at their borders. The trade-off made here: of all
-ways to cut that were tried, the smallest units that decode at most a tenth more than the cheapest way.
-What a way costs is counted on some of the episodes, not estimated.
+Small units shuffle better; large units decode fewer frames twice at their borders. The trade-off: of all
+splits tried, take the smallest units that decode at most a tenth more frames than the cheapest split.
+The cost of a split is counted on some of the episodes, not estimated.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from flexor.core.rng import mix_numpy
 __all__ = ["Units", "build_units", "decoded_per_sample"]
 
 TOLERANCE = 1.1
-"""Frames decoded, relative to the cheapest way to cut, that smaller units may cost."""
+"""Largest number of decoded frames, relative to the cheapest split."""
 GROWTH = 1.5
-"""From one length of runs that is tried to the next."""
+"""Factor from one run length that is tried to the next."""
 TRIAL_EPISODES, TRIAL_ROWS = 32, 10_000
-"""How much of a dataset the ways to cut are tried on."""
+"""How much of a dataset is used to try splits."""
 COUNTED_SAMPLES = 20_000
-"""In how many samples' units `decoded_per_sample` counts."""
+"""Number of samples whose units `decoded_per_sample` counts."""
 STRETCH = 20
-"""Phases of an episode longer than this many windows are cut: at a cut, one window is decoded again."""
+"""Phases of an episode longer than this many windows are split; each split decodes one window again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What is decoded together. The k-th sample of unit u is first + (k // run) * stride + k % run."""
+    """Samples that are decoded together. The k-th sample of unit u is first + (k // run) * stride + k % run."""
 
     first: np.ndarray  # [U] the unit's first sample
     count: np.ndarray  # [U] its number of samples
-    run: np.ndarray  # [U] so many samples are neighbours
-    stride: np.ndarray  # [U] from the beginning of one such run to the next
+    run: np.ndarray  # [U] number of neighbouring samples in a run
+    stride: np.ndarray  # [U] from the start of one run to the start of the next
 
     def __len__(self) -> int:
         return len(self.first)
 
     @property
     def size(self) -> int:
-        """Samples in all; every one is in exactly one unit."""
+        """Number of samples; each is in exactly one unit."""
         return int(self.count.sum())
 
     def samples(self, unit: int) -> np.ndarray:
@@ -72,15 +71,16 @@ def build_units(
     least: int = 1,
     most: int | None = None,
 ) -> Units:
-    """Cut all samples into units of about `least` to `most` samples that decode few frames twice.
+    """Split all samples into units of about `least` to `most` samples that decode few frames twice.
 
-    Episode e has rows[e] rows (as many as samples unless given) of which the first lengths[e] start a
-    sample. All rows of all episodes are numbered through, [R], in the order of the samples.
+    Episode e has rows[e] rows (default: lengths[e]); the first lengths[e] of them start a sample.
+    All rows of all episodes are numbered consecutively, [R], in the order of the samples.
     starts[c][i] is the first row that camera c must decode to get the frame of row i: never before the
-    row's own episode, never decreasing inside of one; i itself where decoding may begin. deltas[c] are
-    the steps of camera c's window relative to now; beyond the episode its first or last row is used.
+    row's own episode, never decreasing inside an episode; i itself if decoding can start there. deltas[c]
+    are the steps of camera c's window relative to the current row; outside the episode, its first or last row
+    is used.
 
-    A run is never cut inside of the longest GOPs, whatever `most` says.
+    A run is never split inside the longest GOPs, even if it then exceeds `most`.
     """
     table = _Episodes.of(lengths, rows, starts, deltas)
     trial = table.some()
@@ -99,9 +99,9 @@ def decoded_per_sample(
     *,
     rows: np.ndarray | None = None,
 ) -> float:
-    """Frames decoded per sample and camera when each unit is decoded once, by itself.
+    """Frames decoded per sample and camera if each unit is decoded once, separately.
 
-    Counted exactly in a small dataset, on units drawn at random in a large one.
+    The count is exact for a small dataset, and uses randomly drawn units for a large one.
     """
     table = _Episodes.of(lengths, rows, starts, deltas)
     which = np.arange(len(units))
@@ -114,7 +114,7 @@ def decoded_per_sample(
 
 @dataclass(frozen=True, eq=False)
 class _Episodes:
-    """The arguments of `build_units`, checked, with what follows from them."""
+    """The checked arguments of `build_units`, with derived values."""
 
     lengths: np.ndarray  # [E] samples
     rows: np.ndarray  # [E]
@@ -149,13 +149,15 @@ class _Episodes:
         return int(self.lengths.sum())
 
     def some(self) -> _Episodes:
-        """A few episodes from all over the dataset; of a very long one its beginning."""
+        """A few episodes spread over the dataset; only the start of very long ones."""
         used = np.flatnonzero(self.lengths)
         chosen = used[np.linspace(0, len(used) - 1, min(len(used), TRIAL_EPISODES)).astype(np.int64)]
         rows = np.minimum(self.rows[chosen], TRIAL_ROWS)
         chosen = chosen[: max(1, int(np.searchsorted(np.cumsum(rows), TRIAL_ROWS, side="right")))]
         rows = rows[: len(chosen)]
-        moved = self.first_row[chosen] - (np.cumsum(rows) - rows)  # a row's number here and there
+        moved = self.first_row[chosen] - (
+            np.cumsum(rows) - rows
+        )  # offset between a row's index in the dataset and in the selection
         picked = [slice(first, first + n) for first, n in zip(self.first_row[chosen], rows)]
         return _Episodes.of(
             np.minimum(self.lengths[chosen], rows),
@@ -165,7 +167,7 @@ class _Episodes:
         )
 
     def decoded(self, units: Units, which: np.ndarray | None = None) -> int:
-        """Frames that all cameras decode for all (or these) units, each unit by itself."""
+        """Frames that all cameras decode for all (or these) units, each unit separately."""
         which = np.arange(len(units)) if which is None else which
         unit = np.repeat(which, units.count[which])
         ends = np.cumsum(units.count[which])
@@ -179,15 +181,15 @@ class _Episodes:
         total = 0
         for start, delta in zip(self.starts, self.deltas):
             row = np.clip(now[:, None] + delta, low[:, None], high[:, None])  # [samples, D]
-            # Of each GOP that a unit touches, decoding goes from its start to the last frame in use.
+            # In each GOP that a unit uses, frames are decoded from its start to the last used frame.
             unit_of, row = np.divmod(np.unique(unit[:, None] * len(start) + row), len(start))
             last = np.append((np.diff(unit_of) != 0) | (np.diff(start[row]) != 0), True)
             total += int((row[last] - start[row[last]] + 1).sum())
         return total
 
     def cuts(self) -> list[np.ndarray]:
-        """Samples at which runs may begin, sparse ones first: where all cameras begin a GOP, and
-        where the camera with the longest GOPs does. One list if they are the same."""
+        """Samples at which runs may start, the sparsest list first: where all cameras start a GOP, and
+        where the camera with the longest GOPs starts one. One list if they are the same."""
         begins = [start == np.arange(len(start)) for start in self.starts]
         shared = np.logical_and.reduce(begins)
         longest = min(begins, key=np.count_nonzero)
@@ -195,7 +197,7 @@ class _Episodes:
         return [self._samples_of(np.flatnonzero(way)) for way in ways]
 
     def _samples_of(self, rows: np.ndarray) -> np.ndarray:
-        """The samples that these rows start; the first of every episode always among them."""
+        """The samples that start at these rows; always includes the first sample of every episode."""
         rows = np.union1d(rows, self.first_row[self.lengths > 0])
         episode = np.searchsorted(self.first_row, rows, side="right") - 1
         frame = rows - self.first_row[episode]
@@ -203,7 +205,7 @@ class _Episodes:
 
 
 def _ways(trial: _Episodes, longest: int, least: int, most: int) -> Iterator[Callable[[_Episodes], Units]]:
-    """Ways to cut episodes into units, to be tried."""
+    """Ways to split episodes into units that are tried."""
     gop = 1
     for number, cuts in enumerate(trial.cuts()):
         gop = max(1, int(np.median(np.diff(np.append(cuts, trial.size)))))
@@ -226,7 +228,7 @@ def _run_lengths(gop: int, longest: int, least: int) -> list[int]:
 
 
 def _widths(gop: int, stride: int) -> list[int]:
-    """Widths of phases to try: GOPs and twos of them, and fractions of the stride."""
+    """Phase widths to try: one GOP, two GOPs, and fractions of the stride."""
     if stride < 2:
         return []
     doubled = {gop * 2**power for power in range(stride.bit_length())}
@@ -236,7 +238,7 @@ def _widths(gop: int, stride: int) -> list[int]:
 
 
 def _runs(table: _Episodes, number: int, length: int) -> Units:
-    """Neighbouring samples, at least `length` of them but at the end of an episode."""
+    """Runs of at least `length` neighbouring samples, except at the end of an episode."""
     edges = np.append(table.cuts()[number], table.size)
     first_items = np.searchsorted(edges, np.append(table.first_sample, table.size))
     first = edges[_cut_runs(edges, first_items, length)]
@@ -245,7 +247,7 @@ def _runs(table: _Episodes, number: int, length: int) -> Units:
 
 
 def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
-    """Samples whose rows lie in the same `width` rows modulo the stride, in about `stretch` rows of an episode."""
+    """Samples whose rows are in the same `width` rows modulo the stride, in about `stretch` rows of an episode."""
     parts = np.maximum(1, table.lengths // stretch)
     rows = (
         -(-table.lengths // (parts * stride)) * stride
@@ -264,11 +266,11 @@ def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
 
 
 def _cut_runs(edges: np.ndarray, groups: np.ndarray, least: int) -> np.ndarray:
-    """Gather consecutive items into runs; returns the items at which runs begin.
+    """Group consecutive items into runs; returns the items at which runs start.
 
-    Item i covers edges[i] to edges[i + 1]; group g is items groups[g] to groups[g + 1] - 1. A run goes
-    on until it covers `least`, or to the end of its group. What remains there, if under half of that,
-    joins the run before it.
+    Item i covers edges[i] to edges[i + 1]; group g is items groups[g] to groups[g + 1] - 1. A run continues
+    until it covers `least`, or to the end of its group. A remainder there of less than half of `least`
+    joins the previous run.
     """
     count = len(edges) - 1
     group_first = np.repeat(groups[:-1], np.diff(groups))

@@ -1,12 +1,12 @@
 """The global sample order: which samples make up batch n, as a pure function.
 
-Nothing is stored but a position. A permutation of any number of samples is computed where it is
-needed (a Feistel network walked until it lands inside the range), so an order over a billion frames
-costs no memory, and any rank, worker or resumed run computes the same one.
+The only state is a position. A permutation of any number of samples is computed when needed (a Feistel
+network, applied until the value is inside the range). So an order over a billion frames takes no memory,
+and every rank, worker or resumed run computes the same order.
 
-Two orders: uniform, for frames at hand, and streaming, which visits samples so that each unit of
-video (see units.py) is decoded once per epoch and only some units are in memory at a time. It gives
-up a little of the shuffle for that; shuffle.py measures how much.
+There are two orders: uniform, for frames that are cached, and streaming. Streaming decodes each unit of
+video (see decode_units.py) once per epoch and keeps only some units in memory at a time. In exchange it
+shuffles slightly less well; shuffle_quality.py measures how much.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 
 ROUNDS = 6
 GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of the golden section, modulo 1, spread evenly however many of them are taken, from anywhere."""
+"""Any number of consecutive multiples of the golden ratio, modulo 1, are spread evenly."""
 BLOCK = 4096
-"""Positions computed at a time: numpy's cost per call is that of some hundred samples."""
+"""Positions computed at a time: the overhead of a numpy call equals the cost of a few hundred samples."""
 
 
 class SampleOrder(Protocol):
@@ -59,7 +59,7 @@ class SampleOrder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Picks:
-    """Some samples of the order, [n] each; lane, pool and unit are -1 where the order is uniform."""
+    """Some samples of the order, [n] each; lane, pool and unit are -1 if the order is uniform."""
 
     position: np.ndarray
     sample: np.ndarray
@@ -81,7 +81,7 @@ class Picks:
 
 @dataclass(frozen=True, eq=False)
 class PoolPlan:
-    """What is in one pool, [n] each, in order of delivery."""
+    """The samples of one pool, [n] each, in the order in which they are used."""
 
     sample: np.ndarray
     position: np.ndarray
@@ -108,7 +108,7 @@ class Permutation:
 def permute_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Many permutations at once: offsets [n] in ranges of sizes [n], permuted by uint64 keys [n].
 
-    Offsets with the same key must have the same size; theirs is a bijection of range(size).
+    Offsets with the same key must have the same size; together they are a bijection of range(size).
     """
     bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
     round_keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
@@ -164,19 +164,18 @@ class UniformOrder:
 
 
 class StreamingOrder:
-    """Every sample once per epoch, unit by unit: a unit is decoded when its pool's turn comes, once.
+    """Every sample once per epoch, unit by unit: each unit is decoded once, when its pool is next.
 
-    All units stand in a random line, cut into lanes of equal numbers of samples (a unit at a cut
-    becomes two pieces). Each epoch permutes the pieces of each lane, cuts them into pools of about
-    `pool` samples (at most a quarter and a unit more), and permutes the samples of each pool. Position
+    All units are placed in a random line, which is split into lanes of equal numbers of samples (a unit at a
+    split becomes two pieces). Each epoch permutes the pieces of each lane, splits them into pools of about
+    `pool` samples (at most a quarter plus one unit more), and permutes the samples of each pool. Position
     p of an epoch is taken from lane p % lanes. So about lanes * pool samples are in memory at a time,
-    and a global batch that is a multiple of `lanes` takes equally many from each.
+    and a global batch that is a multiple of `lanes` takes the same number of samples from each lane.
 
-    Lanes do not depend on the number of ranks. A batch is sorted by lane: the slice of it that is a
-    rank's (or a micro-batch's) comes from the same lanes in every batch, but in the one that spans the
-    end of an epoch.
+    Lanes do not depend on the number of ranks. A batch is sorted by lane: a rank's (or micro-batch's) slice
+    of the batch comes from the same lanes in every batch, except in the batch that spans the end of an epoch.
 
-    Costs memory per unit, not per sample.
+    Memory grows with the number of units, not of samples.
     """
 
     def __init__(self, units: Units, seed: int, *, lanes: int, pool: int):
@@ -186,16 +185,18 @@ class StreamingOrder:
         self.lanes = lanes
         self.pool = pool
         self._units = units
-        # Sample by sample, the line of an epoch is lane 0, then lane 1 and so on; lane l begins at _bounds[l].
+        # The samples of an epoch's line are those of lane 0, then lane 1 and so on; lane l starts at _bounds[l].
         self._bounds = np.cumsum(
             [0] + [self.size // lanes + (lane < self.size % lanes) for lane in range(lanes)]
         )
         line = Permutation(len(units), "line", seed)(np.arange(len(units)))  # [U]
         ends = np.cumsum(units.count[line])
         edges = np.union1d(np.append(ends, 0), self._bounds)  # [P + 1]
-        place = np.searchsorted(ends, edges[:-1], side="right")  # [P] in the line, of each piece
+        place = np.searchsorted(ends, edges[:-1], side="right")  # [P] each piece's place in the line
         self._piece_unit = line[place]
-        self._piece_skip = edges[:-1] - (ends - units.count[line])[place]  # its unit's samples before it
+        self._piece_skip = (
+            edges[:-1] - (ends - units.count[line])[place]
+        )  # samples of its unit before the piece
         self._piece_count = np.diff(edges)
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
         self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
@@ -224,11 +225,11 @@ class StreamingOrder:
         return int(first[lane + 1] - first[lane])
 
     def pool_of(self, epoch: int, lane: int, pool: int) -> PoolPlan:
-        """All that one pool delivers; pool counts from 0 in its lane and epoch."""
+        """All samples of one pool; pools are numbered from 0 in their lane and epoch."""
         return self.pools_of(epoch, [(lane, pool)])[0]
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        """All that some pools (lane, number) deliver: asking for many costs little more than for one."""
+        """All samples of some pools (lane, number); many pools cost little more than one."""
         table = self._table(epoch)
         assert all(0 <= number < self.pools(epoch, lane) for lane, number in pools)
         numbers = [int(table.lane_pools[lane]) + number for lane, number in pools]
@@ -243,7 +244,7 @@ class StreamingOrder:
         return plans
 
     def _block_picks(self, epoch: int, number: int) -> Picks:
-        """BLOCK positions of an epoch (fewer at its end), in their order."""
+        """BLOCK positions of an epoch (fewer at its end), in order."""
         offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
         index, lane = np.divmod(offsets, self.lanes)
         table = self._table(epoch)
@@ -264,10 +265,10 @@ class StreamingOrder:
         return self._units.pick(self._piece_unit[piece], k), piece, pool
 
     def _pool_cuts(self, lane: int) -> np.ndarray:
-        """Where the lane's pools should end: they do so with the unit that is there.
+        """Where the lane's pools should end; a pool actually ends with the unit at that position.
 
-        Equal pools, but shifted by a part that differs from lane to lane: so lanes come to their next
-        pools at different times. What that leaves at either end, if little, stays with its neighbour.
+        The pools are equal, but shifted by a fraction that differs from lane to lane. So lanes move to their
+        next pools at different times. A small remainder at either end joins its neighbour.
         """
         size = int(self._bounds[lane + 1] - self._bounds[lane])
         pieces = int(self._lane_pieces[lane + 1] - self._lane_pieces[lane])
@@ -299,7 +300,7 @@ class StreamingOrder:
 
 @dataclass(frozen=True, eq=False)
 class _EpochTable:
-    """One epoch's line: pieces of units one after the other, and where its pools lie."""
+    """One epoch's line: the sequence of unit pieces, and the bounds of its pools."""
 
     pieces: np.ndarray  # [P] piece at each place of the line
     piece_edges: np.ndarray  # [P + 1] samples before it
@@ -309,7 +310,7 @@ class _EpochTable:
 
 
 class StreamOnceOrder:
-    """Epoch 0 in streaming order, all later ones in another: for frames that the first epoch decodes and keeps."""
+    """Epoch 0 in streaming order, later epochs in another order: for frames that the first epoch caches."""
 
     def __init__(self, streaming: StreamingOrder, later: SampleOrder):
         assert streaming.size == later.size
@@ -325,7 +326,9 @@ class StreamOnceOrder:
         parts = [self.streaming.picks(position, streamed)] if streamed else []
         if streamed < count:
             later = self.later.picks(position + streamed, count - streamed)
-            parts.append(replace(later, unit=np.full(count - streamed, -1)))  # nothing is decoded any more
+            parts.append(
+                replace(later, unit=np.full(count - streamed, -1))
+            )  # nothing is decoded after the first epoch
         return Picks.join(parts)
 
     def epoch(self, position: int) -> float:

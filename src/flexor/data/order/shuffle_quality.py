@@ -1,7 +1,7 @@
-"""How well an order shuffles, compared with drawing every batch at random from the whole dataset.
+"""Measures how well an order shuffles, compared with random batches from the whole dataset.
 
-A batch is worth less when its samples are alike. What makes robot data alike is time: frames of one
-episode, above all frames of the same moment. So that is what is counted.
+A batch is less useful if its samples are similar. In robot data, frames of one episode are similar, and
+frames close in time most of all. So this module counts those.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ NEAR_S = 2.0
 
 @dataclass(frozen=True)
 class Quality:
-    """Means over batches, each beside its expectation for uniformly drawn batches."""
+    """Means over batches, each with its expected value for uniformly drawn batches."""
 
     batch: int
-    episodes: float  # distinct ones in a batch
+    episodes: float  # distinct episodes in a batch
     episodes_uniform: float
     near: float  # pairs of near-duplicates in a batch
     near_uniform: float
     near_next: float  # pairs of near-duplicates between a batch and the next
     near_next_uniform: float
-    correlation: float  # of the sample numbers of neighbours in a batch; uniform: 0
+    correlation: float  # of the sample indices of neighbours in a batch; uniform: 0
 
     @property
     def effective_batch(self) -> float:
-        """The size of a uniform batch with gradients as noisy, if near-duplicates had equal gradients.
+        """The size of a uniform batch with equally noisy gradients, if near-duplicates had equal gradients.
 
-        The variance of a mean of B samples of which P pairs are equal is (1 + 2 P / B) times that of B
-        independent ones. Real near-duplicates are less than equal: it is a lower bound.
+        The variance of a mean of B samples with P equal pairs is (1 + 2 P / B) times that of B independent
+        samples. Real near-duplicates are not equal, so this is a lower bound.
         """
         return self.batch / (1 + 2 * max(0.0, self.near - self.near_uniform) / self.batch)
 
@@ -57,9 +57,9 @@ def shuffle_quality(
     fps: float,
     batches: int = 50,
 ) -> Quality:
-    """Look at `batches` global batches from all over the first epoch."""
+    """Measure `batches` global batches spread over the first epoch."""
     assert order.size == len(episode_of_sample) == len(row_of_sample)
-    # Integers that are as far apart as their rows in one episode, and further in different ones.
+    # Integers whose distance is the distance of rows within an episode, and larger between episodes.
     near = math.ceil(NEAR_S * fps)
     episode = np.asarray(episode_of_sample, np.int64)
     row = np.asarray(row_of_sample, np.int64)
@@ -72,7 +72,7 @@ def shuffle_quality(
     inside = np.array([_near_pairs(part, near) for part in moment[drawn]])
     after = np.array([_near_pairs(part, near) for part in moment[following]])
     both = np.array([_near_pairs(part, near) for part in moment[np.hstack([drawn, following])]])
-    # The chance that two samples drawn without replacement are near-duplicates.
+    # The probability that two samples drawn without replacement are near-duplicates.
     chance = 2 * _near_pairs(moment, near) / max(1, order.size * (order.size - 1))
     return Quality(
         batch=batch,

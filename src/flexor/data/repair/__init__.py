@@ -1,1 +1,1 @@
-"""`flexor data repair`: what can be mended without guessing, in a new dataset."""
+"""`flexor data repair`: repairs what it can without guessing, into a new dataset."""

@@ -1,4 +1,4 @@
-"""What a repair does: with each episode, and with the dataset as a whole."""
+"""The report of a repair: what it does with each episode, and with the whole dataset."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from flexor.data.check.layout import Episode
+from flexor.data.check.layout import EpisodeEntry
 from flexor.data.check.problems import CheckReport, ranges
 
 
 @dataclass(frozen=True)
-class Clip:
-    """An episode's frames in a video file: as many as it has rows, from `first` on."""
+class RepairClip:
+    """An episode's frames in a video file: one per row, starting at frame `first`."""
 
     file: str
     first: int
@@ -24,17 +24,17 @@ class Clip:
     """The first frame's time in the file, in seconds."""
 
     certain: bool
-    """The file, or the episode's span of it, has exactly as many frames as the episode has rows."""
+    """Whether the file, or the episode's span of it, has exactly one frame per row of the episode."""
 
     size: tuple[int, int]  # height, width
     whole: bool = False
-    """The frames can't be cut out: the file is copied as it is."""
+    """Whether the frames can't be cut out, so the file is copied unchanged."""
 
     delay: int = 0
-    """How many frames at most are decoded before they are shown."""
+    """Largest number of frames that are decoded before they are shown."""
 
     steady: bool = True
-    """The frames lie at 1/fps from each other already."""
+    """Whether the frames are already 1/fps apart."""
 
     @property
     def end(self) -> int:
@@ -43,26 +43,26 @@ class Clip:
 
 @dataclass
 class EpisodePlan:
-    """One episode of the original, and what becomes of it."""
+    """One episode of the original, and what the repair does with it."""
 
-    episode: Episode
+    episode: EpisodeEntry
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, int))
-    """Its rows in the data file, in the order in which they were recorded."""
+    """Its rows in the data file, in recording order."""
 
     clock: np.ndarray = field(default_factory=lambda: np.empty(0))  # [n] seconds, as recorded
     task_index: np.ndarray | None = None  # [n]; None if there is no such column
     counted: bool = False
-    """frame_index says that no row is missing."""
+    """Whether frame_index shows that no row is missing."""
 
-    clips: dict[str, Clip] = field(default_factory=dict)
+    clips: dict[str, RepairClip] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
-    """What was mended, in words that are the same for every episode with the same fault."""
+    """What was repaired; the text is the same for every episode with the same problem."""
 
     reason: str | None = None
     """Why it is left out; None if it is kept."""
 
     new: int | None = None
-    """Its number in the new dataset."""
+    """Its index in the new dataset."""
 
     @property
     def length(self) -> int:
@@ -71,7 +71,7 @@ class EpisodePlan:
 
 @dataclass
 class RepairReport:
-    """What was done, episode by episode, and what a check of the result says."""
+    """What was done, episode by episode, and the check of the result."""
 
     root: Path
     out: Path
@@ -123,13 +123,13 @@ class RepairReport:
             yield f"  LEFT OUT {_episodes(plans)}: {text}"
         frames = sum(plan.length for plan in self.kept)
         mended = sum(bool(plan.done) for plan in self.kept)
-        more = f", {self.not_asked_for} were not asked for" if self.not_asked_for else ""
+        more = f", {self.not_asked_for} not selected" if self.not_asked_for else ""
         yield (
-            f"{len(self.kept)} episodes {would}kept ({frames} frames), {mended} of them mended; "
+            f"{len(self.kept)} episodes {would}kept ({frames} frames), {mended} of them repaired; "
             f"{len(self.left_out)} left out{more}"
         )
         if self.left_out and not self.dry_run:
-            yield "Episodes are numbered anew; --json says which was which."
+            yield "Episodes are renumbered; --json lists the old and new indices."
         if self.check is not None:
             yield str(self.check)
 

@@ -1,7 +1,7 @@
-"""Decide what a repair does with each episode: keep it, mend it, or leave it out and say why.
+"""Decides what a repair does with each episode: keep it, repair it, or leave it out with a reason.
 
-Nothing is guessed. An episode is kept if its rows are whole, their order is known, and every row's frame is
-known: because its video has exactly as many frames as there are rows, or because timestamps lead to them.
+Nothing is guessed. An episode is kept if its rows are complete, their order is known, and the frame of every row
+is known: its video has exactly one frame per row, or the timestamps identify the frames.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flexor.data.repair.tables import Columns, find_rows, plan_columns
 from flexor.data.repair.videos import find_clips, read_index, settle_sizes, share_whole_files
 
 CLOCK_S = 1e-4
-"""A clock that is off by less is not worth mentioning: LeRobot tolerates it."""
+"""Timestamps that are off by less are not reported: LeRobot tolerates them."""
 
 OTHER_RATE = 0.1
-"""From this share on, a clock does not tick unsteadily but at another rate than is declared."""
+"""From this relative difference on, timestamps are not irregular but have another rate than declared."""
 
 
 @dataclass
 class RepairPlan:
-    """All episodes that were asked for, and what changes for the dataset as a whole."""
+    """All requested episodes, and the changes to the dataset as a whole."""
 
     layout: Layout
     fps: float
@@ -45,14 +45,14 @@ class RepairPlan:
         return [name for name, spec in self.columns.features.items() if spec["dtype"] == "video"]
 
     def delay(self, camera: str) -> int:
-        """The largest reordering of any episode: all of a file have the same."""
+        """The largest reordering of any episode: all episodes of a file use the same."""
         return max((plan.clips[camera].delay for plan in self.kept), default=0)
 
 
 def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None = None) -> RepairPlan:
-    """Decide about every episode, without decoding and without writing anything.
+    """Decide about every episode, without decoding or writing anything.
 
-    All are looked at, also where some are `selected`: what one claims wrongly may be another's.
+    All episodes are checked, even if only some are `selected`: one may claim frames that belong to another.
     """
     _refuse_hopeless(layout, found)
     columns = plan_columns(layout, layout.episodes)
@@ -76,26 +76,26 @@ def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None
     for camera in plan.cameras:
         whole = share_whole_files(camera, plan.kept)
         if whole:
-            what = "there episodes do not begin on key frames, and can't be cut out"
-            plan.notes.append(f"camera {camera}: {whole} video files copied whole: {what}")
+            what = "their episodes do not start with key frames, so they can't be cut out"
+            plan.notes.append(f"camera {camera}: {whole} video files copied unchanged: {what}")
     plan.notes += columns.notes
     return plan
 
 
 def _refuse_hopeless(layout: Layout, found: CheckReport) -> None:
-    """Faults of meta/ that leave nothing to work on."""
+    """Raise an error for problems in meta/ that make a repair impossible."""
     fatal = [p for p in found.errors if p.kind.startswith("info") and p.feature is None]
     fatal += [p for p in found.errors if p.kind == "version-unknown" and layout.version not in VERSIONS]
     fatal += found.errors if not layout.episodes else []
     if fatal:
-        what = f"{fatal[0].file or 'meta/'}: {fatal[0].message}. That can't be mended: {fatal[0].fix}"
+        what = f"{fatal[0].file or 'meta/'}: {fatal[0].message}. This can't be repaired: {fatal[0].fix}"
         raise DatasetError(f"{layout.root}: {what}.")
     if not layout.episodes:
-        raise DatasetError(f"{layout.root} has no episodes: there is nothing to repair.")
+        raise DatasetError(f"{layout.root} has no episodes, so there is nothing to repair.")
 
 
 def _settle_fps(plan: RepairPlan) -> None:
-    """Where clocks and videos agree on another rate than is declared, the declaration is wrong."""
+    """If timestamps and videos agree on another rate than the declared fps, correct fps."""
     steps = [np.median(np.diff(one.clock)) for one in plan.kept if one.length > 1]
     step = float(np.median([s for s in steps if np.isfinite(s) and s > 0] or [1 / plan.fps]))
     if abs(step * plan.fps - 1) < OTHER_RATE:
@@ -111,24 +111,24 @@ def _settle_fps(plan: RepairPlan) -> None:
                 return
             fps = round(1 / step) if abs(round(1 / step) * step - 1) < 0.01 else 1 / step
             what = f"fps is {plan.fps:g}, but timestamps and videos have {fps:g} frames per second"
-            plan.notes.append(f"{what}: declared so")
+            plan.notes.append(f"{what}: fps corrected")
             plan.fps = fps
             return
 
 
 def _settle_length(plan: RepairPlan, one: EpisodePlan) -> None:
-    """Rows that are more or fewer than the metadata says are all there are if videos have as many frames."""
+    """If the number of rows differs from the metadata, the rows are correct if every video has one frame per row."""
     declared = one.episode.length
     if one.length == declared:
         return
     if plan.cameras and all(one.clips[camera].certain for camera in plan.cameras):
-        one.done.append("length set to the number of its rows, which is that of its frames")
+        one.done.append("length set to the number of its rows, which equals the number of its frames")
     else:
-        one.reason = f"the table has {one.length} rows of it, but the metadata says {declared}"
+        one.reason = f"the table has {one.length} rows of this episode, but the metadata says {declared}"
 
 
 def _settle_clock(plan: RepairPlan, one: EpisodePlan) -> None:
-    """Timestamps become frame_index / fps; where they were not, something must say that no frame is missing."""
+    """Set timestamps to frame_index / fps. If they differ from it, there must be proof that no frame is missing."""
     ideal = np.arange(one.length) / plan.fps
     steady = np.isfinite(one.clock).all() and (
         np.abs(one.clock - one.clock[0] - ideal).max() <= 0.5 / plan.fps
@@ -138,10 +138,10 @@ def _settle_clock(plan: RepairPlan, one: EpisodePlan) -> None:
         step = np.median(np.diff(one.clock)) * plan.fps
         if not (one.counted and abs(step - 1) < OTHER_RATE):
             one.reason = (
-                f"its timestamps are not those of {plan.fps:g} fps, and nothing tells what they should be"
+                f"its timestamps do not match {plan.fps:g} fps, and the correct ones can't be determined"
             )
             return
-    # float32 timestamps of a long episode are themselves only good to so much
+    # float32 timestamps of a long episode have limited precision themselves
     limit = CLOCK_S + float(np.spacing(np.float32(ideal[-1])))
     if not np.isfinite(one.clock).all() or np.abs(one.clock - ideal).max() > limit:
         one.done.append("timestamp set to frame_index / fps")
@@ -152,11 +152,11 @@ def _settle_clock(plan: RepairPlan, one: EpisodePlan) -> None:
         if span.stop is not None and abs(span.stop - span.start - one.length / plan.fps) > 0.5 / plan.fps:
             one.done.append(f"{camera}: to_timestamp corrected")
         if span.stop is None and not clip.certain:
-            one.done.append(f"{camera}: frames without a row left out")
+            one.done.append(f"{camera}: frames without a row removed")
 
 
 def _settle_twice(plans: list[EpisodePlan]) -> list[EpisodePlan]:
-    """One plan per episode. Of metadata that differ, the one that agrees with the data is taken."""
+    """One plan per episode. If its metadata entries differ, use the one that matches the data."""
     by_index: dict[int, list[EpisodePlan]] = {}
     for plan in plans:
         by_index.setdefault(plan.episode.index, []).append(plan)
@@ -170,14 +170,14 @@ def _settle_twice(plans: list[EpisodePlan]) -> list[EpisodePlan]:
             if not alike and len(agree) == 1:
                 same = agree
             elif not alike:
-                same[0].reason = f"the metadata has it {len(same)} times, and they differ"
-            same[0].done.append("its metadata, which was there more than once, written once")
+                same[0].reason = f"the metadata lists it {len(same)} times, and the entries differ"
+            same[0].done.append("duplicate metadata entries reduced to one")
         result.append(same[0])
     return result
 
 
 class _Tasks:
-    """The tasks' texts, and new numbers for them where the old ones have gaps or no text."""
+    """The tasks' texts, with new indices if the old ones have gaps or no text."""
 
     def __init__(self, layout: Layout) -> None:
         texts = [str(layout.tasks[i] or "") for i in sorted(layout.tasks)]
@@ -185,12 +185,12 @@ class _Tasks:
         self._new = {i: self.texts.index(text) for i, text in zip(sorted(layout.tasks), texts)}
 
     def settle(self, plan: EpisodePlan) -> None:
-        """Give every row of an episode the number of a task that has a text."""
+        """Give every row of an episode the index of a task with a text."""
         own = [str(task) for task in plan.episode.tasks]
         if plan.task_index is None:
             plan.task_index = np.full(plan.length, self._number(own[0] if own else ""))
             if not own:
-                plan.done.append("no task is known: its text is empty")
+                plan.done.append("its task is unknown: set to an empty text")
             return
         new = np.empty(plan.length, np.int64)
         for old in np.unique(plan.task_index).tolist():

@@ -1,7 +1,7 @@
-"""Copy an episode's frames from one video file to another without decoding them.
+"""Copies an episode's frames from one video file to another without decoding them.
 
-Frames can be cut out where the first of them is a key frame and none of them needs a packet from outside.
-Their times are counted anew, in frames from the episode's start: that is what sets a recording's clock right.
+Frames can be cut out if the first is a key frame and none needs a packet from outside. Their times are set
+anew, in frames from the episode's start: this corrects the timing of a recording.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HEVC_IDR = {19, 20}
 
 @dataclass(frozen=True)
 class CopiedStream:
-    """Packets as some encoder left them. Those of equal streams decode with one decoder, one after the other."""
+    """Packets as an encoder wrote them. One decoder can decode packets of equal streams one after the other."""
 
     codec: str
     extradata: bytes
     width: int
     height: int
     delay: int
-    """How many frames a packet may be decoded before it is shown, at most; the same in all of a file."""
+    """Largest number of frames that a packet is decoded before it is shown; the same in the whole file."""
 
     template: Path = field(compare=False)
     """A file with such a stream, to copy its description from."""
@@ -43,27 +43,27 @@ class CopiedStream:
 
 
 def first_packet(index: VideoIndex, first: int, count: int) -> int | None:
-    """Where the packets of `count` frames from `first` on begin, if these can be decoded without any other.
+    """The first packet of `count` frames starting at `first`, if they can be decoded without other packets.
 
-    None if they can't be cut out: the first is no key frame, or frames around them are needed.
+    None if they can't be cut out: the first is not a key frame, or frames around them are needed.
     """
     packets = index.packet[first : first + count]
     low = int(packets.min())
     together = int(packets.max()) - low + 1 == count
-    closed = index.start[first : first + count].min() >= low  # open groups refer to what lies before
+    closed = index.start[first : first + count].min() >= low  # open GOPs refer to earlier frames
     return low if together and closed and packets[0] == low and index.key[low] else None
 
 
 def is_intact(index: VideoIndex, first: int, count: int) -> bool:
-    """Whether the packets of these frames lie inside of the file, and not behind where it was cut off."""
+    """Whether the packets of these frames are inside the file, and not after the point where it was truncated."""
     packets = index.packet[first : first + count]
     ends = index.packets.offset[packets] + index.packets.size[packets]
     return bool(ends.max() <= index.ranges.size)
 
 
 def reorder_delay(index: VideoIndex, first: int, count: int) -> int:
-    """How many packets at most are decoded before the one that is shown first: 0 without B-frames."""
-    rank = np.argsort(np.argsort(index.packet[first : first + count]))  # [count] place in decode order
+    """Largest number of packets decoded before the one that is shown first: 0 without B-frames."""
+    rank = np.argsort(np.argsort(index.packet[first : first + count]))  # [count] position in decode order
     return int((rank - np.arange(count)).max())
 
 
@@ -73,7 +73,9 @@ def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int)
     assert low is not None
     facts = index.packets
     stream = CopiedStream(facts.codec, facts.extradata, facts.width, facts.height, delay, file)
-    shown = np.argsort(index.packet[first : first + count])  # [count] decode order -> place among the frames
+    shown = np.argsort(
+        index.packet[first : first + count]
+    )  # [count] decode order -> position among the frames
     packets = []
     for number, packet in read_video_packets(index, low, low + count):
         packet.pts, packet.dts = int(shown[number - low]), number - low - delay
@@ -83,9 +85,10 @@ def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int)
 
 
 def starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
-    """Whether a decoder forgets at this key frame all that it was given before.
+    """Whether this key frame resets the decoder.
 
-    In H.264 and HEVC only some key frames do. Behind others' packets the rest would be shown out of order.
+    In H.264 and HEVC only some key frames do. Without a reset, frames that follow another episode's packets
+    would be shown out of order.
     """
     if codec == "h264" and len(extradata) > 6 and extradata[0] == 1:
         return any(nal[0] & 0x1F in H264_IDR for nal in _nal_units(packet, 1 + (extradata[4] & 3)))
@@ -95,7 +98,7 @@ def starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
 
 
 def _nal_units(packet: bytes, size: int) -> Iterator[bytes]:
-    """The parts of a packet, each behind its length in `size` bytes."""
+    """The parts of a packet, each preceded by its length in `size` bytes."""
     at = 0
     while at + size < len(packet):
         length = int.from_bytes(packet[at : at + size], "big")
@@ -104,17 +107,17 @@ def _nal_units(packet: bytes, size: int) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What decoding an episode's frames told."""
+class DecodedEpisode:
+    """The result of decoding an episode's frames."""
 
     pixels: np.ndarray | None
-    """Summed `pixel_counts` [C, 256] of the frames that statistics are made from."""
+    """Summed `pixel_counts` [C, 256] of the frames used for statistics."""
 
     fault: str | None
 
 
-def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> Look:
-    """Decode frames: every one, or those that statistics are made from."""
+def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> DecodedEpisode:
+    """Decode frames: all, or only those used for statistics."""
     sampled = set((first + sample_indices(count)).tolist())
     frames = _decoded_with(index, first, count) if every else np.array(sorted(sampled))
     counts = np.zeros((3, 256), np.int64)
@@ -129,17 +132,17 @@ def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool
 
     bad = decode_frames(index, frames, take)
     if bad:
-        return Look(None, f"{len(bad)} of {len(frames)} frames do not decode: {bad[min(bad)]}")
+        return DecodedEpisode(None, f"{len(bad)} of {len(frames)} frames can't be decoded: {bad[min(bad)]}")
     if odd_size:
-        return Look(None, "the picture size changes inside of the file")
-    return Look(counts if pixels else None, None)
+        return DecodedEpisode(None, "the image size changes within the file")
+    return DecodedEpisode(counts if pixels else None, None)
 
 
 def _decoded_with(index: VideoIndex, first: int, count: int) -> np.ndarray:
-    """These frames, and those before them that they are drawn over."""
+    """These frames, and the earlier frames that they depend on."""
     packets = index.packet[first : first + count]
     low, high = int(index.start[first : first + count].min()), int(packets.max())
     frames = np.flatnonzero((index.packet >= low) & (index.packet <= high))
     return frames[
         np.append(True, np.diff(index.frame_pts[frames]) > 0)
-    ]  # decoded frames are told by their time
+    ]  # decoded frames are identified by their time

@@ -1,10 +1,10 @@
-"""Mend what `flexor data check` finds, as far as that takes no guessing, into a new v3.0 dataset.
+"""Repairs what `flexor data check` finds, as far as possible without guessing, into a new v3.0 dataset.
 
     report = repair_dataset("path/to/dataset", "path/to/new")
     print(report)
 
-Videos are copied packet by packet, never encoded again. The original is only read. What can't be mended is
-left out, episode by episode, with the reason. A sound v2.0 or v2.1 dataset comes out as the same in v3.0.
+Videos are copied packet by packet, never re-encoded. The original is only read. Episodes that can't be repaired
+are left out, with the reason. A valid v2.0 or v2.1 dataset is converted to v3.0 with the same content.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import pyarrow.parquet as pq
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
-from flexor.data.check.layout import Episode, Layout, read_layout
+from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.check.tables import numbers
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
 from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_indices
 from flexor.data.frames.clips import decode_image
-from flexor.data.repair.account import Clip, EpisodePlan, RepairReport
+from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
-from flexor.data.repair.remux import Look, copy_clip, look_at
+from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
 
@@ -43,20 +43,20 @@ __all__ = ["RepairReport", "repair_dataset"]
 
 FORMAT_FILES = {"info.json", "stats.json", "tasks.parquet"}
 FORMAT_FILES |= {f"{name}.jsonl" for name in ("tasks", "episodes", "episodes_stats")}
-OLD_INFO = ("total_videos", "total_chunks")  # of v2, which v3.0 does not have
+OLD_INFO = ("total_videos", "total_chunks")  # fields of v2 that v3.0 does not have
 
 MENDED = {
-    "totals": "counted anew",
+    "totals": "recomputed",
     "splits": "set to all episodes",
     "stray-files": "not copied",
-    "episode-missing": "numbered anew",
+    "episode-missing": "episodes renumbered",
     "episodes-unreadable": "left out",
     "tasks-missing": "texts taken from the episodes",
     "tasks-unreadable": "texts taken from the episodes",
-    "task-empty": "left as it is",
-    "info-field": "what it declares is left out",
+    "task-empty": "left unchanged",
+    "info-field": "its declaration is left out",
 }
-"""What becomes of faults that are the dataset's as a whole. Statistics are always computed anew."""
+"""How problems of the whole dataset are repaired. Statistics are always recomputed."""
 
 
 def repair_dataset(
@@ -69,10 +69,10 @@ def repair_dataset(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> RepairReport:
-    """Write what is good and what can be mended of the dataset in `root` into the new folder `out`.
+    """Write the good and the repairable episodes of the dataset in `root` into the new folder `out`.
 
-    With `episodes`, only these, and in any case none of `exclude`. Without `decode` only the frames that
-    statistics are made from are decoded, and damage in others goes unseen. A `dry_run` writes nothing.
+    With `episodes`, only these; never those of `exclude`. Without `decode`, only the frames used for
+    statistics are decoded, and damage in other frames is not found. A `dry_run` writes nothing.
     `progress(done, total)` counts rows.
     """
     root, out = Path(root), Path(out)
@@ -88,7 +88,7 @@ def repair_dataset(
         repair.run(progress)
     report.notes += repair.notes
     if not report.kept:
-        raise DatasetError(f"{root}: no episode is left, so nothing was written.\n{report}")
+        raise DatasetError(f"{root}: no episode can be kept, so nothing was written.\n{report}")
     if not dry_run:
         report.check = check_dataset(out, deep=False)
     return report
@@ -98,7 +98,7 @@ def _check_places(root: Path, out: Path) -> None:
     here, there = root.resolve(), out.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise DatasetError(
-            f"{out} and {root}: one lies in the other. The original is not touched: give a folder elsewhere."
+            f"{out} and {root}: one folder is inside the other. Choose an output folder elsewhere."
         )
     check_new_folder(out)
 
@@ -108,7 +108,7 @@ def _chosen(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[in
     wrong = sorted(({*(episodes or ()), *exclude}) - there)
     if wrong and there:
         raise DatasetError(
-            f"{layout.root} has no episodes {wrong[:10]}: it has {len(there)}, {min(there)} to {max(there)}. "
+            f"{layout.root} has no episodes {wrong[:10]}: it has {len(there)} episodes, {min(there)} to {max(there)}. "
             "Correct --episodes or --exclude_episodes."
         )
     if episodes is None and not exclude:
@@ -120,7 +120,7 @@ def _chosen(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[in
 
 
 def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairReport) -> None:
-    """What was wrong with the metadata, as notes about the dataset or about its episodes."""
+    """Add problems of the metadata to the report, as notes about the dataset or its episodes."""
     check_episodes(layout, found)
     check_totals(layout, found)
     check_stray_files(layout, found)
@@ -133,24 +133,26 @@ def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairRepor
     plans = {plan.episode.index: plan for plan in report.episodes}
     for problem in found.problems:
         if problem.kind == "row-range" and problem.episode in plans:
-            plans[problem.episode].done.append("its place among all rows counted anew")
+            plans[problem.episode].done.append("its row range recomputed")
         if problem.kind == "episode-metadata":
             index = problem.episode if isinstance(problem.episode, int) else -1
-            report.episodes.append(EpisodePlan(Episode(index, 0, [], "", 0), reason=problem.message))
+            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.message))
 
 
 class _Repair:
-    """Carries a plan out. Frames are decoded ahead of the writing, by several threads."""
+    """Executes a plan. Several threads decode frames ahead of the writing."""
 
     def __init__(self, plan: RepairPlan, out: Path, decode: bool, dry_run: bool) -> None:
         self.plan, self.out, self.decode, self.dry_run = plan, out, decode, dry_run
         self.root, self.layout = plan.layout.root, plan.layout
         self.notes: list[str] = []
         self._pool = ThreadPoolExecutor(os.cpu_count() or 1)
-        self._index = lru_cache(32)(read_index)  # an index is small, and episodes of a file come together
+        self._index = lru_cache(32)(
+            read_index
+        )  # an index is small, and episodes of one file follow each other
         self._files: DatasetFiles | None = None
         self._more = self._plain_metadata()
-        self._table: tuple[str, pa.Table] | None = None  # the data file read last
+        self._table: tuple[str, pa.Table] | None = None  # the most recently read data file
 
     def __enter__(self) -> _Repair:
         return self
@@ -172,16 +174,18 @@ class _Repair:
             self._finish()
         except (OSError, pa.ArrowException, av.FFmpegError) as error:
             raise DatasetError(
-                f"{self.out} could not be written: {error}. It is no dataset yet: make room, delete it and "
-                "start again."
+                f"{self.out} could not be written: {error}. The folder is not a complete dataset: free some disk "
+                "space, delete the folder and start again."
             ) from error
         finally:
             if self._files is not None:
-                with suppress(OSError, pa.ArrowException, av.FFmpegError):  # said already
+                with suppress(
+                    OSError, pa.ArrowException, av.FFmpegError
+                ):  # the first error is already reported
                     self._files.close()
 
     def _plain_metadata(self) -> list[str]:
-        """What else episodes' metadata say that a table can hold: texts, numbers, yes and no."""
+        """Other fields of the episode metadata that a table can store: text, numbers, booleans."""
         values: dict[str, list[Any]] = {}
         for one in self.plan.kept:
             for key, value in one.episode.more.items():
@@ -191,20 +195,22 @@ class _Repair:
             self.notes.append(f"{key!r} in the metadata of episodes is not copied")
         return plain
 
-    def _looks(self, one: EpisodePlan) -> dict[str, Future[Look]]:
+    def _looks(self, one: EpisodePlan) -> dict[str, Future[DecodedEpisode]]:
         return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
 
-    def _look(self, camera: str, clip: Clip) -> Look:
+    def _look(self, camera: str, clip: RepairClip) -> DecodedEpisode:
         index = self._index(self.root / clip.file)
         if isinstance(index, str):
-            return Look(None, index)
+            return DecodedEpisode(None, index)
         pixels = not _is_depth(self.plan.columns.features[camera])
         try:
             return look_at(index, clip.first, clip.length, self.decode, pixels)
         except (DatasetError, OSError, ValueError, av.FFmpegError) as error:
-            return Look(None, f"its video can't be read: {error}")
+            return DecodedEpisode(None, f"its video can't be read: {error}")
 
-    def _carry_out(self, one: EpisodePlan, looks: Mapping[str, Look], delays: Mapping[str, int]) -> None:
+    def _carry_out(
+        self, one: EpisodePlan, looks: Mapping[str, DecodedEpisode], delays: Mapping[str, int]
+    ) -> None:
         bad = next((f"{camera}: {look.fault}" for camera, look in looks.items() if look.fault), None)
         if bad:
             one.reason = bad
@@ -232,7 +238,7 @@ class _Repair:
         files.append(columns, one.task_index, clips, stats, one.episode.tasks or None, more)
 
     def _columns(self, one: EpisodePlan) -> dict[str, Any] | str:
-        """The episode's rows, in the order in which they were recorded, or why they can't be read."""
+        """The episode's rows in recording order, or why they can't be read."""
         file, stored = one.episode.data_file, self.plan.columns.stored
         if self._table is None or self._table[0] != file:
             try:
@@ -254,21 +260,21 @@ class _Repair:
         return columns
 
     def _picture_stats(self, feature: Feature, pictures: list[bytes | None]) -> Stats | str:
-        """Statistics of pictures in the table, or what is wrong with one of them."""
+        """Statistics of the images in the table, or what is wrong with one of them."""
         sampled = sample_indices(len(pictures)).tolist()
         shapes, counts = set(), []
         frames = range(len(pictures)) if self.decode else sorted(set(sampled))
         for frame, found in zip(frames, self._pool.map(_count_picture, (pictures[i] for i in frames))):
             if isinstance(found, str):
-                return f"picture {frame} of the episode is unusable: {found}"
+                return f"image {frame} of the episode is unusable: {found}"
             shapes.add(found[0])
             counts += [found[1]] * sampled.count(frame)
         if len(shapes) > 1 or next(iter(shapes))[:2] != feature.chw[1:]:
             sizes = ", ".join(f"{height}x{width}x{channels}" for height, width, channels in sorted(shapes))
-            return f"its pictures are {sizes}, but {list(feature.shape)} is declared"
+            return f"its images are {sizes}, but {list(feature.shape)} is declared"
         return image_stats(np.sum(counts, axis=0), len(sampled))
 
-    def _clip(self, clip: Clip, delay: int) -> PacketClip | FileClip:
+    def _clip(self, clip: RepairClip, delay: int) -> PacketClip | FileClip:
         path = self.root / clip.file
         if clip.whole:
             return FileClip(path, clip.start, clip.start + clip.length / self.plan.fps)
@@ -287,14 +293,14 @@ class _Repair:
         return self._files
 
     def _described(self, camera: str) -> dict[str, Any]:
-        """A camera's declaration, with what its files say about themselves."""
+        """A camera's declaration, with the properties of its files."""
         spec = dict(self.plan.columns.features[camera])
         clip = next(one.clips[camera] for one in self.plan.kept)
         with av.open(str(self.root / clip.file)) as container:
             context = container.streams.video[0].codec_context
             codec, pix_fmt = context.codec.canonical_name, context.pix_fmt
             if container.streams.audio and not clip.whole:
-                self.notes.append(f"camera {camera}: the sound in its videos is not copied")
+                self.notes.append(f"camera {camera}: the audio in its videos is not copied")
         depth, (height, width) = _is_depth(spec), clip.size
         said = {**(spec.pop("video_info", None) or {}), **(spec.get("info") or {})}
         facts = {"height": height, "width": width, "codec": codec, "pix_fmt": pix_fmt, "fps": self.plan.fps}
@@ -310,10 +316,10 @@ class _Repair:
         for path in sorted((self.root / "meta").glob("*")):
             if path.is_file() and path.name not in FORMAT_FILES and not path.name.startswith("."):
                 shutil.copyfile(path, self.out / "meta" / path.name)
-                self.notes.append(f"meta/{path.name} copied as it is")
+                self.notes.append(f"meta/{path.name} copied unchanged")
         more = {key: value for key, value in self.layout.info.items() if key not in OLD_INFO}
         self._files.write_metadata(more)
-        self.notes.append("statistics computed anew")
+        self.notes.append("statistics recomputed")
 
 
 def _is_plain(values: list[Any]) -> bool:
@@ -322,9 +328,9 @@ def _is_plain(values: list[Any]) -> bool:
 
 
 def _count_picture(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str:
-    """A picture's shape and pixel counts, or what is wrong with it."""
+    """An image's shape and pixel counts, or what is wrong with it."""
     if not data:
-        return "there are no bytes"
+        return "the image is empty"
     try:
         picture = decode_image(data)
     except (av.FFmpegError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The table part of a repair: which columns there will be, and which rows are an episode's, in which order."""
+"""The table part of a repair: the new dataset's columns, and each episode's rows and their order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from flexor.data.check.layout import Episode, Layout
+from flexor.data.check.layout import EpisodeEntry, Layout
 from flexor.data.check.tables import OWN_COLUMNS, numbers
 from flexor.data.format.metadata import Feature
 from flexor.data.format.schema import NUMERIC
@@ -30,12 +30,12 @@ class Columns:
 
     @property
     def stored(self) -> list[str]:
-        """Those that lie in the tables."""
+        """The columns that are stored in the tables."""
         return [name for name, spec in self.features.items() if spec["dtype"] != "video"]
 
 
-def plan_columns(layout: Layout, episodes: list[Episode]) -> Columns:
-    """What the new dataset declares: what is declared and there, and what is there and plain."""
+def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
+    """The columns that the new dataset declares: declared ones that exist, and undeclared ones of a simple type."""
     columns = Columns()
     files = list(dict.fromkeys(episode.data_file for episode in episodes))
     schemas = {file: schema for file in files if (schema := _schema(layout, file)) is not None}
@@ -48,9 +48,9 @@ def plan_columns(layout: Layout, episodes: list[Episode]) -> Columns:
             if any((layout.root / file).is_file() for file in layout.camera_files(name)):
                 columns.features[name] = spec
             else:
-                columns.notes.append(f"camera {name} is declared but has no videos: no longer declared")
+                columns.notes.append(f"camera {name} is declared but has no videos: declaration removed")
         elif name not in there:
-            columns.notes.append(f"{name} is declared but no data file has the column: no longer declared")
+            columns.notes.append(f"{name} is declared but no data file has the column: declaration removed")
         elif feature.dtype not in NUMERIC | {"string", "image"}:
             columns.notes.append(f"{name} has the dtype {feature.dtype!r}, which can't be copied: left out")
         else:
@@ -74,14 +74,14 @@ def _schema(layout: Layout, file: str) -> pa.Schema | None:
 
 
 def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, files: list[str]) -> None:
-    """Where no file holds what is declared and all hold the same other thing, the declaration is wrong."""
+    """Correct the declaration if no file matches it and all files agree with each other."""
     spec = columns.features[name]
     leaf = kind
     while pa.types.is_nested(leaf) and leaf.num_fields:
         leaf = leaf.field(0).type
     stored = _numpy_name(leaf)
     if stored and not np.can_cast(np.dtype(stored), np.dtype(spec["dtype"]), "same_kind"):
-        columns.notes.append(f"{name} is declared {spec['dtype']} but holds {stored}: declared so")
+        columns.notes.append(f"{name} is declared as {spec['dtype']} but contains {stored}: corrected")
         spec["dtype"] = stored
     declared = int(np.prod(spec["shape"]))
     if _width(layout, files[0], name) == declared:
@@ -89,14 +89,16 @@ def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, f
     widths = {_width(layout, file, name) for file in files} - {None}
     if declared not in widths and len(widths) == 1:
         (width,) = widths
-        columns.notes.append(f"{name} is declared {spec['shape']} but holds [{width}]: declared so")
+        columns.notes.append(
+            f"{name} is declared with shape {spec['shape']} but has shape [{width}]: corrected"
+        )
         spec["shape"] = [width]
         if isinstance(spec.get("names"), list) and len(spec["names"]) != width:
             spec["names"] = None
 
 
 def _width(layout: Layout, file: str, name: str) -> int | None:
-    """How many numbers the first row of a column has."""
+    """The number of values in the first row of a column."""
     try:
         with pq.ParquetFile(layout.root / file) as parquet:
             batch = next(parquet.iter_batches(1, columns=[name]))
@@ -128,7 +130,7 @@ def _numpy_name(kind: pa.DataType) -> str | None:
 
 
 def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> None:
-    """Add to each plan which rows are the episode's, or why it can't be used."""
+    """Add the episode's rows to each plan, or why it can't be used."""
     files: dict[str, list[EpisodePlan]] = {}
     for plan in plans:
         files.setdefault(plan.episode.data_file, []).append(plan)
@@ -142,17 +144,17 @@ def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> Non
                 found.find(plan, episodes)
 
 
-def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
-    """The numbers of a data file, or why there are none."""
+def _read(layout: Layout, columns: Columns, file: str) -> _DataFile | str:
+    """The numeric columns of a data file, or why they can't be read."""
     path = layout.root / file
     if not path.is_file():
         return f"its data file {file} is missing"
     schema = _schema(layout, file)
     if schema is None:
-        return f"its data file {file} is damaged or cut short"
+        return f"its data file {file} is damaged or truncated"
     missing = [name for name in columns.stored if name not in schema.names]
     if missing:
-        return f"its data file {file} has no column {', '.join(missing)}, though others have"
+        return f"its data file {file} has no column {', '.join(missing)}, though other data files have it"
     wanted = {n: columns.feature(n) for n in columns.stored if columns.feature(n).is_numeric}
     own = {name: Feature(name, "int64", (1,)) for name in OWN_COLUMNS if name in schema.names}
     try:
@@ -164,7 +166,7 @@ def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
         if isinstance(found, str) and name in wanted:
             return f"{name} in its data file {file}: {found}"
     usable = {name: found for name, found in values.items() if not isinstance(found, str)}
-    return _File(
+    return _DataFile(
         layout,
         table.num_rows,
         {n: v for n, v in usable.items() if n in wanted},
@@ -173,27 +175,27 @@ def _read(layout: Layout, columns: Columns, file: str) -> _File | str:
 
 
 @dataclass
-class _File:
+class _DataFile:
     layout: Layout
     length: int
     values: dict[str, np.ndarray]  # [N, D]
-    own: dict[str, np.ndarray]  # [N] LeRobot's own columns, as far as they are there
+    own: dict[str, np.ndarray]  # [N] LeRobot's own columns that exist
 
-    def find(self, plan: EpisodePlan, inside: list[Episode]) -> None:
+    def find(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> None:
         rows = self._own_rows(plan, inside)
         order = row_order(rows, self._own("frame_index", rows), self._own("timestamp", rows))
         if not len(rows) or order is None:
-            order_unknown = "neither frame_index nor timestamp tells in which order its rows were recorded"
-            plan.reason = order_unknown if len(rows) else "the table has no rows of it"
+            order_unknown = "neither frame_index nor timestamp gives the recording order of its rows"
+            plan.reason = order_unknown if len(rows) else "the table has no rows of this episode"
             return
         if (np.diff(rows[order]) != 1).any():
-            plan.done.append("rows put into the order of frame_index")
+            plan.done.append("rows sorted by frame_index")
         plan.rows = rows = rows[order]
         clock, count = self._own("timestamp", rows), self._own("frame_index", rows)
         plan.clock = np.arange(len(rows)) / self.layout.fps if clock is None else clock.astype(np.float64)
         plan.counted = count is not None and bool((np.diff(count) == 1).all())
         if count is not None and not (count == np.arange(len(rows))).all():
-            plan.done.append("frame_index counted anew")
+            plan.done.append("frame_index renumbered")
         tasks = self._own("task_index", rows)
         plan.task_index = None if tasks is None else tasks.astype(np.int64)
         plan.reason = self._not_finite(rows)
@@ -201,10 +203,10 @@ class _File:
     def _own(self, name: str, rows: np.ndarray) -> np.ndarray | None:
         return self.own[name][rows] if name in self.own else None
 
-    def _own_rows(self, plan: EpisodePlan, inside: list[Episode]) -> np.ndarray:
-        """The rows that bear the episode's number; all, if the file is its alone and says another one."""
+    def _own_rows(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> np.ndarray:
+        """The rows with the episode's index; all rows if the file contains only this episode under another index."""
         episode = plan.episode
-        inside = list({e.index: e for e in inside}.values())  # metadata may have an episode twice
+        inside = list({e.index: e for e in inside}.values())  # metadata may list an episode twice
         alone = not self.layout.version.startswith("v3")
         column = self.own.get("episode_index")
         if column is not None:
@@ -230,9 +232,9 @@ class _File:
 
 
 def row_order(rows: np.ndarray, count: np.ndarray | None, clock: np.ndarray | None) -> np.ndarray | None:
-    """The order in which rows were recorded: by their frame_index, or else by their timestamps.
+    """The recording order of rows: by frame_index, or else by timestamp.
 
-    None where neither tells: frame_index is no count, and the clock does not only go forward.
+    None if neither gives it: frame_index does not count rows, and timestamps do not always increase.
     """
     if count is not None:
         order = np.argsort(count, kind="stable")

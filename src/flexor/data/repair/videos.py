@@ -1,4 +1,4 @@
-"""The video part of a repair: which frames of which file are an episode's, and whether they can be copied."""
+"""The video part of a repair: finds each episode's frames, and whether they can be copied."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import Layout, Span
 from flexor.data.format.metadata import Feature
-from flexor.data.repair.account import Clip, EpisodePlan
+from flexor.data.repair.account import EpisodePlan, RepairClip
 from flexor.data.repair.remux import first_packet, is_intact, reorder_delay
 from flexor.data.video.decode import VideoIndex, index_video
 from flexor.data.video.frame_match import NoMatch, match_frames, own_frames
 
 STEADY_S = 5e-5
-"""How far frames that keep their times may lie from 1/fps: half of what LeRobot tolerates."""
+"""Largest deviation from 1/fps of frames that keep their times: half of LeRobot's tolerance."""
 
 
 def first_frame(times: np.ndarray, span: Span, clock: np.ndarray, fps: float) -> tuple[int, bool] | str:
-    """The frame of the first row, and whether it is certain: there are exactly as many frames as rows.
+    """The frame of the first row, and whether it is certain: the video has exactly one frame per row.
 
-    Rows have frames that follow each other. If not: what is wrong.
+    The frames of the rows must be consecutive. If not, returns what is wrong.
     """
     try:
         found = match_frames(times, clock, span.start, span.end, fps, 0.5 / fps)
     except NoMatch as error:
-        return f"in its video {error}"
+        return f"its rows and video do not match: {error}"
     if (np.diff(found.numbers) != 1).any():
-        return "its timestamps do not lead to frames that follow each other"
+        return "its timestamps do not match consecutive frames"
     first, end = own_frames(times, span.start, span.end, fps)
     return int(found.numbers[0]), end - first == len(clock)
 
 
 def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float) -> None:
-    """Add to each plan where its frames of a camera are, or why it can't be used."""
+    """Add the location of a camera's frames to each plan, or why it can't be used."""
     files: dict[str, list[EpisodePlan]] = {}
     for plan in plans:
         if camera in plan.episode.videos:
             files.setdefault(plan.episode.videos[camera].file, []).append(plan)
         elif plan.reason is None:
-            plan.reason = f"{camera}: the metadata does not say in which file its video is"
+            plan.reason = f"{camera}: the metadata does not name its video file"
     for file, inside in files.items():
         index = read_index(layout.root / file)
         claims = []
@@ -51,7 +51,7 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
             span = plan.episode.videos[camera]
             if plan.reason is None:
                 found = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
-                if isinstance(found, Clip):
+                if isinstance(found, RepairClip):
                     plan.clips[camera] = found
                     claims.append(_Claim(plan, found.first, found.end, found.certain))
                     continue
@@ -63,7 +63,7 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
 
 @dataclass(frozen=True)
 class _Claim:
-    """The frames of a file that are an episode's, as far as is known."""
+    """The frames of a file that belong to an episode, as far as is known."""
 
     plan: EpisodePlan
     first: int
@@ -72,7 +72,7 @@ class _Claim:
 
 
 def _claim_of_left_out(plan: EpisodePlan, span: Span, times: np.ndarray, fps: float) -> list[_Claim]:
-    """An episode that is left out may still be the owner of frames that another one claims wrongly."""
+    """An episode that is left out may still own frames that another episode wrongly claims."""
     if span.stop is None:
         return []
     seconds = plan.episode.length / fps
@@ -83,7 +83,7 @@ def _claim_of_left_out(plan: EpisodePlan, span: Span, times: np.ndarray, fps: fl
 
 
 def share_whole_files(camera: str, plans: list[EpisodePlan]) -> int:
-    """Where a file is copied whole for one episode, the others need not be cut out of it. How many files are."""
+    """If a file is copied unchanged for one episode, use it for its other episodes too. Returns the number of files."""
     whole = {plan.clips[camera].file for plan in plans if plan.clips[camera].whole}
     for plan in plans:
         clip = plan.clips[camera]
@@ -93,7 +93,7 @@ def share_whole_files(camera: str, plans: list[EpisodePlan]) -> int:
 
 
 def read_index(path: Path) -> VideoIndex | str:
-    """A file's frames, or why it has none."""
+    """A file's index, or why it can't be read."""
     if not path.is_file():
         return f"its video {path.name} is missing"
     try:
@@ -102,15 +102,15 @@ def read_index(path: Path) -> VideoIndex | str:
         return f"its video can't be read: {str(error).split('. The video')[0]}"
 
 
-def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: float) -> Clip | str:
-    """An episode's frames in a file, or why they can't be had."""
+def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: float) -> RepairClip | str:
+    """An episode's frames in a file, or why they can't be used."""
     match = first_frame(index.times, span, clock, fps)
     if isinstance(match, str):
         return match
     first, certain = match
     count = len(clock)
     if not is_intact(index, first, count):
-        return "its video ends in the middle of it"
+        return "its video ends in the middle of the episode"
     if (np.diff(index.frame_pts[first : first + count]) == 0).any():
         return "two frames of its video have the same time"
     start, size = float(index.times[first]), (index.height, index.width)
@@ -118,15 +118,15 @@ def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: 
     steady = bool(np.abs(late).max() <= STEADY_S)
     if first_packet(index, first, count) is not None:
         delay = reorder_delay(index, first, count)
-        return Clip(file, first, count, start, certain, size, delay=delay, steady=steady)
+        return RepairClip(file, first, count, start, certain, size, delay=delay, steady=steady)
     if not steady:
-        return "its frames can't be cut out of the video (the first is no key frame), and are not steady"
-    return Clip(file, first, count, start, certain, size, whole=True)
+        return "its frames can't be cut out of the video (the first is not a key frame), and their times are irregular"
+    return RepairClip(file, first, count, start, certain, size, whole=True)
 
 
 def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
-    """No frame is two episodes': one that has not exactly as many frames as rows gives way, or else both."""
-    last: _Claim | None = None  # the one that reaches furthest
+    """Resolve frames claimed by two episodes: leave out the one without exactly one frame per row, or else both."""
+    last: _Claim | None = None  # the claim that ends last
     for claim in sorted(claims, key=lambda claim: claim.first):
         if (
             last is not None
@@ -137,7 +137,7 @@ def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
             for one, other in ((claim, last), (last, claim)):
                 if one.plan.reason is None and (alike or not one.certain):
                     rival = other.plan.episode.index
-                    one.plan.reason = f"{camera}: episode {rival} claims frames of its video too"
+                    one.plan.reason = f"{camera}: episode {rival} also claims frames of its video"
             stays = last.end >= claim.end if alike else last.certain
             last = last if stays else claim
         else:
@@ -145,7 +145,7 @@ def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
 
 
 def settle_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) -> str | None:
-    """Videos of another size than declared: if all are alike, it is the declaration that is wrong."""
+    """Handle videos of another size than declared: if all have the same size, correct the declaration."""
     good = [plan for plan in plans if plan.reason is None]
     sizes = Counter(plan.clips[camera].size for plan in good)
     feature = Feature(camera, "video", tuple(spec["shape"]), spec.get("names"))
@@ -153,12 +153,12 @@ def settle_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) ->
     if len(sizes) == 1 and declared not in sizes:
         ((height, width),) = sizes
         note = (
-            f"camera {camera} is declared {spec['shape']} but its pictures are {height}x{width}: declared so"
+            f"camera {camera} is declared as {spec['shape']} but its images are {height}x{width}: corrected"
         )
         spec["shape"], spec["names"] = [height, width, 3], ["height", "width", "channels"]
         return note
     for plan in good:
         height, width = plan.clips[camera].size
         if (height, width) != declared:
-            plan.reason = f"{camera}: its pictures are {height}x{width}, but {spec['shape']} is declared"
+            plan.reason = f"{camera}: its images are {height}x{width}, but {spec['shape']} is declared"
     return None

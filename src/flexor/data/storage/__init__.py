@@ -1,1 +1,1 @@
-"""Bytes of files: on disk, on the Hub, in a bucket."""
+"""Reads files on disk, on the Hub or in a bucket."""

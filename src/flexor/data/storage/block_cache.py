@@ -1,8 +1,8 @@
-"""Blocks of remote files on the local disk, so that a second epoch does not ask the network again.
+"""Caches blocks of remote files on the local disk, so that a second epoch does not download them again.
 
-A cache may lose anything at any time, so nothing here is an error: what cannot be written is not cached,
-what is not as long as it should be is not used. Processes share a folder without talking to each other:
-blocks are written aside and renamed, and whoever finds the folder too large removes the oldest.
+A cache may lose data at any time, so nothing here raises an error: a block that can't be written is not cached,
+and a block of the wrong length is not used. Processes share a folder without communication: blocks are written
+under a temporary name and renamed, and a process that finds the folder too large removes the oldest blocks.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ __all__ = ["BLOCK", "BlockCache", "block_cache"]
 BLOCK = 1 << 20
 """Bytes of a block."""
 MEMORY_BLOCKS = 64
-"""Blocks kept in memory where the disk takes none."""
+"""Blocks cached in memory if the disk can't be used."""
 
 
 class BlockCache:
-    """The blocks used last, within `limit` bytes of disk (whole file system blocks aside)."""
+    """The most recently used blocks, within `limit` bytes of disk (not counting file-system overhead)."""
 
     def __init__(self, folder: Path, limit: int):
         self.folder, self.limit = folder, limit
         self._lock = threading.Lock()
         self._memory: OrderedDict[Path, bytes] = OrderedDict()
         self._disk_is_full = limit < BLOCK
-        # Bytes in the folder when last looked, plus those written since; unknown until the first write.
+        # Bytes in the folder at the last check, plus those written since; unknown until the first write.
         self._used: int | None = None
         self._since_scan = 0
 
@@ -42,7 +42,7 @@ class BlockCache:
     def get(
         self, identity: str, number: int, size: int, begin: int = 0, end: int | None = None
     ) -> bytes | None:
-        """Bytes begin to end of a block, all of it by default; None if it is not here in its right size."""
+        """Bytes begin to end of a block, by default all; None if it is not cached with the right size."""
         path = self._path(identity, number)
         end = size if end is None else end
         data = self._memory.get(path)
@@ -55,7 +55,7 @@ class BlockCache:
         try:
             if os.fstat(file).st_size != size:
                 return None
-            os.utime(path)  # used now: removed last
+            os.utime(path)  # mark as used: removed last
             return os.pread(file, end - begin, begin)
         except OSError:
             return None
@@ -96,26 +96,26 @@ class BlockCache:
                 return
             self._disk_is_full = True
         log.warning(
-            "%s takes no more blocks (%s): what is streamed is not cached from here on. Free some space, or "
-            "set $FLEXOR_CACHE to another disk",
+            "%s can't be written (%s): streamed data is not cached from now on. Free some space, or "
+            "set $FLEXOR_CACHE to a folder on another disk",
             self.folder,
             error,
         )
 
     def _make_room(self, count: int) -> None:
-        """Count what is written; look at the folder when it may be full, and remove the oldest."""
+        """Count written bytes; if the folder may be full, check it and remove the oldest blocks."""
         with self._lock:
             known = self._used is not None
             self._used = (self._used or 0) + count
             self._since_scan += count
-            # Other processes write too: look again now and then, though by our count there is room.
+            # Other processes write too: check again from time to time, even if our count says there is space.
             if known and self._used <= self.limit and self._since_scan <= max(self.limit // 16, 64 * BLOCK):
                 return
             self._since_scan = count
             self._used = count + self._remove_oldest(self.limit - count)
 
     def _remove_oldest(self, limit: int) -> int:
-        """Bytes left in the folder, at most `limit`; more than one block too many, and a tenth goes."""
+        """Remove the oldest blocks if the folder exceeds `limit`, and a tenth more. Returns its size in bytes."""
         found = [entry for folder in _entries(self.folder) for entry in _entries(folder)]
         sized = sorted(
             (status.st_mtime, status.st_size, path) for path, status in map(_status, found) if status
@@ -132,7 +132,7 @@ class BlockCache:
 
 
 def block_cache(limit: int | None) -> BlockCache:
-    """The blocks under the cache folder, by default in a quarter of the disk space that is free there."""
+    """The block cache in the cache folder; default limit: a quarter of the free disk space."""
     folder = cache_folder() / "blocks"
     if limit is None:
         existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -151,4 +151,4 @@ def _status(entry: os.DirEntry[str]) -> tuple[str, os.stat_result | None]:
     try:
         return entry.path, entry.stat()
     except OSError:
-        return entry.path, None  # removed by another process meanwhile
+        return entry.path, None  # removed by another process in the meantime

@@ -1,8 +1,8 @@
-"""Bytes of one file by position: what indexing and decoding read through.
+"""Reads byte ranges of one file, for indexing and decoding.
 
-Nothing above this module knows whether a file lies on this machine. A local file is read with `pread`,
-which needs no position and so no lock. A remote one is read in blocks, each of which is asked for once
-and kept on disk; that reads some bytes nobody wanted, for far fewer requests.
+Code above this module does not know whether a file is local. A local file is read with `pread`, which needs
+no file position and so no lock. A remote file is read in blocks. Each block is requested once and cached on
+disk; this reads some unneeded bytes, but needs far fewer requests.
 """
 
 import os
@@ -22,25 +22,25 @@ from flexor.data.storage.remote import LONGEST_REQUEST, RemoteFile, read_part
 __all__ = ["LocalRanges", "Ranges", "RemoteRanges"]
 
 OPEN_FILES = 256
-"""Files kept open in this process; datasets have tens of thousands, and systems allow about a thousand."""
+"""Files kept open in this process: datasets have tens of thousands, and systems allow about a thousand."""
 
 AHEAD_THREADS = 4
 AHEAD_BYTES = 128 * BLOCK
-"""Read-ahead that may be under way or waiting; more is not begun."""
+"""Largest number of running and waiting read-ahead requests; further ones are dropped."""
 
 
 class Ranges(Protocol):
-    """One file, read by byte ranges. Safe from many threads."""
+    """One file, read by byte ranges. Safe to use from several threads."""
 
     name: str
-    """For messages: the path or address."""
+    """The path or URL, for messages."""
     size: int
 
     def read(self, offset: int, count: int) -> bytes:
         """Exactly `count` bytes; a SourceError if the file can't be reached, a DatasetError if it is too short."""
 
     def ahead(self, offset: int, count: int) -> None:
-        """Say that these bytes will be read soon. Does not wait."""
+        """Announce that these bytes will be read soon. Does not wait."""
 
 
 class LocalRanges:
@@ -51,9 +51,9 @@ class LocalRanges:
         try:
             status = Path(path).stat()
         except OSError as error:
-            raise SourceError(f"{path} cannot be read: {error.strerror}. Fetch the file again") from error
+            raise SourceError(f"{path} can't be read: {error.strerror}. Download the file again") from error
         self.size = status.st_size
-        # A file that is replaced while we run must not be mistaken for the one that is open.
+        # A file that is replaced during the run must not be mistaken for the open one.
         self._identity = (self.name, status.st_ino, status.st_mtime_ns, status.st_size)
 
     def read(self, offset: int, count: int) -> bytes:
@@ -67,13 +67,13 @@ class LocalRanges:
                 data += more
         except OSError as error:
             raise SourceError(
-                f"{self.name}: bytes {offset} to {offset + count} cannot be read: {error.strerror}. "
-                f"Check the disk, or fetch the file again"
+                f"{self.name}: bytes {offset} to {offset + count} can't be read: {error.strerror}. "
+                f"Check the disk, or download the file again"
             ) from error
         if len(data) < count:
             raise DatasetError(
-                f"{self.name}: {count} bytes wanted at {offset}, {len(data)} are there. "
-                f"The file is cut short: fetch it again"
+                f"{self.name}: expected {count} bytes at {offset}, got {len(data)}. "
+                f"The file is truncated: download it again"
             )
         return data
 
@@ -84,7 +84,7 @@ class LocalRanges:
 
 
 class _OpenFile:
-    """Closed when nobody holds it any more: a thread may still read from one that was put out of the list."""
+    """Closed when nothing references it: a thread may still read from a file that was removed from the list."""
 
     def __init__(self, name: str):
         self.descriptor = os.open(name, os.O_RDONLY)
@@ -95,7 +95,7 @@ class _OpenFile:
 
 
 class _OpenFiles:
-    """The files read last, open."""
+    """The most recently read files, open."""
 
     def __init__(self) -> None:
         self._files: OrderedDict[tuple[str, int, int, int], _OpenFile] = OrderedDict()
@@ -111,7 +111,7 @@ class _OpenFiles:
             file = _OpenFile(identity[0])
         except OSError as error:
             raise SourceError(
-                f"{identity[0]} cannot be opened: {error.strerror}. Fetch the file again"
+                f"{identity[0]} can't be opened: {error.strerror}. Download the file again"
             ) from error
         with self._lock:
             self._files[identity] = file
@@ -124,25 +124,25 @@ _open_files = _OpenFiles()
 
 
 class RemoteRanges:
-    """A file on a server, in blocks; those adjacent and not yet here come in one request."""
+    """A file on a server, read in blocks; adjacent blocks that are not cached are read in one request."""
 
     def __init__(self, file: RemoteFile, blocks: BlockCache):
         self.name, self.size = file.name, file.size
         self._file, self._cache = file, blocks
         self._lock = threading.Lock()
-        self._pending: dict[int, Future[bytes]] = {}  # blocks that some thread is getting
+        self._pending: dict[int, Future[bytes]] = {}  # blocks that a thread is downloading
 
     def read(self, offset: int, count: int) -> bytes:
         if count <= 0:
             return b""
         if offset < 0 or offset + count > self.size:
             raise DatasetError(
-                f"{self.name}: {count} bytes wanted at {offset}, but it has {self.size}. "
-                f"The file is cut short, or its index is damaged: replace it at its origin"
+                f"{self.name}: expected {count} bytes at {offset}, but the file has {self.size}. "
+                f"The file is truncated, or its index is damaged: replace it at its source"
             )
         numbers = range(offset // BLOCK, -(-(offset + count) // BLOCK))
         parts = [(n, max(offset - n * BLOCK, 0), min(offset + count - n * BLOCK, BLOCK)) for n in numbers]
-        # Small parts of blocks that are here need not be read as whole blocks.
+        # Small parts of cached blocks do not need to be read as whole blocks.
         cached = [self._cache.get(self._file.identity, n, self._size_of(n), *part) for n, *part in parts]
         data = [part for part in cached if part is not None]
         if len(data) < len(parts):
@@ -159,10 +159,10 @@ class RemoteRanges:
             _read_ahead.submit(self, run)
 
     def _blocks(self, numbers: range) -> list[bytes]:
-        """These blocks: from the cache, from the server, or from the thread that is already getting them.
+        """These blocks: from the cache, from the server, or from the thread that is already downloading them.
 
-        A block is claimed before the cache is asked, so that two threads never fetch the same one; and
-        what is claimed is got before waiting for others, so that no two threads wait for each other.
+        A thread claims a block before it checks the cache, so that two threads never download the same block.
+        It downloads its claimed blocks before it waits for others, so that threads never deadlock.
         """
         claimed: dict[int, Future[bytes]] = {}
         with self._lock:
@@ -200,7 +200,7 @@ class RemoteRanges:
 
 
 def _runs(numbers: list[int]) -> Iterator[range]:
-    """Ascending numbers as runs of adjacent ones, none longer than one request."""
+    """Group ascending numbers into runs of adjacent ones, each at most one request long."""
     start = 0
     for i, number in enumerate(numbers):
         last = i + 1 == len(numbers) or numbers[i + 1] != number + 1
@@ -210,7 +210,7 @@ def _runs(numbers: list[int]) -> Iterator[range]:
 
 
 class _ReadAhead:
-    """Gets blocks on a few threads of its own. They are daemons: none holds up the end of the program."""
+    """Downloads blocks in a few threads. They are daemon threads, so they do not delay the program's exit."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[RemoteRanges, range]] = queue.SimpleQueue()
@@ -221,7 +221,7 @@ class _ReadAhead:
     def submit(self, ranges: RemoteRanges, run: range) -> None:
         with self._lock:
             if self._bytes + len(run) * BLOCK > AHEAD_BYTES:
-                return  # a hint only: what is not read ahead is read when it is wanted
+                return  # only a hint: other blocks are read when they are needed
             self._bytes += len(run) * BLOCK
             if self._threads < AHEAD_THREADS:
                 self._threads += 1
@@ -234,7 +234,9 @@ class _ReadAhead:
             try:
                 ranges._blocks(run)
             except Exception as error:
-                log.debug("read-ahead of %s: %s", ranges.name, error)  # whoever reads it will be told
+                log.debug(
+                    "read-ahead of %s: %s", ranges.name, error
+                )  # the reader of the block gets the error
             finally:
                 with self._lock:
                     self._bytes -= len(run) * BLOCK

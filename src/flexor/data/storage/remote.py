@@ -1,7 +1,7 @@
-"""One file on a server: its size, a part of it, and trying again when the network fails.
+"""One file on a server: reads its size and byte ranges, and retries when the network fails.
 
-Over HTTP every answer is checked: that it is the part that was asked for, and still of the file that was
-opened. A file that was replaced meanwhile would otherwise be read as a mixture of two.
+Every HTTP response is checked: it must be the requested range, and still of the file that was opened.
+Otherwise a file that was replaced in the meantime would be read as a mixture of two versions.
 """
 
 import random
@@ -32,35 +32,35 @@ T = TypeVar("T")
 
 ATTEMPTS = 8
 FIRST_WAIT = 0.5
-"""Seconds before the second attempt; doubled for each further one, and drawn from the upper half."""
+"""Seconds before the second attempt; doubled for each further attempt, with random jitter in the upper half."""
 LONGEST_WAIT = 30.0
 LONGEST_RETRY_AFTER = 300.0
-"""A server that asks for more than this is as good as down."""
+"""Longest wait, in seconds, that a server may request; beyond it, the server counts as down."""
 TIMEOUT = 30.0
-"""Seconds without any byte after which an answer counts as lost."""
+"""Seconds without any data after which a response counts as lost."""
 LONGEST_REQUEST = 16 << 20
-"""Bytes asked for at once: what has to come again when the connection breaks."""
+"""Bytes per request: this much is downloaded again when the connection breaks."""
 RECHECK = 60.0
-"""Seconds after which a file that is not read over HTTP is looked at again, whether it has changed."""
+"""Seconds after which a file that is not read over HTTP is checked for changes again."""
 
 
 class RemoteFile(Protocol):
     name: str
-    """Its address, for messages."""
+    """Its URL, for messages."""
     size: int
     identity: str
-    """Another one if the content is another, as far as the server says."""
+    """Changes when the content changes, as far as the server reports it."""
 
     def get(self, start: int, end: int) -> bytes:
         """Bytes start to end, in one attempt."""
 
 
 class NoRanges(SourceError):
-    """The server only gives whole files."""
+    """The server only sends whole files."""
 
 
 class _Refused(OSError):
-    """An HTTP status that is no success."""
+    """An HTTP status that is not a success."""
 
     def __init__(self, status: int, headers: Mapping[str, str]):
         super().__init__(f"the server answers with status {status}")
@@ -68,19 +68,19 @@ class _Refused(OSError):
 
 
 def read_part(file: RemoteFile, start: int, end: int) -> bytes:
-    """Bytes start to end, however many attempts it takes."""
+    """Bytes start to end, with retries."""
     return retrying(f"{file.name} (bytes {start} to {end})", lambda: file.get(start, end))
 
 
 def copy_file(file: RemoteFile, path: Path) -> None:
-    """Part by part, so that a connection that breaks costs one part, not the whole file."""
+    """Copy a file part by part, so that a broken connection costs one part, not the whole file."""
     with path.open("wb") as copy:
         for start in range(0, file.size, LONGEST_REQUEST):
             copy.write(read_part(file, start, min(start + LONGEST_REQUEST, file.size)))
 
 
 def retrying(what: str, attempt: Callable[[], T]) -> T:
-    """The result of `attempt`, tried again while it may help; a DatasetError if it does not."""
+    """The result of `attempt`, retried while that may help; a DatasetError if all attempts fail."""
     for number in range(1, ATTEMPTS + 1):
         try:
             return attempt()
@@ -101,14 +101,14 @@ def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
     if _status(error) in (401, 403) or isinstance(error, PermissionError):
         fix = "Check the credentials (for the Hub: `hf auth login`)"
     elif _status(error) == 404 or isinstance(error, FileNotFoundError):
-        fix = "Check the address, and that the dataset there is whole"
+        fix = "Check the URL, and that the dataset there is complete"
     else:
         fix = "Check the network and the server, then start again: a run resumes from its last checkpoint"
-    return f"{what} cannot be read{tried}: {reason}. {fix}"
+    return f"{what} can't be read{tried}: {reason}. {fix}"
 
 
 def _wait(error: Exception, attempt: int) -> float | None:
-    """Seconds to wait before the next attempt; None if there is no use in another one."""
+    """Seconds to wait before the next attempt; None if another attempt would not help."""
     status = _status(error)
     if status is None:
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -124,13 +124,13 @@ def _wait(error: Exception, attempt: int) -> float | None:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status behind an error, under the names that HTTP libraries give it."""
+    """The HTTP status of an error, from the attributes that HTTP libraries use."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
 
 def _retry_after(error: Exception) -> float | None:
-    """Seconds the server asks to wait: given as such, or as a date."""
+    """Seconds the server asks to wait: given in seconds, or as a date."""
     headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
     value = headers.get("Retry-After") if isinstance(headers, Mapping) else None
     if not value:
@@ -146,7 +146,7 @@ def _retry_after(error: Exception) -> float | None:
 def _check_answer(
     file: "HttpFile | HubFile", status: int, headers: Mapping[str, str], start: int, end: int
 ) -> None:
-    """Refuse an answer that is not bytes start to end of the file as it was opened."""
+    """Raise an error if the response is not bytes start to end of the file that was opened."""
     total = (
         headers.get("Content-Range", "").rpartition("/")[2]
         if status == 206
@@ -158,7 +158,7 @@ def _check_answer(
     if status == 200 and (start, end) != (0, file.size):
         raise NoRanges(
             f"{file.name}: the server ignores byte ranges and sends the whole file each time. Copy the dataset "
-            f"to this machine (--dataset.root), or serve it with one that knows ranges"
+            f"to this machine (--dataset.root), or use a server that supports byte ranges"
         )
     if status not in (200, 206):
         raise _Refused(status, headers)
@@ -172,14 +172,14 @@ def _other(opened: str | None, now: str | None) -> bool:
 
 def changed(name: str) -> SourceError:
     return SourceError(
-        f"{name} has changed since it was opened. Training on would mix two versions: start again to use "
-        f"the new one, and do not change a dataset while it is read"
+        f"{name} has changed since it was opened. Continuing would mix two versions: start again to use "
+        f"the new one, and do not change a dataset while it is being read"
     )
 
 
 def _whole(data: bytes, start: int, end: int) -> bytes:
     if len(data) != end - start:
-        raise OSError(f"{len(data)} bytes came instead of {end - start}")
+        raise OSError(f"got {len(data)} bytes instead of {end - start}")
     return data
 
 
@@ -190,7 +190,7 @@ class HubFile:
     name: str
     size: int
     identity: str
-    etag = None  # of no use at a commit, and other servers behind the Hub may give other ones
+    etag = None  # not needed at a fixed commit, and servers behind the Hub may return different ones
 
     def get(self, start: int, end: int) -> bytes:
         from huggingface_hub import get_session
@@ -203,7 +203,7 @@ class HubFile:
 
 
 def http_options() -> dict[str, Any]:
-    """Options of fsspec's HTTP file system: by default it waits five minutes for an answer."""
+    """Options of fsspec's HTTP file system: its default timeout is five minutes."""
     from aiohttp import ClientTimeout
 
     return {"timeout": ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)}
@@ -211,7 +211,7 @@ def http_options() -> dict[str, Any]:
 
 @dataclass
 class HttpFile:
-    """A file on a web server, through the session of fsspec's file system, which may have a log-in."""
+    """A file on a web server, read through fsspec's session, which may have credentials."""
 
     fs: Any
     name: str
@@ -239,7 +239,7 @@ def _range(start: int, end: int) -> dict[str, str]:
 
 @dataclass
 class FsspecFile:
-    """A file on any other file system that fsspec knows."""
+    """A file on any other file system that fsspec supports."""
 
     fs: Any
     path: str
@@ -251,7 +251,7 @@ class FsspecFile:
     def get(self, start: int, end: int) -> bytes:
         if time.monotonic() - self._checked > RECHECK:
             self._check()
-        # Synchronous file systems read through a file object, whose own read-ahead we don't want.
+        # Synchronous file systems read through a file object; its own read-ahead is not wanted.
         options = {} if self.fs.async_impl else {"cache_type": "none"}
         data = self.fs.cat_file(self.path, start=start, end=end, **options)
         if len(data) != end - start:
@@ -268,7 +268,9 @@ class FsspecFile:
 def fsspec_file(fs: Any, path: str, address: str, info: dict[str, Any]) -> RemoteFile:
     """The file at `path` of a file system that describes it with `info`."""
     if info.get("size") is None:
-        raise DatasetError(f"{address}: the server does not say how large it is. Copy the dataset instead")
+        raise DatasetError(
+            f"{address}: the server does not report the file's size. Copy the dataset to this machine instead"
+        )
     size, identity = int(info["size"]), _identity(info)
     if address.startswith(("http://", "https://")):
         return HttpFile(fs, path, size, identity, info.get("ETag"))
@@ -276,11 +278,11 @@ def fsspec_file(fs: Any, path: str, address: str, info: dict[str, Any]) -> Remot
 
 
 def look_up(fs: Any, path: str) -> dict[str, Any] | None:
-    """What a file system says of a file, in one attempt; None if there is no such file."""
+    """A file's info from its file system, in one attempt; None if the file does not exist."""
     try:
         return fs.info(path)
     except FileNotFoundError as error:
-        # fsspec's HTTP says so of every failure; what really happened lies behind it.
+        # fsspec's HTTP raises this for every failure; the real error is its cause.
         cause = error.__cause__
         if isinstance(cause, Exception) and getattr(cause, "status", None) not in (404, 410):
             raise cause from None
@@ -288,7 +290,7 @@ def look_up(fs: Any, path: str) -> dict[str, Any] | None:
 
 
 def _identity(info: dict[str, Any]) -> str:
-    """Something that changes with a file's content, by what its file system says of it."""
+    """A text that changes when a file's content changes, from its file system's info."""
     marks = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "created", "Last-Modified")
     mark = next((str(info[key]) for key in marks if info.get(key)), "")
     return f"{info['name']} {info['size']} {mark}"

@@ -1,8 +1,8 @@
-"""Where a dataset's files come from: a folder, the Hugging Face Hub or any fsspec address.
+"""The source of a dataset's files: a folder, the Hugging Face Hub or any fsspec URL.
 
-All three answer the same questions with paths relative to the dataset's root. Tables and metadata are
-handed out as local files, so that everything above this module reads plain folders. Videos are read by
-byte ranges, and where they are not on this machine, only the parts that are wanted come over.
+All three have the same interface, with paths relative to the dataset's root. Tables and metadata are
+provided as local files, so code above this module reads plain folders. Videos are read by byte ranges;
+if they are not on this machine, only the needed parts are downloaded.
 """
 
 import hashlib
@@ -35,24 +35,24 @@ from flexor.data.storage.remote import (
 __all__ = ["FolderSource", "FsspecSource", "HubSource", "Source", "find_source", "lerobot_home"]
 
 HUB_VERSIONS = ("v3.0", "v2.1", "v2.0")
-"""Tags tried on the Hub when no revision is given, best first."""
+"""Tags tried on the Hub if no revision is given, the preferred one first."""
 
 TABLES = (".parquet", ".json", ".jsonl")
-"""Endings of files that are always read whole; all others are videos."""
+"""Suffixes of files that are always read completely; all other files are videos."""
 
 
 class Source:
-    """A dataset's files. `root` is the local folder they lie (or will lie) in."""
+    """A dataset's files. `root` is the local folder that contains (or will contain) them."""
 
     root: Path
     streams = False
-    """Whether videos are read by ranges over a network, and never fetched whole to train on."""
+    """Whether videos are read by ranges over a network, and never downloaded completely for training."""
 
     def __str__(self) -> str:
         return str(self.root)
 
     def local(self, name: str) -> Path:
-        """The file's path on this machine; fetches it if need be. It may not exist."""
+        """The file's path on this machine; downloads it if needed. It may not exist."""
         return self.root / name
 
     def exists(self, name: str) -> bool:
@@ -70,16 +70,16 @@ class Source:
         """Announce which files will be read, for sources that are faster in bulk."""
 
     def content(self, names: Iterable[str]) -> str:
-        """A hash that changes when any of these files does; none is fetched for it."""
+        """A hash that changes when any of these files changes; computed without downloading them."""
         stats = [(self.root / name).stat() for name in sorted(set(names)) if (self.root / name).is_file()]
         return _hash([(stat.st_size, stat.st_mtime_ns) for stat in stats])
 
     def holds(self, count: int) -> bool:
-        """Whether so many bytes of videos can stay on this machine."""
+        """Whether `count` bytes of videos can be stored on this machine."""
         return True
 
     def ranges(self, name: str) -> Ranges:
-        """The file by byte ranges; not fetched as a whole where that can be avoided."""
+        """The file by byte ranges; not downloaded completely if that can be avoided."""
         return LocalRanges(self.local(name))
 
 
@@ -88,16 +88,16 @@ class FolderSource(Source):
         self.root = root
         if not (root / "meta" / "info.json").is_file():
             raise DatasetError(
-                f"{root} is no LeRobot dataset: it has no meta/info.json. "
+                f"{root} is not a LeRobot dataset: it has no meta/info.json. "
                 f"Give the folder that contains meta/, data/ and videos/"
             )
 
 
 class HubSource(Source):
-    """A dataset repository on the Hub, in LeRobot's own snapshot cache: neither downloads twice.
+    """A dataset repository on the Hub. It shares LeRobot's snapshot cache, so nothing is downloaded twice.
 
-    With `streaming` its videos are not downloaded but read by ranges. All that is read is of the commit
-    that the revision meant when the dataset was opened.
+    With `streaming`, its videos are not downloaded but read by ranges. All data is read from the commit
+    that the revision pointed to when the dataset was opened.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class HubSource(Source):
         try:
             root = self._snapshot(["meta/*"], self.revision, local_files_only=False)
         except Exception as error:
-            # Without the Hub a snapshot from an earlier run will do.
+            # If the Hub can't be reached, use a snapshot from an earlier run.
             root = self._snapshot(["meta/*"], self.revision, local_files_only=True)
             if root is None:
                 raise self._unreachable(error) from error
         if root is None:
-            raise DatasetError(f"{self} is no LeRobot dataset: it has no meta/info.json")
+            raise DatasetError(f"{self} is not a LeRobot dataset: it has no meta/info.json")
         self.root = root
         self.commit = root.name
         self._blocks = block_cache(cache_bytes)
@@ -156,11 +156,11 @@ class HubSource(Source):
 
         url = hf_hub_url(self.repo_id, name, repo_type="dataset", revision=self.commit)
         if name not in self._listing():
-            raise DatasetError(f"{url} does not exist. Check that the dataset on the Hub is whole")
+            raise DatasetError(f"{url} does not exist. Check that the dataset on the Hub is complete")
         return RemoteRanges(HubFile(name=url, size=self._listing()[name], identity=url), self._blocks)
 
     def _listing(self) -> dict[str, int]:
-        """Sizes of all files on the Hub, asked for once."""
+        """Sizes of all files on the Hub, requested once."""
         with self._lock:
             if self._sizes is None:
                 self._sizes = retrying(f"the list of files of {self}", self._list_hub)
@@ -179,7 +179,7 @@ class HubSource(Source):
             raise self._unreachable(error) from error
 
     def _newest_version(self) -> str:
-        """The best format version the repository is tagged with; its main branch if it has no such tag."""
+        """The preferred format version among the repository's tags; its main branch if it has no such tag."""
         from huggingface_hub import HfApi
 
         try:
@@ -215,19 +215,19 @@ class HubSource(Source):
     def _unreachable(self, error: Exception) -> DatasetError:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return DatasetError(
-            f"dataset {self.repo_id} is not (or not whole) in {lerobot_home()} and cannot be had from the Hub: "
-            f"{reason}. "
+            f"dataset {self.repo_id} is missing or incomplete in {lerobot_home()} and can't be downloaded from the "
+            f"Hub: {reason}. "
             f"Check the name and the network (a private dataset needs `hf auth login`), or give its folder "
             f"with --dataset.root"
         )
 
 
 class FsspecSource(Source):
-    """Any address fsspec can open (s3://, gs://, http://, memory://).
+    """Any URL that fsspec can open (s3://, gs://, http://, memory://).
 
-    Tables and metadata are copied when they are first read, and so is whatever is asked for as a local
-    file. A copy is kept under the cache folder and used again while its size matches the original's. The
-    folder's name depends on the content of meta/info.json, so a dataset that grew is read afresh.
+    Tables, metadata and every file requested as a local file are copied when they are first read. A copy stays
+    in the cache folder and is reused while its size matches the original's. The folder's name depends on the
+    content of meta/info.json, so a dataset that has grown is read again.
     """
 
     streams = True
@@ -241,8 +241,8 @@ class FsspecSource(Source):
             self.fs, self.base = fsspec.core.url_to_fs(self.address, **options)
         except Exception as error:
             raise DatasetError(
-                f"{self.address} cannot be opened: {type(error).__name__}: {error}. Check the address (the folder "
-                f"that contains meta/, data/ and videos/); s3:// needs s3fs installed, gs:// gcsfs, http:// aiohttp"
+                f"{self.address} can't be opened: {type(error).__name__}: {error}. Check the URL (of the folder that "
+                f"contains meta/, data/ and videos/); s3:// needs the package s3fs, gs:// gcsfs, http:// aiohttp"
             ) from error
         read = partial(self.fs.cat_file, f"{self.base}/meta/info.json")
         info = retrying(f"{self.address}/meta/info.json", read)
@@ -278,7 +278,7 @@ class FsspecSource(Source):
         return sorted(name for name in names if name.startswith(f"{folder}/") and name.endswith(suffix))
 
     def _probe(self, folder: str, suffix: str) -> set[str]:
-        """Where the server cannot list: the names LeRobot numbers, as far as they go."""
+        """If the server can't list files: try LeRobot's numbered names until one does not exist."""
 
         def chunk(number: int) -> set[str]:
             files = (f"{folder}/chunk-{number:03d}/file-{file:03d}{suffix}" for file in itertools.count())
@@ -304,7 +304,7 @@ class FsspecSource(Source):
     def _remote(self, name: str) -> RemoteFile:
         address, info = f"{self.address}/{name}", self._info(name)
         if info is None:
-            raise DatasetError(f"{address} does not exist. Check that the dataset there is whole")
+            raise DatasetError(f"{address} does not exist. Check that the dataset there is complete")
         return fsspec_file(self.fs, f"{self.base}/{name}", address, info)
 
     @property
@@ -312,7 +312,7 @@ class FsspecSource(Source):
         return self.address.startswith(("http://", "https://"))
 
     def _info(self, name: str) -> dict[str, Any] | None:
-        """What the file system says of a file, asked for once; None if there is no such file."""
+        """A file's info from the file system, requested once; None if the file does not exist."""
         with self._lock:
             info = self._infos.get(name)
         if info is None:
@@ -323,24 +323,24 @@ class FsspecSource(Source):
         return info
 
     def _listing(self) -> set[str]:
-        """Names of all files, asked for once; empty where the server cannot list."""
+        """Names of all files, requested once; empty if the server can't list files."""
         with self._lock:
             if self._names is None:
-                # Over HTTP a folder that fails would silently be left out of the list.
+                # Over HTTP, a folder that fails would silently be missing from the list.
                 options = {"on_error": "raise"} if self._is_http else {}
                 try:
                     found = retrying(
                         f"the list of files of {self.address}", lambda: self.fs.find(self.base, **options)
                     )
                 except DatasetError as error:
-                    log.warning("%s cannot be listed (%s); asking for each file", self.address, error)
+                    log.warning("%s can't be listed (%s); checking each file instead", self.address, error)
                     found = []
                 base = self.base.rstrip("/") + "/"
                 self._names = {path.removeprefix(base) for path in found if path.startswith(base)}
             return self._names
 
     def _copy(self, name: str, target: Path) -> None:
-        # Written aside and renamed, so that an interrupted copy is never taken for the file.
+        # Written under a temporary name and renamed, so that an interrupted copy is never used as the file.
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
         file = self._remote(name)
@@ -352,8 +352,8 @@ class FsspecSource(Source):
             aside.replace(target)
         except OSError as error:
             raise DatasetError(
-                f"{self.address}/{name} cannot be copied to {target}: {error}. Free some space, or set "
-                f"$FLEXOR_CACHE to another disk"
+                f"{self.address}/{name} can't be copied to {target}: {error}. Free some space, or set "
+                f"$FLEXOR_CACHE to a folder on another disk"
             ) from error
         finally:
             aside.unlink(missing_ok=True)
@@ -377,8 +377,8 @@ def find_source(
 ) -> Source:
     """LeRobot's rule: the given root; else $HF_LEROBOT_HOME/repo_id; else the Hub.
 
-    With `streaming`, videos on the Hub are read by ranges instead of downloaded, as those at fsspec
-    addresses always are. `cache_bytes` is how much of what was read that way is kept on disk.
+    With `streaming`, videos on the Hub are read by ranges instead of downloaded; videos at fsspec URLs
+    always are. `cache_bytes` limits how much of that data is cached on disk.
     """
     if root is not None:
         address = str(root)
@@ -391,7 +391,7 @@ def find_source(
             return FsspecSource(address, cache_bytes)
         return FolderSource(Path(address).expanduser())
     if repo_id is None:
-        raise DatasetError("no dataset given: set --dataset.repo_id, or --dataset.root for a folder")
+        raise DatasetError("No dataset given: set --dataset.repo_id, or --dataset.root for a folder")
     if "://" in repo_id:
         return find_source(None, repo_id, revision, streaming, cache_bytes)
     local = lerobot_home() / repo_id
@@ -401,6 +401,6 @@ def find_source(
 
 
 def lerobot_home() -> Path:
-    """Where LeRobot keeps datasets: $HF_LEROBOT_HOME, by default $HF_HOME/lerobot."""
+    """LeRobot's dataset folder: $HF_LEROBOT_HOME, by default $HF_HOME/lerobot."""
     hf_home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(os.environ.get("HF_LEROBOT_HOME") or f"{hf_home}/lerobot").expanduser()

@@ -1,1 +1,1 @@
-"""Packets of a video -> frames."""
+"""Reads and decodes video files."""

@@ -1,11 +1,11 @@
-"""swscale through PyAV, with the colours of LeRobot's default reader, torchcodec.
+"""Converts colours with swscale through PyAV, with the same result as LeRobot's default reader, torchcodec.
 
-That is swscale with the matrix a file is tagged with (untagged: BT.601), and bicubic chroma where swscale
-does not simply repeat it (odd sizes, 10 bit). PyAV's own `to_ndarray("rgb24")` differs there, and in three
-more corners: see `rgb_frame`, `full_range_of` and `_columns_more`.
+torchcodec uses swscale with the colour matrix in the file's tag (untagged: BT.601), and bicubic chroma where
+swscale does not simply repeat it (odd sizes, 10 bit). PyAV's own `to_ndarray("rgb24")` differs there, and in
+three more special cases: see `rgb_frame`, `full_range_of` and `_columns_more`.
 
-Scalers and the frames they read are kept per thread: setting one up costs more than using it. A kept frame
-is filled anew by the next call in the same thread, so nothing here hands one out to be held on to.
+Scalers and their input frames are reused per thread: creating one costs more than using it. The next call in
+the same thread overwrites a reused frame, so callers never get one to keep.
 """
 
 import platform
@@ -18,11 +18,11 @@ from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 
 __all__ = ["MATRICES", "full_range_of", "kept", "kept_frame", "matrix_of", "reformat", "rgb_frame", "rows"]
 
-MATRICES = {"bt601": 5, "bt709": 1, "fcc": 4, "smpte240m": 7, "bt2020": 9}  # numbers as swscale has them
+MATRICES = {"bt601": 5, "bt709": 1, "fcc": 4, "smpte240m": 7, "bt2020": 9}  # swscale's numbers
 TAGS = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}  # AVColorSpace; all others: bt601
 FULL_RANGE_NAMES = {"yuv420p": "yuvj420p", "yuv422p": "yuvj422p", "yuv444p": "yuvj444p"}
-FULL_CHROMA = 0x2000 | 0x4000  # SWS_FULL_CHR_H_INT and _INP: RGB keeps its colours at full width
-# swscale's own threads would fight with ours; earlier PyAV never starts any.
+FULL_CHROMA = 0x2000 | 0x4000  # SWS_FULL_CHR_H_INT and _INP: RGB keeps full horizontal colour resolution
+# swscale's own threads would compete with ours; earlier versions of PyAV never start any.
 ONE_THREAD = {"threads": 1} if "threads" in (VideoReformatter.reformat.__doc__ or "") else {}
 
 
@@ -31,10 +31,10 @@ def matrix_of(frame: av.VideoFrame) -> str:
 
 
 def full_range_of(frame: av.VideoFrame) -> bool:
-    """Whether torchcodec takes luma for 0..255 instead of 16..235.
+    """Whether torchcodec interprets luma as 0..255 instead of 16..235.
 
-    It looks at the tag (AV1 and VP9 have nothing else) only where the width is no multiple of 32, because it
-    converts through another part of FFmpeg there.
+    It reads the tag (AV1 and VP9 have nothing else) only if the width is not a multiple of 32, because it then
+    converts with another part of FFmpeg.
     """
     name = frame.format.name
     if not name.startswith("yuv") or name.startswith("yuvj"):
@@ -43,10 +43,10 @@ def full_range_of(frame: av.VideoFrame) -> bool:
 
 
 def rgb_frame(frame: av.VideoFrame) -> av.VideoFrame:
-    """A decoded frame as rgb24, perhaps with a few columns too many.
+    """A decoded frame as rgb24, possibly with a few extra columns.
 
-    A planar YUV frame is copied first, which leaves behind its tag of where the chroma samples lie: newer
-    swscale honours that tag, and those that LeRobot runs on do not.
+    A planar YUV frame is copied first, to drop its tag of the chroma sample location: newer versions of swscale
+    use that tag, but those that LeRobot uses do not.
     """
     matrix, full_range = matrix_of(frame), full_range_of(frame)
     if frame.format.name.startswith("yuv"):
@@ -59,15 +59,15 @@ def rgb_frame(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def kept_frame(layout: str, height: int, width: int, full_range: bool) -> av.VideoFrame:
-    """This thread's frame to be filled and turned to RGB; it may be wider than asked for."""
+    """This thread's reusable frame for conversion to RGB; it may be wider than requested."""
     name = FULL_RANGE_NAMES.get(layout, layout) if full_range else layout
     columns = width + _columns_more(layout, width)
     return kept(("frame", name, height, columns), lambda: av.VideoFrame(columns, height, name))
 
 
 def _columns_more(layout: str, width: int) -> int:
-    """On ARM, FFmpeg 8.1 got a conversion for widths that are multiples of 16 which rounds where all earlier
-    ones truncate: 1 to 2 levels brighter than what LeRobot sees. Any other width gives LeRobot's numbers.
+    """On ARM, FFmpeg 8.1 has a new conversion for widths that are multiples of 16. It rounds where all earlier
+    versions truncate: 1 to 2 levels brighter than in LeRobot. Any other width gives LeRobot's values.
     """
     arm = platform.machine() in ("aarch64", "arm64")
     return 2 if arm and width % 16 == 0 and layout.endswith(("420p", "422p")) else 0
@@ -82,9 +82,11 @@ def reformat(
     to_full_range: bool = True,
     size: tuple[int, int] | None = None,
 ) -> av.VideoFrame:
-    """Another layout, colours or size [height, width]; the arguments say what the frame is, not its tags."""
+    """Convert layout, colours or size [height, width]; the arguments describe the frame, its tags are ignored."""
     height, width = size or (frame.height, frame.width)
-    flags = int(Interpolation.AREA if size else Interpolation.BICUBIC)  # of chroma only, if the size stays
+    flags = int(
+        Interpolation.AREA if size else Interpolation.BICUBIC
+    )  # only for chroma, if the size does not change
     if layout == "yuvj444p" or (size and layout != "yuv420p"):
         flags |= FULL_CHROMA
     source = (frame.format.name, frame.height, frame.width, matrix, full_range)
@@ -122,7 +124,7 @@ _kept = _Kept()
 
 
 def kept(key: tuple, make: Any) -> Any:
-    """This thread's object under that key, made when first asked for."""
+    """This thread's object for that key, created at first use."""
     if key not in _kept.objects:
         _kept.objects[key] = make()
     return _kept.objects[key]

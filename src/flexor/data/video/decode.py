@@ -1,11 +1,10 @@
-"""Video files: where every packet lies, and the frames asked for, each group of pictures decoded once.
+"""Indexes video files and decodes the requested frames; each GOP (group of pictures) is decoded once.
 
-Frames are numbered in display order. A frame's time is its presentation time stamp, read from the
-container: never its number divided by a frame rate, which is wrong for every file that does not start
-at zero or has a variable rate.
+Frames are numbered in display order. A frame's time is its presentation timestamp from the container, never
+its number divided by a frame rate: that is wrong for files that do not start at zero or have a variable rate.
 
-Packets go from the file straight to a decoder that its thread keeps: nothing is opened, demuxed or sought
-for a request, which is most of what random access to a video costs.
+Packets go from the file directly to a decoder that its thread reuses. A request opens, demuxes and seeks
+nothing, which is most of the cost of random access to a video.
 """
 
 import io
@@ -25,14 +24,14 @@ from flexor.data.video.mp4 import Packets, Unsupported, broken, read_packets
 
 __all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
 
-KEPT_DECODERS = 8  # per thread; a dataset has as many kinds of stream as it has encoder settings
+KEPT_DECODERS = 8  # per thread; a dataset has one kind of stream per set of encoder settings
 
 
 @dataclass(frozen=True, eq=False)
 class VideoIndex:
     """The packets of one file in decode order, and its frames in display order.
 
-    Packets and frames are not the same list: B-frames are stored after the frames they lie before,
+    Packets and frames are not the same list: B-frames are stored after frames that are shown later,
     and an edit list may hide packets that must be decoded but are never shown.
     """
 
@@ -41,7 +40,7 @@ class VideoIndex:
     packet: np.ndarray  # [F] packet of every frame, display order
     frame_pts: np.ndarray  # [F] ticks, ascending
     times: np.ndarray  # [F] seconds, ascending
-    start: np.ndarray  # [F] packet from which decoding must start to get this frame right
+    start: np.ndarray  # [F] packet from which decoding must start to get this frame
 
     def __len__(self) -> int:
         return len(self.times)
@@ -71,7 +70,7 @@ class VideoIndex:
 
 
 def index_video(file: str | Path | Ranges) -> VideoIndex:
-    """Read where the packets of a video file are, from its tables: no picture is read, none decoded."""
+    """Read the positions of a video file's packets from its tables; no frame is read or decoded."""
     if isinstance(file, str | Path) and not Path(file).is_file():
         raise broken(str(file), "the file is missing")
     ranges = LocalRanges(Path(file)) if isinstance(file, str | Path) else file
@@ -80,7 +79,7 @@ def index_video(file: str | Path | Ranges) -> VideoIndex:
     except Unsupported:
         packets = _demux(ranges)
     if not len(packets.pts):
-        raise broken(ranges.name, "it holds no video packet")
+        raise broken(ranges.name, "it contains no video packet")
     key = packets.key
     if not key[0]:
         key[0] = True  # some muxers do not flag the first packet; there is nothing before it anyway
@@ -103,14 +102,14 @@ DecoderOf = Callable[[Packets], av.VideoCodecContext]
 def decode_frames(
     index: VideoIndex, frames: np.ndarray, sink: Sink, decoder_of: DecoderOf | None = None
 ) -> dict[int, str]:
-    """Decode distinct frames; `sink(i, frame)` gets frames[i], in whatever order they come.
+    """Decode distinct frames; `sink(i, frame)` gets frames[i], in any order.
 
-    Returns {i: reason} for those that do not decode: one broken packet costs the rest of its group of
-    pictures and nothing else. A file that can't be read at all is an error.
+    Returns {i: reason} for frames that can't be decoded: one broken packet affects only the rest of its GOP.
+    A file that can't be read at all raises an error.
     """
     waiting = {pts: i for i, pts in enumerate(index.frame_pts[frames].tolist())}
     assert len(waiting) == len(frames), "frames must be distinct"
-    reason = "no picture comes out"
+    reason = "the decoder returns no frame"
     for first, end in _packet_ranges(index, frames):
         for item in _decoded(index, first, end, decoder_of or _decoder):
             if isinstance(item, str):
@@ -121,7 +120,7 @@ def decode_frames(
 
 
 def read_ahead(index: VideoIndex, frames: np.ndarray) -> None:
-    """Say that these frames will be decoded soon, so that their packets are here by then."""
+    """Announce that these frames will be decoded soon, so that their packets are prefetched."""
     packets = index.packets
     for first, end in _packet_ranges(index, frames):
         low = int(packets.offset[first:end].min())
@@ -140,14 +139,16 @@ def decode(
     index = index or index_video(file)
     wanted = np.asarray(frames, np.int64)
     if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(index)):
-        raise IndexError(f"frame {wanted.min()}..{wanted.max()} of {len(index)} in {index.ranges.name}")
+        raise IndexError(
+            f"frames {wanted.min()}..{wanted.max()} requested, but {index.ranges.name} has {len(index)} frames"
+        )
     distinct, slots = np.unique(wanted, return_inverse=True)
     pixels = np.empty((len(distinct), index.height, index.width, 3), np.uint8)
-    reformatter = VideoReformatter()  # kept: to_ndarray() sets up a new scaler for every frame
+    reformatter = VideoReformatter()  # reused: to_ndarray() would create a new scaler for every frame
 
     def keep(i: int, frame: av.VideoFrame) -> None:
         if (frame.height, frame.width) != pixels.shape[1:3]:
-            raise broken(index.ranges.name, "the picture size changes inside of the file")
+            raise broken(index.ranges.name, "the image size changes within the file")
         pixels[i] = reformatter.reformat(frame, format="rgb24").to_ndarray()
 
     raise_bad(index, len(distinct), decode_frames(index, distinct, keep))
@@ -155,17 +156,19 @@ def decode(
 
 
 def raise_bad(index: VideoIndex, asked: int, bad: dict[int, str]) -> None:
-    """An error about frames that did not decode, if there are any."""
+    """Raise an error if there are frames that could not be decoded."""
     if bad:
         first = bad[min(bad)]
-        raise broken(index.ranges.name, f"{len(bad)} of {asked} frames do not decode; the first is {first}")
+        raise broken(
+            index.ranges.name, f"{len(bad)} of {asked} frames can't be decoded; the first is {first}"
+        )
 
 
 def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
-    """The key packet from which each packet decodes right.
+    """The key packet from which decoding must start, for each packet.
 
-    In an open group of pictures the frames shown before the key frame refer to the previous group, so
-    decoding must start one key frame earlier.
+    In an open GOP, the frames shown before the key frame refer to the previous GOP, so decoding must start
+    one key frame earlier.
     """
     keys = np.flatnonzero(key)
     group = np.searchsorted(keys, np.arange(len(key)), side="right") - 1
@@ -174,7 +177,7 @@ def _decode_starts(key: np.ndarray, pts: np.ndarray) -> np.ndarray:
 
 
 def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int]]:
-    """Packet ranges to feed so that all of `frames` come out; touching ranges are one."""
+    """Packet ranges to decode to get all of `frames`; adjacent ranges are merged."""
     ranges: list[tuple[int, int]] = []
     pairs = zip(index.start[frames].tolist(), (index.packet[frames] + 1).tolist())
     for first, end in sorted(pairs):
@@ -186,9 +189,9 @@ def _packet_ranges(index: VideoIndex, frames: np.ndarray) -> list[tuple[int, int
 
 
 def _decoded(index: VideoIndex, first: int, end: int, decoder_of: DecoderOf) -> Iterator[av.VideoFrame | str]:
-    """Every frame that packets first..end-1 give, and a reason wherever some do not decode."""
+    """Every frame of packets first..end-1, and a reason for each packet that can't be decoded."""
     decoder = decoder_of(index.packets)
-    failed = False  # until the next key packet: what comes before that refers to what is lost
+    failed = False  # until the next key packet: frames before it refer to lost frames
     try:
         for number, packet in read_video_packets(index, first, end):
             if failed and not index.key[number]:
@@ -204,7 +207,7 @@ def _decoded(index: VideoIndex, first: int, end: int, decoder_of: DecoderOf) -> 
             yield from pictures
         yield from _drain(decoder)
     finally:
-        # Also when the consumer gave up half-way: what is left inside belongs to no other request.
+        # Also if the consumer stopped early: frames left in the decoder must not reach the next request.
         decoder.flush_buffers()
 
 
@@ -216,7 +219,7 @@ def _drain(decoder: av.VideoCodecContext) -> list[av.VideoFrame]:
 
 
 def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tuple[int, av.Packet]]:
-    """Packets first..end-1 with their numbers, read in one go where they lie together."""
+    """Packets first..end-1 with their numbers; adjacent packets are read together."""
     packets, total = index.packets, index.ranges.size
     offset, size = packets.offset[first:end], packets.size[first:end]
     low, high = int(offset.min()), int((offset + size).max())
@@ -227,9 +230,9 @@ def read_video_packets(index: VideoIndex, first: int, end: int) -> Iterator[tupl
     for number, (at, count, pts) in enumerate(columns, first):
         if data is not None:
             payload = data[at - low : at - low + count]
-        else:  # what is cut off gets the complaint of the decoder
+        else:  # a truncated packet: the decoder reports the error
             payload = memoryview(index.ranges.read(at, count) if at + count <= total else b"\xff")
-        # Copied into a packet of FFmpeg's own: decoders read beyond the end and must find zeros there.
+        # Copied into an FFmpeg packet: decoders read beyond the end and need zeros there.
         packet = av.Packet(len(payload))
         packet.update(payload)  # type: ignore[arg-type]
         packet.pts = pts
@@ -247,7 +250,7 @@ def _count_read(count: int) -> None:
 
 
 def bytes_read() -> int:
-    """Bytes of videos that this process has read to decode them."""
+    """Bytes of video that this process has read for decoding."""
     return _read
 
 
@@ -274,7 +277,7 @@ def _new_decoder(packets: Packets) -> av.VideoCodecContext:
     if packets.extradata:
         context.extradata = packets.extradata
     context.width, context.height = packets.width, packets.height
-    # Several one-threaded decoders beat one decoder with several threads at robot camera sizes.
+    # At robot camera sizes, several single-threaded decoders are faster than one multi-threaded decoder.
     context.thread_type = "NONE"
     context.thread_count = 1
     return context
@@ -287,7 +290,7 @@ def _decoder_name(codec: str) -> str:
 
 
 def _demux(ranges: Ranges) -> Packets:
-    """The packets as the demuxer finds them, for files whose tables `mp4.py` does not read."""
+    """The packets from the demuxer, for files that `mp4.py` does not support."""
     found: list[tuple[int, int, bool, int, bool]] = []
     try:
         with av.open(RangesFile(ranges), "r") as container:
@@ -314,7 +317,7 @@ def _demux(ranges: Ranges) -> Packets:
 
 
 class RangesFile(io.RawIOBase):
-    """A file read by ranges, as the file object that a demuxer wants."""
+    """A file read by ranges, as a file object for the demuxer."""
 
     def __init__(self, ranges: Ranges):
         self.ranges, self.at = ranges, 0

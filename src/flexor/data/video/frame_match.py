@@ -1,8 +1,8 @@
-"""Which frame of a video belongs to which row of an episode.
+"""Matches the frames of a video to the rows of an episode.
 
-By time: the frame nearest to the row's timestamp. By index: frame i is row i, whatever the timestamps say. Robots
-often write the wall clock into `timestamp`, while the video has exactly one frame per row at a steady rate. So
-unless told otherwise, the index decides where a video has as many frames as the episode has rows.
+By time: the frame nearest to the row's timestamp. By index: frame i is row i, regardless of timestamps. Robots
+often write the wall clock into `timestamp`, while the video has exactly one frame per row at a constant rate. So by
+default, frames are matched by index if the video has exactly one frame per row of the episode.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class FrameMatch:
 
     numbers: np.ndarray  # [n] frames of the video in display order, one for each row
     seconds_off: float
-    """How far the timestamps lead astray; 0 where they lead to the same frames."""
+    """Largest error of the timestamps; 0 if they select the same frames."""
 
 
 class NoMatch(ValueError):
-    """Rows without a frame; the text says how many and why."""
+    """Some rows have no frame; the message says how many and why."""
 
 
 def own_frames(times: np.ndarray, start: float, stop: float, fps: float) -> tuple[int, int]:
-    """(first, end) of an episode's frames among `times` [F], ascending. `stop` is nan if the file is its alone."""
+    """(first, end) of an episode's frames in `times` [F], ascending. `stop` is nan if the file has no other episode."""
     if np.isnan(stop):
         return 0, len(times)
     half = 0.5 / fps
@@ -48,29 +48,31 @@ def match_frames(
 ) -> FrameMatch:
     """The frame of every row.
 
-    `times` [F] of the file's frames and `clock` [n] of the rows are in seconds; the episode's clock is zero at
-    `start` in the file, and its frames end at `stop`, nan if the file is its alone.
+    `times` [F] of the file's frames and `clock` [n] of the rows are in seconds. The episode's clock is zero at
+    `start` in the file, and its frames end at `stop`, which is nan if the file has no other episode.
     """
     rows = len(clock)
     if not len(times):
-        raise NoMatch(f"it has no frames, and there are {rows} rows")
+        raise NoMatch(f"the video has no frames, but the episode has {rows} rows")
     first, end = own_frames(times, start, stop, fps)
     by_time, distance = nearest(times, start + clock.astype(np.float64))
     if frame_by == "index" and end - first < rows:
-        raise NoMatch(f"it has {end - first} frames for {rows} rows, so that frame_by=index can't be used")
+        raise NoMatch(
+            f"the video has {end - first} frames for {rows} rows, so dataset.frame_by=index can't be used"
+        )
     if frame_by == "index" or (frame_by == "auto" and end - first == rows):
         numbers = np.arange(first, first + rows)
         off = np.abs(times[numbers] - start - clock)
         return FrameMatch(numbers, 0.0 if (numbers == by_time).all() else float(off.max()))
-    lost = ~(distance <= tolerance)  # a clock that is no number leads nowhere
-    if not np.isnan(stop):  # nor may it lead to another episode's frames
+    lost = ~(distance <= tolerance)  # also true for timestamps that are nan
+    if not np.isnan(stop):  # and frames of another episode do not count
         _, after = own_frames(times, start, max(stop, start + rows / fps), fps)
         lost |= (by_time < first) | (by_time >= after)
     if lost.any():
         row = int(np.argmax(lost))
         raise NoMatch(
             f"{lost.sum()} of {rows} rows have no frame at their time (first row {row}, {distance[row]:.3f} s off), "
-            f"and it has {end - first} frames, not {rows}"
+            f"and the video has {end - first} frames, not {rows}"
         )
     return FrameMatch(by_time, 0.0)
 

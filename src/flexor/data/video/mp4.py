@@ -1,13 +1,12 @@
-"""The video packets of an MP4 file, from its own tables: where each lies, and when it is shown.
+"""Reads the position and time of every video packet of an MP4 file, from the file's own tables.
 
-An MP4 file lists all its packets in one box, `moov`. Reading that box, and the headers of the boxes around
-it, is all that happens here, so a file is indexed in about a millisecond, and over a network in a request
-or two, where a demuxer walks through every packet.
+An MP4 file lists all its packets in one box, `moov`. This module reads only that box and the headers of the
+boxes around it. So a file is indexed in about a millisecond, and over a network with one or two requests,
+while a demuxer reads every packet.
 
-The numbers are those FFmpeg's demuxer reports, edit list included. Files that it treats in a special way
-(fragments, several edits, tables that disagree) are `Unsupported`: demux those. One difference is by
-design: which packets are key frames is read from the table, where FFmpeg looks into the packets of some
-codecs.
+The values are those that FFmpeg's demuxer reports, including the edit list. Files that FFmpeg handles specially
+(fragments, several edits, inconsistent tables) are `Unsupported`: demux them. One difference is deliberate: key
+frames are read from the table, while FFmpeg parses the packets of some codecs.
 """
 
 import struct
@@ -22,7 +21,7 @@ from flexor.data.storage.ranges import Ranges
 
 __all__ = ["Packets", "Unsupported", "broken", "read_packets"]
 
-# Sample entry -> codec, and the box that holds what its decoder needs to start (none for VP9).
+# Sample entry -> codec, and the box with the decoder configuration (none for VP9).
 CODECS = {
     b"avc1": ("h264", b"avcC"),
     b"avc3": ("h264", b"avcC"),
@@ -32,9 +31,9 @@ CODECS = {
     b"vp09": ("vp9", None),
     b"mp4v": ("mpeg4", b"esds"),
 }
-# What a file may start with and be an MP4 (or QuickTime) file.
+# The first box of an MP4 (or QuickTime) file is one of these.
 FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp"}
-MOST_PACKETS = 100_000_000  # a damaged number must not ask for more memory than there is
+MOST_PACKETS = 100_000_000  # a damaged count must not request more memory than available
 MPEG4_VISUAL = 0x20  # object type of an esds box
 
 
@@ -47,7 +46,7 @@ class Packets:
     codec: str
     """FFmpeg's name of the codec, not of a decoder: h264, hevc, av1, vp9, mpeg4."""
     extradata: bytes
-    """What a decoder must be given before the first packet; empty if nothing."""
+    """What a decoder needs before the first packet; empty if nothing."""
     time_base: float
     """Seconds per tick."""
 
@@ -55,28 +54,28 @@ class Packets:
     size: np.ndarray  # [P] int64 bytes
     key: np.ndarray  # [P] bool: decoding may start here
     pts: np.ndarray  # [P] int64 presentation time in ticks, after the edit list
-    hidden: np.ndarray  # [P] bool: to be decoded but never shown, cut away by the edit list
+    hidden: np.ndarray  # [P] bool: decoded but never shown, because the edit list hides them
 
     def __len__(self) -> int:
         return len(self.offset)
 
 
 class Unsupported(Exception):
-    """The tables do not say it all, or not plainly: the file has to be demuxed."""
+    """The tables are incomplete or ambiguous: the file must be demuxed."""
 
 
 def broken(name: object, what: str) -> DatasetError:
-    """The error for a video file that cannot be read."""
+    """The error for a video file that can't be read."""
     return DatasetError(
-        f"{name}: {what}. The video is damaged or cut short: fetch it again, or run "
+        f"{name}: {what}. The video is damaged or truncated: download it again, or run "
         f"`flexor data check` on the dataset's folder to see which episodes are affected"
     )
 
 
 def read_packets(ranges: Ranges) -> Packets:
-    """The packets of the file's first video track, without reading any.
+    """The packets of the file's first video track, without reading their data.
 
-    Some may lie past the end of a file that is cut short: those before can still be read.
+    In a truncated file, some packets may be past the end; those before it can still be read.
     """
     moov = _read_moov(ranges)
     try:
@@ -86,7 +85,7 @@ def read_packets(ranges: Ranges) -> Packets:
 
 
 def _read_moov(ranges: Ranges) -> memoryview:
-    """Go from box to box over the file, skipping their contents, to the one that holds the tables."""
+    """Walk over the boxes of the file, skipping their contents, to the box with the tables."""
     position = 0
     while position + 8 <= ranges.size:
         header = ranges.read(position, min(16, ranges.size - position))
@@ -98,7 +97,7 @@ def _read_moov(ranges: Ranges) -> memoryview:
         if position + size > ranges.size:
             raise broken(
                 ranges.name,
-                f"it ends at byte {ranges.size}, in the middle of box {kind!r} that reaches to byte "
+                f"it ends at byte {ranges.size}, in the middle of box {kind!r}, which ends at byte "
                 f"{position + size}",
             )
         if kind == b"moof":
@@ -108,11 +107,11 @@ def _read_moov(ranges: Ranges) -> memoryview:
         position += size
     if position == 0:
         raise Unsupported("not an MP4 file: too short")
-    raise broken(ranges.name, "it has no index (no moov box), as when a recording is not finished")
+    raise broken(ranges.name, "it has no index (no moov box): probably the recording was not finished")
 
 
 def _box_header(header: bytes | memoryview, room: int) -> tuple[bytes, int, int]:
-    """(kind, bytes of the header, bytes of the whole box); `room` is what a box to the end has."""
+    """(kind, bytes of the header, bytes of the whole box); `room` is the size of a box that extends to the end."""
     size, kind = struct.unpack_from(">I4s", header)
     if size == 1:
         return kind, 16, struct.unpack_from(">Q", header, 8)[0]
@@ -120,7 +119,7 @@ def _box_header(header: bytes | memoryview, room: int) -> tuple[bytes, int, int]
 
 
 def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """(kind, content) of the boxes one after the other in `data`."""
+    """(kind, content) of the consecutive boxes in `data`."""
     position = 0
     while position + 8 <= len(data):
         kind, body, size = _box_header(data[position : position + 16], len(data) - position)
@@ -143,7 +142,7 @@ def _find(data: memoryview, *path: bytes) -> memoryview | None:
 def _need(data: memoryview, *path: bytes) -> memoryview:
     found = _find(data, *path)
     if found is None:
-        raise ValueError(f"there is no {'/'.join(kind.decode() for kind in path)}")
+        raise ValueError(f"box {'/'.join(kind.decode() for kind in path)} is missing")
     return found
 
 
@@ -186,7 +185,7 @@ def _video_track(moov: memoryview) -> memoryview:
     for kind, track in _boxes(moov):
         if kind == b"trak" and bytes(_need(track, b"mdia", b"hdlr")[8:12]) == b"vide":
             return track
-    raise ValueError("there is no video track")
+    raise ValueError("it has no video track")
 
 
 def _time_scale(header: memoryview) -> int:
@@ -216,9 +215,9 @@ def _sample_entry(description: memoryview) -> tuple[str, int, int, bytes]:
 
 
 def _mpeg4_config(esds: memoryview) -> bytes:
-    """What the decoder needs, out of three descriptors one inside of the other."""
+    """The decoder configuration, from three nested descriptors."""
     kind, stream = _descriptor(esds[4:])
-    if kind != 3 or stream[2] & 0xE0:  # a flag: further fields follow, which video in files never has
+    if kind != 3 or stream[2] & 0xE0:  # a flag for further fields, which video in files never has
         raise Unsupported("an unusual esds box")
     kind, decoder = _descriptor(stream[3:])
     if kind != 4 or decoder[0] != MPEG4_VISUAL:
@@ -230,7 +229,7 @@ def _mpeg4_config(esds: memoryview) -> bytes:
 
 
 def _descriptor(data: memoryview) -> tuple[int, memoryview]:
-    """(kind, content); the length has 7 bits to a byte, the top bit says that one more follows."""
+    """(kind, content); the length has 7 bits per byte, the top bit means that another byte follows."""
     if len(data) == 0:
         return 0, data
     length, position = 0, 1
@@ -267,7 +266,7 @@ def _keys(tables: memoryview, count: int) -> np.ndarray:
     if content is None:
         return np.ones(count, bool)  # no table: every packet is a key frame
     numbers = _table(content)[:, 0].astype(np.int64) - 1
-    # FFmpeg steps through table and packets side by side, so an entry out of order counts for nothing.
+    # FFmpeg steps through table and packets in parallel, so it ignores an entry out of order.
     if len(numbers) == 0 or numbers[0] != 0 or (np.diff(numbers) <= 0).any() or numbers[-1] >= count:
         raise Unsupported("an unusual table of key frames")
     key = np.zeros(count, bool)
@@ -276,19 +275,19 @@ def _keys(tables: memoryview, count: int) -> np.ndarray:
 
 
 def _times(tables: memoryview, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """When each packet is decoded and when shown [P], in ticks of the media."""
+    """Decode and display times of each packet [P], in ticks of the media."""
     runs = _table(_need(tables, b"stts"), columns=2).astype(np.int64)
     if runs[:, 0].sum() != count:
         raise Unsupported("times and packets that disagree")
     duration = np.repeat(runs[:, 1], runs[:, 0])  # [P]
-    # A packet that takes no time, or more than 2**31 ticks, is a correction that FFmpeg interprets.
+    # A packet with duration 0, or more than 2**31 ticks, is a correction that FFmpeg interprets.
     if (duration[:-1] <= 0).any() or (duration >= 1 << 31).any():
         raise Unsupported("an unusual table of times")
     decoded = np.concatenate([[0], np.cumsum(duration)[:-1]])
     content = _find(tables, b"ctts")
     if content is None:
         return decoded, decoded
-    # Signed in version 1; version 0 says unsigned, but FFmpeg takes both for signed, as writers do.
+    # Signed in version 1; version 0 says unsigned, but FFmpeg reads both as signed, and writers write signed.
     delays = _table(content, ">i4", columns=2).astype(np.int64)
     if (delays[:, 0] <= 0).any() or delays[:, 0].sum() != count:
         raise Unsupported("delays and packets that disagree")
@@ -296,7 +295,7 @@ def _times(tables: memoryview, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _offsets(tables: memoryview, size: np.ndarray) -> np.ndarray:
-    """Byte positions [P]: packets lie one after the other in chunks, runs of which are equally long."""
+    """Byte positions [P]: packets are stored consecutively in chunks; the table lists runs of equal chunks."""
     content = _find(tables, b"stco")
     if content is None:
         chunk_offset = _table(_need(tables, b"co64"), ">u8")[:, 0].astype(np.int64)
@@ -319,11 +318,11 @@ def _offsets(tables: memoryview, size: np.ndarray) -> np.ndarray:
 def _apply_edits(
     track: memoryview, scale: Fraction, decoded: np.ndarray, shown: np.ndarray, key: np.ndarray
 ) -> tuple[int, int, int, np.ndarray]:
-    """(first packet, end, what to add to times, hidden packets [P]), as FFmpeg does it.
+    """(first packet, end, offset to add to times, hidden packets [P]), as in FFmpeg.
 
-    An edit shows the media from one time on, for a while. Packets are kept from the key frame it needs
-    to the key frame after its end, those not shown are hidden, and the first one shown moves to time zero,
-    or to the end of an empty edit before it.
+    An edit shows the media from a start time, for a duration. Packets are kept from the key frame it needs to
+    the key frame after its end; packets that are not shown are hidden. The first shown packet moves to time
+    zero, or to the end of an empty edit before it.
     """
     hidden = np.zeros(len(shown), bool)
     edits = _edits(track)
@@ -344,7 +343,7 @@ def _apply_edits(
     duration = np.append(np.diff(decoded), stop - start)
     past = np.flatnonzero(key & (shown + duration >= stop))
     past = past[past >= first]
-    # With B-frames some that belong to the edit may lie after the key frame behind it: one key frame more.
+    # With B-frames, packets of the edit may be stored after the key frame that follows it: one more key frame.
     end = int(past[reordered]) + 1 if len(past) > reordered else len(shown)
 
     hidden = (shown < start) | (shown >= stop)
@@ -371,5 +370,5 @@ def _edits(track: memoryview) -> list[tuple[int, int]]:
 
 
 def _rescale(ticks: int, scale: Fraction) -> int:
-    """Ticks of the movie in ticks of the media, to the nearest."""
+    """Convert ticks of the movie to ticks of the media, rounded to nearest."""
     return (ticks * scale.numerator * 2 + scale.denominator) // (2 * scale.denominator)

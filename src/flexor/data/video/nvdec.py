@@ -1,12 +1,12 @@
-"""Videos decoded by the GPU's own decoder (NVDEC), frames left in the GPU's memory as planes.
+"""Decodes videos with the GPU's own decoder (NVDEC); frames stay in GPU memory as planes.
 
-It is the decoding of `decode.py` with another decoder put in: the same packets, the same order, the same numbers
-(the formats in `CODECS` define every bit of a decoded picture). PyAV's wheels for x86_64 Linux bring all that is
-needed from version 17 on, so there is nothing to install beside it; the rest comes with NVIDIA's driver.
+It is the same as `decode.py` with another decoder: the same packets, the same order, the same values (the formats
+in `CODECS` define every bit of a decoded image). From version 17 on, PyAV's wheels for x86_64 Linux contain
+everything needed; the rest comes with NVIDIA's driver.
 
-The trade-off: FFmpeg works on CUDA's default stream, and so does everything here. Frames are in order with what
-is computed on that stream, without a wait; but a training step queued there holds decoding up, too. And the
-hardware conceals damage inside a picture where `decode.py` would report it: `flexor data check` finds it.
+The trade-off: FFmpeg works on CUDA's default stream, and so does everything here. Frames are ordered with other
+work on that stream without waiting, but a training step queued there also delays decoding. And the hardware
+conceals damage inside an image that `decode.py` would report; `flexor data check` finds it.
 """
 
 import ctypes
@@ -29,15 +29,17 @@ from flexor.data.video.planes import PlaneFormat, format_of, pack
 __all__ = ["NvDecoder", "decode_into", "supported"]
 
 CODECS = {"h264": 4, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
-"""NVIDIA's numbers of the formats whose decoding is exact (MPEG-4's is not: its transform may be rounded)."""
+"""NVIDIA's ids of the formats with exact decoding (MPEG-4 is not exact: its transform may be rounded)."""
 
 CHROMA_420 = 1
-KEPT_DECODERS = 4  # per thread; each takes some tens of MB of the GPU's memory
-CHUNK = 32  # frames packed at once: few launches per frame, and no more than this waits in FFmpeg's memory
+KEPT_DECODERS = 4  # per thread; each takes tens of MB of GPU memory
+CHUNK = (
+    32  # frames packed at once: few kernel launches per frame, and at most this many wait in FFmpeg's memory
+)
 
 
 class Capabilities(ctypes.Structure):
-    """What the driver says about one format: `CUVIDDECODECAPS` of NVIDIA's video interface."""
+    """The driver's capabilities for one format: `CUVIDDECODECAPS` of NVIDIA's video interface."""
 
     _fields_ = [
         ("codec", ctypes.c_int),
@@ -71,18 +73,18 @@ def supported(codec: str, format: PlaneFormat, device: torch.device) -> str | No
 
 def _no_device(device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"the frames are wanted on {device}, and NVDEC is a part of NVIDIA's GPUs"
+        return f"the run uses device {device}, but NVDEC needs an NVIDIA GPU"
     if not torch.cuda.is_available():
-        return "torch sees no NVIDIA GPU"
+        return "torch finds no NVIDIA GPU"
     return None
 
 
 def _no_software(version: str, devices: list[str]) -> str | None:
     if int(version.partition(".")[0]) < 17:
-        return f"PyAV {version} can't leave frames on the GPU: `pip install -U 'av>=17'`"
+        return f"PyAV {version} can't keep frames on the GPU: upgrade it with `pip install -U 'av>=17'`"
     if "cuda" not in devices:
         return (
-            f"this build of PyAV {version} has no NVDEC: the wheels for Linux on x86_64 do, "
+            f"this build of PyAV {version} does not support NVDEC. The wheels for Linux on x86_64 do: "
             "`pip install --force-reinstall --only-binary=av 'av>=17'`"
         )
     return None
@@ -90,11 +92,9 @@ def _no_software(version: str, devices: list[str]) -> str | None:
 
 def _not_exact(codec: str, format: PlaneFormat) -> str | None:
     if codec not in CODECS:
-        return (
-            f"NVDEC gives other numbers than the CPU for {codec}, or none: it is used for {', '.join(CODECS)}"
-        )
+        return f"NVDEC does not decode {codec}, or not exactly as the CPU does: Flexor uses it for {', '.join(CODECS)}"
     if format.layout != "yuv420p":
-        return f"the frames are {format.layout}, and only 8-bit yuv420p is read from NVDEC"
+        return f"the frames are {format.layout}, but with NVDEC Flexor supports only 8-bit yuv420p"
     return None
 
 
@@ -106,18 +106,20 @@ def _not_in_hardware(codec: str, format: PlaneFormat, device: torch.device) -> s
 
 
 def judge(found: Capabilities, codec: str, format: PlaneFormat, gpu: str) -> str | None:
-    """What the driver's answer means for frames of this format."""
+    """Why this GPU can't decode frames of this format, by the driver's capabilities; None if it can."""
     height, width = format.height, format.width
     if not found.supported or not found.output_formats & 1:  # bit 0: NV12
         return f"the {gpu} has no decoder for {codec}"
     if width < found.min_width or height < found.min_height:
         least = f"{found.min_height}x{found.min_width}"
-        return f"frames are {height}x{width}, and the {gpu} decodes {codec} from {least} on (height x width)"
-    # Macroblocks are 16x16, and a picture's last row and column of them may be cut.
+        return f"frames are {height}x{width}, but the {gpu} decodes {codec} only from {least} on (height x width)"
+    # Macroblocks are 16x16; the last row and column of them may be cropped.
     macroblocks = -(-width // 16) * -(-height // 16)
     if width > found.max_width or height > found.max_height or macroblocks > found.max_macroblocks:
         most = f"{found.max_height}x{found.max_width}"
-        return f"frames are {height}x{width}, and the {gpu} decodes {codec} up to {most} (height x width)"
+        return (
+            f"frames are {height}x{width}, but the {gpu} decodes {codec} only up to {most} (height x width)"
+        )
     return None
 
 
@@ -127,23 +129,23 @@ def _number(device: torch.device) -> int:
 
 @cache
 def _capabilities(codec: str, device: int) -> Capabilities | str:
-    """The driver's answer, or why there is none."""
+    """The driver's capabilities, or why they can't be read."""
     try:
         library = ctypes.CDLL("libnvcuvid.so.1")
     except OSError:
         return (
-            "the driver's video library, libnvcuvid.so.1, is not there: start the container with "
+            "the driver's video library, libnvcuvid.so.1, is missing: start the container with "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video, or install the driver's decoding package"
         )
     asked = Capabilities(codec=CODECS[codec], chroma=CHROMA_420)
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # the question is about the context that is current, which this makes
+        torch.cuda.synchronize()  # creates the current context, which the query needs
         status = library.cuvidGetDecoderCaps(ctypes.byref(asked))
-    return asked if status == 0 else f"the driver does not say what it can decode (CUDA error {status})"
+    return asked if status == 0 else f"the driver does not report what it can decode (CUDA error {status})"
 
 
 class NvDecoder:
-    """Decodes on one GPU, for one thread: every thread has its own."""
+    """Decodes on one GPU, for one thread; each thread has its own decoder."""
 
     def __init__(self, device: torch.device):
         self.device = torch.device("cuda", _number(device))
@@ -152,10 +154,10 @@ class NvDecoder:
     def decode(self, index: VideoIndex, frames: np.ndarray, out: Tensor) -> dict[int, str]:
         """Planes of distinct frames, frames[i] into out[i], uint8 [n, nbytes] on the device.
 
-        Returns {i: reason} for those that do not decode, as `decode_frames` does; their rows stay as they
-        were. The rows are complete for whatever is launched on the device's default stream from now on.
-        What the hardware does not give, because it is broken or the GPU short of memory, the CPU decodes: there
-        is one authority on what is wrong with a dataset.
+        Returns {i: reason} for frames that can't be decoded, like `decode_frames`; their rows are unchanged.
+        The rows are complete for all later work on the device's default stream. If the hardware fails to decode
+        a frame, because it is broken or the GPU is short of memory, the CPU decodes it: only the CPU decoder
+        decides which frames are bad.
         """
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.default_stream(self.device)):
             writer = PlaneWriter(index.ranges.name, index.height, index.width, out)
@@ -173,8 +175,8 @@ class NvDecoder:
         return self._kept[kind]
 
     def _open(self, packets: Packets) -> av.VideoCodecContext:
-        # FFmpeg must work in torch's context, where alone torch can read its frames, and which torch made with
-        # settings that FFmpeg's own way to the same context refuses. Any call makes it this thread's current one.
+        # FFmpeg must work in torch's context, because torch can read frames only there. torch created it with
+        # settings that FFmpeg's own code for that context rejects. Any call makes it this thread's current context.
         torch.cuda.default_stream(self.device).query()
         hardware = HWAccel(
             "cuda",
@@ -184,9 +186,7 @@ class NvDecoder:
             is_hw_owned=True,
         )
         context = av.CodecContext.create(packets.codec, "r", hwaccel=hardware)
-        assert isinstance(context, av.VideoCodecContext) and context.is_hwaccel, (
-            "not asked `supported` before"
-        )
+        assert isinstance(context, av.VideoCodecContext) and context.is_hwaccel, "call `supported` first"
         if packets.extradata:
             context.extradata = packets.extradata
         context.width, context.height = packets.width, packets.height
@@ -198,7 +198,7 @@ _this_thread = threading.local()
 
 
 def decode_into(index: VideoIndex, frames: np.ndarray, slots: Sequence[Tensor]) -> dict[int, str]:
-    """Planes of frames[i] into slots[i] on a GPU, by this thread's decoder; {i: reason} for the broken.
+    """Decode the planes of frames[i] into slots[i] on a GPU, with this thread's decoder; {i: reason} of bad frames.
 
     Two rows of a dataset may have the same frame, so frames may repeat.
     """
@@ -217,7 +217,7 @@ def decode_into(index: VideoIndex, frames: np.ndarray, slots: Sequence[Tensor]) 
 def decode_on_cpu(
     index: VideoIndex, frames: np.ndarray, out: Tensor, failed: dict[int, str]
 ) -> dict[int, str]:
-    """Another try at frames[i] for the i in `failed`; returns what still fails."""
+    """Try to decode frames[i] again on the CPU, for each i in `failed`; returns those that still fail."""
     _warn(index.ranges.name)
     again = np.array(sorted(failed))
     planes = np.empty((len(again), out.shape[1]), np.uint8)
@@ -228,13 +228,13 @@ def decode_on_cpu(
     return {int(again[i]): reason for i, reason in bad.items()}
 
 
-@cache  # once for a file
+@cache  # once per file
 def _warn(name: str) -> None:
-    log.warning("%s: NVDEC does not decode some frames, so the CPU tries them", name)
+    log.warning("%s: NVDEC can't decode some frames; trying them on the CPU", name)
 
 
 class PlaneWriter:
-    """Takes frames as NVDEC gives them (NV12) and writes them to their rows as planes, some at a time."""
+    """Takes frames from NVDEC (NV12) and writes them to their rows as planes, several at a time."""
 
     def __init__(self, name: str, height: int, width: int, out: Tensor):
         assert out.shape[1] == height * width * 3 // 2, "rows of 8-bit yuv420p"
@@ -245,8 +245,8 @@ class PlaneWriter:
 
     def add(self, row: int, frame: av.VideoFrame) -> None:
         if (frame.height, frame.width) != self.size:
-            raise broken(self.name, "the picture size changes inside of the file")
-        # Asked for without a stream (torch would name one, and PyAV knows none): it is the same one anyway.
+            raise broken(self.name, "the image size changes within the file")
+        # Requested without a stream (torch would pass one, which PyAV does not support): it is the same stream.
         luma, chroma = (torch.from_dlpack(plane.__dlpack__()) for plane in frame.planes)
         assert luma.dtype == torch.uint8, "8 bits a sample"
         self._rows.append(row)
@@ -260,11 +260,11 @@ class PlaneWriter:
             return
         planes = planes_of_nv12(torch.stack(self._luma), torch.stack(self._chroma))
         rows = np.array(self._rows)
-        # Slices, not an index: uploading one waits for all that is queued on the stream. Rows come in order,
+        # Slices, not an index tensor: uploading one would wait for all work on the stream. Rows come in order,
         # so there is one slice, unless frames are bad.
         for run in np.split(np.arange(len(rows)), np.flatnonzero(np.diff(rows) != 1) + 1):
             self.out[rows[run[0]] : rows[run[-1]] + 1] = planes[run[0] : run[-1] + 1]
-        # Only now may FFmpeg use the frames' memory again; it does so in the order of the same stream.
+        # Only now may FFmpeg reuse the frames' memory; it does so in the order of the same stream.
         self._rows, self._luma, self._chroma = [], [], []
 
 

@@ -1,8 +1,8 @@
-"""Frames as the decoder puts them out: one flat run of bytes each, and RGB made of them at the very end.
+"""Frames as the decoder outputs them, one flat byte array each; they are converted to RGB at the very end.
 
-Most cameras come as YUV 4:2:0, half the bytes of RGB, so that is how frames are kept and moved. Whatever
-else a decoder gives (10 bit, 4:4:4, odd sizes, palettes) is rare, costs as much or nearly as much as RGB,
-and swscale treats each in its own way: it becomes RGB at once.
+Most videos are YUV 4:2:0, which takes half the bytes of RGB, so frames are cached and moved in that format.
+Other formats (10 bit, 4:4:4, odd sizes, palettes) are rare, take about as many bytes as RGB, and swscale
+handles each differently: they are converted to RGB immediately.
 """
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 CHANNELS = {"yuv420p": 3, "rgb24": 3, "rgba": 4, "gray": 1}
-JPEG_QUALITY = 2  # mjpeg's quantiser: 1 is the best, 2 is about what others call quality 95
+JPEG_QUALITY = 2  # mjpeg's quantiser: 1 is the best, 2 is about JPEG quality 95
 
 
 @dataclass(frozen=True)
 class PlaneFormat:
-    """How a camera's frames lie in memory: one flat run of bytes per frame, plane after plane, no padding."""
+    """The memory layout of a camera's frames: one flat byte array per frame, plane after plane, no padding."""
 
     height: int
     width: int
@@ -55,7 +55,7 @@ class PlaneFormat:
 
     @property
     def channels(self) -> int:
-        """Of the picture that comes out."""
+        """Channels of the converted image."""
         return CHANNELS[self.layout]
 
     @property
@@ -79,13 +79,13 @@ class PlaneFormat:
 
 
 def format_of(frame: av.VideoFrame) -> PlaneFormat:
-    """The format in which frames like this one are kept."""
+    """The format in which frames like this one are stored."""
     return _format(
         frame.height, frame.width, frame.format.name, colour.matrix_of(frame), colour.full_range_of(frame)
     )
 
 
-@lru_cache  # asked for every frame
+@lru_cache  # called for every frame
 def _format(height: int, width: int, name: str, matrix: str, full_range: bool) -> PlaneFormat:
     if name in ("yuv420p", "yuvj420p") and not (height % 2 or width % 2):
         return PlaneFormat(height, width, "yuv420p", matrix, full_range)
@@ -102,7 +102,7 @@ def resized(format: PlaneFormat, height: int, width: int) -> PlaneFormat:
 def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
     """Write a decoded frame into `out`, uint8 [nbytes].
 
-    A frame of this very format is copied; any other is converted, and scaled by averaging areas.
+    A frame of exactly this format is copied; any other is converted, and scaled by area averaging.
     """
     own = format_of(frame)
     if own == format and (own.layout == "yuv420p" or frame.format.name == own.layout):
@@ -123,7 +123,7 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
 
 
 def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
-    """Planes uint8 [nbytes] -> the picture in `out`, uint8 [H, W, C]; swscale works without the GIL."""
+    """Planes uint8 [nbytes] -> the image in `out`, uint8 [H, W, C]; swscale releases the GIL."""
     if format.layout != "yuv420p":
         out[:] = planes.reshape(out.shape)
         return
@@ -145,11 +145,11 @@ def _scatter(format: PlaneFormat, planes: np.ndarray, frame: av.VideoFrame) -> N
 
 
 def rgb_on_device(format: PlaneFormat, planes: torch.Tensor) -> torch.Tensor:
-    """Planes uint8 [n, nbytes] on any device -> pictures uint8 [n, C, H, W] there, contiguous.
+    """Planes uint8 [n, nbytes] on any device -> images uint8 [n, C, H, W] on that device, contiguous.
 
-    The same as `to_rgb` to within one level: a picture's levels are luma times a constant plus a level for
-    each of the two colours, which is looked up in tables measured from `to_rgb` itself, because every
-    processor's swscale rounds in its own way.
+    Equal to `to_rgb` within one level. A level of the image is luma times a constant, plus one level for each of
+    the two chroma values. These come from tables measured with `to_rgb` itself, because swscale rounds
+    differently on each type of processor.
     """
     n, height, width = len(planes), format.height, format.width
     if format.layout != "yuv420p":
@@ -185,10 +185,10 @@ def _some_to_rgb(
 def _levels(
     matrix: str, full_range: bool, odd_columns: int, device: torch.device
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """(slope of luma, levels [3, 256] that each U adds, and each V) as this machine's swscale has them.
+    """(slope of luma, levels [3, 256] that each U adds, and each V) of this machine's swscale.
 
-    Measured on pictures that hold every luma for every U, and every luma for every V. `odd_columns`: the
-    width modulo 32, on which the code that swscale takes may depend.
+    Measured on images with every luma for every U, and every luma for every V. `odd_columns` is the width
+    modulo 32; swscale may use different code for different values.
     """
     slope = 1.0 if full_range else 255 / 219
     format = PlaneFormat(512, 512 + odd_columns, "yuv420p", matrix, full_range)
@@ -203,11 +203,11 @@ def _levels(
         levels = picture[::2, :512:2].astype(np.float64)  # [colour, luma, channel]
         inside = (levels > 0) & (levels < 255)
         assert inside.any(axis=1).all()
-        # Levels are whole numbers, half a level below the straight line on average.
+        # Levels are integers, on average half a level below the straight line.
         above = np.where(inside, levels - slope * np.arange(256)[:, None] + 0.5, 0)
         found.append((above.sum(1) / inside.sum(1)).T)
     of_u, of_v = found
-    of_u -= of_u[:, 128:129]  # what gray adds is in both
+    of_u -= of_u[:, 128:129]  # both contain the contribution of gray
     return slope, _table(of_u, device), _table(of_v, device)
 
 
@@ -216,9 +216,11 @@ def _table(levels: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
-    """A frame's planes, uint8 [nbytes], as a JPEG of those numbers: matrix and range stay the camera's."""
+    """A frame's planes, uint8 [nbytes], as a JPEG of those values: colour matrix and range stay the camera's."""
     if format.layout == "rgba":
-        raise FlexorError("JPEG has no transparency: use --dataset.cache.format=raw for this dataset")
+        raise FlexorError(
+            "JPEG does not support transparency: use --dataset.cache.format=raw for this dataset"
+        )
     frame = _jpeg_frame(format)
     _scatter(format, planes, frame)
     if format.layout != "yuv420p":
@@ -230,7 +232,7 @@ def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
 
 
 def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) -> None:
-    """What `encode_jpeg` made -> the planes in `out`, uint8 [nbytes]."""
+    """A JPEG from `encode_jpeg` -> the planes in `out`, uint8 [nbytes]."""
     decoder = colour.kept(("decoder",), lambda: _jpeg_codec("r"))
     try:
         frames = decoder.decode(av.Packet(data))  # type: ignore[arg-type]
@@ -238,8 +240,8 @@ def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) 
         frames = []
     if [(frame.height, frame.width) for frame in frames] != [(format.height, format.width)]:
         raise DatasetError(
-            "a frame kept as JPEG is damaged: delete its cache (`flexor data cache --list` says where it is) "
-            "and it is built anew"
+            "a frame in the JPEG cache is damaged: delete the cache (`flexor data cache --list` shows its folder), "
+            "and Flexor will rebuild it"
         )
     frame = frames[0]
     if format.layout != "yuv420p":
@@ -248,7 +250,7 @@ def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) 
 
 
 def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
-    """This thread's frame of that size; yuv420p is called full range, so that the codec leaves it alone."""
+    """This thread's frame of that size; yuv420p is tagged as full range, so that the codec does not convert it."""
     layout = "yuvj420p" if format.layout == "yuv420p" else format.layout
     key = ("jpeg", layout, format.height, format.width)
     return colour.kept(key, lambda: av.VideoFrame(format.width, format.height, layout))
@@ -257,12 +259,12 @@ def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
 def _jpeg_encoder(frame: av.VideoFrame) -> Any:
     encoder = _jpeg_codec("w")
     encoder.width, encoder.height, encoder.pix_fmt = frame.width, frame.height, frame.format.name
-    encoder.time_base = Fraction(1, 1)  # it insists on one, and on frames that are numbered
+    encoder.time_base = Fraction(1, 1)  # the encoder requires one, and numbered frames
     encoder.qmin = encoder.qmax = JPEG_QUALITY
     return encoder
 
 
 def _jpeg_codec(mode: Literal["r", "w"]) -> Any:
     codec: Any = av.CodecContext.create("mjpeg", mode)
-    codec.thread_count = 1  # we have threads of our own
+    codec.thread_count = 1  # Flexor has its own threads
     return codec

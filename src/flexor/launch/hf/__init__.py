@@ -1,1 +1,1 @@
-"""Jobs on Hugging Face's machines."""
+"""Jobs on Hugging Face Jobs."""

@@ -1,4 +1,4 @@
-"""Watching a job of Hugging Face's: its log to the end, and what went wrong with the Hub, for people."""
+"""Follows a Hugging Face job: prints its log until the end, and explains errors of the Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PERMANENT = (401, 403, 404)
 
 
 def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
-    """Print the job's log until it has ended. A connection that breaks is made again; no line comes twice."""
+    """Print the job's log until it has ended. Reconnects if the connection breaks; prints no line twice."""
     namespace = job.owner.name
     shown = failures = 0
     while True:
@@ -29,7 +29,7 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
             for number, line in enumerate(
                 api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
             ):
-                if number >= shown:  # the Hub sends all from the start again
+                if number >= shown:  # after a reconnect, the Hub sends everything again
                     print(line, file=out, flush=True)
                     shown, failures = number + 1, 0
             now = api.inspect_job(job_id=job.id, namespace=namespace)
@@ -40,16 +40,17 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
             if status in PERMANENT or failures == TRIES:
                 raise FlexorError(
-                    f"Lost sight of job {job.id}, which goes on ({_explain(error, api.endpoint, namespace)}). "
+                    f"Lost the connection to job {job.id}; the job continues "
+                    f"({_explain(error, api.endpoint, namespace)}). "
                     f"Its page: {job.url}"
                 ) from error
-            log.warning("the job's log broke off, trying again: %s", _first_line(error))
+            log.warning("lost the connection to the job's log, reconnecting: %s", _first_line(error))
         time.sleep(min(2.0**failures, 30))
 
 
 @contextmanager
 def explained(endpoint: str, namespace: str) -> Iterator[None]:
-    """Errors of the Hub as what to do about them."""
+    """Turn errors of the Hub into messages that say how to fix them."""
     try:
         yield
     except (HTTPError, OfflineModeIsEnabled) as error:
@@ -58,18 +59,18 @@ def explained(endpoint: str, namespace: str) -> Iterator[None]:
 
 def _explain(error: Exception, endpoint: str, namespace: str) -> str:
     if not isinstance(error, HfHubHTTPError):
-        return f"Can't reach {endpoint}: {_first_line(error)}. Is the network up, and HF_HUB_OFFLINE unset?"
+        return f"Can't reach {endpoint}: {_first_line(error)}. Check the network, and that HF_HUB_OFFLINE is not set."
     status = error.response.status_code
     advice = {
         401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
-        402: f"{namespace} has no credit for jobs. Add some on {endpoint}/settings/billing.",
-        403: f"Your token may not do this for {namespace}. It needs write access and the right to start jobs "
+        402: f"{namespace} has no credit for jobs. Add credit on {endpoint}/settings/billing.",
+        403: f"Your token does not have permission for {namespace}. It needs write access and the right to start jobs "
         f"there: {endpoint}/settings/tokens.",
-        404: f"The Hub does not know {namespace}, or does not let you see it. Check --namespace and --bucket.",
-        429: "The Hub has had too many requests from you. Try again in a few minutes.",
+        404: f"{namespace} does not exist on the Hub, or you can't access it. Check --namespace and --bucket.",
+        429: "You have sent too many requests to the Hub. Try again in a few minutes.",
     }
     said = error.server_message or _first_line(error)
-    return f"{advice.get(status, 'The Hub refused.')} It said: {status} {said}"
+    return f"{advice.get(status, 'The Hub rejected the request.')} Its answer: {status} {said}"
 
 
 def _first_line(error: Exception) -> str:

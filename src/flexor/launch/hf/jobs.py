@@ -1,9 +1,9 @@
-"""`flexor launch hf-jobs`: a training on Hugging Face's machines, watched from here.
+"""`flexor launch hf-jobs`: trains on Hugging Face Jobs, and follows the job from this machine.
 
-A job's machine is thrown away when the job ends, so a private bucket of the user's is mounted into it and
-`keep.py` copies there what training finishes. Started again with the same --output_dir, it goes on from
-there. Whatever can be found wrong is found before the job is sent, because from then on it costs money.
-The machine and the time are the plan's, unless the user gives them (`plan.py`).
+A job's machine is deleted when the job ends. So one of the user's private buckets is mounted into it, and
+`keep.py` copies finished files there. Started again with the same --output_dir, the job resumes from there.
+All checks happen before the job is submitted, because from then on it costs money. The plan chooses the
+machine and the timeout, unless the user gives them (`plan.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def launch_hf_jobs(arguments: list[str]) -> int:
-    """`flexor launch hf-jobs ...`: 0 if the job completed or is left alone, 1 if it failed, 130 after Ctrl-C."""
+    """`flexor launch hf-jobs ...`: 0 if the job completed or is not followed, 1 if it failed, 130 after Ctrl-C."""
     options, words = _parse(arguments)
     training = settle(words)
     secrets = read_secrets(options.secret, training.config)
@@ -62,7 +62,7 @@ def launch_hf_jobs(arguments: list[str]) -> int:
         api.create_bucket(bucket, private=True, exist_ok=True)
         job = api.run_job(**request)
     log.info("job %s: %s", job.id, job.url)
-    log.info("what it saves goes to hf://buckets/%s/%s", bucket, training.name)
+    log.info("its checkpoints and other files go to hf://buckets/%s/%s", bucket, training.name)
     return _watch(api, job, _summary(job, training, machine, bucket), options)
 
 
@@ -70,33 +70,31 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="flexor launch hf-jobs",
         usage="flexor launch hf-jobs [options] [--] [train] [settings ...]",
-        description="Train on a machine of Hugging Face's, with all of its GPUs; it costs money by the minute. "
-        "Checkpoints go to a private bucket of yours, and with the same --output_dir a run goes on from there. "
-        "Ctrl-C stops watching, not the job. Ends with 0 if the job completed, with 1 if it did not.",
+        description="Train on a machine of Hugging Face Jobs, with all of its GPUs; it costs money by the minute. "
+        "Checkpoints go to a private bucket of yours, and with the same --output_dir a run resumes from there. "
+        "Ctrl-C stops following the log, not the job. Exits with 0 if the job completed, with 1 if it did not.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add(
         "--flavor",
         default="",
-        help="the machine (`hf jobs hardware`); unless given, the cheapest by the plan",
+        help="the machine (`hf jobs hardware` lists them); default: the cheapest that fits, by the plan",
     )
-    add("--timeout", help="when the job is ended: seconds, 90m, 6h or 2d; unless given, by the plan")
-    add("--image", default="python:3.12", help="Docker image with bash and Python; unless given, python:3.12")
-    add("--package", help="what pip installs there; unless given, this version of flexor")
-    add("--namespace", default="", help="organisation that runs it and pays; unless given, you")
-    add("--bucket", help=f"OWNER/NAME of the bucket; unless given, NAMESPACE/{BUCKET}")
+    add("--timeout", help="time limit of the job: seconds, 90m, 6h or 2d; default: from the plan")
+    add("--image", default="python:3.12", help="Docker image with bash and Python; default: python:3.12")
+    add("--package", help="package that pip installs in the job; default: this version of flexor")
+    add("--namespace", default="", help="organisation that runs the job and pays; default: you")
+    add("--bucket", help=f"OWNER/NAME of the bucket; default: NAMESPACE/{BUCKET}")
     add(
         "--secret",
         action="append",
         default=[],
         metavar="NAME",
-        help="a variable of your environment that the job gets as a secret, besides HF_TOKEN",
+        help="environment variable that is passed to the job as a secret, in addition to HF_TOKEN",
     )
-    add(
-        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the job's environment"
-    )
-    add("--detach", action="store_true", help="do not watch the job")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable of the job")
+    add("--detach", action="store_true", help="do not follow the job's log")
     add("--dry-run", "--dry_run", action="store_true", help="print the request, send nothing")
     add("--json", action="store_true", help="print one JSON object; the job's log goes to standard error")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
@@ -104,7 +102,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     words += arguments[cut + 1 :]
     if words[:1] == ["resume"]:
         raise ConfigError(
-            "A run on Hugging Face Jobs goes on when it is started again: `flexor launch hf-jobs -- train ...` "
+            "To resume a run on Hugging Face Jobs, start it again: `flexor launch hf-jobs -- train ...` "
             "with its --output_dir."
         )
     return options, words[1:] if words[:1] == ["train"] else words
@@ -113,9 +111,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def _machine(
     options: argparse.Namespace, training: Training, secrets: dict[str, str], offers: dict[str, Flavor | None]
 ) -> Machine:
-    """`offers`: what there is, each as far as the plan knows it."""
+    """`offers`: the available flavors, with their data if the plan knows them."""
     if options.flavor and options.flavor not in offers:
-        raise ConfigError(f"There is no flavor {options.flavor!r}. There are: {', '.join(offers)}.")
+        raise ConfigError(f"There is no flavor {options.flavor!r}. Available: {', '.join(offers)}.")
     env = read_env(options.env, secrets)
     seconds = None if options.timeout is None else read_seconds(options.timeout)
     known = [offer for offer in offers.values() if offer is not None]
@@ -147,7 +145,7 @@ def _flavors_of_client() -> list[str]:
 
 
 def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dict[str, Flavor | None]:
-    """What is on offer, by name, with the Hub's own prices where it says them; None for what has no plan."""
+    """The available flavors by name, with the Hub's prices if it gives them; None for flavors unknown to the plan."""
     known = offers_of(load_hardware())
     offers = {name: known.get(name) for name in names}
     for hardware in prices:
@@ -162,7 +160,7 @@ def _check_dataset(api: HfApi, config: TrainConfig) -> None:
     on_hub = repo is not None and repo != BUILTIN and config.dataset.root is None
     if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
         raise ConfigError(
-            f"dataset.repo_id={repo} is no dataset on the Hub that you can read, so the job can't read it. "
+            f"dataset.repo_id={repo} is not a dataset on the Hub that you can read, so the job can't read it. "
             f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
         )
 
@@ -170,11 +168,9 @@ def _check_dataset(api: HfApi, config: TrainConfig) -> None:
 def _describe(hardware: JobHardwareInfo, hours: float) -> str:
     gpu = hardware.accelerator
     what = f"{gpu.quantity}x {gpu.model} ({gpu.vram})" if gpu else hardware.cpu
-    price = f"{hardware.unit_cost_usd:g} $ a {hardware.unit_label}"
-    most = (
-        f", which is {hardware.unit_cost_usd * 60 * hours:.2f} $" if hardware.unit_label == "minute" else ""
-    )
-    return f"{what}, {price}; ended after {hours:g} hours at the latest (--timeout){most}"
+    price = f"{hardware.unit_cost_usd:g} $ per {hardware.unit_label}"
+    most = f", at most {hardware.unit_cost_usd * 60 * hours:.2f} $" if hardware.unit_label == "minute" else ""
+    return f"{what}, {price}; stopped after {hours:g} hours at the latest (--timeout){most}"
 
 
 def _summary(job: JobInfo, training: Training, machine: Machine, bucket: str) -> dict[str, Any]:
@@ -190,12 +186,14 @@ def _summary(job: JobInfo, training: Training, machine: Machine, bucket: str) ->
 
 
 def _watch(api: HfApi, job: JobInfo, summary: dict[str, Any], options: argparse.Namespace) -> int:
-    """Follow the job unless it is to be left alone, and say what came of it."""
+    """Follow the job, unless --detach is given, and report its result."""
     which = f"--namespace {summary['namespace']} {job.id}"
-    text = f"The job goes on. Watch it: `hf jobs logs --follow {which}`. End it: `hf jobs cancel {which}`."
+    text = (
+        f"The job continues. Follow it: `hf jobs logs --follow {which}`. Stop it: `hf jobs cancel {which}`."
+    )
     code = 0
     if not options.detach:
-        log.info("its log follows as soon as it has a machine; Ctrl-C stops watching, not the job")
+        log.info("the log starts as soon as the job has a machine; Ctrl-C stops following it, not the job")
         try:
             job = follow(api, job, sys.stderr if options.json else sys.stdout)
             code = 0 if job.status.stage == "COMPLETED" else 1
@@ -210,7 +208,7 @@ def _outcome(job: JobInfo, summary: dict[str, Any]) -> str:
     folder = summary["folder"]
     why = f": {job.status.message}" if job.status.message else ""
     text = f"job {job.id} ended with {job.status.stage}{why}"
-    text += f"\nget what it saved: hf buckets sync hf://buckets/{summary['bucket']}/{folder} {folder}"
+    text += f"\ndownload its files: hf buckets sync hf://buckets/{summary['bucket']}/{folder} {folder}"
     if job.status.stage != "COMPLETED":
-        text += f"\nlet it go on from there: the same command with --output_dir={folder}"
+        text += f"\nresume it: the same command with --output_dir={folder}"
     return text

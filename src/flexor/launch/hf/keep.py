@@ -1,11 +1,10 @@
-"""Keep a run in a folder that outlives the machine: python -m flexor.launch.hf.keep KEPT RUN -- train ...
+"""Copies a run to a folder that outlives the machine: python -m flexor.launch.hf.keep KEPT RUN -- train ...
 
-On Hugging Face Jobs that folder is a mounted bucket. A file in a bucket is written once, from front to
-back, and is there when it has been closed, which waits for its upload. It can't be appended to or locked,
-and links are forgotten. A run does all of that, so it is trained on the machine's own disk, and what is
-finished is copied: whole checkpoints, manifest last, and the files beside them. What a machine that dies
-takes along is what came after the last copy. To lose nothing to a time limit, training is told to save
-and stop a while before it.
+On Hugging Face Jobs that folder is a mounted bucket. A file in a bucket is written once, from start to end,
+and exists after it is closed, which waits for its upload. It can't be appended to or locked, and links are
+not stored. A run needs all of that, so it trains on the machine's own disk, and finished files are copied:
+complete checkpoints, manifest last, and the other files of the run. If a machine dies, only what came after
+the last copy is lost. To lose nothing at a time limit, training is told to save and stop some time before it.
 """
 
 from __future__ import annotations
@@ -28,33 +27,33 @@ from flexor.train.checkpoint import folder as checkpoint
 
 CHECKPOINTS = "checkpoints"
 TOLD_TO_STOP = 75
-LAST_TRIES = 5  # to copy what is left when training has ended
+LAST_TRIES = 5  # attempts to copy the remaining files after training has ended
 
 
 def restore(kept: Path, run: Path) -> None:
-    """Bring back what an earlier machine left: the newest checkpoint that is whole, and what lies beside."""
+    """Restore what an earlier machine copied: the newest complete checkpoint, and the other files of the run."""
     if run.exists():
-        return  # the same machine again: what it has is newer
+        return  # the same machine again: its own files are newer
     for name in _beside(kept):
         _copy(kept / name, run / name)
     for folder in (kept / CHECKPOINTS).glob("*"):
         if not (folder / checkpoint.MANIFEST).is_file():
-            shutil.rmtree(folder, ignore_errors=True)  # that machine died while copying it
+            shutil.rmtree(folder, ignore_errors=True)  # the earlier machine died while copying it
     for folder in reversed(checkpoint.complete(kept / CHECKPOINTS).values()):
         copy = run / CHECKPOINTS / folder.name
         try:
             shutil.copytree(folder, copy)
             checkpoint.verify(copy)
         except (OSError, CheckpointError) as error:
-            log.warning("can't go on from %s, trying the one before: %s", folder, error)
+            log.warning("can't resume from %s, trying the previous checkpoint: %s", folder, error)
             shutil.rmtree(copy, ignore_errors=True)
         else:
-            log.info("brought back the run with its checkpoint %s", folder)
+            log.info("restored the run with its checkpoint %s", folder)
             return
 
 
-class Keeper:
-    """Copies what is new in a run, and removes the copies of checkpoints that the run removed."""
+class RunKeeper:
+    """Copies new files of a run, and removes the copies of checkpoints that the run has removed."""
 
     def __init__(self, run: Path, kept: Path):
         self.run = run
@@ -63,7 +62,7 @@ class Keeper:
         self._checkpoints = {folder.name for folder in checkpoint.complete(run / CHECKPOINTS).values()}
 
     def copy(self) -> bool:
-        """Whether all could be copied; what could not is tried again next time."""
+        """Copy new files. Returns whether all could be copied; the others are retried next time."""
         whole = {folder.name for folder in checkpoint.complete(self.run / CHECKPOINTS).values()}
         return all(
             [
@@ -77,7 +76,7 @@ class Keeper:
         try:
             action(name)
         except OSError as error:
-            log.warning("%s is not kept in %s yet: %s", name, self.kept, error)
+            log.warning("%s could not be copied to %s yet: %s", name, self.kept, error)
             return False
         return True
 
@@ -92,13 +91,15 @@ class Keeper:
         self._remove_checkpoint(name)
         files = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
         try:
-            for file in sorted(files, key=checkpoint.MANIFEST.__eq__):  # last what says that all is there
+            for file in sorted(
+                files, key=checkpoint.MANIFEST.__eq__
+            ):  # the manifest last: it marks the checkpoint as complete
                 _copy(source / file, target / file)
         except OSError:
             shutil.rmtree(target, ignore_errors=True)
             raise
         self._checkpoints.add(name)
-        log.info("kept %s", target)
+        log.info("copied to %s", target)
 
     def _remove_checkpoint(self, name: str) -> None:
         target = self.kept / CHECKPOINTS / name
@@ -109,7 +110,7 @@ class Keeper:
 
 
 def _beside(folder: Path) -> Iterator[str]:
-    """The files of a run that are not checkpoints, without hidden ones: locks, and what is being written."""
+    """The files of a run that are not checkpoints, without hidden files (locks, and files being written)."""
     for where, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name != CHECKPOINTS and not name.startswith(".")]
         for name in files:
@@ -118,7 +119,7 @@ def _beside(folder: Path) -> Iterator[str]:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """What changes when a file does; None if it is gone, which it may be at any time."""
+    """A value that changes when a file changes; None if the file is gone, which can happen at any time."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -134,14 +135,14 @@ def _copy(source: Path, target: Path) -> None:
 def train_and_keep(
     kept: Path, run: Path, words: Sequence[str], seconds: float | None = None, pause: float = 30.0
 ) -> int:
-    """Run `flexor WORDS`, copying what it finishes every `pause` seconds; its exit code."""
+    """Run `flexor WORDS` and copy its finished files every `pause` seconds; returns its exit code."""
     restore(kept, run)
-    keeper = Keeper(run, kept)
+    keeper = RunKeeper(run, kept)
     process = subprocess.Popen([sys.executable, "-m", "flexor", *words])
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
     if seconds is not None:
-        # a thread of its own, since copying may take minutes
+        # a separate thread, because copying may take minutes
         timer = threading.Timer(max(seconds, 0), _stop, [process])
         timer.daemon = True
         timer.start()
@@ -150,19 +151,19 @@ def train_and_keep(
         with suppress(subprocess.TimeoutExpired):
             process.wait(pause)
     if not _copy_the_rest(keeper, pause):
-        log.error("the end of the run could not be kept in %s", kept)
+        log.error("the last files of the run could not be copied to %s", kept)
         return 1
     if process.returncode == TOLD_TO_STOP:
-        log.info("stopped and saved: started again with the same --output_dir it goes on from here")
+        log.info("saved and stopped: start it again with the same --output_dir to resume")
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    log.info("the time is nearly over: training is told to save and stop")
+    log.info("the time limit is near: telling training to save and stop")
     process.terminate()
 
 
-def _copy_the_rest(keeper: Keeper, pause: float) -> bool:
+def _copy_the_rest(keeper: RunKeeper, pause: float) -> bool:
     for tries in range(LAST_TRIES):
         time.sleep(pause * tries)
         if keeper.copy():
@@ -173,9 +174,9 @@ def _copy_the_rest(keeper: Keeper, pause: float) -> bool:
 def main(arguments: Sequence[str]) -> int:
     at = list(arguments).index("--")
     parser = argparse.ArgumentParser(prog="python -m flexor.launch.hf.keep")
-    parser.add_argument("kept", type=Path, help="folder that lasts")
-    parser.add_argument("run", type=Path, help="folder that the run is trained in: its --output_dir")
-    parser.add_argument("--seconds", type=float, help="after so many, tell training to save and stop")
+    parser.add_argument("kept", type=Path, help="folder that outlives the machine")
+    parser.add_argument("run", type=Path, help="folder of the run during training: its --output_dir")
+    parser.add_argument("--seconds", type=float, help="after this many, tell training to save and stop")
     options = parser.parse_args(arguments[:at])
     setup_logging()
     return train_and_keep(options.kept, options.run, arguments[at + 1 :], options.seconds)

@@ -1,7 +1,7 @@
-"""What `flexor launch hf-jobs` leaves to the plan: which of Hugging Face's machines, and for how long.
+"""Chooses the machine and the timeout for `flexor launch hf-jobs`, by the plan.
 
-The machine is the one on which the whole run costs least, of those that it fits on: GPU, memory and disk. The training
-is the same on all of them: the same samples in every optimizer step, in as few passes as fit.
+It chooses the machine with the lowest cost for the whole run, of those on which the run fits (GPU, memory and disk).
+The training is the same on all machines: the same samples in every optimizer step, in as few passes as fit.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flexor.train.ranks.split import scale_learning_rate, split_batch
 
 CLOUD = "hf-jobs"
 DAY = 24 * 3600
-STARTING = 1800  # seconds until the first step: a machine is found, packages are installed, the dataset comes
-BESIDES = 0.1  # of the time that all steps take, for what is no step: checkpoints, evaluation
+STARTING = 1800  # seconds until the first step: find a machine, install packages, download the dataset
+BESIDES = 0.1  # extra time besides the steps, as a share of theirs: checkpoints, evaluation
 
 
 class CantPlan(Exception):
@@ -40,16 +40,16 @@ class CantPlan(Exception):
 
 
 def offers_of(hardware: Hardware) -> dict[str, Flavor]:
-    """What Hugging Face rents out, by name."""
+    """The flavors of Hugging Face Jobs, by name."""
     return {flavor.name: flavor for flavor in hardware.flavors if flavor.cloud == CLOUD}
 
 
 def settle_machine(
     training: Training, flavor: str, seconds: int | None, offers: Sequence[Flavor]
 ) -> tuple[str, int]:
-    """The flavor and the timeout, as far as the user has left them open.
+    """Choose the flavor and the timeout, unless the user has given them.
 
-    The settings of the training get what makes the run the one that was planned.
+    The training's settings are completed so that the run is the planned one.
     """
     if flavor and seconds:
         return flavor, seconds
@@ -58,18 +58,20 @@ def settle_machine(
     except CantPlan as error:
         if not flavor:
             raise ConfigError(
-                f"This run can't be planned here ({error}), so no flavor can be chosen for it. Give one with "
+                f"This run can't be planned on this machine ({error}), so Flexor can't choose a flavor. Give one with "
                 "--flavor: `hf jobs hardware` lists them."
             ) from error
-        log.warning("timeout 24h: how long this run takes can't be planned here (%s)", error)
+        log.warning(
+            "using a timeout of 24h: the time of this run can't be planned on this machine (%s)", error
+        )
         return flavor, DAY
     if not flavor:
         training.flags |= _dealt_out(training, plan)
     _announce(offer, plan, named=bool(flavor))
     if seconds and seconds < _needed(plan):
         log.warning(
-            "By the plan --timeout may be too short. The run saves and stops before; started again with the same "
-            "--output_dir it goes on."
+            "By the plan, --timeout may be too short. The run saves and stops before the limit; start it again with "
+            "the same --output_dir to resume it."
         )
     return offer.name, seconds or timeout_of(plan)
 
@@ -80,7 +82,7 @@ def timeout_of(plan: Plan) -> int:
 
 
 def _needed(plan: Plan) -> float:
-    """Seconds from the job's start to its end, if all takes as long as the plan thinks possible."""
+    """Seconds from the job's start to its end, at the slow end of the plan's estimate."""
     return STARTING + plan.pace.seconds * (1 + plan.pace.step.spread + BESIDES) + SAVING
 
 
@@ -93,12 +95,12 @@ def _announce(offer: Flavor, plan: Plan, named: bool) -> None:
         plan.pace.hours,
         100 * plan.pace.step.spread,
         plan.money.rent or 0.0,
-        "" if named else ", the cheapest that this run fits on",
+        "" if named else ", the cheapest on which this run fits",
         plan.split,
     )
     if not plan.fits:
         log.warning(
-            "By the plan this does not fit. `flexor plan --gpu='%s' --gpus=%d` with the same flags says what to "
+            "By the plan, this run does not fit. `flexor plan --gpu='%s' --gpus=%d` with the same flags shows what to "
             "change.",
             plan.site.gpu.name,
             plan.site.gpus,
@@ -109,14 +111,14 @@ def _announce(offer: Flavor, plan: Plan, named: bool) -> None:
 
 
 def _planned(training: Training, flavor: str, offers: Sequence[Flavor]) -> tuple[Flavor, Plan]:
-    """The named flavor, else the best of those on offer, and the run on it."""
+    """The given flavor, else the best available one, and the plan of the run on it."""
     if training.on_cpu:
-        raise CantPlan("training on the CPU is not planned")
+        raise CantPlan("the plan does not support training on the CPU")
     offers = [offer for offer in offers if not flavor or offer.name == flavor]
     if not offers:
-        raise CantPlan(f"{flavor or 'what the Hub offers'} is not among the GPUs that are known")
+        raise CantPlan(f"the plan does not know the GPU of {flavor or 'any flavor on the Hub'}")
     config, data = _job(training.config)
-    if flavor:  # what the job would refuse is refused here
+    if flavor:  # raise now the error that the job would raise
         split_batch(copy.copy(config), training.gpus or offers[0].gpus)
     else:
         split = split_batch(copy.copy(config), training.gpus or 1)
@@ -124,14 +126,14 @@ def _planned(training: Training, flavor: str, offers: Sequence[Flavor]) -> tuple
         offers = [offer for offer in offers if _can_share(split.global_batch, offer, training.gpus)]
         if not offers:
             raise ConfigError(
-                f"No machine of Hugging Face's can share out a global batch of {split.global_batch}."
+                f"No machine of Hugging Face Jobs can split a global batch of {split.global_batch} over its GPUs."
             )
     market = Market(config, data, training.gpus)
     try:
         if flavor:
             return offers[0], market.plan(offers[0], config.batch_size)
         found = market.cheapest(offers)
-    except Exception as error:  # whatever a policy does when it is traced
+    except Exception as error:  # tracing a policy can raise anything
         raise CantPlan(f"{type(error).__name__}: {error}") from error
     if found is None:
         raise ConfigError(market.nothing_fits(offers))
@@ -139,16 +141,16 @@ def _planned(training: Training, flavor: str, offers: Sequence[Flavor]) -> tuple
 
 
 def _can_share(global_batch: int, offer: Flavor, gpus: int | None) -> bool:
-    """Whether a machine has so many GPUs and each of them gets as many samples."""
+    """Whether a machine has this many GPUs and each gets the same number of samples."""
     return offer.gpus >= (gpus or 1) and global_batch % (gpus or offer.gpus) == 0
 
 
 def _job(config: TrainConfig) -> tuple[TrainConfig, Data]:
-    """Settings with features filled in, and the data: that of the run, or if it can't be opened here, a usual one."""
+    """Settings with features filled in, and the data: the run's, or a typical dataset if it can't be opened here."""
     try:
         return open_for_plan(config)
     except DatasetError as error:
-        why = str(error).partition(". ")[0]  # what follows is advice for training here
+        why = str(error).partition(". ")[0]  # the rest is advice for training on this machine
     policy = config.policy
     if not policy.input_features:
         try:
@@ -157,13 +159,16 @@ def _job(config: TrainConfig) -> tuple[TrainConfig, Data]:
             raise CantPlan(f"{why}; and {error}") from error
     seen = ", ".join(f"{name} {list(feature.shape)}" for name, feature in policy.input_features.items())
     log.warning(
-        "The dataset can't be opened here: %s. Planned for %d frames of %s instead", why, FRAMES, seen
+        "The dataset can't be opened on this machine: %s. Planning with %d frames of %s instead",
+        why,
+        FRAMES,
+        seen,
     )
     return replace(config, policy=policy), imagined_data(policy, FRAMES)
 
 
 class Market:
-    """One run on every machine that is on offer; without `gpus`, on all of a machine's."""
+    """Plans of one run on every available machine; without `gpus`, on all GPUs of a machine."""
 
     def __init__(self, config: TrainConfig, data: Data, gpus: int | None):
         self.config, self.data, self.gpus = config, data, gpus
@@ -173,7 +178,7 @@ class Market:
         return rented(Site(self.hardware.gpus[offer.gpu], self.gpus or offer.gpus), offer)
 
     def plan(self, offer: Flavor, batch_size: int) -> Plan:
-        """With at most so many samples in a pass."""
+        """The plan with at most `batch_size` samples per pass."""
         config = replace(self.config, batch_size=batch_size)
         return make_plan(
             config,
@@ -186,7 +191,7 @@ class Market:
         )
 
     def cheapest(self, offers: Sequence[Flavor]) -> tuple[Flavor, Plan] | None:
-        """What costs least for the whole run, of all that have room for it."""
+        """The machine with the lowest cost for the whole run, of all on which it fits."""
         ranking = Ranking(
             self.config, self.data, self.hardware, self.speeds, traces=self.traces, calibrated=False
         )
@@ -203,21 +208,21 @@ class Market:
         return None
 
     def nothing_fits(self, offers: Sequence[Flavor]) -> str:
-        """Why, and what to change: by the largest machine, with one sample at a time."""
+        """Why, and what to change: on the largest machine, with a batch size of 1."""
         offer = max(offers, key=lambda offer: (self.hardware.gpus[offer.gpu].memory, offer.gpus))
         plan = self.plan(offer, 1)
-        text = f"This run fits on no machine of Hugging Face's. On {offer.name}, one sample at a time, "
+        text = f"This run does not fit on any machine of Hugging Face Jobs. On {offer.name}, with a batch size of 1, "
         if plan.fits:
-            return text + f"it takes more than there is: {lacking(plan)}."
+            return text + f"it takes more than available: {lacking(plan)}."
         text += f"it takes {gigabytes(plan.peak)} of {gigabytes(plan.site.gpu.memory)}. "
         _, remedy = advise(plan, self.hardware, replace(self.config, batch_size=1), self.traces)
         if remedy:
             return text + f"It would fit with {' '.join(change.setting for change in remedy)}."
-        return text + "No change that is known here makes it fit: train a smaller policy."
+        return text + "Flexor knows no setting that makes it fit: train a smaller policy."
 
 
 def lacking(plan: Plan) -> str:
-    """What the machine around the GPUs has too little of, and what takes less; nothing if all is there."""
+    """What the machine has too little of (memory, disk), and how to need less; empty if it has enough."""
     host, lacks = plan.site.host, []
     if plan.host_memory.total > host.memory:
         lacks.append(
@@ -233,7 +238,7 @@ def lacking(plan: Plan) -> str:
 
 
 def _dealt_out(training: Training, plan: Plan) -> dict[str, Any]:
-    """Settings with which the global batch is dealt out as planned, where the user's would do something else."""
+    """Settings that split the global batch as planned, if the user's settings would split it differently."""
     config = training.config
     if plan.split == split_batch(copy.copy(config), training.gpus or 1):
         return {}
@@ -242,7 +247,7 @@ def _dealt_out(training: Training, plan: Plan) -> dict[str, Any]:
         "global_batch_size": plan.split.global_batch,
         "gradient_accumulation_steps": "null",
     }
-    if config.scale_lr:  # by the batch that was asked for
+    if config.scale_lr:  # by the requested batch
         config = replace(config, global_batch_size=plan.split.global_batch)
         scale_learning_rate(config)
         flags["lr_factor"] = config.lr_factor

@@ -1,8 +1,8 @@
-"""What a job of Hugging Face's is asked to do: the user's settings as a request that means the same there.
+"""Builds the request of a Hugging Face job from the user's settings.
 
-A job sees nothing of this machine. Files of settings and of episodes go along as text; datasets and policies
-can't, and are refused. Secrets go as secrets: they are neither in the command nor in the environment, both of
-which everybody who may see the job can read.
+A job can't access this machine. Files with settings and episode lists are sent as text; local datasets and
+policies can't be sent, so they are an error. Secrets are sent as secrets: they are neither in the command nor in
+the environment, which everyone with access to the job can read.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
 BUCKET = "flexor-runs"
-MOUNT = PurePosixPath("/flexor-runs")  # where the bucket is in the job
+MOUNT = PurePosixPath("/flexor-runs")  # mount point of the bucket in the job
 WORK = PurePosixPath("/tmp")  # the disk of the job's machine
 SETTINGS = WORK / "settings.yaml"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
-SAVING = 600  # seconds before a job is ended that the run has to save itself and be copied
-SHORTEST_SECRET = 8  # shorter ones may well occur in other words
+SAVING = 600  # seconds before the end of a job in which the run saves and is copied
+SHORTEST_SECRET = 8  # shorter ones may occur in other text by chance
 
 
 @dataclass
 class Training:
-    """What is to be trained, without what only this machine has."""
+    """The training, without anything that only this machine has."""
 
     config: TrainConfig
     name: str  # of the run's folder in the bucket
     flags: dict[str, Any]  # of `flexor train`
     settings: str | None  # the text of a settings file
-    gpus: int | None = None  # of the machine's; all unless given
+    gpus: int | None = None  # GPUs of the machine to use; default: all
     on_cpu: bool = False
 
 
 @dataclass
 class Machine:
-    """Where, for how long, and with what besides the training."""
+    """The machine, the timeout, and the rest of the job besides the training."""
 
     namespace: str
     flavor: str
@@ -63,11 +63,11 @@ class Machine:
 
 
 def settle(words: Sequence[str]) -> Training:
-    """The settings of `flexor train` as a job can use them; refused where there is no way."""
+    """The settings of `flexor train` in a form that a job can use; an error if that is not possible."""
     flags = parse_flags(words)
     processes = {key: flags.pop(key) for key in ("gpus", "processes") if key in flags}
     if str(flags.pop("resume", "auto")) != "auto":
-        raise ConfigError("A job goes on with the run in --output_dir, or begins it: leave --resume out.")
+        raise ConfigError("A job always resumes the run in --output_dir, or starts it: leave out --resume.")
     config = load_config(_as_words(flags))
     _refuse_local(config)
     name = re.sub(r"[^\w.-]+", "-", config.output_dir or "").strip("-.")
@@ -76,9 +76,9 @@ def settle(words: Sequence[str]) -> Training:
     if "config" in flags and Path(flags["config"]).is_file():
         settings = Path(flags["config"]).read_text()
         flags["config"] = str(SETTINGS)
-    if config.dataset.episodes is not None:  # they may be in a file
+    if config.dataset.episodes is not None:  # they may come from a file
         flags["dataset.episodes"] = json.dumps(config.dataset.episodes)
-    if config.policy.device is not None:  # there may be another
+    if config.policy.device is not None:  # the job may have another device
         flags["policy.device"] = "null"
     flags |= {"output_dir": str(WORK / name), "resume": "auto"}
     gpus = str(processes.get("gpus", "all"))
@@ -100,18 +100,18 @@ def _refuse_local(config: TrainConfig) -> None:
     root = config.dataset.root
     if root is not None and ("://" not in root or root.startswith("file:")):
         raise ConfigError(
-            f"dataset.root={root} is on this machine, where the job can't see it. Upload it with "
+            f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
             f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
         )
     path = config.policy_path
     if path is not None and Path(path).exists():
         raise ConfigError(
-            f"policy.path={path} is on this machine, where the job can't see it. Upload its pretrained_model "
+            f"policy.path={path} is on this machine, which the job can't access. Upload its pretrained_model "
             "folder with `hf upload USER/NAME FOLDER` and give --policy.path=USER/NAME instead."
         )
     if is_code(config.policy.type):
         raise ConfigError(
-            f"policy.type={config.policy.type} is code on this machine, where the job can't see it. Put it into a "
+            f"policy.type={config.policy.type} is code on this machine, which the job can't access. Put it into a "
             "package that needs flexor and has an entry point in the group flexor.policies, and give its URL as "
             "--package (docs/your-own-policy.md)."
         )
@@ -122,7 +122,9 @@ def read_seconds(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     seconds = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if seconds < 60:
-        raise ConfigError(f"--timeout={text}: give a minute or more, as seconds or as 90m, 6h, 2d.")
+        raise ConfigError(
+            f"--timeout={text} is not valid: give a minute or more, as seconds or as 90m, 6h, 2d."
+        )
     return seconds
 
 
@@ -136,7 +138,7 @@ def read_secrets(names: Sequence[str], config: TrainConfig) -> dict[str, str]:
     found = {name: os.environ.get(name) for name in (*instead, *names)} | {"HF_TOKEN": get_token()}
     for name, value in found.items():
         if "=" in name:
-            raise ConfigError("--secret takes a name alone: the value is read from your environment.")
+            raise ConfigError("--secret takes only a name: the value is read from your environment.")
         if not value:
             raise ConfigError(
                 f"The job needs the secret {name}, which is not set: export {name}=...{instead.get(name, '')}."
@@ -149,15 +151,15 @@ def read_env(pairs: Sequence[str], secrets: dict[str, str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if name in secrets:
-            raise ConfigError(f"{name} is a secret: give it with --secret {name}, not with --env.")
+            raise ConfigError(f"{name} is a secret: pass it with --secret {name}, not with --env.")
         if not equals or not name:
-            raise ConfigError(f"--env {pair}: give NAME=VALUE.")
+            raise ConfigError(f"--env {pair} is not valid: give NAME=VALUE.")
         env[name] = value
     return env
 
 
 def build_request(training: Training, machine: Machine) -> dict[str, Any]:
-    """What `HfApi.run_job` is called with."""
+    """The arguments of `HfApi.run_job`."""
     from huggingface_hub import Volume
 
     env = machine.env
@@ -168,11 +170,11 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
     for name, value in machine.secrets.items():
         if len(value) >= SHORTEST_SECRET and any(value in text for text in (*command, *env.values())):
             raise ConfigError(
-                f"The value of {name} is in the settings or in --env, where others can read it."
+                f"The value of the secret {name} is in the settings or in --env, where others can read it. Remove it."
             )
     bucket = machine.bucket or f"{machine.namespace}/{BUCKET}"
     if bucket.count("/") != 1:
-        raise ConfigError(f"--bucket={bucket}: give OWNER/NAME.")
+        raise ConfigError(f"--bucket={bucket} is not valid: give OWNER/NAME.")
     return {
         "namespace": machine.namespace,
         "image": machine.image,
@@ -187,18 +189,18 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
 
 
 def _script(training: Training, machine: Machine) -> str:
-    """What the job does, in bash."""
+    """The job's script, in bash."""
     flags = dict(training.flags)
     if machine.has_gpu and not {"gpus", "processes"} & flags.keys():
         flags["gpus"] = "all"
     package = machine.package or _own_package(training.config)
     if Path(package).exists():
-        raise ConfigError(f"--package={package} is on this machine, where the job can't see it: give a URL.")
+        raise ConfigError(f"--package={package} is on this machine, which the job can't access: give a URL.")
     lines = ["set -e", f"python -m pip install --quiet {shlex.quote(package)}"]
     if training.settings is not None:
         lines.append(f"printf %s {shlex.quote(training.settings)} > {SETTINGS}")
     stop = machine.seconds - min(SAVING, machine.seconds // 10)
-    # bash counts SECONDS since its own start: what installing took
+    # bash counts SECONDS since its own start: the time that the installation took
     keep = f"exec python -m flexor.launch.hf.keep --seconds=$(({stop} - SECONDS))"
     folders = shlex.join([str(MOUNT / training.name), str(WORK / training.name)])
     lines.append(f"{keep} {folders} -- train {shlex.join(_as_words(flags))}")
@@ -212,7 +214,7 @@ def _own_package(config: TrainConfig) -> str:
 
 
 def shown(request: dict[str, Any]) -> dict[str, Any]:
-    """The request as anybody may read it."""
+    """The request without secrets."""
     return request | {
         "secrets": dict.fromkeys(request["secrets"], "***"),
         "volumes": [volume.to_dict() for volume in request["volumes"]],

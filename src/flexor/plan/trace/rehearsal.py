@@ -52,6 +52,8 @@ class Watcher(Protocol):
 class WatchedEngine(Engine):
     """The engine of one process, which says what the step is at."""
 
+    captures = False
+
     def __init__(self, device: torch.device, precision: str, tracker: Watcher):
         super().__init__(device, precision)
         self.tracker = tracker
