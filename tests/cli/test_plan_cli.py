@@ -128,7 +128,10 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["data"]["frames"] > 10 and found["host"]["disk_dataset_bytes"] > 0
     assert cli.main(["plan", "--frames=100", *words]) == 2
-    assert "--frames: there is a dataset already" in capsys.readouterr().err
+    assert (
+        "--frames describes a dataset that is not recorded yet, but a dataset is given too"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
