@@ -38,18 +38,18 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 def test_the_answer_comes_first(capsys):
     assert cli.main(["plan", *JOB, "--policy.vision_backbone=resnet18", "--gpu=4090"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at the peak\.\nA step takes ", out)
+    assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at peak\.\nA step takes ", out)
     for part in (
         "activations",
-        "at the peak",
-        "the host, beside it",
-        "memory together",
-        "Mbit/s up",
+        "total at peak",
+        "host work, in parallel",
+        "memory, total",
+        "Mbit/s from robot to server",
         "kWh",
         "buying",
     ):
         assert part in out
-    assert "No dataset was named, so this is about 1,000 frames, 1 camera(s) of 64x64" in out
+    assert "No dataset is given. Assumed: 1,000 frames, 1 camera(s) of 64x64" in out
 
 
 def test_compiled_blocks_have_bounds(capsys):
@@ -79,7 +79,10 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "        return found\n"
     )
     assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090"]) == 0
-    assert "makes the host wait for the GPU: bool in own.py, line 9. Then" in capsys.readouterr().out
+    assert (
+        "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
+        in capsys.readouterr().out
+    )
     assert plan(capsys, f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == [
         "bool in own.py, line 9"
     ]
