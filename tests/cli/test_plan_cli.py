@@ -140,11 +140,11 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu=RTX 9999"], "There is no GPU 'RTX 9999'"),
+        (["--gpu=RTX 9999"], "Unknown GPU 'RTX 9999'"),
         (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
         (["--gpu=4090", "--gpus=0"], "--gpus=0 must be at least 1"),
         (["--gpu=4090", "--batchsize=4"], "batchsize"),
-        (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has 10 actions"),
+        (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has only 10 actions. Use at most 10"),
     ],
 )
 def test_mistakes_are_named(flags, said, capsys):
