@@ -223,7 +223,7 @@ def make_policy(config: TrainConfig) -> Policy:
 
 
 def _lower_weights(policy: Policy) -> None:
-    """Store matrices and convolutions in bfloat16. Vectors, such as those of norm layers, and buffers stay as they are."""
+    """Store matrices and convolutions in bfloat16. Vectors (as in norm layers) and buffers keep their type."""
     for parameter in policy.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():
             parameter.data = parameter.data.bfloat16()

@@ -115,9 +115,7 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
     """The run's folder, and whether a run has already started there. Rank 0 decides."""
     config.job_name = config.job_name or config.policy.type
     if config.dataset.root and "://" not in config.dataset.root:
-        config.dataset.root = str(
-            Path(config.dataset.root).absolute()
-        )  # a resume may start in another folder
+        config.dataset.root = str(Path(config.dataset.root).absolute())  # a resume may start elsewhere
     restarted = processes.restarts > 0
 
     def decide() -> tuple[Path, bool]:
