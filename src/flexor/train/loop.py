@@ -159,7 +159,7 @@ def _build(
         state.load(found)
         if state.step > config.steps:
             raise ConfigError(
-                f"steps={config.steps}, but the run has already done {state.step} steps: use a larger value."
+                f"steps={config.steps}, but the run is already at step {state.step}: use a larger value."
             )
     loader = build_loader(config, training, held_out, engine, split)
     if processes.is_main:
