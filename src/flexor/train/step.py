@@ -1,4 +1,4 @@
-"""One optimizer step: what is trained, planned and measured."""
+"""One optimizer step. Training and the planner both run this code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def optimizer_step(
         context = StepContext(training=True, noise=Noise(config.seed, state.step, batch[SAMPLE_ID]))
         batch = state.preprocessor(batch, context)
         noise = Noise(config.seed, state.step, batch[SAMPLE_ID])
-        first = engine.rank * split.share + micro * split.batch_size  # of the global batch
+        first = engine.rank * split.share + micro * split.batch_size  # index in the global batch
         with engine.accumulate(last=micro + 1 == len(micro_batches)):
             with engine.forward(config.seed, state.step, first):
                 losses = engine.model(batch, noise)
