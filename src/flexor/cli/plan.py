@@ -14,7 +14,7 @@ from flexor.plan.data import FPS, FRAMES
 
 if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
-    from flexor.plan.compare import Study
+    from flexor.plan.compare import Comparison
     from flexor.plan.data.host import Data
     from flexor.plan.site.hardware import GPU, Hardware
 
@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
     return 0 if study.plan.fits else 1
 
 
-def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Study:
+def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
     from flexor.plan.compare import study
 
     config, data, assumed = _job(parsed, settings)

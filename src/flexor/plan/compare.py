@@ -18,7 +18,7 @@ from flexor.plan.trace.traces import Traces
 
 
 @dataclass(frozen=True)
-class Study:
+class Comparison:
     plan: Plan
     choices: list[Choice]
     """All compared GPUs and numbers of GPUs, the cheapest first."""
@@ -47,7 +47,7 @@ def study(
     rate_hz: float = FPS,
     executed: int | None = None,
     assumed: str = "",
-) -> Study:
+) -> Comparison:
     """Plan a job, compare GPUs and suggest changes.
 
     Without `gpus`, all are compared, and the cheapest that fits is planned in detail.
@@ -84,4 +84,4 @@ def study(
             raise ConfigError(f"No known GPU supports a global batch size of {batch} on {count or 1} GPUs.")
         plan = plan_on(best.gpu, best.gpus if count is None else count)
     changes, remedy = advise(plan, hardware, config, traces) if not plan.fits else ([], [])
-    return Study(plan, choices, changes, remedy, assumed, hardware, traces)
+    return Comparison(plan, choices, changes, remedy, assumed, hardware, traces)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
-from flexor.plan.data.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
+from flexor.plan.data.disk import CheckpointCounts, Disk, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import (
     Data,
+    DataSupply,
     HostMemory,
     HostResources,
     Loading,
+    RunsAtOnce,
     Speed,
-    Supply,
-    Together,
     choose_tier,
     expected_speed,
     experiments_at_once,
@@ -129,9 +129,9 @@ class Pace:
     step: StepTime
     tier: str
     """Where decoded frames are cached."""
-    first: Supply
+    first: DataSupply
     """Data loading in the first epoch, on one node."""
-    later: Supply
+    later: DataSupply
     seconds: float
     """Of the whole run."""
 
@@ -176,12 +176,12 @@ class Plan:
     loading: Loading
     host_memory: HostMemory
     disk: Disk
-    kept: Kept
+    kept: CheckpointCounts
     checkpoint: int
     """Bytes of one checkpoint."""
     robot: Exchange
     rate_hz: float
-    together: Together | None
+    together: RunsAtOnce | None
     """Several experiments at once on one GPU; None if a run uses several GPUs."""
     money: Money
     parameters: int
@@ -361,7 +361,7 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
 
 def _together(
     site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
-) -> Together:
+) -> RunsAtOnce:
     machine = HostResources(usable(site.gpu), site.host.memory, site.host.cores)
     one = HostResources(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
     return experiments_at_once(machine, one, max(0.01, pace.busy))

@@ -10,7 +10,7 @@ from flexor.plan.data.host import Data, Loading
 
 
 @dataclass(frozen=True)
-class Kept:
+class CheckpointCounts:
     """Numbers of checkpoints: written in total, on disk at most at the same time, and left at the end."""
 
     written: int
@@ -18,7 +18,9 @@ class Kept:
     final: int
 
 
-def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_every: int | None) -> Kept:
+def checkpoints_kept(
+    steps: int, save_freq: int, keep_last: int | None, keep_every: int | None
+) -> CheckpointCounts:
     """A new checkpoint is complete before an old one is removed, so there must be space for one more than are kept."""
     written = 1 if save_freq <= 0 else -(-steps // save_freq)
 
@@ -30,7 +32,7 @@ def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_eve
             always = (saved - keep_last) * save_freq // math.lcm(save_freq, keep_every)
         return keep_last + always
 
-    return Kept(written, left(written - 1) + 1, left(written))
+    return CheckpointCounts(written, left(written - 1) + 1, left(written))
 
 
 def checkpoint_bytes(
@@ -67,7 +69,9 @@ class Disk:
         return self.dataset + self.cache + self.checkpoints
 
 
-def disk_needed(data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: Kept) -> Disk:
+def disk_needed(
+    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: CheckpointCounts
+) -> Disk:
     """Dataset, cached frames and checkpoints of `checkpoint` bytes each."""
     frames = data.scaled(cache).kept_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
     return Disk(data.file_bytes, frames, checkpoint * kept.most)

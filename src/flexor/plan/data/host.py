@@ -258,7 +258,7 @@ def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
 
 
 @dataclass(frozen=True)
-class Supply:
+class DataSupply:
     """Samples that a machine can load, and those that it could train on."""
 
     wanted: float
@@ -283,10 +283,10 @@ class Supply:
 
 def supply(
     data: Data, speed: Speed, loading: Loading, wanted: float, cores: int, *, kept: bool = False
-) -> Supply:
+) -> DataSupply:
     """Loading on a machine with this number of cores. `kept`: frames are cached from an earlier epoch."""
     if not data.cameras:
-        return Supply(wanted, math.inf, 0, loading.ranks)
+        return DataSupply(wanted, math.inf, 0, loading.ranks)
     again = TWICE if any(camera.steps > 1 for camera in data.cameras) else 1.0
     decode_s = 0.0 if kept or loading.gpu_decoder else speed.decode_s * again
     per_sample = (decode_s + speed.gather_s) / speed.reached  # core seconds
@@ -297,10 +297,10 @@ def supply(
         frames = sum(camera.pixels for camera in data.cameras) / VGA * again
         loaded = min(loaded, loading.ranks * GPU_DECODER / frames)
     threads = max(loading.ranks, math.ceil(wanted * per_sample - 1e-9))
-    return Supply(wanted, loaded, threads, threads + loading.ranks)
+    return DataSupply(wanted, loaded, threads, threads + loading.ranks)
 
 
-def loading_seconds(samples: float, per_epoch: int, first: Supply, later: Supply) -> float:
+def loading_seconds(samples: float, per_epoch: int, first: DataSupply, later: DataSupply) -> float:
     """Seconds to train on these samples. The first epoch may be slower than later ones, which use the cache."""
     fresh = min(samples, per_epoch)
     return fresh / min(first.wanted, first.loaded) + (samples - fresh) / min(later.wanted, later.loaded)
@@ -319,7 +319,7 @@ class HostResources:
 
 
 @dataclass(frozen=True)
-class Together:
+class RunsAtOnce:
     """Experiments that run on one GPU at the same time."""
 
     fit: int
@@ -331,7 +331,7 @@ class Together:
     """Work per hour at best, relative to running them one after the other."""
 
 
-def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> Together:
+def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> RunsAtOnce:
     """How many runs fit on a GPU, and how many are useful: a run that keeps the GPU `busy` half of the time leaves
     time for a second one. `machine` holds the resources for this one GPU."""
     assert 0 < busy <= 1
@@ -342,4 +342,4 @@ def experiments_at_once(machine: HostResources, one: HostResources, busy: float)
     }
     limit = min(fits, key=lambda name: fits[name])
     fit = fits[limit]
-    return Together(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))
+    return RunsAtOnce(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))

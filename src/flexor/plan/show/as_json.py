@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from flexor.plan.advise import Change
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.plan import Plan
 from flexor.plan.rank import Choice
 
 
-def to_json(study: Study) -> dict[str, Any]:
+def to_json(study: Comparison) -> dict[str, Any]:
     """Everything in the study. Each key includes its unit."""
     plan = study.plan
     result = {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.show.report import duration, number, render
 from flexor.plan.speed.time import step_time
@@ -32,7 +32,7 @@ circle { fill: var(--line); } circle.best { fill: var(--mark); } text.name { fil
 """
 
 
-def page(study: Study) -> str:
+def page(study: Comparison) -> str:
     """The whole HTML file."""
     plan = study.plan
     title = f"{short_name(plan.config.policy.type)} on {plan.site.gpu.name}"
@@ -55,7 +55,7 @@ def page(study: Study) -> str:
 # The three plots.
 
 
-def memory_plot(study: Study) -> str:
+def memory_plot(study: Comparison) -> str:
     plan = study.plan
     timeline = thinned([(float(op), float(size)) for op, size in plan.memory.timeline])
     first = timeline[0][0]
@@ -69,7 +69,7 @@ def memory_plot(study: Study) -> str:
     return svg(drawn)
 
 
-def batch_plot(study: Study) -> str:
+def batch_plot(study: Comparison) -> str:
     plan = study.plan
     most = max(plan.largest_batch or 0, plan.split.batch_size)
     sizes = sorted({size for size in BATCHES if size <= most} | {plan.split.batch_size})
@@ -94,7 +94,7 @@ def batch_plot(study: Study) -> str:
     return svg(drawn)
 
 
-def cost_plot(study: Study) -> str:
+def cost_plot(study: Comparison) -> str:
     priced = [(choice, choice.usd) for choice in study.choices if choice.fits and choice.usd]
     if not priced:
         return "<p>No rental price is known for the GPUs that fit.</p>"

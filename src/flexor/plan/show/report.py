@@ -7,7 +7,7 @@ from dataclasses import asdict
 from flexor.core.console import table
 from flexor.core.machine import gigabytes
 from flexor.plan.advise import Change, Harm
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
 from flexor.plan.rank import Choice, cheapest, fastest
@@ -22,7 +22,7 @@ HARMS = {
 }
 
 
-def render(study: Study) -> str:
+def render(study: Comparison) -> str:
     """The result first, then the details behind it."""
     sections = [
         answer(study),
@@ -41,7 +41,7 @@ def render(study: Study) -> str:
 # The result.
 
 
-def answer(study: Study) -> str:
+def answer(study: Comparison) -> str:
     plan = study.plan
     gpu, step = plan.site.gpu, plan.pace.step
     policy = short_name(plan.config.policy.type)
@@ -202,7 +202,7 @@ def _robot(plan: Plan) -> str:
     )
 
 
-def _money(plan: Plan, study: Study) -> str:
+def _money(plan: Plan, study: Comparison) -> str:
     paid, site = plan.money, plan.site
     lines = []
     if paid.rent is not None and site.usd_per_hour is not None:
@@ -216,7 +216,7 @@ def _money(plan: Plan, study: Study) -> str:
     return "\n".join(lines)
 
 
-def _buying(plan: Plan, study: Study) -> str:
+def _buying(plan: Plan, study: Comparison) -> str:
     own, against = plan.money.own, plan.money.against
     assert own
     text = f"buying: {usd(own.usd)} for such a machine"
@@ -233,7 +233,7 @@ def _buying(plan: Plan, study: Study) -> str:
     )
 
 
-def _choices(study: Study) -> str:
+def _choices(study: Comparison) -> str:
     fitting = [choice for choice in study.choices if choice.fits]
     if not fitting:
         return "It fits on none of the compared GPUs, even with a batch size of 1."
@@ -268,7 +268,7 @@ def _row(choice: Choice) -> list[object]:
     ]
 
 
-def _changes(study: Study) -> str:
+def _changes(study: Comparison) -> str:
     if not study.changes:
         return ""
     rows: list[list[object]] = [
@@ -284,7 +284,7 @@ def _change(change: Change) -> list[object]:
     return [change.setting, gb(effect.memory), f"x {effect.time:.2f}", HARMS[change.harm], change.why]
 
 
-def _assumptions(study: Study) -> str:
+def _assumptions(study: Comparison) -> str:
     site, lines = study.plan.site, []
     if study.assumed:
         lines.append(

@@ -165,7 +165,7 @@ class Hardware:
         near = dict.fromkeys(
             names[n] for n in difflib.get_close_matches(_folded(name), names, n=4, cutoff=0.5)
         )
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(self.gpus)}."
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Available: {', '.join(self.gpus)}."
         raise ConfigError(
             f"Unknown GPU {name!r}. {hint} Describe your own GPU in a file: --gpus-file or ${OWN_FILE}."
         )

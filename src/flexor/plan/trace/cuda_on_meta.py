@@ -3,7 +3,7 @@
 Tensors on the meta device have shapes but no memory, and torch can compute with them on any machine. But there torch
 takes the code paths of an unknown device: no autocast, no fused attention, no fused optimizer, dropout by
 multiplication. Each of these changes what is stored for the backward pass (dropout alone is 12 % of ACT's memory).
-Inside `with CudaDialect(...)`, torch takes the code paths of the planned GPU. The rules here describe torch 2.7 to
+Inside `with CudaOnMeta(...)`, torch takes the code paths of the planned GPU. The rules here describe torch 2.7 to
 2.13. `tests/plan/trace/test_cuda_on_meta.py` compares them with torch's own fake CUDA tensors, and fails when one of
 them changes.
 """
@@ -129,7 +129,7 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class CudaDialect(TorchFunctionMode):
+class CudaOnMeta(TorchFunctionMode):
     """A context in which torch treats meta tensors like CUDA tensors on a GPU of this compute capability."""
 
     def __init__(self, capability: tuple[int, int] | None = (9, 0), device: str = "meta"):
@@ -144,7 +144,7 @@ class CudaDialect(TorchFunctionMode):
         self._busy: set[Callable] = set()
 
     @contextlib.contextmanager
-    def speak(self) -> Iterator[CudaDialect]:
+    def speak(self) -> Iterator[CudaOnMeta]:
         """Enter the mode, and patch torch's own device checks."""
         from torch.optim import optimizer as optim
         from torch.utils import _foreach_utils as foreach

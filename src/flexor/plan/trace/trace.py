@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
-from flexor.plan.trace.cuda_on_meta import Card, CudaDialect
+from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
 from flexor.plan.trace.events import Category, Event, Trace, What
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.trace.shortcuts import CachedResults, without_compiler
@@ -261,7 +261,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
 
     _make_tables(config.policy)
     tracker = OperationTracker("meta", gpu.compute_capability)
-    dialect = CudaDialect(gpu.compute_capability)
+    dialect = CudaOnMeta(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
     with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
