@@ -64,7 +64,9 @@ def test_all_visible_gpus_unless_told_otherwise(four_gpus, capsys):
 def test_more_gpus_than_there_are(verb, four_gpus, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     assert main([*verb, "--gpus=5"]) == 2
-    assert "--gpus=5: 4 visible (CUDA_VISIBLE_DEVICES=0,1,2,3)" in capsys.readouterr().err
+    assert (
+        "--gpus=5: the number of visible GPUs is 4 (CUDA_VISIBLE_DEVICES=0,1,2,3)" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

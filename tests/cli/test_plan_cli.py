@@ -38,18 +38,18 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 def test_the_answer_comes_first(capsys):
     assert cli.main(["plan", *JOB, "--policy.vision_backbone=resnet18", "--gpu=4090"]) == 0
     out = capsys.readouterr().out
-    assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at the peak\.\nA step takes ", out)
+    assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at peak\.\nA step takes ", out)
     for part in (
         "activations",
-        "at the peak",
-        "the host, beside it",
-        "memory together",
-        "Mbit/s up",
+        "total at peak",
+        "host work, in parallel",
+        "memory, total",
+        "Mbit/s from robot to server",
         "kWh",
         "buying",
     ):
         assert part in out
-    assert "No dataset was named, so this is about 1,000 frames, 1 camera(s) of 64x64" in out
+    assert "No dataset is given. Assumed: 1,000 frames, 1 camera(s) of 64x64" in out
 
 
 def test_compiled_blocks_have_bounds(capsys):
@@ -79,7 +79,10 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "        return found\n"
     )
     assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090"]) == 0
-    assert "makes the host wait for the GPU: bool in own.py, line 9. Then" in capsys.readouterr().out
+    assert (
+        "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
+        in capsys.readouterr().out
+    )
     assert plan(capsys, f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == [
         "bool in own.py, line 9"
     ]
@@ -128,17 +131,20 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert found["data"]["frames"] > 10 and found["host"]["disk_dataset_bytes"] > 0
     assert cli.main(["plan", "--frames=100", *words]) == 2
-    assert "--frames: there is a dataset already" in capsys.readouterr().err
+    assert (
+        "--frames describes a dataset that is not recorded yet, but a dataset is given too"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu=RTX 9999"], "There is no GPU 'RTX 9999'"),
+        (["--gpu=RTX 9999"], "Unknown GPU 'RTX 9999'"),
         (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
         (["--gpu=4090", "--gpus=0"], "--gpus=0 must be at least 1"),
         (["--gpu=4090", "--batchsize=4"], "batchsize"),
-        (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has 10 actions"),
+        (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has only 10 actions. Use at most 10"),
     ],
 )
 def test_mistakes_are_named(flags, said, capsys):

@@ -495,7 +495,7 @@ def test_adapters_of_lerobot(tmp_path):
         (["--lora.alpha=16"], "no effect without a rank"),
         (["--lora.r=-1"], "at least 0"),
         (["--lora.r=4", "--lora.dropout=1"], "less than 1"),
-        (["--lora.r=4", "--lora.target_modules=*.mlp"], "no regular expression"),
+        (["--lora.r=4", "--lora.target_modules=*.mlp"], "not a regular expression"),
         (["--lora.r=4", "--policy.type=tdmpc"], "updates some of its weights itself"),
     ],
 )

@@ -196,7 +196,7 @@ def test_a_damaged_shard_is_named(sharded, tmp_path, capsys):
     shard = run / "checkpoints/000004/training_state/sharded/__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1000])
     assert main(["resume", str(run), "--steps=5"]) == 1
-    assert "training_state/sharded/__1_0.distcp is not what was saved" in capsys.readouterr().err
+    assert "training_state/sharded/__1_0.distcp has changed since it was saved" in capsys.readouterr().err
 
 
 MEASURED = [

@@ -65,6 +65,6 @@ def test_a_rank_is_killed_while_it_writes_its_shard(asynchronous, lowdim, tiny_a
         tmp_path / "out", 2, flags(lowdim, run, tiny_act, *more), then={0: trouble.hurry, 1: die}
     )
     assert killed.end() == [70, -signal.SIGKILL], killed.errors()
-    assert re.search(r"rank 1 on \S+ has not been heard of for \d+ s", killed.errors()), killed.errors()
+    assert re.search(r"rank 1 on \S+ has sent no heartbeat for \d+ s", killed.errors()), killed.errors()
     assert "Traceback" not in killed.errors() and trouble.saved_steps(run) == [3]
     runs.assert_checkpoints_whole(run)

@@ -78,7 +78,7 @@ def test_our_launcher_restarts_a_run_that_goes_on(started, whole):
     os.kill(int(second), signal.SIGKILL)
     run = launched.end()
     assert "restarting all 2 processes: restart 1 of 1" in launched.log.read_text()
-    assert "going on from 0000" in launched.log.read_text()
+    assert "resuming from 0000" in launched.log.read_text()
     trouble.assert_same(whole, run, STEPS)
 
 
@@ -87,5 +87,5 @@ def test_torchrun_restarts_a_run_that_begins_again_and_then_goes_on(started, who
     launched = started["torchrun"]
     run, said = launched.end(), launched.log.read_text()
     assert said.count("steps 0 to 12") == 2 and said.count("steps 5 to 12") == 1
-    assert "going on from 000005" in said
+    assert "resuming from 000005" in said
     trouble.assert_same(whole, run, STEPS)

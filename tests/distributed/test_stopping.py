@@ -60,7 +60,7 @@ def test_all_ranks_save_the_same_step_and_go_on_exactly(what, whole, lowdim, tin
     stopped = ranks.Ranks(tmp_path / "out", 2, flags(lowdim, run, tiny_act, strategy), then=signals)
     assert stopped.end() == [code, code], stopped.errors()
     said = re.findall(
-        r"SIG\w+: stopped after step (\d+), saved as \S+ Go on: flexor resume", stopped.errors()
+        r"SIG\w+: stopped after step (\d+), saved as \S+ Resume with: flexor resume", stopped.errors()
     )
     assert [int(step) for step in said] == trouble.saved_steps(run) == [trouble.steps_done(run)]
     assert "Traceback" not in stopped.errors() and trouble.steps_done(run) < STEPS

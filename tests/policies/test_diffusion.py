@@ -206,8 +206,8 @@ def test_sharding_covers_nearly_all_weights():
             {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"},
             "pretrained_backbone_weights=null",
         ),
-        ({"input_features": CAMERAS}, "needs observation.state"),
-        ({"input_features": {STATE: LOW_DIM[STATE]}}, "needs a camera"),
+        ({"input_features": CAMERAS}, "requires observation.state"),
+        ({"input_features": {STATE: LOW_DIM[STATE]}}, "requires a camera"),
         (
             {
                 "input_features": {

@@ -235,7 +235,7 @@ def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
 
 
 def test_no_task_is_said(clips):
-    with pytest.raises(FlexorError, match="told what to do"):
+    with pytest.raises(FlexorError, match="requires a task description"):
         Tokenize(str(clips / "tiny-clip"))({})
 
 
@@ -265,7 +265,7 @@ def test_an_unknown_clip_is_named(clips, monkeypatch):
         ({"num_integration_steps": 0}, "at least 1"),
         ({"sigma_min": 1.5}, "from 0 to 1"),
         ({"num_train_timesteps": 0}, "num_train_timesteps"),
-        ({"tokenizer_max_length": 40}, "reads 24 tokens at most"),
+        ({"tokenizer_max_length": 40}, "supports 24 tokens at most"),
         ({"image_crop_shape": (30, 30)}, "takes 32 x 32"),
         ({"image_crop_shape": None}, r"image_resize_shape='\[32, 32\]'"),
     ],
@@ -284,5 +284,5 @@ def test_refuses_cameras_of_two_sizes_and_no_state(clips):
         MultiTaskDiT(
             replace(config, input_features={**config.input_features, "observation.images.wrist": other})
         )
-    with pytest.raises(ConfigError, match=r"needs observation.state"):
+    with pytest.raises(ConfigError, match=r"requires observation.state"):
         MultiTaskDiT(replace(config, input_features={"observation.images.top": camera}))

@@ -89,7 +89,7 @@ def held_out(run: Path) -> list[float]:
 def test_a_policy_without_blocks_is_refused(own, lowdim, tmp_path, capsys):
     flags = runs.flags(lowdim, tmp_path / "run", own, "--compile", "--policy.blocks=0", "--steps=1")
     assert main(["train", *flags]) == 2
-    assert "names no blocks to compile" in capsys.readouterr().err
+    assert "has no blocks to compile" in capsys.readouterr().err
 
 
 def test_no_compiler_is_named_before_the_first_step(monkeypatch):

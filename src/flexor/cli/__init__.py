@@ -1,1 +1,1 @@
-"""The command line: `main`, and a file for each verb that takes more than a few lines."""
+"""The command line: `main.py`, and one file per verb."""

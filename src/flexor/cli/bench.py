@@ -1,4 +1,4 @@
-"""`flexor bench`: how fast batches come, and how fast they could."""
+"""`flexor bench`: how fast batches are loaded, and how fast the hardware could load them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def run(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="flexor bench data",
-        description="Load a dataset with no model and say how far that is from what the hardware allows. "
-        "Settings of `flexor train` may follow: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
+        description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
+        "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -28,19 +28,28 @@ def run(arguments: list[str]) -> int:
         "--mode",
         choices=bench_data.MODES,
         default="single",
-        help="a sample is: one frame of all cameras; eight steps one second apart; what --policy.type trains on",
+        help="contents of a sample: one frame of all cameras (single), eight steps one second apart (sarm), or the "
+        "observations and actions that --policy.type trains on (policy)",
     )
-    parser.add_argument("--ranks", type=int, default=1, help="processes that load side by side")
-    parser.add_argument("--epochs", type=int, default=1, help="times to go through the data")
-    parser.add_argument("--batches", type=int, help="stop after so many batches instead")
-    parser.add_argument("--warmup", type=int, default=0, help="batches before measuring starts")
-    parser.add_argument("--source", default="disk", help="label: hub, bucket, warmed bucket, disk")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes that load in parallel")
+    parser.add_argument("--epochs", type=int, default=1, help="number of epochs to load")
+    parser.add_argument("--batches", type=int, help="stop after this number of batches instead")
+    parser.add_argument(
+        "--warmup", type=int, default=0, help="number of batches to load before the measurement starts"
+    )
+    parser.add_argument(
+        "--source",
+        default="disk",
+        help="where the data is stored, a label for the report: hub, bucket, warmed bucket, disk",
+    )
     parser.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "host",
-        help="where batches go: cuda, cpu (pictures become RGB there), or host: ready to be sent to a GPU",
+        help="where batches go: cuda, cpu (images are converted to RGB there), or host (ready to be sent to a GPU)",
     )
-    parser.add_argument("--output", type=Path, help="folder or FILE.json for the report; CSV goes beside it")
+    parser.add_argument(
+        "--output", type=Path, help="folder or FILE.json for the report; a CSV file is written next to it"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, settings = parser.parse_known_args(arguments)
     own = vars(parsed)

@@ -1,4 +1,4 @@
-"""The verbs of `flexor data`."""
+"""`flexor data`: inspect, check, repair and decode datasets."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def run(arguments: list[str]) -> int:
     from flexor.data.loader import cache_flags
 
     parser = argparse.ArgumentParser(
-        prog="flexor data", description="Look at a dataset before training on it, and repair it."
+        prog="flexor data", description="Inspect, check and repair a dataset before training on it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for name, text in (
         ("info", "describe a dataset"),
-        ("check", "find what is wrong with a dataset; exits with 1 if something is"),
+        ("check", "find problems in a dataset; the exit code is 1 if there are any"),
         ("stats", "compute a dataset's statistics"),
     ):
         verb = verbs.add_parser(name, help=text, description=text)
@@ -30,10 +30,12 @@ def run(arguments: list[str]) -> int:
         if name == "check":
             verb.add_argument("--quick", action="store_true", help="do not decode the videos")
             verb.add_argument(
-                "--good-episodes", type=Path, help="write the list for --dataset.episodes=@FILE"
+                "--good-episodes",
+                type=Path,
+                help="write the list of good episodes to this file, for --dataset.episodes=@FILE",
             )
         if name == "stats":
-            verb.add_argument("--write", action="store_true", help="write them to meta/stats.json")
+            verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
     _add_repair(verbs)
     cache_flags.add_verb(verbs)
     parsed = parser.parse_args(dashed(arguments))
@@ -42,15 +44,17 @@ def run(arguments: list[str]) -> int:
 
 
 def _add_repair(verbs: Any) -> None:
-    text = "write what is good and what can be mended of a dataset into a new one, v3.0"
-    verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not touched.")
+    text = "write the good and the repairable episodes of a dataset to a new dataset, v3.0"
+    verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not changed.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("out", type=Path, help="folder for the new dataset")
-    listed = "numbers and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
-    verb.add_argument("--episodes", metavar="LIST", help=f"only these: {listed}")
-    verb.add_argument("--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"not these: {listed}")
-    verb.add_argument("--quick", action="store_true", help="decode no more frames than statistics need")
-    verb.add_argument("--dry-run", action="store_true", help="say what would be done, and write nothing")
+    listed = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
+    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {listed}")
+    verb.add_argument(
+        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {listed}"
+    )
+    verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
+    verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
     verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
 
 
@@ -149,7 +153,7 @@ def _build_cache(parsed: argparse.Namespace) -> int:
 
 
 def _local(root: str) -> Path:
-    """The dataset's folder on this machine, fetched or made if it is elsewhere."""
+    """The dataset's folder on this machine. A remote dataset is downloaded, the built-in one is recorded."""
     from flexor.data.format.metadata import read_metadata
     from flexor.data.storage.source import find_source
 
@@ -161,14 +165,14 @@ def _local(root: str) -> Path:
     source.fetch(names)
     report = progress("fetching")
     for done, name in enumerate(names, 1):
-        if source.exists(name):  # a check names what is missing
+        if source.exists(name):  # `check` reports missing files
             source.local(name)
         report(done, len(names))
     return source.root
 
 
 def _address(root: str) -> dict[str, Any]:
-    """How `open_dataset` takes what may be a folder, an address or a name on the Hub."""
+    """The arguments of `open_dataset` for a folder, a URL or a Hub repository."""
     from flexor.data.storage.source import is_repo_id
     from flexor.sim.record import BUILTIN, builtin_dataset
 

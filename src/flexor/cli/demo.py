@@ -1,4 +1,4 @@
-"""`flexor demo`: from nothing to a policy that solves the built-in task, with the figures that show it."""
+"""`flexor demo`: train a policy that solves the built-in task, and measure its success rate."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SUMMARY = "summary.json"
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor demo",
-        description="Record, train and evaluate on the built-in task: minutes on a CPU. Settings of "
-        "`flexor train` may follow.",
+        description="Record data, train a policy and evaluate it on the built-in task. This takes minutes on a CPU. "
+        "Settings of `flexor train` are accepted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -47,12 +47,14 @@ def run(arguments: list[str]) -> int:
 
 
 def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
-    """Record, train, evaluate beside the expert and an untrained policy; leave a video and a summary."""
+    """Record, train, and compare the policy with the expert and an untrained policy. Writes a video and a summary."""
     started = time.perf_counter()
     flags = {**parse_flags(settings), "output_dir": str(folder)}
     config = build_config(flatten(read_file("demo")), flags)
     if not config.save_checkpoint:
-        raise ConfigError("The demo evaluates the policy it saved: leave save_checkpoint=true.")
+        raise ConfigError(
+            "save_checkpoint=false: the demo evaluates the policy that it saved. Leave out this setting."
+        )
     _clear(folder)
     result = train(config, preflight=Preflight())
 
@@ -81,19 +83,19 @@ def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any]
 
 
 def _clear(folder: Path) -> None:
-    """Make room for the demo, but only where a demo was before and none is running now."""
+    """Remove an earlier demo from the folder, but nothing else, and not while it is still running."""
     if not folder.exists():
         return
     is_run = (folder / RUN_CONFIG).is_file()
     if (is_run and read_run(folder).get("job_name") != "demo") or (not is_run and any(folder.iterdir())):
-        raise ConfigError(f"{folder} holds something that is not a demo: choose another --output-dir.")
+        raise ConfigError(f"{folder} contains files that are not a demo. Choose another --output-dir.")
     if is_run:
         with open_run(folder, resume=True):
             shutil.rmtree(folder)
 
 
 def _untrained(config: TrainConfig, trained: Pretrained, device: str) -> Pretrained:
-    """The same policy with the weights it started from."""
+    """The same policy with its initial weights."""
     policy = build_policy(config, Engine(find_device(device)))
     return replace(trained, policy=policy.eval())
 
@@ -111,7 +113,7 @@ def _text(scores: dict[str, Summary], summary: dict[str, Any], folder: Path) -> 
     return "\n".join(
         [
             "",
-            f"{summary['episodes']} episodes from starts that were not in the data:",
+            f"{summary['episodes']} episodes from initial states that are not in the dataset:",
             "",
             table(rows),
             "",

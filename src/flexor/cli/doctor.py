@@ -1,4 +1,4 @@
-"""`flexor doctor`: what a bug report needs, and what is wrong here with its fix."""
+"""`flexor doctor`: the information for a bug report, and problems with this machine and how to fix them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ LITTLE_MEMORY_GB = 2
 def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor doctor",
-        description="What a bug report needs, and what is wrong. Exits with 1 on a problem.",
+        description="Show the information for a bug report, and problems with this machine. "
+        "The exit code is 1 if there is a problem.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
@@ -48,7 +49,7 @@ def run(arguments: list[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Facts about this machine, and a list of problems, each with what to do about it."""
+    """Facts about this machine, and a list of problems, each with its fix."""
     problems: list[dict[str, str]] = []
     facts: dict[str, Any] = {
         "flexor": __version__,
@@ -92,8 +93,8 @@ def _torch(problems: list[dict[str, str]]) -> dict[str, Any]:
             if free < 0.5 * properties.total_memory:
                 _add(
                     problems,
-                    f"GPU {index} has {free / 1e9:.1f} of {properties.total_memory / 1e9:.1f} GB free",
-                    "see who uses it with nvidia-smi, or choose another with CUDA_VISIBLE_DEVICES",
+                    f"GPU {index} has only {free / 1e9:.1f} of {properties.total_memory / 1e9:.1f} GB free",
+                    "find the program that uses it with nvidia-smi, or select another GPU with CUDA_VISIBLE_DEVICES",
                 )
         except RuntimeError as error:
             _add(
@@ -127,11 +128,15 @@ def _decoders(problems: list[dict[str, str]]) -> dict[str, Any]:
     try:
         import av
     except ImportError as error:
-        _add(problems, f"videos can't be read: {error}", "pip install --force-reinstall av")
+        _add(problems, f"can't read videos: {error}", "pip install --force-reinstall av")
         return {}
     there = {name: name in av.codecs_available for name in CODECS}
     if not there["libdav1d"] and "av1" not in av.codecs_available:
-        _add(problems, "PyAV has no AV1 decoder, and LeRobot's videos are AV1", "pip install av from a wheel")
+        _add(
+            problems,
+            "PyAV has no AV1 decoder, and LeRobot's videos use AV1",
+            "install av from a wheel with pip",
+        )
     return {"ffmpeg": getattr(av, "ffmpeg_version_info", "unknown"), **there}
 
 
@@ -140,14 +145,14 @@ def _memory(problems: list[dict[str, str]]) -> dict[str, float]:
     if free < LITTLE_MEMORY_GB:
         _add(
             problems,
-            f"{free:.1f} of {total:.1f} GB of memory is free, which is little",
+            f"only {free:.1f} of {total:.1f} GB of host memory is free",
             "lower --batch_size and --dataset.cache.pool_gb",
         )
     return {"total": round(total, 1), "free": round(free, 1)}
 
 
 def _disks(problems: list[dict[str, str]]) -> dict[str, float]:
-    """Free space where runs, caches and temporary files go, and whether they can be written."""
+    """Free space in the folders for runs, caches and temporary files, and whether they are writable."""
     free = {}
     for label, folder in (
         ("here", Path.cwd()),
@@ -159,11 +164,15 @@ def _disks(problems: list[dict[str, str]]) -> dict[str, float]:
         if not os.access(there, os.W_OK):
             _add(
                 problems,
-                f"{there} can't be written",
+                f"{there} is not writable",
                 "choose another folder (--output_dir, FLEXOR_CACHE, TMPDIR)",
             )
         elif free[label] < LITTLE_DISK_GB:
-            _add(problems, f"{free[label]} GB free in {there}", "make room: checkpoints and caches need it")
+            _add(
+                problems,
+                f"only {free[label]} GB free in {there}",
+                "free some disk space for checkpoints and caches",
+            )
     return free
 
 
@@ -186,5 +195,5 @@ def render(findings: dict[str, Any]) -> str:
     ]
     for problem in findings["problems"]:
         lines.append(f"PROBLEM     {problem['problem']}\n            fix: {problem['fix']}")
-    lines.append("" if findings["problems"] else "nothing wrong")
+    lines.append("" if findings["problems"] else "no problems found")
     return "\n".join(lines).rstrip()

@@ -1,4 +1,4 @@
-"""`flexor eval`: play episodes with a trained policy."""
+"""`flexor eval`: run episodes with a trained policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def run(arguments: list[str]) -> int:
     from flexor.evaluate.report import evaluate_policy
 
     parser = argparse.ArgumentParser(
-        prog="flexor eval", description="Play episodes with a trained policy and report its success."
+        prog="flexor eval", description="Run episodes with a trained policy and report its success rate."
     )
     parser.add_argument("policy", help="run, checkpoint folder or Hub repository")
     parser.add_argument(
@@ -21,7 +21,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument(
         "--videos",
         type=Path,
-        help="folder for videos (how many: --eval.videos); unless given, the run's",
+        help="folder for videos (default: in the run's folder); --eval.videos sets how many",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
@@ -33,5 +33,5 @@ def run(arguments: list[str]) -> int:
 
 
 def _lerobot_eval(arguments: list[str]) -> list[str]:
-    """`lerobot-eval --policy.path=X` names the policy by a flag; here it stands by itself."""
+    """`lerobot-eval --policy.path=X` names the policy with a flag; here it is a positional argument."""
     return [word.removeprefix("--policy.path=") for word in arguments if word != "--policy.path"]

@@ -1,4 +1,4 @@
-"""`flexor export`: the policy of a checkpoint as one file."""
+"""`flexor export`: write the policy of a checkpoint as one file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ def run(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="flexor export",
-        description="Write the policy of a checkpoint as one model.safetensors in LeRobot's format, also if many "
-        "processes saved it in parts.",
+        description="Write the policy of a checkpoint as one model.safetensors in LeRobot's format, even if "
+        "several processes saved it in parts.",
     )
-    parser.add_argument("path", type=Path, help="run (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("--output", type=Path, help="new folder; unless given, into the checkpoint itself")
+    parser.add_argument(
+        "path", type=Path, help="run folder (its newest checkpoint is used) or checkpoint folder"
+    )
+    parser.add_argument("--output", type=Path, help="new folder (default: the checkpoint's own folder)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = parser.parse_args(arguments)
     folder = run_export(parsed.path, parsed.output)

@@ -1,4 +1,4 @@
-"""`flexor launch`: start a run on several GPUs, on a cluster, in the cloud."""
+"""`flexor launch`: start a run on several GPUs, on a cluster or in the cloud."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flexor.launch.local import describe, flexor_command
 
 USAGE = """usage: flexor launch WHERE [options] [--] [train | resume RUN] [settings ...]
 
-Start a run somewhere else than in this process.
+Start a run on several GPUs, on a cluster or in the cloud.
 
   local       one process per GPU of this machine
   slurm       a job on a SLURM cluster
   hf-jobs     a job on Hugging Face's machines
 
-`flexor launch WHERE --help` says more. With --dry-run nothing is started, only shown.
+`flexor launch WHERE --help` shows the options. --dry-run only shows what would be started.
 """
 VERBS = {"train": train.run, "resume": resume.run}
 
@@ -48,14 +48,14 @@ def hf_jobs(arguments: list[str]) -> int:
 
 
 def local(arguments: list[str]) -> int:
-    """`flexor launch local ...`: the processes of a run on this machine."""
+    """`flexor launch local ...`: start the processes of a run on this machine."""
     parser = argparse.ArgumentParser(
         prog="flexor launch local",
         usage="flexor launch local [--gpus=N | --processes=N] [--max-restarts=R] [--dry-run] "
         "[--] [train | resume RUN] [settings ...]",
-        description="Train with one process per GPU of this machine, or go on with a run. Without --gpus and "
-        "--processes all visible GPUs are used (CUDA_VISIBLE_DEVICES). Ctrl-C, SIGTERM and SIGUSR1 make the run "
-        "save and stop; the exit code is that of the first process that failed (75: saved, start me again).",
+        description="Train with one process per GPU of this machine, or continue a run. The default is to use all "
+        "visible GPUs (CUDA_VISIBLE_DEVICES). On Ctrl-C, SIGTERM or SIGUSR1 the run saves a checkpoint and stops. The "
+        "exit code is that of the first process that failed (75: a checkpoint was saved, start the run again).",
         allow_abbrev=False,
         parents=[process_flags("")],
     )
@@ -64,9 +64,11 @@ def local(arguments: list[str]) -> int:
         "--max_restarts",
         default="0",
         metavar="R",
-        help="after a crash start all processes again, at most R times, from the last checkpoint",
+        help="after a crash, restart all processes from the last checkpoint, at most R times",
     )
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print what would be started")
+    parser.add_argument(
+        "--dry-run", "--dry_run", action="store_true", help="print the commands instead of starting them"
+    )
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parsed, settings = parser.parse_known_args(arguments[:cut])
     command = _with_verb([*settings, *arguments[cut + 1 :]])
@@ -83,7 +85,7 @@ def local(arguments: list[str]) -> int:
 
 
 def _with_verb(words: list[str]) -> list[str]:
-    """What to start: `train` unless it says."""
+    """The command to start; `train` is the default verb."""
     if words and words[0] in VERBS:
         return words
     if words and not words[0].startswith("-") and "=" not in words[0]:

@@ -1,4 +1,4 @@
-"""The `flexor` program: one subcommand per verb, which parses, calls one function and prints."""
+"""The `flexor` program: one subcommand per verb. Each parses its flags, calls one function and prints."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
 from flexor.core.typed import closest
 
-# Each is a file beside this one, with a function `run(arguments)` that returns the exit code.
+# Each verb is a file in this folder with a function `run(arguments)` that returns the exit code.
 VERBS = {
-    "plan": "memory, time and cost of a run on any GPU, before it is started",
+    "plan": "estimate memory, time and cost of a run on any GPU, before you start it",
     "train": "train a policy (without arguments: on the built-in task)",
-    "resume": "go on with a run, exactly where its newest checkpoint left off",
-    "eval": "play episodes with a trained policy",
-    "export": "the policy of a checkpoint as one file, also if many processes saved it in parts",
+    "resume": "continue a run exactly from its newest checkpoint",
+    "eval": "run episodes with a trained policy and report its success rate",
+    "export": "write the policy of a checkpoint as one file, even if several processes saved it in parts",
     "record": "record demonstrations of the built-in task as a dataset",
-    "launch": "local, slurm, hf-jobs: start a run on several GPUs, on a cluster, in the cloud",
-    "data": "info, check, repair, stats, cache: look at a dataset, mend it and decode it, before training on it",
-    "bench": "data: how fast batches come, and how fast they could",
+    "launch": "local, slurm, hf-jobs: start a run on several GPUs, on a cluster or in the cloud",
+    "data": "info, check, repair, stats, cache: inspect, repair and decode a dataset before training on it",
+    "bench": "data: measure how fast batches are loaded, and how fast the hardware could load them",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
-    "doctor": "what a bug report needs, and what is wrong with this machine",
+    "doctor": "show the information for a bug report, and problems with this machine",
 }
 USAGE = """usage: flexor VERB ...
 
@@ -33,19 +33,19 @@ Train robot policies on LeRobot datasets.
 
 {verbs}
 
-`flexor VERB --help` says more. Verbs that report take --json: one JSON object on standard output.
+`flexor VERB --help` shows the options. Verbs that print a report support --json: one JSON object on standard output.
 """
 
 
 def program() -> int:
-    """`main` in a process of its own."""
+    """Run `main` as the whole process: the entry point of the `flexor` command."""
     code = main()
-    gc.freeze()  # at the end Python would look for garbage in all that was imported, for half a second
+    gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; a mistake of the user's is a message and an exit code, not a traceback."""
+    """Run one verb. A user error gives a message and an exit code, not a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = arguments[0], arguments[1:]
     try:
         if verb not in VERBS:
-            raise ConfigError(f"There is no verb {verb!r}. {closest(verb, VERBS)}")
+            raise ConfigError(f"Unknown verb {verb!r}. {closest(verb, VERBS)}")
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code
     except FlexorError as error:
@@ -69,19 +69,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # whoever read our output has had enough
+        # the program that reads our output has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        print(f"flexor {verb}: {error}. Make room or choose another folder.", file=sys.stderr)
+        print(
+            f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.",
+            file=sys.stderr,
+        )
         _leave_ranks(1)
         return 1
 
 
 def _is_first_of_host() -> bool:
-    """Of processes that have not met, one of each host speaks: all of them make the same mistake."""
+    """Before the ranks are connected, only one process per host prints an error: all of them have the same one."""
     return _joined() or os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
 
@@ -91,7 +94,7 @@ def _joined() -> bool:
 
 
 def _leave_ranks(code: int) -> None:
-    """End a process of many at once: tidying up might wait for ranks that are gone."""
+    """End a process of a multi-process run immediately: a clean exit might wait for ranks that have ended."""
     if _joined():
         sys.stdout.flush()
         sys.stderr.flush()

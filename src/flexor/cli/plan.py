@@ -1,4 +1,4 @@
-"""The verb `plan`: flags, and which face to show."""
+"""`flexor plan`: its flags, and which report it prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexor.plan.data import FPS, FRAMES
 
 if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
-    from flexor.plan.compare import Study
+    from flexor.plan.compare import Comparison
     from flexor.plan.data.host import Data
     from flexor.plan.site.hardware import GPU, Hardware
 
@@ -22,53 +22,68 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="flexor plan",
-        description="What a run will take, before it is started: memory and time on any GPU, money, the host. No GPU "
-        "is needed. All settings of `flexor train` may follow; without a dataset, one is described by the flags below.",
+        description="Estimate what a run needs before you start it: memory and time on any GPU, cost, and requirements "
+        "for the host. No GPU is needed. All settings of `flexor train` are accepted. Without a dataset, describe one "
+        "with the flags below.",
         allow_abbrev=False,
     )
     where = flags.add_argument_group("where")
     where.add_argument(
-        "--gpu", metavar="NAME[,NAME]", help="GPU, or several to compare; this machine's, else all"
+        "--gpu",
+        metavar="NAME[,NAME]",
+        help="GPU, or several to compare (default: this machine's GPU, or all if it has none)",
     )
-    where.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node (default 1)")
-    where.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    where.add_argument("--gpus", type=int, metavar="N", help="GPUs per node (default 1)")
+    where.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default 1)")
     where.add_argument(
-        "--interconnect", type=float, metavar="GB/S", help="between GPUs or nodes, one direction"
+        "--interconnect", type=float, metavar="GB/S", help="bandwidth between GPUs or nodes, in one direction"
     )
-    where.add_argument("--gpus-file", type=Path, metavar="FILE", help="GPUs and prices of your own (TOML)")
+    where.add_argument("--gpus-file", type=Path, metavar="FILE", help="your own GPUs and prices (TOML)")
     where.add_argument(
-        "--price", type=float, metavar="USD/H", help="of all nodes together, instead of the list's"
+        "--price", type=float, metavar="USD/H", help="price of all nodes together, instead of the list price"
     )
     data = flags.add_argument_group("a dataset that is not recorded yet")
-    data.add_argument("--frames", type=int, metavar="N", help=f"moments (default {FRAMES})")
-    data.add_argument("--cameras", metavar="NxHxW", help="number, height, width (default 2x480x640)")
-    data.add_argument("--state", type=int, metavar="N", help="numbers in the robot's state (default 14)")
-    data.add_argument("--action", type=int, metavar="N", help="numbers in an action (default 14)")
+    data.add_argument("--frames", type=int, metavar="N", help=f"number of frames (default {FRAMES})")
+    data.add_argument(
+        "--cameras", metavar="NxHxW", help="number of cameras, height, width (default 2x480x640)"
+    )
+    data.add_argument(
+        "--state", type=int, metavar="N", help="number of values in the robot's state (default 14)"
+    )
+    data.add_argument("--action", type=int, metavar="N", help="number of values in an action (default 14)")
     data.add_argument("--fps", type=float, metavar="HZ", help=f"frames per second (default {FPS:g})")
-    robot = flags.add_argument_group("the robot that will act")
+    robot = flags.add_argument_group("the robot that runs the policy")
     robot.add_argument(
-        "--rate-hz", type=float, metavar="HZ", help="actions per second; the dataset's frame rate"
+        "--rate-hz", type=float, metavar="HZ", help="actions per second (default: the value of --fps)"
     )
     robot.add_argument(
-        "--executed", type=int, metavar="N", help="actions of a chunk; the policy's own choice"
+        "--executed",
+        type=int,
+        metavar="N",
+        help="actions executed of each chunk (default: the policy's setting)",
     )
     faces = flags.add_argument_group("what to print")
-    faces.add_argument("--json", action="store_true", help="one JSON object")
+    faces.add_argument("--json", action="store_true", help="print one JSON object")
     faces.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots")
-    faces.add_argument("--table", action="store_true", help="a hardware guide for all policies, in Markdown")
+    faces.add_argument(
+        "--table", action="store_true", help="print a hardware guide for all policies, in Markdown"
+    )
     faces.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's GPU and host for two or three minutes; plans use it from then on",
+        help="measure this machine's GPU and host for two or three minutes; later plans use the result",
     )
     flags.add_argument(
-        "--bench", type=Path, metavar="FILE", help="what `flexor bench data` measured of this data"
+        "--bench",
+        type=Path,
+        metavar="FILE",
+        help="report of `flexor bench data` about this data, for its loading speed",
     )
     return flags
 
 
 def run(arguments: list[str]) -> int:
-    gc.disable()  # a plan ends before there is much garbage, and looking for it would take a tenth of the time
+    gc.disable()  # a plan makes little garbage, and searching for it takes a tenth of the time
     try:
         return _run(arguments)
     finally:
@@ -99,7 +114,7 @@ def _run(arguments: list[str]) -> int:
     return 0 if study.plan.fits else 1
 
 
-def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Study:
+def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
     from flexor.plan.compare import study
 
     config, data, assumed = _job(parsed, settings)
@@ -131,7 +146,7 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
 
 
 def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Data, str]:
-    """Settings with the policy's features filled in, the data, and what was assumed of it."""
+    """The settings with the policy's features filled in, the data, and what was assumed about the data."""
     from flexor.config.parse import load_config, parse_flags
 
     given = parse_flags(settings)
@@ -141,7 +156,8 @@ def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, 
     if {"config", "dataset.repo_id", "dataset.root"} & given.keys():
         if described:
             raise ConfigError(
-                f"--{min(described)}: there is a dataset already, which says that. Leave one of them out."
+                f"--{min(described)} describes a dataset that is not recorded yet, but a dataset is given too. "
+                "Leave out one of them."
             )
         from flexor.plan.data.from_dataset import open_for_plan
 
@@ -166,14 +182,14 @@ def _described(parsed: argparse.Namespace, config: TrainConfig) -> tuple[TrainCo
     policy = robot.fill_in(config.policy)
     frames = parsed.frames or FRAMES
     said = (
-        f"{frames:,} frames, {number} camera(s) of {height}x{width}, {robot.state} numbers of state, "
-        f"{robot.action} of action"
+        f"{frames:,} frames, {number} camera(s) of {height}x{width}, a state of {robot.state} values, "
+        f"actions of {robot.action} values"
     )
     return replace(config, policy=policy), imagined_data(policy, frames), said
 
 
 def _gpus(names: str | None, hardware: Hardware) -> tuple[list[GPU], bool]:
-    """The GPUs that are meant; none for all. And whether it is this machine's."""
+    """The selected GPUs (an empty list means all), and whether they are this machine's."""
     from flexor.plan.site.hardware import gpu_here
 
     if names:
@@ -187,14 +203,14 @@ def _calibrate(hardware: Hardware) -> int:
 
     gpu = gpu_here(hardware)
     if gpu is None or gpu.maker != "nvidia":
-        raise ConfigError("--calibrate measures a GPU of NVIDIA's, and PyTorch sees none on this machine.")
+        raise ConfigError("--calibrate requires an NVIDIA GPU, but PyTorch sees none on this machine.")
     from flexor.plan.speed.calibrate import calibrate
     from flexor.plan.speed.speeds import file_of, save
 
     speeds = calibrate(gpu, log.info)
     save(speeds, file_of(gpu))
     print(
-        f"{gpu.name}: steps that the GPU bounds were predicted within {speeds.spread_gpu:.0%}, those that the host "
-        f"bounds within {speeds.spread_host:.0%}. Written to {file_of(gpu)}; plans use it from now on."
+        f"{gpu.name}: predicted step times were within {speeds.spread_gpu:.0%} where the GPU is the bottleneck, and "
+        f"within {speeds.spread_host:.0%} where the host is. Saved to {file_of(gpu)}; later plans use it."
     )
     return 0

@@ -20,15 +20,20 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("root", type=Path, help="new folder for the dataset")
     parser.add_argument("--episodes", type=int, default=300, help="demonstrations to record")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first episode")
-    parser.add_argument("--image-size", type=int, default=32, help="height and width of the picture")
+    parser.add_argument("--image-size", type=int, default=32, help="height and width of the image, in pixels")
     parser.add_argument(
         "--obs-type",
         choices=tuple(OBSERVED),
         default=PIXELS,
-        help="what is observed: a picture, or where things are",
+        help="what the policy observes: an image, or the positions of the objects",
     )
-    parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="how the video is written")
-    parser.add_argument("--noise", type=float, default=1.0, help="disturbances the expert recovers from")
+    parser.add_argument("--codec", choices=("h264", "av1"), default="h264", help="video codec")
+    parser.add_argument(
+        "--noise",
+        type=float,
+        default=1.0,
+        help="strength of the disturbances that the expert recovers from, 0 (none) to 1.5",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = vars(parser.parse_args(dashed(arguments)))
     root, as_json = parsed.pop("root"), parsed.pop("json")

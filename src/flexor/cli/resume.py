@@ -18,14 +18,14 @@ def run(arguments: list[str]) -> int:
     if take_flag(arguments, "-h", "--help"):
         print(
             "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n\n"
-            "Go on with the run in folder RUN from its newest checkpoint. Settings that would make it\n"
-            "another run can't change. --gpus=N starts a process for each of N GPUs (or of all),\n"
-            "--processes=N starts N on the CPU."
+            "Continue the run in folder RUN from its newest checkpoint. Settings that would make it a\n"
+            "different run can't be changed. --gpus=N starts one process per GPU (N or all),\n"
+            "--processes=N starts N processes on the CPU."
         )
         return 0
     processes, as_json = take_processes("resume", arguments), take_flag(arguments, "--json")
     if not arguments or arguments[0].startswith("--"):
-        raise ConfigError("Which run? Name its folder first: flexor resume RUN [--steps=N ...].")
+        raise ConfigError("The run folder is missing. Name it first: flexor resume RUN [--steps=N ...].")
     if processes > 1:
         return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
     config = resumed_config(Path(arguments[0]), arguments[1:])

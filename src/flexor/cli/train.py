@@ -38,17 +38,17 @@ def _run_of(flags: dict[str, Any]) -> Path:
     """The run that `lerobot-train --resume=true --config_path=.../train_config.json` means."""
     if "config" not in flags:
         raise ConfigError(
-            "--resume=true needs --config_path=RUN/checkpoints/last/pretrained_model/train_config.json."
+            "--resume=true requires --config_path=RUN/checkpoints/last/pretrained_model/train_config.json."
         )
     path = Path(flags["config"]).absolute()
     for folder in (path, *path.parents):
         if (folder / RUN_CONFIG).is_file():
             return folder
-    raise ConfigError(f"--config_path={path} does not lie in a run of Flexor: use `flexor resume RUN`.")
+    raise ConfigError(f"--config_path={path} is not in a run folder of Flexor. Use `flexor resume RUN`.")
 
 
 def _without(arguments: list[str], *dropped: str) -> list[str]:
-    """The flags less some."""
+    """The flags without the dropped ones."""
     from flexor.config.parse import parse_flags
 
     kept = {k: v for k, v in parse_flags(arguments).items() if k not in dropped}

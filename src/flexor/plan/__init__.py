@@ -1,1 +1,1 @@
-"""What a run will take, before it is started: memory, time and cost, worked out without a GPU."""
+"""Estimate memory, time and cost of a run before it starts, without a GPU."""

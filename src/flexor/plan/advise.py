@@ -1,8 +1,8 @@
-"""What to change if a run does not fit, in order of least harm.
+"""Suggest changes if a run does not fit, the least harmful first.
 
-Least harm is first of all to what is learned: a change that computes the same comes before one that rounds differently,
-and that before one that is another training. Among equals the faster one comes first. What a change would save is found
-by planning again with it.
+Harm means first of all harm to the training result: a change that computes the same comes first, then one that rounds
+differently, then one that changes the training. Among equally harmful changes the faster one comes first. The saved
+memory is found by planning again with the change.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.trace.traces import Traces
 from flexor.policies.features import Kind
 
-WORTH_IT = 0.01  # of the peak that a change saves at least, to be named
+WORTH_IT = 0.01  # share of the peak that a change must save to be suggested
 
 
 class Harm(IntEnum):
-    """What a change does to a run."""
+    """The cost of a change for a run."""
 
     TIME = 1
     """The same result, later."""
@@ -35,7 +35,7 @@ class Harm(IntEnum):
     ROUNDING = 3
     """The same training, computed less exactly."""
     LEARNING = 4
-    """Another training: results have to be judged anew."""
+    """Different training: its results must be evaluated again."""
 
 
 KINDS = {
@@ -52,7 +52,7 @@ KINDS = {
     "pictures": Harm.LEARNING,
     "batch": Harm.LEARNING,
 }
-"""Every change there is, and its harm; of two that harm and cost the same, the first one is better."""
+"""Every kind of change and its harm. Of two with equal harm and cost, the first one is better."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Effect:
     """What a change is predicted to do."""
 
     memory: int
-    """Bytes of each GPU that it saves at the peak."""
+    """Bytes that it saves of each GPU's peak memory."""
     time: float = 1.0
-    """Times as long as a step takes."""
+    """Factor on the step time."""
     gpus: float = 1.0
-    """Times as many GPUs."""
+    """Factor on the number of GPUs."""
     fits: bool = False
     """Whether the run fits with this change alone."""
 
@@ -76,7 +76,7 @@ class Change:
     name: str
     """One of `KINDS`."""
     setting: str
-    """What to add to the command."""
+    """The flags to add to the command."""
     why: str
     """What it does, in a sentence."""
     effect: Effect | None = None
@@ -90,7 +90,7 @@ class Change:
 
 
 def in_order(changes: Iterable[Change]) -> list[Change]:
-    """Least harm first; then what takes fewer GPUs, less time, and saves more."""
+    """Least harmful first; then fewer GPUs, less time, more memory saved."""
     places = list(KINDS)
 
     def key(change: Change) -> tuple[float, ...]:
@@ -101,9 +101,10 @@ def in_order(changes: Iterable[Change]) -> list[Change]:
 
 
 def remedy(changes: Iterable[Change], fits: Callable[[list[Change]], bool]) -> list[Change]:
-    """The least harmful changes that make a run fit together; none if all of them do not.
+    """The least harmful changes that together make a run fit; empty if all of them together are not enough.
 
-    One that is enough by itself is better than several as harmful as it. What they save overlaps, so `fits` is asked.
+    A single sufficient change is better than several changes of the same harm. Savings overlap and can't be added up,
+    so `fits` is called for a combination.
     """
     ordered = in_order(changes)
     chosen: list[Change] = []
@@ -121,7 +122,7 @@ def remedy(changes: Iterable[Change], fits: Callable[[list[Change]], bool]) -> l
 
 
 def _goes_with(change: Change, chosen: list[Change]) -> bool:
-    """Whether it changes another setting than those do."""
+    """Whether it changes none of the settings that the chosen changes set."""
     keys = {key for other in chosen for key in parse_flags(other.setting.split())}
     return not keys & parse_flags(change.setting.split()).keys()
 
@@ -129,9 +130,9 @@ def _goes_with(change: Change, chosen: list[Change]) -> bool:
 def possible_changes(
     config: TrainConfig, gpu: GPU, gpus: int = 1, at_a_time: int | None = None
 ) -> list[Change]:
-    """What this run could do to take less of a GPU's memory, without a prediction of what it would save.
+    """Changes that could reduce this run's GPU memory, without a prediction of their effect.
 
-    `at_a_time`: samples in a pass instead of batch_size, a divisor of it; half of them unless given.
+    `at_a_time`: samples per pass instead of batch_size, a divisor of it (default: half of batch_size).
     """
     fewer = at_a_time or (config.batch_size // 2 if config.batch_size % 2 == 0 else 1)
     changes = [*_same_result(config, fewer), *_more_gpus(config, gpus), *_other_result(config, gpu, fewer)]
@@ -142,11 +143,15 @@ def _same_result(config: TrainConfig, fewer: int) -> list[Change]:
     changes = []
     if config.dataset.cache.tier == "gpu":
         changes.append(
-            Change("frames", "--dataset.cache.tier=ram", "frames stay in the host's memory, not the GPU's")
+            Change("frames", "--dataset.cache.tier=ram", "caches frames in host memory instead of GPU memory")
         )
     if config.dataset.decoder == "nvdec":
         changes.append(
-            Change("decoder", "--dataset.decoder=cpu", "the GPU's decoder and its pool take of its memory")
+            Change(
+                "decoder",
+                "--dataset.decoder=cpu",
+                "decodes on the CPU: the GPU's decoder and its pool use GPU memory",
+            )
         )
     if config.batch_size > 1:
         changes.append(_accumulate(config, fewer))
@@ -155,14 +160,14 @@ def _same_result(config: TrainConfig, fewer: int) -> list[Change]:
             Change(
                 "checkpointing",
                 "--activation_checkpointing=true",
-                "blocks are computed again in the backward pass instead of kept",
+                "recomputes blocks in the backward pass instead of storing activations",
             )
         )
     return changes
 
 
 def _accumulate(config: TrainConfig, fewer: int) -> Change:
-    why = f"{fewer} at a time instead of {config.batch_size}, as many samples per optimizer step as before"
+    why = f"{fewer} samples per pass instead of {config.batch_size}, with the same number per optimizer step"
     if config.global_batch_size is not None:
         return Change("accumulation", f"--batch_size={fewer}", why)
     passes = (config.gradient_accumulation_steps or 1) * config.batch_size // fewer
@@ -174,9 +179,11 @@ def _more_gpus(config: TrainConfig, gpus: int) -> list[Change]:
         return []
     if gpus > 1:
         return [
-            Change("sharding", "--parallel.strategy=fsdp", f"each of {gpus} GPUs holds a part of the model")
+            Change("sharding", "--parallel.strategy=fsdp", f"each of {gpus} GPUs stores a part of the model")
         ]
-    return [Change("sharding", "--gpus=2 --parallel.strategy=fsdp", "two GPUs hold half of the model each")]
+    return [
+        Change("sharding", "--gpus=2 --parallel.strategy=fsdp", "each of two GPUs stores half of the model")
+    ]
 
 
 def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
@@ -185,7 +192,9 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
     if config.precision == "no" and half:
         changes.append(
             Change(
-                "precision", f"--precision={half}", f"matrix products and what they leave behind in {half}"
+                "precision",
+                f"--precision={half}",
+                f"computes matrix products and stores their activations in {half}",
             )
         )
     if config.optimizer.type in (None, "adam", "adamw"):
@@ -193,20 +202,28 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
             Change(
                 "8-bit optimizer",
                 "--optimizer.type=adamw_8bit",
-                "Adam's two numbers for each weight in 8 bits",
+                "stores Adam's two values per weight in 8 bits",
             )
         )
     if config.weights_dtype == "float32" and "bf16" in gpu.tflops:
         setting = (
             "--weights_dtype=bf16" if config.precision == "bf16" else "--precision=bf16 --weights_dtype=bf16"
         )
-        changes.append(Change("weights", setting, "weights, gradients and optimizer in half of the bytes"))
+        changes.append(
+            Change("weights", setting, "stores weights, gradients and optimizer state in half of the bytes")
+        )
     if not config.lora.r and not config.policy.moves_weights:
-        changes.append(Change("lora", "--lora.r=16", "small matrices are trained beside weights that stay"))
+        changes.append(Change("lora", "--lora.r=16", "trains small added matrices and freezes the weights"))
     if config.ema.enable:
-        changes.append(Change("average", "--ema.enable=false", "no second copy of the weights"))
+        changes.append(
+            Change(
+                "average",
+                "--ema.enable=false",
+                "keeps no moving average, which is a second copy of the weights",
+            )
+        )
     if config.dataset.cache.size is None:
-        changes.append(Change("pictures", "--dataset.cache.size=224x224", "train on smaller pictures"))
+        changes.append(Change("pictures", "--dataset.cache.size=224x224", "trains on smaller images"))
     if config.batch_size > 1:
         changes.append(Change("batch", f"--batch_size={fewer}", "fewer samples per optimizer step"))
     return changes
@@ -218,9 +235,9 @@ def _other_result(config: TrainConfig, gpu: GPU, fewer: int) -> list[Change]:
 def advise(
     plan: Plan, hardware: Hardware, config: TrainConfig, traces: Traces
 ) -> tuple[list[Change], list[Change]]:
-    """All changes that save something, with what they are predicted to do, and the least harmful that are enough.
+    """All changes that save memory, with their predicted effects, and the least harmful ones that are sufficient.
 
-    `config` is what was asked for, before a plan settled its batch; `traces` are those of the plan.
+    `config` holds the requested settings, before the plan resolved batch size and steps; `traces` are the plan's.
     """
     tried = [
         (change, with_changes(plan, hardware, config, traces, [change]))
@@ -240,14 +257,14 @@ def advise(
 
 
 def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
-    """The most samples that fit and divide the batch; a few are left, as passes that add up gradients take more."""
+    """The largest divisor of the batch size that fits. 10 % stay free: accumulating gradients takes extra memory."""
     most = int(0.9 * (plan.largest_batch or 0))
     return max(
         (n for n in range(1, config.batch_size) if config.batch_size % n == 0 and n <= most), default=None
     )
 
 
-# Settings that leave a pass over some samples as it is.
+# Settings that do not change what one pass computes.
 SAME_PASS = {
     "batch_size",
     "gradient_accumulation_steps",
@@ -276,7 +293,7 @@ def with_changes(
 
 
 def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
-    """The settings with some others, as flags say them."""
+    """The settings, changed by these flags."""
     config = copy.deepcopy(config)
     for key, value in flags.items():
         *groups, name = key.split(".")

@@ -1,4 +1,4 @@
-"""A plan in detail, the same job on every GPU, and what to change: what `flexor plan` shows."""
+"""Everything that `flexor plan` shows: a detailed plan, the same job on other GPUs, and suggested changes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from flexor.plan.trace.traces import Traces
 
 
 @dataclass(frozen=True)
-class Study:
+class Comparison:
     plan: Plan
     choices: list[Choice]
-    """All GPUs and counts that were asked about, the cheapest first."""
+    """All compared GPUs and numbers of GPUs, the cheapest first."""
     changes: list[Change]
-    """What would make it fit, in order of least harm; empty if it fits."""
+    """Suggested changes, the least harmful first; empty if the run fits."""
     remedy: list[Change]
-    """The least harmful of them that are enough together."""
+    """The least harmful changes that together are sufficient."""
     assumed: str
-    """What was assumed of the data; nothing if there is a dataset."""
+    """What was assumed about the data; empty if there is a dataset."""
     hardware: Hardware
     traces: Traces
 
@@ -47,8 +47,11 @@ def study(
     rate_hz: float = FPS,
     executed: int | None = None,
     assumed: str = "",
-) -> Study:
-    """Look at a job from all sides. Without GPUs, all are compared and the cheapest that fits is described."""
+) -> Comparison:
+    """Plan a job, compare GPUs and suggest changes.
+
+    Without `gpus`, all are compared, and the cheapest that fits is planned in detail.
+    """
     traces, speeds = Traces(config), assumed_speeds()
     host = Host(usable_cores(), free_memory(), WORKSTATION.disk, "this machine") if here else None
 
@@ -78,7 +81,7 @@ def study(
         choices = rank(batch * (count or 1) if config.global_batch_size is None else batch)
         best = cheapest(choices) or next(iter(choices), None)
         if best is None:
-            raise ConfigError(f"No GPU can take a global batch of {batch} on {count} of them.")
+            raise ConfigError(f"No known GPU supports a global batch size of {batch} on {count or 1} GPUs.")
         plan = plan_on(best.gpu, best.gpus if count is None else count)
     changes, remedy = advise(plan, hardware, config, traces) if not plan.fits else ([], [])
-    return Study(plan, choices, changes, remedy, assumed, hardware, traces)
+    return Comparison(plan, choices, changes, remedy, assumed, hardware, traces)

@@ -1,4 +1,4 @@
-"""Everything that a run will take, before it is started: memory, time, the host, disk, network, energy and money."""
+"""Estimate everything a run needs before it starts: memory, time, host, disk, network, energy and cost."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
-from flexor.plan.data.disk import Disk, Kept, checkpoint_bytes, checkpoints_kept, disk_needed
+from flexor.plan.data.disk import CheckpointCounts, Disk, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import (
     Data,
+    DataSupply,
     HostMemory,
     HostResources,
     Loading,
+    RunsAtOnce,
     Speed,
-    Supply,
-    Together,
     choose_tier,
     expected_speed,
     experiments_at_once,
@@ -38,9 +38,9 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.train.ranks.split import Split, split_batch, steps_of
 
-NODE_LINK = 12.5e9  # bytes/s between nodes unless given: 100 Gbit/s
+NODE_LINK = 12.5e9  # default bytes/s between nodes: 100 Gbit/s
 FPS = 30.0
-HOURS_PER_MONTH = 160.0  # that a machine of one's own is used: working hours
+HOURS_PER_MONTH = 160.0  # that your own machine is used: working hours
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,16 @@ WORKSTATION = Host(cores=16, memory=64_000_000_000, disk=1_000_000_000_000, sour
 
 @dataclass(frozen=True)
 class Site:
-    """Where a run is planned for: so many GPUs on each of some nodes, and what surrounds and costs them."""
+    """The hardware that a run is planned for: GPUs, nodes, the host and the price."""
 
     gpu: GPU
     gpus: int = 1
     nodes: int = 1
     link: float | None = None
-    """Bytes/s between GPUs, in one direction; the GPU's own or that of nodes unless given."""
+    """Bytes/s between GPUs in one direction; None for the default of the GPU or of the nodes."""
     host: Host = WORKSTATION
     usd_per_hour: float | None = None
-    """Of all nodes together; None if nobody rents it out."""
+    """Price of all nodes together; None if no rental price is known."""
     billed_by_s: int = 1
     price_source: str = ""
 
@@ -90,7 +90,7 @@ def site_of(
     price: float | None = None,
     host: Host | None = None,
 ) -> Site:
-    """The cheapest machine that carries these GPUs; if there is none of so many, as many as needed of one."""
+    """The cheapest machine with this number of GPUs; if there is none, several machines with one GPU."""
     site = Site(gpu, gpus, nodes, link)
     offers, machines = hardware.offers(gpu, gpus), nodes
     if not offers:
@@ -105,7 +105,7 @@ def site_of(
 
 
 def rented(site: Site, offer: Flavor, machines: int = 1) -> Site:
-    """The same GPUs on so many machines of a cloud: what surrounds them there, and what that costs."""
+    """The same GPUs on machines of a cloud: with their host and price."""
     each = machines // site.nodes
     host = Host(
         offer.cores * each,
@@ -124,14 +124,14 @@ def rented(site: Site, offer: Flavor, machines: int = 1) -> Site:
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a run goes, data included."""
+    """The speed of a run, including data loading."""
 
     step: StepTime
     tier: str
-    """Where decoded frames stay."""
-    first: Supply
-    """Loading in the first epoch, on one node."""
-    later: Supply
+    """Where decoded frames are cached."""
+    first: DataSupply
+    """Data loading in the first epoch, on one node."""
+    later: DataSupply
     seconds: float
     """Of the whole run."""
 
@@ -141,7 +141,7 @@ class Pace:
 
     @property
     def busy(self) -> float:
-        """Share of the time that a GPU computes."""
+        """Share of the time in which a GPU computes."""
         return min(1.0, self.step.gpu_seconds / (self.step.seconds * self.later.stretch))
 
 
@@ -150,39 +150,39 @@ class Money:
     """US dollars."""
 
     energy: money.Energy
-    """At home."""
+    """On your own machine."""
     rent: float | None
     own: money.Purchased | None
-    """Of the machine, if it can be bought."""
+    """The price of the machine, if it can be bought."""
     against: money.BuyOrRent | None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take on one site."""
+    """What a run needs on one site."""
 
     config: TrainConfig
-    """As it will run: batch, accumulation and steps are settled."""
+    """As it will run: batch size, accumulation and steps are resolved."""
     data: Data
     site: Site
     split: Split
     memory: MemoryPlan
     frames_on_gpu: int
-    """Bytes of frames that stay on each GPU, beside `memory`."""
+    """Bytes of cached frames on each GPU, in addition to `memory`."""
     fits: bool
     largest_batch: int | None
-    """Samples in a pass; None if nobody asked."""
+    """Samples per pass; None if it was not searched."""
     pace: Pace
     loading: Loading
     host_memory: HostMemory
     disk: Disk
-    kept: Kept
+    kept: CheckpointCounts
     checkpoint: int
-    """Bytes of one."""
+    """Bytes of one checkpoint."""
     robot: Exchange
     rate_hz: float
-    together: Together | None
-    """Experiments at once on one GPU; None where several GPUs share one."""
+    together: RunsAtOnce | None
+    """Several experiments at once on one GPU; None if a run uses several GPUs."""
     money: Money
     parameters: int
     trained: int
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of each GPU."""
+        """Bytes of peak memory per GPU."""
         return self.memory.total + self.frames_on_gpu
 
     @property
@@ -222,8 +222,8 @@ def make_plan(
 ) -> Plan:
     """Plan a run. The policy's features must be filled in.
 
-    `speed`: how fast this data is loaded, if it was measured. `rate_hz`, `executed`: actions per second of the robot,
-    and how many of a chunk it executes. Without `search` the largest batch is left open.
+    `speed`: the measured loading speed of this data, if there is one. `rate_hz`, `executed`: the robot's actions per
+    second, and how many actions of a chunk it executes. Without `search`, the largest batch size is not computed.
     """
     config, split = settled(config, site, data)
     robot = _robot(config.policy, rate_hz, executed)
@@ -276,7 +276,7 @@ def make_plan(
 
 
 def _waits(trace: Trace) -> tuple[str, ...]:
-    """Ours do so only as they begin (`tests/train/test_waiting.py`)."""
+    """Built-in policies wait only in the first step (`tests/train/test_waiting.py`), so they are not listed."""
     ours = str(Path(__file__).parents[1]) + os.sep
     return tuple(dict.fromkeys(str(a) for a in trace.asked if a.file and not a.file.startswith(ours)))
 
@@ -293,7 +293,7 @@ def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
 
 
 def _stays(trace: Trace, category: Category) -> int:
-    """Bytes of a category that are never given back."""
+    """Bytes of a category that are never freed."""
     dead = {event.storage for event in trace.events if event.what == "dies"}
     return sum(
         event.nbytes
@@ -303,7 +303,7 @@ def _stays(trace: Trace, category: Category) -> int:
 
 
 def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:
-    """The settings as the trainer will settle them on so many processes."""
+    """The settings as the trainer will resolve them for this number of processes."""
     config = copy.copy(config)
     split = split_batch(config, site.world_size)
     config.steps = steps_of(config, data.frames)
@@ -333,7 +333,7 @@ def pace_of(
     loading: Loading,
     speed: Speed | None = None,
 ) -> Pace:
-    """The steps, and what they wait for."""
+    """The time of the steps, including waiting for data."""
     wanted = split.global_batch / site.nodes / step.seconds
     speed = speed or expected_speed(data)
     first = supply(data, speed, loading, wanted, site.host.cores)
@@ -344,11 +344,13 @@ def pace_of(
 
 
 def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchange:
-    """What goes to and fro between a robot with this policy and its server."""
+    """The data exchanged between a robot with this policy and its server."""
     horizon = len(policy.action_deltas)
     executed = executed or max(1, min(policy.action_steps, horizon))
     if not 0 < executed <= horizon:
-        raise ConfigError(f"--executed={executed}: a chunk has {horizon} actions.")
+        raise ConfigError(
+            f"--executed={executed}: a chunk has only {horizon} actions. Use at most {horizon}."
+        )
     state = sum(f.shape[0] for f in policy.input_features.values() if f.type is not Kind.VISUAL)
     cameras = [(f.shape[1], f.shape[2]) for f in policy.input_features.values() if f.type is Kind.VISUAL]
     actions = sum(feature.shape[0] for feature in policy.output_features.values())
@@ -359,14 +361,14 @@ def _robot(policy: PolicyConfig, rate_hz: float, executed: int | None) -> Exchan
 
 def _together(
     site: Site, memory: MemoryPlan, on_host: HostMemory, pace: Pace, config: TrainConfig
-) -> Together:
+) -> RunsAtOnce:
     machine = HostResources(usable(site.gpu), site.host.memory, site.host.cores)
     one = HostResources(memory.total, on_host.total, 1 + min(config.num_workers, pace.later.threads))
     return experiments_at_once(machine, one, max(0.01, pace.busy))
 
 
 def costs(site: Site, hours: float, busy: float, hardware: Hardware) -> Money:
-    """Energy at home, the rent, and what a machine like it costs."""
+    """Energy on your own machine, the rent, and the price of such a machine."""
     gpu, count = site.gpu, site.world_size
     used = money.energy(gpu, count, hours, hardware.prices, busy=busy)
     rent = None

@@ -1,4 +1,4 @@
-"""A run plans itself before it starts, lets the plan choose if asked to, and is held against it when it is done."""
+"""Plan a run before it starts, choose settings if `auto` is set, and compare the run with the plan at the end."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from flexor.plan.trace.traces import Traces
 from flexor.policies.fit import deltas_of
 from flexor.train.ranks.processes import Processes
 
-ROOM = 0.95  # of a GPU's memory that the plan may fill when it chooses
+ROOM = 0.95  # share of a GPU's memory that `auto` may fill
 
 
 class RunPlanner:
-    """Plans for the machine that it runs on. The policy's features must be filled in."""
+    """Plans for this machine. The policy's features must be filled in."""
 
     def __init__(self, config: TrainConfig, training: Dataset, processes: Processes):
         self.hardware = load_hardware()
@@ -41,13 +41,13 @@ class RunPlanner:
         self._traces: dict[tuple[str, bool], Traces] = {}
 
     def plan(self, config: TrainConfig) -> Plan:
-        """Of a run with these settings; batch sizes of the same precision share their traces."""
+        """The plan of a run with these settings. Batch sizes of the same precision share their traces."""
         traces = self._traces.setdefault((config.precision, config.activation_checkpointing), Traces(config))
         return make_plan(config, self.data, self.site, self.hardware, traces=traces, search=False)
 
 
 class Preflight:
-    """What `flexor.train.loop.train` is given: the plan of a run, before it starts and after it is done."""
+    """Passed to `flexor.train.loop.train`: plans a run before it starts, and compares afterwards."""
 
     plan: Plan | None = None
 
@@ -63,19 +63,19 @@ class Preflight:
 def plan_run(
     config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
 ) -> Plan | None:
-    """The plan of the run that is about to start, in the log; with `auto` it changes the settings first.
+    """Plan the run that is about to start, and log the plan. With `auto`, choose settings first.
 
-    None where there is nothing to plan for, or where planning failed: that must not stop a run.
+    None if there is no GPU, if planning is off, or if planning failed: that must not stop a run.
     """
     if device.type != "cuda" or not (config.plan or config.auto):
         if config.auto:
-            log.info("auto: nothing to choose without a GPU")
+            log.info("auto: no settings are chosen, because the run uses no GPU")
         return None
     plan: Plan | None = processes.share(lambda: _planned(config, training, processes))
     if plan is not None and config.auto:
         for name in CHOSEN:
             setattr(config, name, getattr(plan.config, name))
-        config.auto = False  # a resume keeps to what was chosen
+        config.auto = False  # a resumed run keeps the chosen settings
     return plan
 
 
@@ -85,7 +85,9 @@ def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Pl
         plan = planner.plan(choose(config, planner) if config.auto else config)
     except Exception as error:
         log.warning(
-            "This run could not be planned (%s: %s). It goes on without.", type(error).__name__, error
+            "This run could not be planned (%s: %s). It continues without a plan.",
+            type(error).__name__,
+            error,
         )
         return None
     announce(plan)
@@ -95,7 +97,7 @@ def _planned(config: TrainConfig, training: Dataset, processes: Processes) -> Pl
 def announce(plan: Plan) -> None:
     step = plan.pace.step
     log.info(
-        "planned: %s of the %s's %s, %.0f ms a step (give or take %.0f %%), bound by the %s, %.1f h in all",
+        "planned: peak memory %s of the %s's %s, %.0f ms per step (+-%.0f %%), bottleneck: %s, %.1f h in total",
         gigabytes(plan.peak),
         plan.site.gpu.name,
         gigabytes(plan.site.gpu.memory),
@@ -105,11 +107,14 @@ def announce(plan: Plan) -> None:
         plan.pace.hours,
     )
     if not plan.fits:
-        log.warning("By the plan this does not fit. `flexor plan` with the same flags says what to change.")
+        log.warning(
+            "According to the plan, this run does not fit in GPU memory. `flexor plan` with the same flags suggests "
+            "changes."
+        )
     if plan.data_bound:
         log.warning(
-            "By the plan the GPU waits for data: %.0f samples/s come of %.0f wanted. --num_workers=%d would do, of %d "
-            "cores here.",
+            "According to the plan, data loading is the bottleneck: it delivers %.0f samples/s, and the training could "
+            "use %.0f. That requires %d loading threads in total (--num_workers is per GPU); this host has %d cores.",
             plan.pace.later.loaded,
             plan.pace.later.wanted,
             plan.pace.later.threads,
@@ -118,22 +123,22 @@ def announce(plan: Plan) -> None:
 
 
 def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
-    """The plan against what happened, in the log and as figures for the summary of the run."""
+    """Compare the plan with the measured values: log them, and return them for the summary of the run."""
     memory = torch.cuda.max_memory_allocated(device)
     rate = metrics.get("samples_per_s")
     planned = plan.memory.allocated + plan.frames_on_gpu
     figures: dict[str, float] = {"planned_allocated_bytes": planned, "allocated_bytes": memory}
     bound = " at most" if plan.config.compile else ""
-    text = f"memory {gigabytes(planned)} planned{bound}, {gigabytes(memory)} taken"
+    text = f"peak memory: {gigabytes(planned)} planned{bound}, {gigabytes(memory)} measured"
     if rate:
         actual = plan.split.global_batch / rate * (1 - metrics.get("data_wait", 0.0))
         figures |= {"planned_step_s": plan.pace.step.seconds, "step_s": actual}
-        text += f"; a step {1e3 * plan.pace.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} taken"
+        text += f"; step time: {1e3 * plan.pace.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} ms measured"
     log.info("%s", text)
     return figures
 
 
-# Letting the plan choose. Only what is at its default is chosen.
+# `auto`: the plan chooses settings; precision and num_workers only if they have their default value.
 
 CHOSEN = (
     "precision",
@@ -147,22 +152,22 @@ DEFAULT = TrainConfig()
 
 
 def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
-    """The fastest way to take the same global batch that fits, with a word on why."""
+    """The fastest settings that fit, with the same global batch size. Logs the reason of each choice."""
     config = replace(config)
     if config.precision == DEFAULT.precision and "bf16" in planner.site.gpu.tflops:
         config.precision = "bf16"
-        log.info("auto: precision=bf16, which the %s computes fastest in", planner.site.gpu.name)
+        log.info("auto: precision=bf16, the fastest on the %s", planner.site.gpu.name)
     config = _fitting(config, planner)
     if config.num_workers == DEFAULT.num_workers:
         plan = planner.plan(config)
         cores = max(1, planner.site.host.cores // planner.site.gpus - 1)
         config.num_workers = max(1, min(plan.pace.first.threads, cores))
-        log.info("auto: num_workers=%d, for %.0f samples/s", config.num_workers, plan.pace.first.wanted)
+        log.info("auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.pace.first.wanted)
     return config
 
 
 def _fitting(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
-    """The largest passes that fit; blocks are computed again only if not even one sample fits without."""
+    """The largest passes that fit. Activation checkpointing is used only if not even one sample fits without it."""
     share = planner.plan(config).split.share
     sizes = [size for size in range(share, 0, -1) if share % size == 0]
     for recompute in sorted({config.activation_checkpointing, True}):
@@ -176,10 +181,14 @@ def _fitting(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
             )
             plan = planner.plan(tried)
             if plan.peak <= ROOM * planner.site.gpu.memory:
-                why = f"{gigabytes(plan.peak)} of {gigabytes(planner.site.gpu.memory)}"
-                log.info("auto: batch_size=%d in %d passes, %s", size, plan.split.accumulation, why)
+                why = f"peak memory {gigabytes(plan.peak)} of {gigabytes(planner.site.gpu.memory)}"
+                log.info(
+                    "auto: batch_size=%d with %d passes per step, %s", size, plan.split.accumulation, why
+                )
                 if recompute and not config.activation_checkpointing:
-                    log.info("auto: activation_checkpointing=true, or not one sample would fit")
+                    log.info(
+                        "auto: activation_checkpointing=true, because not even one sample fits without it"
+                    )
                 return tried
-    log.warning("auto: not even one sample fits. `flexor plan` with the same flags says what to change.")
+    log.warning("auto: not even one sample fits. `flexor plan` with the same flags suggests changes.")
     return config

@@ -1,7 +1,7 @@
-"""The same training on every GPU and number of GPUs: which is cheapest, which is fastest.
+"""Compare the same training on different GPUs and numbers of GPUs: which is cheapest, which is fastest.
 
-The same training means the same samples in every optimizer step: a global batch that is dealt out to the GPUs, in as
-few passes as fit into their memory.
+The same training means the same samples in every optimizer step: the global batch is split over the GPUs, in as few
+passes as fit into their memory.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from flexor.plan.trace.traces import LOW, Traces
 from flexor.train.ranks.split import Split
 
 COUNTS = (1, 2, 4, 8)
-PROMISING = 8  # GPUs, of which several are looked at
-ALIKE = 1.02  # times as long, which nobody would notice
+PROMISING = 8  # GPUs for which several of them are planned too
+ALIKE = 1.02  # ratio of run times that count as equal
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A run on one kind of machine."""
+    """A run on one type and number of GPUs."""
 
     gpu: GPU
     gpus: int
     split: Split | None
-    """How the global batch is dealt out; None if not even one sample at a time fits."""
+    """How the global batch is split; None if not even one sample per pass fits."""
     peak: int
-    """Bytes of each GPU; with one sample at a time if nothing fits."""
+    """Bytes of peak memory per GPU; with one sample per pass if nothing fits."""
     step_s: float = 0.0
     hours: float = 0.0
     usd: float | None = None
@@ -51,9 +51,9 @@ class Choice:
 
 
 class Ranking:
-    """Choices for one job. Memory is planned once for GPUs that are alike.
+    """Choices for one job. GPUs that behave the same share a memory plan.
 
-    Unless `calibrated`, what was measured on this machine does not count.
+    `calibrated`: use calibrations measured on this machine.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Ranking:
         self._plans: dict[tuple[int | None, int, int, Share], MemoryPlan] = {}
 
     def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
-        """All that can take the global batch, the cheapest first; then those without a price, the fastest first.
+        """All choices: the cheapest first, then those without a price, the fastest first; those that do not fit last.
 
-        Several of a GPU are looked at where one of it is among the cheapest or the fastest.
+        Several GPUs of a type are planned only if one of it is among the cheapest or the fastest.
         """
         single = sorted((self.choice(gpu, counts[0]) for gpu in gpus), key=_by_cost)
         quick = sorted(single, key=lambda choice: (not choice.fits, choice.hours))
@@ -86,11 +86,11 @@ class Ranking:
         return sorted([*single, *several], key=_by_cost)
 
     def choice(self, gpu: GPU, count: int) -> Choice:
-        """So many of a GPU, on the cheapest machine that has them."""
+        """This number of GPUs, on the cheapest machine that has them."""
         return self.on(site_of(self.hardware, gpu, count))
 
     def on(self, site: Site) -> Choice:
-        """The fewest passes that fit."""
+        """The choice with the fewest passes that fit."""
         peak = 0
         for split in self._splits(site.world_size):
             trace = self.traces.at(split.batch_size, split.accumulation, site.gpu, exact=False)
@@ -101,7 +101,7 @@ class Ranking:
         return Choice(site.gpu, site.gpus, None, peak)
 
     def _splits(self, count: int) -> Iterator[Split]:
-        """Ways to deal out the global batch, the largest passes first."""
+        """Ways to split the global batch, the largest passes first."""
         assert self.config.global_batch_size
         share, left = divmod(self.config.global_batch_size, count)
         if left:
@@ -166,12 +166,12 @@ def _by_cost(choice: Choice) -> tuple[bool, bool, float, float]:
 
 
 def cheapest(choices: Iterable[Choice]) -> Choice | None:
-    """To rent."""
+    """The cheapest choice to rent that fits."""
     return min((c for c in choices if c.fits and c.usd is not None), key=_by_cost, default=None)
 
 
 def fastest(choices: Iterable[Choice]) -> Choice | None:
-    """The cheapest of those that are done first: where the host is the bound, many are alike."""
+    """The cheapest of the fastest choices: where the host is the bottleneck, many are equally fast."""
     fitting = [choice for choice in choices if choice.fits]
     least = min((choice.hours for choice in fitting), default=0.0)
     return min((c for c in fitting if c.hours <= ALIKE * least), key=_by_cost, default=None)

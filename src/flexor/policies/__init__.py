@@ -1,6 +1,6 @@
-"""The policies there are. To add one: a folder with a Policy in it, and a line here.
+"""The built-in policies. To add one: add a folder with a Policy, and a line here.
 
-They are named, not imported: some need packages that not everybody has.
+Policies are imported only when they are used: some require optional packages.
 """
 
 import importlib
@@ -20,7 +20,7 @@ POLICIES = {
 
 
 def policy_class(kind: str) -> type[Policy]:
-    """The policy of a type: one of these, one that an installed package brings, or code that the user names."""
+    """The policy of a type: a built-in one, one from an installed package, or code that the user names."""
     if kind in POLICIES:
         return _built_in(kind)
     if is_code(kind):
@@ -29,7 +29,7 @@ def policy_class(kind: str) -> type[Policy]:
     if kind not in others:
         raise ConfigError(
             f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *others])} "
-            "A policy of your own is path/to/file.py:CLASS."
+            "For your own policy, use --policy.type=path/to/file.py:CLASS."
         )
     return load_own(kind, others[kind])
 
@@ -40,7 +40,7 @@ def _built_in(kind: str) -> type[Policy]:
         found: type[Policy] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"policy.type={kind} needs {error.name}, which is not installed: pip install {error.name}."
+            f"policy.type={kind} requires {error.name}, which is not installed: pip install {error.name}."
         ) from error
     return found
 

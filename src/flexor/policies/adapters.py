@@ -1,7 +1,7 @@
-"""LoRA: a linear layer that stays as it is, and the product of two thin matrices beside it, which is trained.
+"""LoRA: the weight of a linear layer is frozen, and a product of two thin matrices that is added to it is trained.
 
-An adapted layer keeps its place, its weight and its name. What is saved to act with has the product added to the
-weight, so that nothing that loads a policy has to know of adapters.
+An adapted layer keeps its module, weight and name. Weights saved for inference have the product merged in, so that
+loading a policy needs no knowledge of adapters.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ M = TypeVar("M", bound=nn.Module)
 @dataclass
 class LoraConfig:
     r: int = setting(0, at_least=0)
-    """Rank of the adapters; 0 trains the policy itself."""
+    """Rank of the LoRA adapters; 0 trains the policy itself, without adapters."""
     alpha: float = 8.0
-    """What an adapter adds is multiplied by alpha / r."""
+    """The output of an adapter is multiplied by alpha / r."""
     dropout: float = 0.0
-    """Dropout before an adapter."""
+    """Dropout on the input of an adapter."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Which linear layers are adapted: all-linear, a list of names or ends of names, or a regular expression."""
+    """Linear layers that get an adapter: all-linear, a list of names or name endings, or a regular expression."""
     full_training_modules: list[str] = field(default_factory=list)
-    """Modules, by names or ends of names, that are trained whole."""
+    """Modules that are trained fully, without adapters: a list of names or name endings."""
 
     def validate(self) -> None:
         if not 0 <= self.dropout < 1:
@@ -49,8 +49,8 @@ class LoraConfig:
                 re.compile(self.target_modules)
             except re.error as error:
                 raise ConfigError(
-                    f"lora.target_modules={self.target_modules} is no regular expression ({error}). "
-                    "A list is written [one,another]."
+                    f"lora.target_modules={self.target_modules} is not a regular expression ({error}). "
+                    "Write a list as [one,another]."
                 ) from error
 
     @property
@@ -59,10 +59,10 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. No layer is made as one: `adapt` turns a layer into it."""
+    """A linear layer with an adapter. It is never constructed: `adapt` is called on an existing layer of this class."""
 
     def adapt(self, config: LoraConfig, key: int) -> None:
-        # float32 whatever the weight is: small steps would be lost in bfloat16
+        # float32 whatever the weight's dtype: in bfloat16, small updates would round to zero
         device = self.weight.device
         self.lora_A = nn.Parameter(torch.empty(config.r, self.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(self.out_features, config.r, device=device))
@@ -71,7 +71,7 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Values that change nothing yet. The key decides, so each rank can fill its part on its own."""
+        """Initial values: the adapter adds zero. They depend only on the key, so each rank can fill its own shard."""
         if self.lora_A.is_meta:
             return
         values = torch.empty(self.lora_A.shape)
@@ -85,7 +85,7 @@ class LoraLinear(nn.Linear):
 
 
 def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Adapters, and the modules named, are all that is trained from here on. What a policy freezes stays frozen."""
+    """Train only adapters and the modules of full_training_modules. What a policy freezes stays frozen."""
     modules = dict(policy.named_modules())
     whole = {
         parameter
@@ -96,7 +96,7 @@ def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
     layers = {
         name: module
         for name, module in modules.items()
-        # a subclass may read its weight itself, as torch's attention does
+        # no subclasses: their weight may be read directly, as torch's attention does
         if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in whole
     }
     targets = _named(layers, config.target_modules, "lora.target_modules")
@@ -104,13 +104,13 @@ def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
     for parameter in whole:
         parameter.requires_grad_(True)
     for name, layer in targets.items():
-        layer.__class__ = LoraLinear  # in its place: it may be known under several names
+        layer.__class__ = LoraLinear  # in place: several modules may share it
         assert isinstance(layer, LoraLinear)
         layer.adapt(config, key_of("lora", seed, name) >> 1)  # torch's seeds have 63 bits
 
 
 def _named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> dict[str, M]:
-    """Those of the modules that a setting names, as PEFT reads it."""
+    """The modules that a setting names, with PEFT's rules."""
     patterns = {wanted: wanted} if isinstance(wanted, str) else {w: rf"(.*\.)?{re.escape(w)}" for w in wanted}
     if wanted == ALL_LINEAR:
         patterns = {wanted: ".*"}
@@ -119,7 +119,7 @@ def _named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> d
         found = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
         if not found:
             raise ConfigError(
-                f"{setting}={text}: there is nothing of that name to train. {closest(text, modules)}"
+                f"{setting}={text}: the policy has no trainable module of that name. {closest(text, modules)}"
             )
         named |= found
     return named
@@ -136,7 +136,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    """Weights without adapters that compute the same."""
+    """Weights with the adapters merged in, which compute the same."""
     plain = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
     for name, up in weights.items():
         if name.endswith(".lora_B"):

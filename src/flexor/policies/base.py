@@ -1,4 +1,4 @@
-"""What every policy is: one config dataclass and one module with `loss` and `predict`."""
+"""The interface of every policy: one config dataclass, and one module with `loss` and `predict`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
 
-MOST_DROPOUT = 0.99  # all of it would leave nothing to learn from
+MOST_DROPOUT = 0.99  # dropout of 1 would leave nothing to learn from
 
 
 class Calibration(NamedTuple):
@@ -30,7 +30,7 @@ class Calibration(NamedTuple):
     height: int = 480
     width: int = 640
     narrow: Mapping[str, Any] = {}
-    """Settings with less to compute and the same operations, to measure what the host takes for each."""
+    """Settings of a smaller network with the same operations, to measure the host time of each operation."""
 
 
 @dataclass
@@ -39,24 +39,24 @@ class PolicyConfig:
 
     type: ClassVar[str]
     calibration: ClassVar[Calibration | None] = None
-    """None: calibration leaves the policy out."""
+    """None: calibration skips the policy."""
 
     n_obs_steps: int = 1
-    """How many observations, up to the current one, the policy sees."""
+    """Number of observations the policy uses, the current one included."""
     input_features: dict[str, PolicyFeature] = field(default_factory=dict)
-    """What the policy observes; filled from the dataset."""
+    """Inputs of the policy; by default those of the dataset."""
     output_features: dict[str, PolicyFeature] = field(default_factory=dict)
-    """What the policy puts out; filled from the dataset."""
+    """Outputs of the policy; by default those of the dataset."""
     normalization_mapping: dict[Kind, Normalization] = field(default_factory=dict)
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     device: str | None = setting(None, may_change=True)
-    """Where to run: cpu, cuda, cuda:1, mps. The best there is unless given."""
+    """Device: cpu, cuda, cuda:1 or mps. By default the best one available."""
 
     def validate(self) -> None:
         """Refuse impossible settings; called before anything is built."""
 
     def require(self, low: float, *names: str, high: float = inf) -> None:
-        """Refuse those of the settings named that are given and not from `low` to `high`."""
+        """Refuse named settings that are not from `low` to `high`. None is allowed."""
         for name in names:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -64,19 +64,19 @@ class PolicyConfig:
                 raise ConfigError(f"policy.{name}={value} must be {wanted}.")
 
     def without_hub(self, folder: Path) -> Self:
-        """These settings, for a plan without a network: what would be fetched from the Hub is described in `folder`."""
+        """These settings for a plan without network access: `folder` replaces the models of the Hub."""
         return self
 
     def optimizer_preset(self) -> dict[str, Any]:
-        """The optimizer's settings unless the user gives others."""
+        """Default settings of the optimizer."""
         raise NotImplementedError
 
     def scheduler_preset(self) -> dict[str, Any]:
-        """The schedule's settings unless the user gives others."""
+        """Default settings of the learning-rate schedule."""
         return {"type": "constant"}
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
-        """What happens to a batch before the policy sees it: to observations, and in training to actions too."""
+        """Processing steps before the policy: for observations, and in training also for actions."""
         features = {**self.input_features, **self.output_features}
         return [
             RenameObservations(),
@@ -86,7 +86,7 @@ class PolicyConfig:
         ]
 
     def steps_after(self, stats: Stats) -> list[ProcessingStep]:
-        """What happens to predicted actions before the robot gets them."""
+        """Processing steps for predicted actions, before the robot gets them."""
         return [Unnormalize(self.output_features, self.normalization_mapping, stats), ToDevice("cpu")]
 
     def pipelines(self, stats: Stats, device: str) -> tuple[Pipeline, Pipeline]:
@@ -98,9 +98,9 @@ class PolicyConfig:
 
     @property
     def ensemble_coefficient(self) -> float | None:
-        """If given, the policy is asked at every step, and the chunks that overlap there are averaged.
+        """If given, the policy predicts at every step, and overlapping chunks are averaged.
 
-        A chunk weighs exp(-coefficient * i), where i = 0 is the oldest.
+        The weight of a chunk is exp(-coefficient * i), where i = 0 is the oldest.
         """
         return None
 
@@ -121,22 +121,22 @@ class PolicyConfig:
 
     @property
     def action_steps(self) -> int:
-        """How many actions of a predicted chunk are executed before the policy is asked again."""
+        """Number of actions of a chunk that are executed before the next prediction."""
         raise NotImplementedError
 
     @property
     def uses_all_parameters(self) -> bool:
-        """Whether each step's loss reaches every parameter; if not, DDP looks for those it does not reach."""
+        """Whether the loss of each step uses every parameter. If not, DDP has to find the unused ones."""
         return True
 
     @property
     def moves_weights(self) -> bool:
-        """Whether the policy moves some weights itself, beside the optimizer: a target that follows slowly, say."""
+        """Whether the policy itself updates some weights, besides the optimizer, such as those of a target network."""
         return False
 
     @property
     def drop_last_frames(self) -> int:
-        """How many frames at the end of an episode are never the start of a sample."""
+        """Number of frames at the end of an episode at which no sample starts."""
         return 0
 
     @property
@@ -153,7 +153,7 @@ class PolicyConfig:
 
     @property
     def observed(self) -> dict[str, PolicyFeature]:
-        """The inputs the policy looks at; a dataset may have more."""
+        """The inputs the policy uses; a dataset may have more."""
         low_dim = {k: f for k, f in self.input_features.items() if k == STATE or f.type is Kind.ENV}
         return {**low_dim, **self.images}
 
@@ -168,25 +168,25 @@ class PolicyConfig:
 
 @dataclass
 class Loss:
-    """A loss per sample. The batch's loss is the mean of `per_sample`; `parts` are for reading only."""
+    """A loss per sample. The batch's loss is the mean of `per_sample`; `parts` are only logged."""
 
     per_sample: Tensor  # [B]
     parts: dict[str, Tensor]  # name -> [B]
 
 
-register_dataclass(Loss)  # so that sharded models find the tensors in what their forward pass returns
+register_dataclass(Loss)  # so that FSDP finds the tensors in the result of a forward pass
 
 
 @dataclass
 class ParamGroup:
-    """Parameters that share optimizer settings differing from the run's."""
+    """Parameters with the same optimizer settings; `overrides` are those that differ from the run's."""
 
     params: list[nn.Parameter]
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
 class Policy(nn.Module):
-    """One policy = one folder: a config dataclass and a module. It never knows how it is trained."""
+    """A policy: a config dataclass and a module. It does not depend on how it is trained."""
 
     Config: ClassVar[type[PolicyConfig]]
 
@@ -199,18 +199,18 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """A normalised action chunk [B, H, A], from now on, for the observations in `batch`.
+        """A normalised action chunk [B, H, A] for the observations in `batch`; its first action is the one for now.
 
-        They are as in training, but of `observation_deltas` only those up to now are there.
+        Observations are as in training, but without the future ones of `observation_deltas`.
         """
         raise NotImplementedError
 
     def forward(self, batch: Batch, noise: NoiseSource) -> Loss:
-        """What wrappers such as DDP call: the loss."""
+        """The loss. Wrappers such as DDP call this."""
         return self.loss(batch, noise)
 
     def begin_step(self, step: int) -> None:
-        """Called before every optimizer step, for a policy that is trained in phases or has targets to move."""
+        """Called before every optimizer step, for a policy that trains in phases or updates a target network."""
 
     def graph_key(self) -> Hashable | None:
         """Steps with the same key run the same code, so that they can be replayed as one CUDA graph; None: they don't.
@@ -220,10 +220,10 @@ class Policy(nn.Module):
         return "step" if type(self).begin_step is Policy.begin_step else None
 
     def load_backbone(self) -> None:
-        """Load pretrained parts for a training from scratch; not called when a checkpoint is loaded."""
+        """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""
 
     def shard_units(self) -> list[nn.Module]:
-        """Modules that are sharded, and recomputed under checkpointing, one by one."""
+        """The blocks that are sharded, compiled, and recomputed under activation checkpointing, one by one."""
         return []
 
     def param_groups(self) -> list[ParamGroup]:

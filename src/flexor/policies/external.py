@@ -1,9 +1,9 @@
-"""Policies from outside of this package: a user's file, a module, or what an installed package brings.
+"""Policies from outside this package: a user's file, a module, or an installed package.
 
 The type of such a policy says where its code is: `path/to/file.py:MyPolicy` or `package.module:MyPolicy`. Python has
-no sandbox: to load a policy is to run its file. So code is loaded because the user named it, never because something
-that was downloaded did (`pretrained.py` sees to that). What a package registers as an entry point was installed by
-the user, and has a plain name like the policies here.
+no sandbox: loading a policy runs its file. So Flexor runs only code that the user named, never code that a downloaded
+checkpoint names (`pretrained.py` checks this). A package that registers a policy as an entry point was installed by
+the user, and its policy has a plain name like the built-in ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_code(kind: str) -> bool:
 
 
 def settled(kind: str) -> str:
-    """The type as it is kept: a file by its whole path, so that it is found from any folder."""
+    """The type as it is saved: with the absolute path of a file, so that it is found from any folder."""
     where, colon, name = kind.rpartition(":")
     if not where.endswith(".py"):
         return kind
@@ -46,7 +46,7 @@ def short_name(kind: str) -> str:
 
 
 def installed() -> dict[str, str]:
-    """Policies that installed packages bring: name -> module:Class."""
+    """Policies from installed packages: name -> module:Class."""
     return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
 
 
@@ -55,12 +55,12 @@ def is_loaded(kind: str) -> bool:
 
 
 def load_own(kind: str, code: str | None = None) -> type[Policy]:
-    """The policy of this type, whose code is where `code` says, or where the type itself does."""
+    """The policy of this type. `code` says where its code is; by default the type does."""
     kind = settled(kind)
     if kind not in _loaded:
         where, _, name = (code or kind).rpartition(":")
         found = _find(kind, _import(kind, where), name)
-        found.Config.type = kind  # what a checkpoint of it says
+        found.Config.type = kind  # saved in its checkpoints
         _loaded[kind] = found
     return _loaded[kind]
 
@@ -72,7 +72,7 @@ def _import(kind: str, where: str) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"policy.type={kind}: there is no module {error.name}. Install it, or set PYTHONPATH to where it is."
+            f"policy.type={kind}: there is no module {error.name}. Install it, or add its folder to PYTHONPATH."
         ) from error
     except Exception as error:  # whatever the user's code does
         raise ConfigError(
@@ -81,7 +81,7 @@ def _import(kind: str, where: str) -> ModuleType:
 
 
 def described(error: Exception, file: str | None) -> str:
-    """An error of the user's code, with the line of their file that led to it."""
+    """An error in the user's code, with the line of their file that led to it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
@@ -90,10 +90,10 @@ def described(error: Exception, file: str | None) -> str:
 def _import_file(kind: str, file: Path) -> ModuleType:
     if not file.is_file():
         raise ConfigError(
-            f"policy.type={kind}: there is no file {file}. It holds the policy's code: bring it back, or name the "
-            "file where it is now with --policy.type=path/to/file.py:CLASS (a run goes on only with the one it had)."
+            f"policy.type={kind}: there is no file {file}. It holds the policy's code: restore it, or give its new "
+            "path with --policy.type=path/to/file.py:CLASS (a run resumes only with its original path)."
         )
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # two files may have one name
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"  # two files may have the same name
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
@@ -109,7 +109,7 @@ def _import_file(kind: str, file: Path) -> ModuleType:
 
 
 def _find(kind: str, module: ModuleType, name: str) -> type[Policy]:
-    """The class in its module, if it is one that can be trained; mistakes are named before a run begins."""
+    """The policy class in its module. Mistakes in it are reported before a run starts."""
     found = getattr(module, name, None)
     if not isinstance(found, type) or not issubclass(found, Policy):
         policies = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)]
@@ -123,11 +123,13 @@ def _find(kind: str, module: ModuleType, name: str) -> type[Policy]:
     others = [other.__name__ for other in _loaded.values() if other.Config is config and other is not found]
     if config.__module__.partition(".")[0] == "flexor" or others:
         raise ConfigError(
-            f"policy.type={kind}: {config.__name__} belongs to another policy. Make one of its own, "
-            f"`class {name}Config({config.__name__})`, or its checkpoints would say that they are the other's."
+            f"policy.type={kind}: {config.__name__} belongs to another policy, so checkpoints would name that policy. "
+            f"Define a config for this one: `class {name}Config({config.__name__})`."
         )
     if "__dataclass_params__" not in vars(config):
-        raise ConfigError(f"policy.type={kind}: write @dataclass above {config.__name__}.")
+        raise ConfigError(
+            f"policy.type={kind}: {config.__name__} is not a dataclass: write @dataclass above {config.__name__}."
+        )
     unset = [f.name for f in fields(config) if f.default is MISSING and f.default_factory is MISSING]
     if unset:
         raise ConfigError(f"policy.type={kind}: {config.__name__}.{unset[0]} needs a default value.")

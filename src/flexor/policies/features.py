@@ -8,7 +8,7 @@ from typing import Literal
 
 
 class Kind(StrEnum):
-    """What a feature is to a policy; it decides how the feature is normalised."""
+    """The role of a feature in a policy. It determines how the feature is normalised."""
 
     STATE = "STATE"
     VISUAL = "VISUAL"

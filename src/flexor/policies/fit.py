@@ -1,4 +1,4 @@
-"""What a dataset gives a policy: its features, the time steps of a sample, the statistics for normalisation."""
+"""What a policy takes from a dataset: features, the time steps of a sample, statistics for normalisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, PolicyFeature]]:
-    """What a policy on this dataset observes and puts out."""
+    """The inputs and outputs of a policy on this dataset."""
     inputs: dict[str, PolicyFeature] = {}
     outputs: dict[str, PolicyFeature] = {}
     for name, feature in dataset.features.items():
@@ -39,7 +39,7 @@ def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, P
 
 
 def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
-    """The policy's settings with its features filled in, or checked if it has some already."""
+    """The policy's settings with the dataset's features. If the policy already has features, they are checked."""
     inputs, outputs = features_of(dataset)
     if policy.reward_deltas is not None and REWARD not in dataset.features:
         raise ConfigError(
@@ -55,18 +55,18 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
     for name, feature in {**policy.observed, ACTION: policy.action}.items():
         if name not in there:
             near = ", ".join(there)
-            raise ConfigError(f"The policy needs {name}, which the dataset does not have; it has {near}.")
+            raise ConfigError(f"The policy requires {name}, but the dataset has only {near}.")
         if tuple(there[name].shape) != tuple(feature.shape):
             raise ConfigError(
                 f"{name} is {list(there[name].shape)} in the dataset, but {list(feature.shape)} in the policy: "
-                "resize the dataset, or train a policy of its own for it."
+                "resize the dataset, or train a new policy on it."
             )
     policy.validate()
     return policy
 
 
 def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
-    """Which steps of which feature make up a sample."""
+    """The time steps of each feature in a sample."""
     deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
     if policy.observation_deltas is not None:
         deltas |= dict.fromkeys(policy.input_features, policy.observation_deltas)
@@ -76,12 +76,12 @@ def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
 
 
 def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> Stats:
-    """The dataset's statistics for the policy's features, computed where they are missing."""
+    """The dataset's statistics for the policy's features. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
     cameras = [name for name in policy.images if use_imagenet]
     missing = [name for name in features if name not in dataset.stats and name not in cameras]
     if missing:
-        log.info("computing statistics that the dataset lacks: %s", ", ".join(missing))
+        log.info("computing statistics that are missing in the dataset: %s", ", ".join(missing))
     computed = compute_stats(dataset, missing) if missing else {}
     stats: dict[str, dict[str, np.ndarray]] = {
         name: dict({**dataset.stats, **computed}.get(name, {})) for name in features

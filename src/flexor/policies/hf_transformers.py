@@ -1,4 +1,4 @@
-"""What comes from the package `transformers`: imported only when it is used, and errors that say what to do."""
+"""Access to the package `transformers`: it is imported only when it is used, and errors say what to do."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def import_transformers(needed_for: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
-            f"{needed_for} needs the package transformers ({error}): pip install 'flexor[vla]'."
+            f"{needed_for} requires the package transformers ({error}): pip install 'flexor[vla]'."
         ) from error
 
 
 def fetch(kind: str, name: str, **options: Any) -> Any:
-    """What a class of `transformers` loads from a folder here or a repository of the Hub."""
+    """What a class of `transformers` loads from a local folder or a Hub repository."""
     transformers = import_transformers(name)
     try:
         with _quietly(transformers.utils.logging):
@@ -28,13 +28,13 @@ def fetch(kind: str, name: str, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         said = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(
-            f"{name!r} must be a folder here or a repository of the Hub that a {kind} can be loaded from: {said}"
+            f"Can't load a {kind} from {name!r}, which must be a local folder or a Hub repository: {said}"
         ) from error
 
 
 @contextlib.contextmanager
 def _quietly(logging: Any) -> Iterator[None]:
-    """We often want a part of what is there, and each time it would be said what was left."""
+    """We often load only a part of a model, and each time `transformers` would list the unused weights."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Policies whose parameters take no memory: to be filled part by part, or never."""
+"""Policies whose parameters take no memory yet. They are filled shard by shard, or never."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def parameters_without_memory() -> Iterator[None]:
-    """Modules made inside have parameters on the meta device; buffers, which are computed, are real."""
+    """Modules created inside have parameters on the meta device. Buffers are real, since they hold computed values."""
     register = nn.Module.register_parameter
 
     def register_empty(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

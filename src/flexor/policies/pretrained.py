@@ -1,4 +1,4 @@
-"""The `pretrained_model/` folder: LeRobot's format, so a policy goes from one program to the other."""
+"""The `pretrained_model/` folder, in LeRobot's format: either program can load the other's policies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
 
-# Keys of LeRobot's config.json that say where a policy was or will be uploaded, not what it is.
+# Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 FOREIGN = {
     "use_amp": False,
     "use_peft": False,
@@ -52,7 +52,7 @@ FOREIGN = {
 
 @dataclass
 class Pretrained:
-    """A policy with the processing it was trained with. It keeps nothing between calls: see `session.Session`."""
+    """A policy with the processing it was trained with. It has no state between calls: see `session.Session`."""
 
     policy: Policy
     preprocessor: Pipeline
@@ -67,7 +67,7 @@ class Pretrained:
     ) -> np.ndarray:
         """Actions [B, H, A] for observations [B, (T,) ...] of B robots, both in the robots' units.
 
-        What the policy remembers of them is in `memory`, which it changes.
+        `memory` holds what the policy remembers of these robots; the policy updates it.
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in observation.items()}
         noise = noise or Noise(0, 0, torch.arange(len(task)))
@@ -85,17 +85,17 @@ class Pretrained:
 
     @torch.inference_mode()
     def predict(self, batch: Batch, noise: Noise) -> Tensor:
-        """The policy's own answer, normalised."""
+        """The policy's prediction, normalised."""
         return self.policy.predict(batch, noise)
 
 
 def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
     """A run, a checkpoint, a `pretrained_model` folder or a Hub repository (REPO or REPO@REVISION).
 
-    `files` are those fetched of a repository.
+    `files` are those downloaded from a repository.
     """
     local = Path(path)
-    # some storage forgets links: without `last`, the newest
+    # some storage loses links: without `last`, use the newest
     numbered = sorted(local.glob(f"{CHECKPOINTS}/[0-9]*"), key=lambda folder: folder.name)[-1:]
     for folder in (
         local,
@@ -107,7 +107,7 @@ def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -
             return folder
     if local.exists():
         raise CheckpointError(
-            f"{path} holds no policy: expected {POLICY_CONFIG} in it or in its {PRETRAINED} folder."
+            f"{path} holds no policy: there is no {POLICY_CONFIG} in it or in its {PRETRAINED} folder."
         )
     if not is_repo_id(path.partition("@")[0]):
         raise CheckpointError(
@@ -122,14 +122,14 @@ def _download(name: str, files: Sequence[str]) -> Path:
     repo, _, revision = name.partition("@")
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
-    except Exception as error:  # the client raises many kinds; each means the same to the user
+    except Exception as error:  # the client raises many types; all mean the same to the user
         raise CheckpointError(
-            f"{name} is neither a folder here nor a policy that can be fetched from the Hub: {error}"
+            f"{name} is neither a local folder nor a policy that can be downloaded from the Hub: {error}"
         ) from error
 
 
 def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyConfig:
-    """The policy's settings in a checkpoint, with some of them changed."""
+    """The policy's settings in a checkpoint, with overrides."""
     folder = find_folder(path, ("*.json",))
     try:
         settings = json.loads((folder / POLICY_CONFIG).read_text())
@@ -153,7 +153,7 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
 
 
 def _agreed_type(folder: Path, said: str, named: str | None) -> str:
-    """The type that a checkpoint says it has, unless that means to run code which the user does not know of."""
+    """The policy type in a checkpoint. Refuses a type that would run code the user did not name."""
     if named is not None:
         moved = is_code(said) and is_code(named) and short_name(said) == short_name(named)
         if settled(named) != said and not moved:
@@ -163,15 +163,15 @@ def _agreed_type(folder: Path, said: str, named: str | None) -> str:
         return settled(named)
     if is_code(said) and not is_loaded(said) and not _run_names(folder, said):
         raise CheckpointError(
-            f"The policy in {folder} is not one of Flexor's: {POLICY_CONFIG} says that its code is {said}. Code that a "
-            "checkpoint names is not run. If you have that code and trust it, name it yourself: "
-            f"--policy.type={said}, or wherever it is here."
+            f"The policy in {folder} is not built into Flexor: its {POLICY_CONFIG} says that its code is {said}. Code "
+            "that a checkpoint names is not run. If you have that code and trust it, name it yourself with "
+            f"--policy.type={said}, or with its path on this machine."
         )
     return said
 
 
 def _run_names(folder: Path, kind: str) -> bool:
-    """Whether the checkpoint lies in the run that made it, whose settings, written by training, name the code too."""
+    """Whether the checkpoint is in the folder of its run, whose settings, written by training, name the same code."""
     for parent in folder.absolute().parents[:3]:
         try:
             settings = yaml.safe_load((parent / RUN_CONFIG).read_text())
@@ -188,7 +188,7 @@ def save_pretrained(
     before: Pipeline,
     after: Pipeline,
 ) -> None:
-    """Write the folder, if need be without weights; the caller makes it appear atomically."""
+    """Write the folder, without weights if they are None. The caller renames it into place."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"type": config.type, **to_plain(config), **FOREIGN}
     (folder / POLICY_CONFIG).write_text(json.dumps(described, indent=4))
@@ -199,7 +199,7 @@ def save_pretrained(
 
 
 def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
-    """A policy ready to act, with its processing, on `device`."""
+    """A policy ready for inference, with its processing, on `device`."""
     folder = find_folder(path)
     config = read_config(str(folder), overrides)
     policy = policy_class(config.type)(config)
@@ -209,26 +209,26 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Weights into a policy of the same shape (each rank its part); every difference is named. Adapters begin anew."""
+    """Load weights into a policy, each rank its shard. Differences are errors. Adapters get their initial values."""
     file = folder / WEIGHTS
     own = {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
     if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
-            f"{folder.parent} was saved in shards, without {WEIGHTS}: make it with `flexor export {folder.parent}`."
+            f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
     try:
         there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
         missing, unexpected = own.keys() - there.keys(), there.keys() - own.keys()
         shapes = [
-            f"{name}: {there[name]} there, {tuple(own[name].shape)} here"
+            f"{name}: {there[name]} in the file, {tuple(own[name].shape)} in the policy"
             for name in own.keys() & there.keys()
             if there[name] != tuple(own[name].shape)
         ]
         if missing or unexpected or shapes:
             raise CheckpointError(
                 f"{file} does not fit this {policy.config.type} policy. "
-                f"Missing: {_some(missing)}. Not known: {_some(unexpected)}. Other shape: {_some(shapes)}. "
-                "Was a setting that changes the network overridden?"
+                f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Different shape: {_some(shapes)}. "
+                "Check for overridden settings that change the network."
             )
         fill(own, file)
         start_adapters(policy)

@@ -1,8 +1,8 @@
-"""One robot's conversation with a policy: what has to be remembered between two of its actions.
+"""The state of one robot that a policy controls, kept between two actions.
 
-`Pretrained.chunk` keeps nothing, so one policy serves many robots. A session keeps, for one robot: the last
+`Pretrained.chunk` has no state, so one policy can control many robots. A session keeps, for one robot: the last
 observations, the rest of the last chunk, the average of overlapping chunks, and what the policy wrote to
-`batch["memory"]`. Evaluation has one for each environment.
+`batch["memory"]`. Evaluation uses one session per environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Observation = Mapping[str, np.ndarray]
 class TemporalEnsembler:
     """The average of all chunks that have an action for the current step (Algorithm 2 of the ACT paper).
 
-    A chunk weighs exp(-coefficient * i), where i = 0 is the oldest. Kept as running sums, so a step costs one addition.
+    The weight of a chunk is exp(-coefficient * i), where i = 0 is the oldest. With running sums, a step costs one
+    addition.
     """
 
     def __init__(self, coefficient: float, chunk_size: int):
@@ -39,7 +40,7 @@ class TemporalEnsembler:
         sums = np.zeros_like(chunk) if self.sums is None else self.sums
         sums = sums + self.weights[self.counts][:, None] * chunk
         action: np.ndarray = sums[0] / self.totals[self.counts[0]]
-        # one step later: what was about step h + 1 is about step h, and no chunk reaches the last step yet
+        # one step later: entry h + 1 becomes entry h, and no chunk reaches the last step yet
         self.sums = np.concatenate((sums[1:], np.zeros_like(sums[:1])))
         self.counts = np.append(self.counts[1:] + 1, 0)
         return action
@@ -48,8 +49,8 @@ class TemporalEnsembler:
 class History:
     """The last observations, stacked along time as in training: [...] -> [T, ...].
 
-    Before the first observation of an episode there is none; the first is repeated, as in a training sample that
-    begins before its episode. Observations of the future, which some policies are trained on, are left out.
+    At the start of an episode the first observation is repeated, as in a training sample that begins before its
+    episode. Future observations, which some policies use in training, are left out.
     """
 
     def __init__(self, deltas: list[int] | None):
@@ -67,7 +68,7 @@ class History:
 
 
 class Session:
-    """One robot that acts with a policy; several can share the policy."""
+    """One robot that a policy controls. Several sessions can share the policy."""
 
     def __init__(self, pretrained: Pretrained, seed: int = 0, episode: int = 0):
         self.pretrained, self.seed = pretrained, seed
@@ -75,7 +76,7 @@ class Session:
         self.reset(episode)
 
     def reset(self, episode: int = 0) -> None:
-        """A new episode begins. Its number keys the policy's noise: the same one gets the same noise."""
+        """Start a new episode. The policy's noise depends on its number: the same number gets the same noise."""
         self.episode, self.step = episode, 0
         self.history = History(self.config.observation_deltas)
         self.queue: deque[np.ndarray] = deque()  # actions [A] that are still to be executed
@@ -99,7 +100,7 @@ class Session:
         return self.ensembler is not None or not self.queue
 
     def take(self, chunk: np.ndarray, memory: Batch) -> None:
-        """A new chunk [H, A], and what the policy wants to have back with the next question."""
+        """Store a new chunk [H, A], and the memory that the policy gets back at the next prediction."""
         self.memory = memory
         if self.ensembler:
             self.queue.append(self.ensembler(chunk))
@@ -111,11 +112,11 @@ class Session:
         return self.queue.popleft()
 
     def _check(self, observation: Observation) -> None:
-        """The environment must show what the policy was trained on."""
+        """The environment must provide the inputs that the policy was trained on."""
         for name, feature in self.config.observed.items():
             if name not in observation:
                 raise FlexorError(
-                    f"The policy needs {name}, which the environment does not give (it gives {sorted(observation)})."
+                    f"The policy needs {name}, but the environment provides only {sorted(observation)}."
                 )
             shape = tuple(observation[name].shape)
             if shape != feature.shape:
@@ -128,7 +129,7 @@ class Session:
 def act_together(
     sessions: Sequence[Session], observations: Sequence[Observation], tasks: Sequence[str]
 ) -> np.ndarray:
-    """One action for each robot, [N, A]. The policy computes all chunks that are needed now in one batch."""
+    """One action for each robot, [N, A]. The policy computes all chunks that are due in one batch."""
     for session, observation, task in zip(sessions, observations, tasks, strict=True):
         session.observe(observation, task)
     for group in _alike([session for session in sessions if session.needs_chunk()]):
@@ -137,7 +138,7 @@ def act_together(
 
 
 def _alike(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Sessions that can share a batch: what the policy remembers of them has the same names and shapes."""
+    """Groups of sessions that can share a batch: their memories have the same names and shapes."""
     groups: dict[object, list[Session]] = {}
     for session in sessions:
         shapes = tuple((name, tuple(value.shape)) for name, value in sorted(session.memory.items()))
@@ -146,7 +147,7 @@ def _alike(sessions: Sequence[Session]) -> Iterator[list[Session]]:
 
 
 def _ask(sessions: list[Session]) -> None:
-    """One batch for all of them."""
+    """Predict the chunks of all sessions in one batch."""
     first, shown = sessions[0], [session.history.stacked() for session in sessions]
     steps = [session.step for session in sessions]
     episodes = torch.tensor([session.episode for session in sessions])

@@ -1,4 +1,4 @@
-"""What a run says before it begins: what is trained, on what, and which rank is where."""
+"""What a run logs before it starts: the policy, the dataset, and which rank runs where."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexor.train.engine.base import Engine
 
 
 def introduce(state: TrainState, training: Dataset, held_out: Dataset | None, found: Path | None) -> None:
-    """What is about to happen, in a few lines."""
+    """Log in a few lines what is about to be trained."""
     config = state.config
     parameters = list(state.policy.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
@@ -39,11 +39,11 @@ def introduce(state: TrainState, training: Dataset, held_out: Dataset | None, fo
         config.optimizer.type,
         rates,
     )
-    log.info("run folder %s%s", config.output_dir, f", going on from {found.name}" if found else "")
+    log.info("run folder %s%s", config.output_dir, f", resuming from {found.name}" if found else "")
 
 
 def _introduce_ranks(engine: Engine) -> None:
-    """Which rank is on which device of which host, and what is sharded."""
+    """Log which rank runs on which device of which host, and what is sharded."""
     if not engine.processes.joined:
         return
     cuda = engine.device.type == "cuda"

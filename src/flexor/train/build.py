@@ -61,20 +61,19 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
-    """All ranks must have left out the same episodes: each reads for itself, perhaps from a disk of its own."""
+    """All ranks must skip the same episodes. Each rank reads the dataset itself, perhaps from its own disk."""
     found = processes.gather(sorted(dataset.skipped))
     other = next((rank for rank, skipped in enumerate(found) if skipped != found[0]), None)
     if other is not None:
         differing = sorted({*found[0]} ^ {*found[other]})
         raise DatasetError(
-            f"{dataset.repo_id}: ranks 0 and {other} can't read the same episodes: {differing} are left out by one "
-            "of them only. Give all nodes the same files, or name what to leave out with "
-            "--dataset.exclude_episodes."
+            f"{dataset.repo_id}: only one of the ranks 0 and {other} can read the episodes {differing}. Copy the same "
+            "dataset files to all nodes, or exclude these episodes with --dataset.exclude_episodes."
         )
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
-    """What computes: one process, or many with the whole model each, or with a part of it."""
+    """The engine: one process, or several that each hold the whole model or a shard of it."""
     unused = config.parallel.find_unused_parameters or not config.policy.uses_all_parameters
     parallel = dataclasses.replace(config.parallel, find_unused_parameters=unused)
     settings = (device, config.precision, config.deterministic, processes, parallel)
@@ -88,12 +87,12 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
 
         return ShardedEngine(*settings, strategy=strategy)
     if config.parallel.cpu_offload:
-        raise ConfigError("parallel.cpu_offload=true needs --parallel.strategy=fsdp or hsdp.")
+        raise ConfigError("parallel.cpu_offload=true requires --parallel.strategy=fsdp or hsdp.")
     return Engine(*settings)
 
 
 def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
-    """The engine for what the run's settings say, those of the Accelerate config among them."""
+    """The engine that the run's settings and the Accelerate config ask for."""
     from flexor.train.engine.accelerate import AccelerateEngine, AccelerateShardedEngine
 
     if uses_deepspeed():
@@ -105,12 +104,12 @@ def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
     else:
         engine = AccelerateEngine
     if parallel.cpu_offload and engine is not AccelerateShardedEngine:
-        raise ConfigError("parallel.cpu_offload=true needs FSDP: say so in the Accelerate config.")
+        raise ConfigError("parallel.cpu_offload=true requires FSDP: select it in the Accelerate config.")
     return engine
 
 
 def pick_strategy(config: TrainConfig, processes: Processes, device: torch.device) -> str:
-    """ddp if weights, gradients and Adam's state fit into half of the smallest device; the rest is for activations."""
+    """ddp if weights, gradients and Adam's state fit in half of the smallest device; the rest is for activations."""
     with parameters_without_memory():
         parameters = list(make_policy(config).parameters())
     trained = [p for p in parameters if p.requires_grad]
@@ -125,7 +124,7 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     several_hosts = processes.world_size > local
     strategy = "ddp" if need <= room else "hsdp" if several_hosts and need / local <= room else "fsdp"
     log.info(
-        "parallel.strategy=%s: the model and its optimizer take %s, a device has %s for them",
+        "parallel.strategy=%s: the model and its optimizer need %s; half of the smallest device's memory is %s",
         strategy,
         gigabytes(need),
         gigabytes(room),
@@ -136,7 +135,7 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
 def build_loader(
     config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
 ) -> Loader:
-    """The batches of the run. What is left open about their order is settled by rank 0, for all of the run."""
+    """The loader of the run's batches. Rank 0 chooses the settings that were left open; all ranks use its choice."""
     settings, opened = config.dataset, []
 
     def settle() -> tuple[OrderConfig, str]:
@@ -184,12 +183,14 @@ def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]
         training += episodes[:cut]
         held_out += episodes[cut:]
     if not training:
-        raise ConfigError(f"dataset.eval_split={share} leaves none of {len(held_out)} episodes to train on.")
+        raise ConfigError(
+            f"dataset.eval_split={share} holds out all {len(held_out)} episodes: use a smaller value."
+        )
     return training, held_out
 
 
 def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) -> Policy:
-    """A policy with its starting weights, the same for the same seed; a checkpoint will bring them if resuming."""
+    """The policy with its initial weights, which depend on the seed. When resuming, a checkpoint loads them later."""
 
     def make() -> Policy:
         seed_everything("weights", config.seed)
@@ -199,15 +200,18 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
     if resuming:
         weights = "later"
     elif config.policy_path is not None:
-        with engine.processes.main_first():  # one of a host downloads
+        with engine.processes.main_first():  # one process per host downloads
             weights = find_folder(config.policy_path)
     elif config.lora.r:
-        log.warning("lora.r=%d without --policy.path: adapters on weights that nobody trained", config.lora.r)
+        log.warning(
+            "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained",
+            config.lora.r,
+        )
     return engine.build(make, weights)
 
 
 def make_policy(config: TrainConfig) -> Policy:
-    """The policy as the run trains it, with any weights."""
+    """The policy as the run trains it. Its weights are not the initial ones yet."""
     policy = policy_class(config.policy.type)(config.policy)
     if config.activation_checkpointing:
         _recompute_blocks(policy)
@@ -219,18 +223,19 @@ def make_policy(config: TrainConfig) -> Policy:
 
 
 def _lower_weights(policy: Policy) -> None:
-    """Matrices and convolutions in bfloat16. Vectors, such as a norm's, are few and stay exact; so do buffers."""
+    """Store matrices and convolutions in bfloat16. Vectors (as in norm layers) and buffers keep their type."""
     for parameter in policy.parameters():
         if parameter.ndim > 1 and parameter.is_floating_point():
             parameter.data = parameter.data.bfloat16()
 
 
 def _recompute_blocks(policy: Policy) -> None:
-    """Each block keeps its input only, and is computed again in the backward pass."""
+    """Each block stores only its input, and is recomputed in the backward pass."""
     units = policy.shard_units()
     if not units:
         raise ConfigError(
-            f"activation_checkpointing=true: {policy.config.type} names no blocks to recompute."
+            f"activation_checkpointing=true: policy.type={policy.config.type} has no blocks to recompute "
+            "(its shard_units() is empty): leave it out."
         )
     for unit in units:
         recompute(unit)
@@ -239,12 +244,13 @@ def _recompute_blocks(policy: Policy) -> None:
 def build_state(
     config: TrainConfig, dataset: Dataset, engine: Engine, split: Split, resuming: bool = False
 ) -> TrainState:
-    """Everything at step 0."""
+    """The complete training state at step 0."""
     before, after = _pipelines(config, dataset, engine)
     policy = build_policy(config, engine, resuming)
     if config.optimizer.type == "adamw_8bit" and engine.strategy not in ("one process", "ddp"):
         raise ConfigError(
-            f"optimizer.type=adamw_8bit can't be shared out, as {engine.strategy} does: use adamw, or ddp."
+            f"optimizer.type=adamw_8bit does not support a sharded optimizer state ({engine.strategy}): use "
+            "--optimizer.type=adamw, or ddp."
         )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
     optimizer = engine.prepare(policy, optimizer)

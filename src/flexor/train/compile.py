@@ -1,4 +1,4 @@
-"""torch.compile for the blocks of a policy, in place: names, checkpoints and strategies stay what they are."""
+"""torch.compile for the blocks of a policy, in place. Parameter names, checkpoints and strategies do not change."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.policies.base import Policy
 
-SHAPES = 8  # that a block may be compiled for, before torch gives up
+SHAPES = 8  # input shapes that a block may be compiled for, before torch gives up
 
 
 def compile_blocks(policy: Policy, device: torch.device) -> None:
-    """Each block of the policy, at its first step. What is between blocks, noise above all, stays as it is."""
+    """Compile each block of the policy, at its first step. Code between blocks, such as noise, is not compiled."""
     import torch._dynamo.config
     import torch._inductor.config
 
     blocks = policy.shard_units()
     if not blocks:
-        raise ConfigError(f"compile=true: {policy.config.type} names no blocks to compile.")
+        raise ConfigError(
+            f"compile=true: policy.type={policy.config.type} has no blocks to compile (its shard_units() is empty): "
+            "leave it out."
+        )
     _check_compiler(device)
-    torch._inductor.config.fallback_random = True  # dropout draws what it would draw otherwise
-    torch._dynamo.config.recompile_limit = SHAPES * len(blocks)  # torch counts all of them together
+    torch._inductor.config.fallback_random = True  # the same dropout masks as without compiling
+    torch._dynamo.config.recompile_limit = SHAPES * len(blocks)  # torch counts all blocks together
     for block in blocks:
-        # not block.compile(), which has FSDP's hooks inside, and stops at them
+        # not block.compile(): it would also compile FSDP's hooks, and stop at them
         block.forward = torch.compile(block.forward)
 
 
 def _check_compiler(device: torch.device) -> None:
-    """Before the first step, where it would be hard to read."""
+    """Raise an error before the first step. An error from within the step would be hard to read."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
         if not has_triton():
             raise ConfigError(
-                "compile=true needs Triton, which comes with torch on Linux: leave it out here."
+                "compile=true requires Triton, which comes with torch on Linux and was not found: leave it out."
             )
         return
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -45,11 +48,11 @@ def _check_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise ConfigError(
-            "compile=true on a CPU needs a C++ compiler: install g++, or leave it out."
+            "compile=true on a CPU requires a C++ compiler: install g++, or leave it out."
         ) from error
 
 
 def not_compiled() -> AbstractContextManager[object]:
-    """Blocks as they were written: evaluation has batches of many sizes, each of which would be compiled."""
+    """Run blocks without compiling. Evaluation has batches of many sizes, and each size would be compiled."""
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance

@@ -12,7 +12,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,11 @@ class _Captured:
     batch: Batch
     keys: NoiseKeys
     names: list[str]  # of the parts of the loss
-    whole: torch.cuda.CUDAGraph  # a step; under accumulation, a micro-batch
-    figures: Tensor  # loss, parts, and of a whole step the norm
-    update: torch.cuda.CUDAGraph | None = None  # under accumulation: what follows the last micro-batch
-    norm: Tensor | None = None
-    gradients: list[Tensor] = field(default_factory=list)  # that micro-batches add to
+    passes: list[
+        tuple[torch.cuda.CUDAGraph, Tensor]
+    ]  # of the first micro-batch and of all later ones; loss and parts
+    update: torch.cuda.CUDAGraph | None  # what follows the last; None: it is part of the only pass
+    norm: Tensor
 
 
 class GraphStep:
@@ -128,7 +128,8 @@ class GraphStep:
             self.captured[kind] = self._capture(batches[0], len(batches))
         except RuntimeError as error:
             self.gave_up = True
-            message = f"the step can't be captured in a CUDA graph: {_said(error)}{_line(error)}"
+            cause = _first(error)
+            message = f"the step can't be captured in a CUDA graph: {_said(cause)}{_line(cause)}"
             if state.config.step == "graph":
                 raise ConfigError(f"step=graph: {message}") from error
             log.warning("%s. It runs operation by operation instead.", message)
@@ -140,26 +141,24 @@ class GraphStep:
         state, device = self.state, self.state.engine.device
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # what eager steps took: graphs have memory of their own
-        batch, keys, graph = _memory_for(like, device), NoiseKeys(device), torch.cuda.CUDAGraph()
-        noise = GraphNoise(keys, batch[SAMPLE_ID])
-        if micro_batches == 1:
+        batch, keys = _memory_for(like, device), NoiseKeys(device)
+        noise, names = GraphNoise(keys, batch[SAMPLE_ID]), []
+        passes, update = [], None
+        # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
+        for _ in range(min(micro_batches, 2)):
+            graph = torch.cuda.CUDAGraph()
             with self._into(graph):
                 loss, parts = forward_backward(state, batch, noise, self.on_gpu)
-                norm = update_weights(state)
-                figures = torch.stack([value.float() for value in (loss, *parts.values(), norm)])
-            return _Captured(batch, keys, [*parts], graph, figures)
-        trained = [parameter for parameter in state.policy.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        with self._into(graph):
-            loss, parts = forward_backward(state, batch, noise, self.on_gpu)
-            figures = torch.stack([value.float() for value in (loss, *parts.values())])
-        update = torch.cuda.CUDAGraph()
-        with self._into(update):
-            norm = update_weights(state).float()
-            torch._foreach_zero_(gradients)
-        return _Captured(batch, keys, [*parts], graph, figures, update, norm, gradients)
+                figures = torch.stack([value.float() for value in (loss, *parts.values())])
+                if micro_batches == 1:
+                    norm = update_weights(state).float()
+            names = [*parts]
+            passes.append((graph, figures))
+        if micro_batches > 1:
+            update = torch.cuda.CUDAGraph()
+            with self._into(update):
+                norm = update_weights(state).float()
+        return _Captured(batch, keys, names, passes, update, norm)
 
     def _into(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # the loader's threads may allocate memory meanwhile: only this thread's calls matter
@@ -169,18 +168,17 @@ class GraphStep:
         state = self.state
         found.keys.write(state.config.seed, state.step)
         state.engine.set_learning_rates(state.optimizer)
-        figures = torch.zeros_like(found.figures)
+        total = torch.zeros_like(found.passes[0][1])
         for micro, batch in enumerate(batches):
             _copy(batch, found.batch)
             seed_dropout(state, micro)
-            found.whole.replay()
-            figures += found.figures
+            graph, figures = found.passes[min(micro, 1)]
+            graph.replay()
+            total += figures
         if found.update is not None:
             found.update.replay()
-            assert found.norm is not None
-            figures = torch.cat((figures, found.norm[None]))
-        loss, *parts, norm = figures.unbind()
-        return StepFigures(loss, norm, dict(zip(found.names, parts)))
+        loss, *parts = total.unbind()
+        return StepFigures(loss, found.norm.clone(), dict(zip(found.names, parts)))
 
 
 def _memory_for(batch: Batch, device: torch.device) -> Batch:
@@ -201,6 +199,13 @@ def _copy(batch: Batch, into: Batch) -> None:
             target.fill_(batch[name])
         else:
             target.copy_(batch[name], non_blocking=True)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Ending a capture that went wrong fails too, and says less."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _said(error: BaseException) -> str:

@@ -1,7 +1,7 @@
 """The training loop, read top to bottom.
 
 `train` opens the run, builds its parts and hands them to `fit`. Whatever happens, the run folder
-holds the settings, the metrics so far and whole checkpoints.
+holds the settings, the metrics so far and complete checkpoints.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from flexor.train.ranks.watchdog import Watchdog
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.validate import evaluate, held_out_loss
 
-Resume = Literal["no", "yes", "auto"]  # auto: if the run has begun
+Resume = Literal["no", "yes", "auto"]  # auto: resume if the run has started
 
 
 class PreflightCheck(Protocol):
-    """Plans the run before it starts, and holds it against the plan when it is done: see `flexor.plan.preflight`."""
+    """Plans the run before it starts, and compares it with the plan afterwards: see `flexor.plan.preflight`."""
 
     def before(
         self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
@@ -55,18 +55,18 @@ class PreflightCheck(Protocol):
 
 @dataclass
 class TrainResult:
-    """What a finished run has to tell."""
+    """The result of a finished run."""
 
     folder: Path
     step: int
     checkpoint: Path | None
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    main: bool = True  # not one of the other ranks
+    main: bool = True  # this process is rank 0
 
 
 def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck | None = None) -> TrainResult:
-    """Do a run, or resume one, as one of its processes."""
+    """Start or resume a run, as one of its processes."""
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
     try:
@@ -112,7 +112,7 @@ def _take_part(
 
 
 def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) -> tuple[TrainConfig, bool]:
-    """The run's folder, and whether the run has begun there; rank 0 decides."""
+    """The run's folder, and whether a run has already started there. Rank 0 decides."""
     config.job_name = config.job_name or config.policy.type
     if config.dataset.root and "://" not in config.dataset.root:
         config.dataset.root = str(Path(config.dataset.root).absolute())  # a resume may start elsewhere
@@ -142,10 +142,10 @@ def _build(
     preflight: PreflightCheck | None,
 ) -> tuple[TrainState, Loader, Dataset | None]:
     """The parts of the run, from a checkpoint if one was found."""
-    with processes.main_first():  # one of a host downloads or records
+    with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
-    config.policy = fit_to_dataset(config.policy, training)  # now the config alone says what the run is
+    config.policy = fit_to_dataset(config.policy, training)  # from here on the config alone defines the run
     if preflight is not None:
         preflight.before(config, training, processes, device)
     split = split_batch(config, processes.world_size)
@@ -158,7 +158,9 @@ def _build(
         check_same_run(found, config, state.fingerprint, state.preprocessor)
         state.load(found)
         if state.step > config.steps:
-            raise ConfigError(f"steps={config.steps}: the run is at step {state.step} already.")
+            raise ConfigError(
+                f"steps={config.steps}, but the run is already at step {state.step}: use a larger value."
+            )
     loader = build_loader(config, training, held_out, engine, split)
     if processes.is_main:
         run.forget_metrics_after(state.step)
@@ -169,7 +171,7 @@ def _build(
 
 
 def _find_checkpoint(run: Run, must: bool) -> Path | None:
-    """Where to go on; a run that is started again by its launcher before it saved anything begins anew."""
+    """The checkpoint to resume from. A run that its launcher restarts before the first checkpoint starts at step 0."""
     if not must and checkpoint.newest(run.checkpoints) is None:
         return None
     return newest_checkpoint(run.folder)
@@ -178,7 +180,7 @@ def _find_checkpoint(run: Run, must: bool) -> Path | None:
 def fit(
     state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal, dog: Watchdog
 ) -> TrainResult:
-    """Optimizer steps until the last one, or until told to stop."""
+    """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
     result = TrainResult(run.folder, state.step, saver.newest)
@@ -211,11 +213,11 @@ def fit(
                 epoch = loader.order.epoch(state.step * loader.global_batch)
                 result.metrics |= _log(state, meters, trackers, bar, epoch, loader)
             if held_out is not None and _due(state.step, config.eval_steps, last):
-                with dog.patiently("the held-out loss"):
+                with dog.patiently("computing the held-out loss"):
                     values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
                 result.metrics |= _report(state.step, values, trackers)
             if config.env.type and _due(state.step, config.env_eval_freq, False):
-                with dog.patiently("an evaluation"):
+                with dog.patiently("evaluating"):
                     result.metrics |= _report(state.step, evaluate(state, run), trackers)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()

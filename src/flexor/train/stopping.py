@@ -1,4 +1,4 @@
-"""Why a run ends before its last step: it was told to, its loss is no longer a number, or a process failed."""
+"""Why a run ends before its last step: a signal, a loss that is NaN or infinite, or a process that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.engine.base import Engine
 
-STOPPED = 75  # exit code of a run that saved itself when told to stop: "start me again" (EX_TEMPFAIL)
+STOPPED = (
+    75  # exit code of a run that saved a checkpoint and stopped on a signal: start it again (EX_TEMPFAIL)
+)
 
 
 class TrainingStopped(FlexorError):
@@ -26,20 +28,20 @@ class TrainingStopped(FlexorError):
 
 
 class Crashed(FlexorError):
-    """A mistake of ours in one of many processes, whose stack is in the log: the others have to end too."""
+    """An unexpected error in one of several processes. Its stack is in the log; the other processes must end too."""
 
     exit_code = 70
     said = True
 
 
 class Diverged(FlexorError):
-    """The loss or the gradient is no longer a number."""
+    """The loss or the gradient is NaN or infinite."""
 
 
 class StopSignal:
-    """Remembers that SIGTERM, SIGUSR1 or Ctrl-C came, so that the loop can save at the next step.
+    """Records SIGTERM, SIGUSR1 or Ctrl-C, so that the loop can save after the current step.
 
-    Before the loop (`stepping`) there is nothing to save, and the run ends at once.
+    Before the loop starts (`stepping` is false) there is nothing to save, and the run ends at once.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -51,7 +53,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         try:
             self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        except ValueError:  # not in the main thread: whoever runs us handles signals
+        except ValueError:  # not in the main thread: the caller handles signals
             self.before = {}
         return self
 
@@ -61,16 +63,16 @@ class StopSignal:
 
     def _handle(self, number: int, _: object) -> None:
         if number == signal.SIGINT and (self.signal is not None or not self.stepping):
-            raise KeyboardInterrupt  # the second Ctrl-C does not wait
+            raise KeyboardInterrupt  # a second Ctrl-C ends the run at once
         if not self.stepping:
             raise TrainingStopped(f"{signal.Signals(number).name}: stopped before the first step.")
-        self.signal = signal.Signals(number)  # and nothing more: a handler may interrupt a write to the log
+        self.signal = signal.Signals(number)  # no logging here: the handler may interrupt a write to the log
 
 
 def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, said: bool) -> TrainingStopped:
     where = f"saved as {saved}" if saved else "nothing saved (save_checkpoint=false)"
     error = TrainingStopped(
-        f"{number.name}: stopped after step {step}, {where}. Go on: flexor resume {run.folder}"
+        f"{number.name}: stopped after step {step}, {where}. Resume with: flexor resume {run.folder}"
     )
     error.said = said
     if number is signal.SIGINT:
@@ -79,7 +81,7 @@ def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, sai
 
 
 class OnTheWay:
-    """Tensors that come to the host, which waits for them and not for what the GPU was given after them."""
+    """Tensors being copied to the host. It waits for these copies only, not for GPU work queued after them."""
 
     def __init__(self, *tensors: Tensor):
         self._host = [tensor.detach().to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
@@ -94,10 +96,10 @@ class OnTheWay:
 
 
 class Watch:
-    """Stops a run whose loss is no longer a number, and has all ranks stop at the same step.
+    """Stops a run whose loss is NaN or infinite, and makes all ranks stop at the same step.
 
-    A step's figures are looked at when the next step has been queued, so that the GPU always has work, and before
-    anything is saved. They are sums over all ranks: what one rank sees, all see.
+    A step's loss and gradient norm are checked after the next step has been queued, so that the GPU always has work,
+    and before anything is saved. They are summed over all ranks, so all ranks see the same values.
     """
 
     def __init__(self, run: Run, engine: Engine):
@@ -146,7 +148,7 @@ class Watch:
         self._stop(step, what, value, batches, own)
 
     def _stop(self, step: int, what: str, value: float, batches: list[dict[str, Any]], own: float) -> None:
-        """All ranks come here at the same step, so they can tell each other whose batch it was."""
+        """All ranks get here at the same step, so they can exchange which rank's batch caused it."""
         processes = self.engine.processes
         ids = torch.cat([batch[SAMPLE_ID] for batch in batches]).tolist()
         ranks = processes.gather((processes.host, own, ids))
@@ -158,7 +160,7 @@ class Watch:
         error = Diverged(
             f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
             f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "
-            "Look for NaN in the data (`flexor data check`), or lower --optimizer.lr; then start from that "
+            "Check the data for NaN with `flexor data check`, or lower --optimizer.lr. Then start a new run from that "
             "checkpoint with --policy.path."
         )
         error.said = not processes.is_main

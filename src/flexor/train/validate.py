@@ -1,4 +1,4 @@
-"""How good a policy is: its loss on held-out episodes, its success in an environment."""
+"""Evaluation during training: the loss on held-out episodes, the success rate in an environment."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flexor.train.compile import not_compiled
 
 @contextmanager
 def exported_weights(state: TrainState) -> Iterator[None]:
-    """Inside, the policy has the weights a checkpoint would export: the moving average if there is one.
+    """Inside, the policy has the weights that a checkpoint would export: the moving average (EMA) if there is one.
 
-    Weights in bfloat16 compute in it; all others act in float32, as they do after export, and not compiled.
+    bfloat16 weights compute in bfloat16, all others in float32, as after export. Nothing is compiled.
     """
     config = state.config
     was_training = state.policy.training
@@ -53,14 +53,14 @@ def exported_weights(state: TrainState) -> Iterator[None]:
 
 @torch.no_grad()
 def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
-    """This rank's part of each tensor."""
+    """Copy values into the policy. Each rank copies its own shard of each tensor."""
     for name, own in policy.state_dict().items():
         local(own).copy_(local(values[name]))
 
 
 @torch.no_grad()
 def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> float:
-    """Mean loss over held-out samples, evenly spread if there are more than `max_samples`; each rank does a part."""
+    """Mean loss over held-out samples: `max_samples` of them, evenly spread, or all (0). Each rank computes a part."""
     config, engine = state.config, state.engine
     rows = sample_rows(dataset, config.policy.drop_last_frames)
     if max_samples and len(rows) > max_samples:
@@ -74,7 +74,9 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
             part = rows[start + engine.rank * size :][:size]
             counts = len(part) > 0
             if not counts:
-                part = rows[:1]  # sharded ranks compute together: one without rows keeps the others company
+                part = rows[
+                    :1
+                ]  # sharded ranks compute together: a rank without rows computes one that does not count
             batch = state.preprocessor(
                 {**to_tensors(dataset.read(part, deltas, cameras)), VALID_STEPS: valid}
             )
@@ -85,7 +87,10 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
 
 
 def evaluate(state: TrainState, run: Run) -> dict[str, Any]:
-    """Episodes with the policy as it would be after export: rank 0 plays, the others wait, or compute with it."""
+    """Run episodes with the policy as it would be after export.
+
+    Rank 0 runs the environment. The other ranks wait, or compute with rank 0 if the model is sharded.
+    """
     config, processes = state.config, state.engine.processes
     summary: dict[str, Any] = {}
     with exported_weights(state):
@@ -109,11 +114,11 @@ def pretrained_of(state: TrainState) -> Pretrained:
 
 @dataclass
 class ShardedPretrained(Pretrained):
-    """Rank 0's: it tells the other ranks what to compute, because each has a part of the weights only."""
+    """On rank 0: sends what to compute to the other ranks, because each rank has only a shard of the weights."""
 
     state: TrainState
 
-    @torch.no_grad()  # sharded weights can't be gathered in inference mode: training would find them unusable
+    @torch.no_grad()  # not inference mode: sharded weights gathered in it can't be trained afterwards
     def predict(self, batch: Batch, noise: Noise) -> Tensor:
         _tell(self.state, (move(batch, "cpu"), noise))
         return self.policy.predict(batch, noise)
@@ -121,19 +126,19 @@ class ShardedPretrained(Pretrained):
 
 @torch.no_grad()
 def follow(state: TrainState) -> None:
-    """Compute what rank 0 asks for until it has no more."""
+    """On the other ranks: compute what rank 0 sends, until it sends None."""
     while (asked := _tell(state, None)) is not None:
         batch, noise = asked
         state.policy.predict(move(batch, state.engine.device), noise.to(state.engine.device))
 
 
 def _tell(state: TrainState, what: Any) -> Any:
-    """From rank 0 to the others, if they compute together."""
+    """Send a value from rank 0 to the other ranks, if the model is sharded."""
     return state.engine.processes.share(lambda: what) if state.engine.sharded else None
 
 
 def move(batch: Batch, device: torch.device | str) -> Batch:
-    """With what the policy remembers, which is a batch within the batch."""
+    """The batch on `device`, with the policy's memory, which is a batch within the batch."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, dict):

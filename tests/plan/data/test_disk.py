@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexor.data.settings import CacheConfig
-from flexor.plan.data.disk import Kept, checkpoint_bytes, checkpoints_kept, disk_needed
+from flexor.plan.data.disk import CheckpointCounts, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import Camera, Data, Loading
 
 STREAM = CacheConfig()
@@ -25,11 +25,13 @@ def test_what_a_checkpoint_takes() -> None:
 
 
 def test_how_many_are_kept() -> None:
-    assert checkpoints_kept(100_000, 20_000, None, None) == Kept(5, 5, 5)
-    assert checkpoints_kept(100_000, 20_000, 2, None) == Kept(5, 3, 2)
-    assert checkpoints_kept(100_000, 20_000, 1, 40_000) == Kept(5, 3, 3)  # 40, 80 and 100 thousand
-    assert checkpoints_kept(100_000, 0, 2, None) == Kept(1, 1, 1)
-    assert checkpoints_kept(50, 20, None, None) == Kept(3, 3, 3)  # the last step is saved too
+    assert checkpoints_kept(100_000, 20_000, None, None) == CheckpointCounts(5, 5, 5)
+    assert checkpoints_kept(100_000, 20_000, 2, None) == CheckpointCounts(5, 3, 2)
+    assert checkpoints_kept(100_000, 20_000, 1, 40_000) == CheckpointCounts(
+        5, 3, 3
+    )  # 40, 80 and 100 thousand
+    assert checkpoints_kept(100_000, 0, 2, None) == CheckpointCounts(1, 1, 1)
+    assert checkpoints_kept(50, 20, None, None) == CheckpointCounts(3, 3, 3)  # the last step is saved too
 
 
 @given(
@@ -46,13 +48,15 @@ def test_kept_is_what_saving_and_removing_leaves(
         most = max(most, len(there))
         if last is not None:
             there = [s for s in there[:-last] if every and s % every == 0] + there[-last:]
-    assert checkpoints_kept(steps, freq, last, every) == Kept(len(saved), most, len(there))
+    assert checkpoints_kept(steps, freq, last, every) == CheckpointCounts(len(saved), most, len(there))
 
 
 def test_disk() -> None:
-    needed = disk_needed(TWO, Loading(8, tier="disk"), STREAM, 6_000, Kept(5, 3, 2))
+    needed = disk_needed(TWO, Loading(8, tier="disk"), STREAM, 6_000, CheckpointCounts(5, 3, 2))
     assert (needed.dataset, needed.cache, needed.checkpoints) == (3_000_000_000, 46_080_000_000, 18_000)
     assert needed.total == 49_080_018_000
-    assert disk_needed(TWO, Loading(8, tier="ram"), STREAM, 0, Kept(1, 1, 1)).cache == 0
-    small = disk_needed(TWO, Loading(8, tier="disk"), CacheConfig(size="224x224"), 0, Kept(1, 1, 1))
+    assert disk_needed(TWO, Loading(8, tier="ram"), STREAM, 0, CheckpointCounts(1, 1, 1)).cache == 0
+    small = disk_needed(
+        TWO, Loading(8, tier="disk"), CacheConfig(size="224x224"), 0, CheckpointCounts(1, 1, 1)
+    )
     assert small.cache == 50_000 * 2 * 75_264

@@ -10,11 +10,11 @@ from flexor.data.settings import CacheConfig
 from flexor.plan.data.host import (
     Camera,
     Data,
+    DataSupply,
     HostMemory,
     HostResources,
     Loading,
     Speed,
-    Supply,
     choose_tier,
     expected_speed,
     experiments_at_once,
@@ -246,7 +246,7 @@ def test_the_cores_it_asks_for_are_enough(wanted: float, cores: int, ranks: int,
 
 
 def test_the_first_epoch_may_be_slower() -> None:
-    first, later = Supply(100, 50, 1, 1), Supply(100, 1000, 1, 1)
+    first, later = DataSupply(100, 50, 1, 1), DataSupply(100, 1000, 1, 1)
     assert loading_seconds(3000, 1000, first, later) == pytest.approx(1000 / 50 + 2000 / 100)
     assert loading_seconds(500, 1000, first, later) == pytest.approx(10)
 

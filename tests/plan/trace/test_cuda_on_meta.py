@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flexor.plan.trace import cuda_on_meta as dialect
-from flexor.plan.trace.cuda_on_meta import CudaDialect
+from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.plan.trace.rehearsal import META
 from support import environment
 from support.fake_cuda import CASES, Recorder, Result, rehearse
@@ -91,7 +91,7 @@ def fake() -> dict[str, Any]:
 
 
 def planned(case: str) -> dict[str, Any]:
-    with torch.random.fork_rng(devices=[]), CudaDialect(capability=None).speak():
+    with torch.random.fork_rng(devices=[]), CudaOnMeta(capability=None).speak():
         return rehearse(CASES[case](), Recorder("meta"), META)
 
 
@@ -140,7 +140,7 @@ def test_a_step_does_what_it_does_on_fake_cuda_tensors(case: str, fake: dict[str
 
 @without_cuda
 def test_autocast_gives_the_same_types(fake: dict[str, Any]):
-    with CudaDialect().speak():
+    with CudaOnMeta().speak():
         ours = types(META)
     different = {name for name in FUNCTIONS if ours[name] != fake["types"][name]}
     assert different == {"pairwise_distance"}  # calls `norm` within torch, where the dialect does not see it

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from flexor.config.schema import EMAConfig, OptimizerConfig
-from flexor.plan.trace.cuda_on_meta import CudaDialect, attention_backend
+from flexor.plan.trace.cuda_on_meta import CudaOnMeta, attention_backend
 from flexor.plan.trace.events import CATEGORIES, Trace
 from flexor.plan.trace.trace import OperationTracker, trace_step
 from parity.multi_task_dit.clips import make_clips
@@ -236,7 +236,7 @@ def test_planning_leaves_torch_as_it_was(act):
 
 
 def speaking(**more):
-    return CudaDialect(**more).speak()
+    return CudaOnMeta(**more).speak()
 
 
 def test_dropout_keeps_a_mask_of_bytes():

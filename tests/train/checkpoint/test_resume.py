@@ -187,7 +187,7 @@ def test_settings_file_edited_by_hand_is_refused_by_name(finished, tmp_path, cap
     file = cut / "config.yaml"
     file.write_text(file.read_text().replace("seed: 1000\n", "seed: 1001\n", 1))
     assert main(["resume", str(cut)]) == 1
-    assert "seed was 1000, is 1001" in capsys.readouterr().err
+    assert "seed was 1000, is now 1001" in capsys.readouterr().err
 
 
 def test_a_run_from_before_a_setting_was_there_goes_on(finished, tmp_path):

@@ -55,4 +55,4 @@ def test_it_is_not_shared_out(lowdim, tiny_act, tmp_path):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, *EIGHT, "--parallel.strategy=fsdp", "--steps=1")
     started = ranks.Ranks(tmp_path / "1", 2, ["train", *flags])
     assert started.end() == [2, 2]
-    assert "use adamw, or ddp" in started.errors()
+    assert "use --optimizer.type=adamw, or ddp" in started.errors()

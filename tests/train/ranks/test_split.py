@@ -30,7 +30,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_global_batch(batch, accumulation
     again = split_batch(settings, first)  # what config.yaml says is enough
     assert again == split
     if settings.global_batch_size % second:
-        with pytest.raises(ConfigError, match="can't be dealt out evenly"):
+        with pytest.raises(ConfigError, match="can't be split evenly"):
             split_batch(settings, second)
         return
     other = split_batch(settings, second)
@@ -45,7 +45,7 @@ def test_what_contradicts_itself_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"global_batch_size=64 is not batch_size=8 x 1 .*steps=2"):
         split_batch(config(*flags), 1)
     assert split_batch(config(*flags), 4).accumulation == 2
-    with pytest.raises(ConfigError, match="use 1, 2, 4, 8, 16 of them"):
+    with pytest.raises(ConfigError, match="use 1, 2, 4, 8, 16 processes"):
         split_batch(config("--global_batch_size=16"), 3)
 
 

@@ -174,7 +174,7 @@ def freeze_0(dog: Watchdog) -> None:
 def test_a_frozen_rank_is_named_by_those_who_wait(plays):
     (said, _) = plays[freeze_1].end(HUNG, None)
     assert re.search(
-        r"rank 1 on host-1 has not been heard of for \d+ s: dead or frozen, last at step 0, backward",
+        r"rank 1 on host-1 has sent no heartbeat for \d+ s: dead or frozen, last seen at step 0, backward",
         said,
     )
     assert "in all_reduce" in said
@@ -182,7 +182,10 @@ def test_a_frozen_rank_is_named_by_those_who_wait(plays):
 
 def test_a_store_that_is_frozen_does_not_freeze_the_watchdog(plays):
     (_, said) = plays[freeze_0].end(None, HUNG)
-    assert "The store of this run, which rank 0 or its launcher keeps, has not answered for" in said
+    assert (
+        "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
+        in said
+    )
     assert "This is rank 1 on host-1, at step 1, backward" in said
 
 
@@ -196,7 +199,7 @@ def hold_the_interpreter(dog: Watchdog) -> None:
 
 def test_a_rank_that_no_thread_can_speak_for_says_its_stack_all_the_same(plays):
     said = plays[hold_the_interpreter].end(HUNG, None)
-    assert "rank 1 on host-1 has not been heard of" in said[0]
+    assert "rank 1 on host-1 has sent no heartbeat" in said[0]
     assert "in hold_the_interpreter" in said[1]
 
 
@@ -218,13 +221,16 @@ def die_0(dog: Watchdog) -> None:
 
 def test_a_dead_rank_is_named_by_those_whose_collective_fails(plays):
     (said, _) = plays[die_1].end(HUNG, KILLED)
-    assert "rank 1 on host-1 has not been heard of" in said
+    assert "rank 1 on host-1 has sent no heartbeat" in said
     assert "Traceback" not in said
 
 
 def test_a_dead_rank_0_that_kept_the_store(plays):
     (_, said) = plays[die_0].end(KILLED, HUNG)
-    assert "The store of this run, which rank 0 or its launcher keeps, has not answered for" in said
+    assert (
+        "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for"
+        in said
+    )
 
 
 def fail(dog: Watchdog) -> None:
@@ -282,9 +288,9 @@ def take_long(dog: Watchdog) -> None:
 
 def test_nobody_gets_impatient_with_a_rank_that_may_take_long(plays):
     said = plays[take_long].end(0, 0, 0)
-    assert "rank 0: evaluating, for 0 min now" in said[0]
+    assert "rank 0: still evaluating after 0 min" in said[0]
     assert said[1] == ""
-    assert "rank 2: waiting for the evaluation, for 0 min now" in said[2]
+    assert "rank 2: still waiting for the evaluation after 0 min" in said[2]
 
 
 def freeze_while_saving(dog: Watchdog) -> None:
@@ -297,7 +303,7 @@ def freeze_while_saving(dog: Watchdog) -> None:
 
 def test_patience_ends_with_the_life_of_a_rank(plays):
     (said, _) = plays[freeze_while_saving].end(HUNG, None)
-    assert "rank 1 on host-1 has not been heard of" in said
+    assert "rank 1 on host-1 has sent no heartbeat" in said
 
 
 def give_up_early(dog: Watchdog) -> None:

@@ -1,3 +1,3 @@
-"""What a dataset takes of the host: memory, cores, disk."""
+"""What a dataset needs from the host: memory, cores and disk."""
 
-FRAMES, FPS = 45_000, 30.0  # of a dataset that nobody has recorded yet
+FRAMES, FPS = 45_000, 30.0  # defaults for a dataset that is not recorded yet

@@ -1,4 +1,4 @@
-"""Disk that a run takes: the dataset, the frames that are kept of it, and checkpoints as they come and go."""
+"""Disk space for a run: the dataset, its cached frames, and checkpoints as they are written and removed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from flexor.plan.data.host import Data, Loading
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How many checkpoints there are: written in all, at most at a time, and in the end."""
+class CheckpointCounts:
+    """Numbers of checkpoints: written in total, on disk at most at the same time, and left at the end."""
 
     written: int
     most: int
     final: int
 
 
-def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_every: int | None) -> Kept:
-    """A checkpoint is whole before an older one goes, so one more than are kept has to fit."""
+def checkpoints_kept(
+    steps: int, save_freq: int, keep_last: int | None, keep_every: int | None
+) -> CheckpointCounts:
+    """A new checkpoint is complete before an old one is removed, so there must be space for one more than are kept."""
     written = 1 if save_freq <= 0 else -(-steps // save_freq)
 
     def left(saved: int) -> int:
@@ -30,7 +32,7 @@ def checkpoints_kept(steps: int, save_freq: int, keep_last: int | None, keep_eve
             always = (saved - keep_last) * save_freq // math.lcm(save_freq, keep_every)
         return keep_last + always
 
-    return Kept(written, left(written - 1) + 1, left(written))
+    return CheckpointCounts(written, left(written - 1) + 1, left(written))
 
 
 def checkpoint_bytes(
@@ -42,10 +44,11 @@ def checkpoint_bytes(
     sharded: bool = False,
     export: bool = True,
 ) -> int:
-    """One checkpoint. `weights`, `optimizer`: bytes of the whole state, over all ranks.
+    """Bytes of one checkpoint. `weights`, `optimizer`: bytes of the full state over all ranks.
 
-    Whole: the weights to act with and the optimizer. If those that act are an average or have adapters merged into
-    them, the raw weights too, and the average. Sharded: all of that once, and the weights to act with beside it.
+    Not sharded: the weights for inference and the optimizer state. If the weights for inference are a moving average
+    or have merged adapters, also the raw weights, and the average. Sharded: the whole state once, and with `export`
+    the weights for inference.
     """
     state = optimizer + weights * (2 if ema else 1)
     if sharded:
@@ -55,7 +58,7 @@ def checkpoint_bytes(
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes on disk, at most."""
+    """Maximum bytes on disk."""
 
     dataset: int
     cache: int
@@ -66,7 +69,9 @@ class Disk:
         return self.dataset + self.cache + self.checkpoints
 
 
-def disk_needed(data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: Kept) -> Disk:
-    """Dataset, kept frames and checkpoints of `checkpoint` bytes each."""
+def disk_needed(
+    data: Data, loading: Loading, cache: CacheConfig, checkpoint: int, kept: CheckpointCounts
+) -> Disk:
+    """Dataset, cached frames and checkpoints of `checkpoint` bytes each."""
     frames = data.scaled(cache).kept_bytes(cache, not loading.gpu) if loading.tier == "disk" else 0
     return Disk(data.file_bytes, frames, checkpoint * kept.most)

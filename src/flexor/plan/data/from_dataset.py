@@ -1,4 +1,4 @@
-"""An opened dataset -> what planning needs to know of it."""
+"""Reads from an opened dataset what a plan needs to know."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flexor.plan.data.host import PICTURES, Camera, Data
 from flexor.policies.fit import deltas_of, fit_to_dataset
 from flexor.train.build import build_datasets
 
-LOOKED_AT = 8  # episodes whose key frames are counted; encoders do not change their mind within a dataset
+LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
 
 
 def open_for_plan(config: TrainConfig) -> tuple[TrainConfig, Data]:
-    """Settings with the features of their dataset filled in, and its facts. Videos on the Hub are not downloaded."""
+    """The settings with the dataset's features filled in, and its facts. Videos on the Hub are not downloaded."""
     training, _ = build_datasets(replace(config.dataset, streaming=True))
     policy = fit_to_dataset(config.policy, training)
     return replace(config, policy=policy), facts_of(training, list(policy.images), deltas_of(policy))
 
 
 def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequence[int]]) -> Data:
-    """The dataset as these cameras and windows (steps relative to now) read it. One frame of each is decoded."""
+    """The facts of a dataset for these cameras and windows (steps relative to now). Decodes one frame per camera."""
     rows = sum(column.nbytes for column in dataset.columns.values()) / max(1, len(dataset))
     return Data(
         frames=len(dataset),

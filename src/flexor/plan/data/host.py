@@ -1,9 +1,9 @@
-"""What a run takes of the host: its memory and its cores.
+"""Host memory and cores that a run needs.
 
-All of it follows from settings by arithmetic: that of `data/loader/loader.py`, `data/loader/choose_order.py` and
-`data/loader/to_gpu.py`, whose constants are used here. What no setting says (the size of a process, the cost of
-decoding a frame) is a figure that was measured once; `flexor bench data` measures it on the machine and the data at
-hand.
+They are computed from the settings in the same way as in `data/loader/loader.py`, `data/loader/choose_order.py` and
+`data/loader/to_gpu.py`, with the constants of these files. What does not follow from a setting (the memory of a
+process, the time to decode a frame) is a constant that was measured once. `flexor bench data` measures the loading
+speed for your machine and data.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from flexor.data.video.decode import KEPT_DECODERS
 from flexor.data.video.planes import PlaneFormat
 
 PROCESS = {True: 3_500_000_000, False: 600_000_000}
-"""Bytes of the host that a training process takes by itself: with CUDA and its libraries, without."""
-DECODER_FRAMES = 12  # that a decoder holds: references, and those it is working on
-GPU_SPARE_FRAMES = 1024  # that each GPU has room for beyond its part: lanes are not equally long
+"""Bytes of host memory of a training process without data: with CUDA and its libraries, and without."""
+DECODER_FRAMES = 12  # in a decoder's memory: reference frames and frames in progress
+GPU_SPARE_FRAMES = 1024  # extra frames cached per GPU: lanes differ in length
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Camera:
-    """The pictures of one camera, as they are in the dataset and as they are trained on."""
+    """The images of one camera, as stored in the dataset and as used in training."""
 
     height: int
     width: int
     steps: int = 1
-    """Pictures of it in one sample."""
+    """Number of its images in one sample."""
     codec: str = "av1"
     gop: int = 2
     """Frames from one key frame to the next."""
     size: tuple[int, int] | None = None
-    """Height and width that it is scaled to when decoded."""
+    """Height and width that images are scaled to after decoding."""
     layout: str = "yuv420p"
-    """How its frames are kept for a GPU (see `PlaneFormat`)."""
+    """How its frames are stored for a GPU (see `PlaneFormat`)."""
 
     @property
     def pixels(self) -> int:
-        """Of a decoded frame."""
+        """Pixels of a decoded frame."""
         return self.height * self.width
 
     def kept_bytes(self, rgb: bool = False) -> int:
-        """A frame in memory: planes as decoded, or RGB."""
+        """Bytes of a frame in memory: planes as decoded, or RGB."""
         height, width = self.size or (self.height, self.width)
         layout = self.layout
         if layout == "yuv420p" and (rgb or height % 2 or width % 2):
@@ -62,30 +62,30 @@ class Data:
     """A dataset, as far as memory, cores and disk depend on it."""
 
     frames: int
-    """Moments: rows of its table. Each has a frame of every camera."""
+    """Time steps: rows of its table. Each has one frame of every camera."""
     cameras: tuple[Camera, ...]
     row_bytes: int = 256
-    """Of a row without its pictures, in memory."""
+    """Bytes of a row in memory, without its images."""
     file_bytes: int = 0
-    """Of all its files."""
+    """Bytes of all its files."""
 
     def scaled(self, cache: CacheConfig) -> Data:
-        """With the pictures that `dataset.cache.size` asks for."""
+        """The same data with the image size of `dataset.cache.size`."""
         size = picture_size(cache.size)
         return replace(self, cameras=tuple(replace(camera, size=size) for camera in self.cameras))
 
     def moment_bytes(self, rgb: bool = False) -> int:
-        """One frame of every camera in memory."""
+        """Bytes in memory of one frame of every camera."""
         return sum(camera.kept_bytes(rgb) for camera in self.cameras)
 
     def kept_bytes(self, cache: CacheConfig, rgb: bool = False) -> int:
-        """All frames, kept."""
+        """Bytes of all frames in the cache."""
         share = JPEG_SHARE if cache.format == "jpeg" else 1
         return int(self.frames * self.moment_bytes(rgb) * share)
 
     @property
     def pictures(self) -> int:
-        """In one sample."""
+        """Number of images in one sample."""
         return sum(camera.steps for camera in self.cameras)
 
 
@@ -98,13 +98,13 @@ class Loading:
     ranks: int = 1
     """Processes on this machine."""
     world_size: int | None = None
-    """Processes on all machines; as many as ranks unless given."""
+    """Processes on all machines (default: `ranks`)."""
     workers: int = 4
-    """Threads of each."""
+    """Loading threads per process."""
     tier: str = "stream"
-    """stream, ram, disk or gpu: see `choose_tier` for what auto becomes."""
+    """stream, ram, disk or gpu; `choose_tier` resolves auto."""
     gpu: bool = True
-    """Training is on a GPU: frames stay planes, batches are pinned."""
+    """Training is on a GPU: frames stay in planes, and batches are in pinned memory."""
     gpu_decoder: bool = False
 
     @property
@@ -113,7 +113,7 @@ class Loading:
 
 
 def choose_tier(data: Data, cache: CacheConfig, free_memory: int, free_disk: int, rgb: bool = False) -> str:
-    """What `dataset.cache.tier=auto` becomes on a machine with so much room."""
+    """Resolve `dataset.cache.tier=auto` for a machine with this free memory and disk space."""
     if not data.cameras or cache.tier != "auto":
         return cache.tier if data.cameras else "stream"
     need, given = data.kept_bytes(cache, rgb), None if cache.gb is None else int(cache.gb * GB)
@@ -127,19 +127,19 @@ def choose_tier(data: Data, cache: CacheConfig, free_memory: int, free_disk: int
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of one machine's memory, by what they are for."""
+    """Bytes of one machine's memory by purpose."""
 
     processes: int
     decoders: int
     table: int
     pool: int
-    """Frames on their way into batches."""
+    """Decoded frames that wait to be put into batches."""
     batches: int
-    """Batches that are ready, and the one in use."""
+    """Prefetched batches, and the one in use."""
     cache: int
-    """Frames that stay."""
+    """Cached frames."""
     checkpoint: int
-    """A copy of what is being saved beside the training."""
+    """A copy of the state that is saved in the background."""
 
     @property
     def total(self) -> int:
@@ -147,7 +147,7 @@ class HostMemory:
 
 
 def host_memory(data: Data, loading: Loading, cache: CacheConfig, saved_beside: int = 0) -> HostMemory:
-    """What one machine needs. `saved_beside`: bytes of its share of a checkpoint with checkpoint.async, else 0."""
+    """What one machine needs. `saved_beside`: bytes of its part of a checkpoint with checkpoint.async, else 0."""
     data, rgb = data.scaled(cache), not loading.gpu
     kinds = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     largest = sorted(kinds.values())[-KEPT_DECODERS:]
@@ -166,7 +166,7 @@ def host_memory(data: Data, loading: Loading, cache: CacheConfig, saved_beside: 
 
 
 def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
-    """The budget of the loader's pools on this machine: what shuffling wants, within bounds."""
+    """The budget of the loader's pools on this machine: what shuffling needs, within limits."""
     if cache.pool_gb is not None:
         return int(cache.pool_gb * GB)
     unit = max(camera.gop for camera in data.cameras)
@@ -177,25 +177,25 @@ def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
 
 
 def prefetched_steps(data: Data, loading: Loading) -> int:
-    """Optimizer steps whose batches may wait."""
+    """Optimizer steps whose batches may be prefetched."""
     rgb = sum(camera.kept_bytes(rgb=True) * camera.steps for camera in data.cameras)
     step = max(1, rgb * loading.batch_size * loading.accumulation)
     return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
 
 
 def step_bytes(data: Data, loading: Loading) -> int:
-    """The pictures of an optimizer step of one rank, as they wait in memory."""
+    """Bytes of the images of one optimizer step of one rank, as prefetched in memory."""
     sizes = [c.kept_bytes(not loading.gpu) * c.steps * loading.batch_size for c in data.cameras]
     return loading.accumulation * sum(pinned(size) if loading.gpu else size for size in sizes)
 
 
 def pinned(size: int) -> int:
-    """Bytes that torch takes for so many pinned ones: the next power of two."""
+    """Bytes that torch allocates for a pinned buffer of this size: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
-    """What frames that stay on the GPU (`dataset.cache.tier=gpu`) take of each GPU's memory."""
+    """Bytes of each GPU's memory for cached frames (`dataset.cache.tier=gpu`)."""
     if loading.tier != "gpu":
         return 0
     return (-(-data.frames // loading.ranks) + GPU_SPARE_FRAMES) * data.scaled(cache).moment_bytes()
@@ -204,8 +204,8 @@ def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
 # Cores.
 
 VGA = 480 * 640
-PICTURES = "pictures"  # a camera that is no video: PNG or JPEG in the dataset's tables
-LONG_GOP = 16  # frames; beyond it, key frames hardly count
+PICTURES = "pictures"  # a camera without video: PNG or JPEG images in the dataset's tables
+LONG_GOP = 16  # frames; above this, the cost of key frames is small
 DECODE_S: Mapping[str, tuple[float, float]] = {
     "av1": (3.0e-3, 0.5e-3),
     "h264": (4.0e-3, 2.0e-3),
@@ -213,29 +213,29 @@ DECODE_S: Mapping[str, tuple[float, float]] = {
     "vp9": (8.0e-3, 4.0e-3),
     PICTURES: (7.0e-3, 7.0e-3),
 }
-"""Seconds of one core for a frame of 480x640 with a camera's noise, where every second frame is a key frame and where
-few are. AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); HEVC and VP9 with many key
-frames and single pictures are estimates."""
-GATHER_S = 0.1e-3  # seconds of one core to put such a frame into a batch, likewise
-REACHED = 0.8  # of what decoding alone would do, that loading does
-TWICE = 1.1  # decoded frames per frame where windows overlap: units share a few
-GPU_DECODER = 3500.0  # such frames/s of one GPU's decoder beside training; an H200's
+"""Core seconds to decode a frame of 480x640 with camera noise: if every second frame is a key frame, and if few are.
+AV1 on an ARM core, the others on an x86 core (benchmarks/results, 2026-11-15); HEVC and VP9 with many key frames and
+single images are estimates."""
+GATHER_S = 0.1e-3  # core seconds to copy such a frame into a batch
+REACHED = 0.8  # share of the pure decoding speed that loading reaches
+TWICE = 1.1  # decoded frames per frame if windows overlap: neighbouring units share frames
+GPU_DECODER = 3500.0  # such frames/s of one GPU's decoder during training; measured on an H200
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a machine loads this data, in seconds of one core."""
+    """How fast a machine loads this data, in core seconds."""
 
     decode_s: float
     """To decode one frame of each camera."""
     gather_s: float
-    """To put the pictures of one sample into a batch."""
+    """To copy the images of one sample into a batch."""
     reached: float = REACHED
     source: str = "expected"
 
 
 def expected_speed(data: Data) -> Speed:
-    """From figures measured elsewhere, by pixels."""
+    """From reference measurements, scaled by the number of pixels."""
     decode = 0.0
     for camera in data.cameras:
         often, rarely = DECODE_S.get(camera.codec, DECODE_S["h264"])
@@ -245,7 +245,7 @@ def expected_speed(data: Data) -> Speed:
 
 
 def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
-    """From what `flexor bench data` wrote about this data on this machine."""
+    """From the report of `flexor bench data` for this data on this machine."""
     threads = report["threads"]
     expected = expected_speed(data)
     decoding, memory = report.get("decode_limit_frames_per_s"), report.get("memory_limit_frames_per_s")
@@ -258,17 +258,17 @@ def measured_speed(data: Data, report: Mapping[str, Any]) -> Speed:
 
 
 @dataclass(frozen=True)
-class Supply:
-    """Samples that a machine can load, against those that it would train on."""
+class DataSupply:
+    """Samples that a machine can load, and those that it could train on."""
 
     wanted: float
-    """Samples per second of all its GPUs, if they never waited."""
+    """Samples per second that all its GPUs could train on without waiting."""
     loaded: float
-    """Samples per second that its cores can bring."""
+    """Samples per second that it can load."""
     threads: int
-    """Threads that would bring what is wanted, for all ranks."""
+    """Threads that can load the wanted samples, for all ranks together."""
     cores: int
-    """Cores that those threads and the training processes need."""
+    """Cores for those threads and the training processes."""
 
     @property
     def bound(self) -> bool:
@@ -277,16 +277,16 @@ class Supply:
 
     @property
     def stretch(self) -> float:
-        """Times as long as a step takes for waiting."""
+        """Factor on the step time from waiting for data."""
         return max(1.0, self.wanted / self.loaded) if self.loaded else math.inf
 
 
 def supply(
     data: Data, speed: Speed, loading: Loading, wanted: float, cores: int, *, kept: bool = False
-) -> Supply:
-    """Loading on a machine with so many cores. `kept`: frames are there from an earlier epoch."""
+) -> DataSupply:
+    """Loading on a machine with this number of cores. `kept`: frames are cached from an earlier epoch."""
     if not data.cameras:
-        return Supply(wanted, math.inf, 0, loading.ranks)
+        return DataSupply(wanted, math.inf, 0, loading.ranks)
     again = TWICE if any(camera.steps > 1 for camera in data.cameras) else 1.0
     decode_s = 0.0 if kept or loading.gpu_decoder else speed.decode_s * again
     per_sample = (decode_s + speed.gather_s) / speed.reached  # core seconds
@@ -297,11 +297,11 @@ def supply(
         frames = sum(camera.pixels for camera in data.cameras) / VGA * again
         loaded = min(loaded, loading.ranks * GPU_DECODER / frames)
     threads = max(loading.ranks, math.ceil(wanted * per_sample - 1e-9))
-    return Supply(wanted, loaded, threads, threads + loading.ranks)
+    return DataSupply(wanted, loaded, threads, threads + loading.ranks)
 
 
-def loading_seconds(samples: float, per_epoch: int, first: Supply, later: Supply) -> float:
-    """Seconds until so many samples were trained on: the first epoch may be slower than those from a cache."""
+def loading_seconds(samples: float, per_epoch: int, first: DataSupply, later: DataSupply) -> float:
+    """Seconds to train on these samples. The first epoch may be slower than later ones, which use the cache."""
     fresh = min(samples, per_epoch)
     return fresh / min(first.wanted, first.loaded) + (samples - fresh) / min(later.wanted, later.loaded)
 
@@ -311,7 +311,7 @@ def loading_seconds(samples: float, per_epoch: int, first: Supply, later: Supply
 
 @dataclass(frozen=True)
 class HostResources:
-    """What a machine has for experiments, or what one of them takes."""
+    """What a machine has for experiments, or what one experiment needs."""
 
     gpu_memory: int
     host_memory: int
@@ -319,21 +319,21 @@ class HostResources:
 
 
 @dataclass(frozen=True)
-class Together:
+class RunsAtOnce:
     """Experiments that run on one GPU at the same time."""
 
     fit: int
     limit: str
-    """What there is no more of: GPU memory, memory, cores."""
+    """The resource that limits their number: GPU memory, memory or cores."""
     useful: int
-    """More than so many only wait for each other."""
+    """With more than this number, they only wait for each other."""
     faster: float
-    """Times as much work per hour as one after the other, at best."""
+    """Work per hour at best, relative to running them one after the other."""
 
 
-def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> Together:
-    """How many runs fit on a GPU, and how many are worth it: one that keeps it `busy` half of the time leaves
-    room for a second. All figures of `machine` are what it has for this one GPU."""
+def experiments_at_once(machine: HostResources, one: HostResources, busy: float) -> RunsAtOnce:
+    """How many runs fit on a GPU, and how many are useful: a run that keeps the GPU `busy` half of the time leaves
+    time for a second one. `machine` holds the resources for this one GPU."""
     assert 0 < busy <= 1
     fits = {
         "GPU memory": machine.gpu_memory // max(1, one.gpu_memory),
@@ -342,4 +342,4 @@ def experiments_at_once(machine: HostResources, one: HostResources, busy: float)
     }
     limit = min(fits, key=lambda name: fits[name])
     fit = fits[limit]
-    return Together(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))
+    return RunsAtOnce(fit, limit, min(fit, math.ceil(1 / busy - 1e-9)), max(1.0, min(fit, 1 / busy)))

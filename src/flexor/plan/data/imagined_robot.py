@@ -1,4 +1,4 @@
-"""A robot that nobody has recorded yet: cameras, state and actions, for plans without a dataset."""
+"""A robot described by its cameras, state and actions, for plans without a dataset."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Robot:
 
     def fill_in(self, policy: PolicyConfig) -> PolicyConfig:
         """The policy's settings with this robot's features, as `policies.fit.fit_to_dataset` would set them."""
-        pictures = {
+        images = {
             f"observation.images.camera{i}": PolicyFeature(Kind.VISUAL, (3, self.height, self.width))
             for i in range(self.cameras)
         }
         state = {STATE: PolicyFeature(Kind.STATE, (self.state,))} if self.state else {}
         policy = replace(
             policy,
-            input_features={**pictures, **state},
+            input_features={**images, **state},
             output_features={ACTION: PolicyFeature(Kind.ACTION, (self.action,))},
         )
         policy.validate()
@@ -41,17 +41,19 @@ USUAL = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
 
 
 def usual_robot(policy: PolicyConfig) -> tuple[Robot, PolicyConfig]:
-    """The first of some usual robots that a policy allows, and the policy's settings for it."""
+    """The first of the common robots that the policy supports, and the policy's settings for it."""
     for robot in USUAL:
         try:
             return robot, robot.fill_in(policy)
         except ConfigError as error:
             refusal = error
-    raise ConfigError(f"policy.type={policy.type} allows none of the usual robots: {refusal}") from refusal
+    raise ConfigError(
+        f"policy.type={policy.type} supports none of the robots in the hardware guide: {refusal}"
+    ) from refusal
 
 
 def imagined_data(policy: PolicyConfig, frames: int) -> Data:
-    """A dataset that has what the policy, whose features are filled in, observes."""
+    """A dataset with the cameras of the policy, whose features must be filled in."""
     deltas = deltas_of(policy)
     return Data(
         frames,

@@ -1,1 +1,1 @@
-"""Traces -> the peak of a GPU's memory."""
+"""Peak GPU memory from traces."""

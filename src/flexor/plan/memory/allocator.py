@@ -1,9 +1,9 @@
-"""How torch hands out a GPU's memory, so that a list of births and deaths becomes a peak in bytes.
+"""A model of torch's caching allocator, which turns a list of allocations and releases into peak memory.
 
-What a process takes from the driver is not the sum of its tensors: torch's caching allocator rounds requests, gets
-memory in segments, splits and merges blocks, and gives nothing back. Its rules are few and deterministic, so they
-are played here rather than covered by a factor. Not modelled: blocks that another stream still uses when they are
-freed (torch waits for that stream), and memory pools of CUDA graphs.
+A process reserves more memory than the sum of its tensors: torch's caching allocator rounds requests, reserves
+memory in segments, splits and merges blocks, and returns nothing to the driver. Its rules are few and deterministic,
+so they are simulated here instead of being approximated by a factor. Not modelled: blocks that another stream still
+uses when they are freed (torch waits for that stream), and memory pools of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ROUND = 512  # every request is a multiple of this
 SMALL = MIB  # requests up to here are served from small segments
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
-LARGE = 10 * MIB  # requests from here on have a segment of their own size
+LARGE = 10 * MIB  # requests of at least this size get their own segment
 ROUND_SEGMENT = 2 * MIB
 
 
 class OutOfMemory(Exception):
-    """The request does not fit, not even with all that is cached given back."""
+    """The request does not fit, even after all cached memory is returned to the driver."""
 
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """A run of addresses within a segment, between its neighbours there."""
+    """A range of addresses in a segment, linked to its neighbours."""
 
     address: int
     size: int
@@ -50,18 +50,18 @@ Entry = tuple[int, MemoryBlock]  # size, and among equals the lowest address
 
 @dataclass
 class CachingAllocator:
-    """The rules of `c10::cuda::CUDACachingAllocator` as torch ships it; `malloc` and `free` are all there is."""
+    """The rules of `c10::cuda::CUDACachingAllocator` as in torch, with `malloc` and `free`."""
 
     capacity: int | None = None
-    """Bytes that the driver can give; None for any number."""
+    """Bytes that the driver has; None for no limit."""
     expandable: bool = False
-    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: one segment per pool that grows at its end."""
+    """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: one segment per pool, which grows at its end."""
 
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
-    retries: int = 0  # times that cached memory had to be given back
+    retries: int = 0  # how often cached memory had to be returned to the driver
 
     _free: dict[tuple[int, bool], list[Entry]] = field(default_factory=lambda: defaultdict(list))
     _ends: dict[tuple[int, bool], MemoryBlock] = field(
@@ -71,7 +71,7 @@ class CachingAllocator:
     _next_address: int = 1 << 40
 
     def malloc(self, nbytes: int, stream: int = 0) -> MemoryBlock | None:
-        """A block of at least that many bytes; a tensor without elements has none."""
+        """A block of at least this many bytes; None for an empty tensor."""
         if nbytes <= 0:
             return None
         size = _up(nbytes, ROUND)
@@ -84,7 +84,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
-        """Give back what `malloc` gave; it merges with free neighbours."""
+        """Free a block from `malloc`; it is merged with free neighbours."""
         if block is None:
             return
         assert not block.free, "freed twice"
@@ -104,7 +104,7 @@ class CachingAllocator:
     # Blocks.
 
     def _best_fit(self, pool: tuple[int, bool], size: int) -> MemoryBlock | None:
-        """The smallest free block that is large enough; the end of a segment that can grow counts as the largest."""
+        """The smallest free block that is large enough; the end of an expandable segment is used last."""
         free = self._free[pool]
         at = bisect_left(free, size, key=lambda entry: entry[0])
         if at == len(free):
@@ -114,7 +114,7 @@ class CachingAllocator:
         return free.pop(at)[1]
 
     def _split(self, block: MemoryBlock, size: int) -> None:
-        """Keep what is left of a block, unless it is too little to be worth it."""
+        """Split off the unused rest of a block as a free block, unless it is too small."""
         left = block.size - size
         small = block.pool[1] or self.expandable
         if left < ROUND if small else left <= SMALL:
@@ -124,7 +124,7 @@ class CachingAllocator:
         insort(self._free[block.pool], (rest.size, rest))
 
     def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
-        """Shorten a block; what follows it is a block of its own."""
+        """Shorten a block; the rest becomes a separate block."""
         rest = MemoryBlock(
             block.address + size, block.size - size, block.pool, block.free, block, block.after
         )
@@ -163,14 +163,14 @@ class CachingAllocator:
         return block
 
     def _grow(self, pool: tuple[int, bool], size: int) -> MemoryBlock:
-        """More pages at the end of the segment; what is free there already counts."""
+        """Add pages at the end of the segment; free space there is used first."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         end = self._ends.get(pool)
         there = end.size if end is not None and end.free else 0
         if self.capacity is not None and self.reserved + _up(size - there, page) > self.capacity:
             self.retries += 1
             self._give_back()
-            end = self._ends.get(pool)  # its pages may have been given back too
+            end = self._ends.get(pool)  # its pages may have been returned too
             there = end.size if end is not None and end.free else 0
         nbytes = _up(size - there, page)
         self._reserve(nbytes)
@@ -194,7 +194,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Segments that are wholly free go back to the driver; of segments that grow, whole free pages."""
+        """Return completely free segments to the driver; of expandable segments, the completely free pages."""
         for pool, free in self._free.items():
             blocks = [block for _, block in free]
             if self.expandable:
@@ -206,7 +206,7 @@ class CachingAllocator:
             free[:] = [entry for entry in free if id(entry[1]) not in whole]
 
     def _unmap(self, pool: tuple[int, bool], block: MemoryBlock) -> None:
-        """Give back a free block's whole pages. Their addresses stay taken: the segment grows at its end only."""
+        """Return a free block's whole pages. Their addresses stay in use: the segment grows only at its end."""
         page = SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
         first = _up(block.address - self._starts[pool], page) + self._starts[pool] - block.address
         nbytes = (block.size - first) // page * page
@@ -224,36 +224,36 @@ class CachingAllocator:
 
 @dataclass
 class Peak:
-    """The most that a run takes of torch's allocator."""
+    """The peak of a run in torch's allocator."""
 
     allocated: int
     reserved: int
-    """What the driver has given, which is what other processes miss."""
+    """Bytes reserved from the driver, which other processes can't use."""
     by_category: dict[str, int]
-    """What the allocated bytes are for; they add up."""
+    """The allocated bytes by purpose; they add up to `allocated`."""
     step: int
     op: int
-    """During which operation of the trace."""
+    """Index of the operation at the peak."""
     timeline: list[tuple[int, int]]
     """(operation, bytes allocated after it) of the last step."""
     retries: int = 0
 
 
-COPYING = 1  # the stream on which batches come to the GPU; computing is on stream 0
+COPYING = 1  # the stream that copies batches to the GPU; computation is on stream 0
 
 
 class _Player:
-    """Plays the events of a trace on an allocator, and looks at what is there when most is."""
+    """Replays the events of a trace on an allocator, and records the peak."""
 
     def __init__(self, trace: Trace, memory: CachingAllocator):
         self.trace, self.memory = trace, memory
         self.blocks: dict[int, MemoryBlock | None] = {}
         self.held: dict[str, int] = defaultdict(int)
-        self.batches: list[int] = []  # storages of the last step's
+        self.batches: list[int] = []  # storages of the last step's batches
         self.peak = Peak(0, 0, {}, 0, 0, [])
 
     def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
-        """`fresh`: otherwise what is there already, such as the optimizer's state, is not made again."""
+        """Without `fresh`, memory that already exists, such as the optimizer's state, is not allocated again."""
         trace, blocks = self.trace, self.blocks
         for event in events:
             if event.what == "dies":
@@ -285,7 +285,7 @@ class _Player:
         self.peak.timeline.append((op, self.memory.allocated))
 
     def step(self, step: StepEvents, again: bool) -> None:
-        """One optimizer step. Its batches come while those of the step before are still there."""
+        """One optimizer step. Its batches are loaded while those of the previous step are still in memory."""
         events = self.trace.events
         old = {key: self.blocks.pop(key) for key in self.batches if key in self.blocks}
         self.peak.timeline.clear()
@@ -297,7 +297,7 @@ class _Player:
         self.play(events[step.loaded : until], step.number, fresh=not again)
 
     def _batches(self, step: StepEvents) -> list[int]:
-        """Storages of the step's batches, which its loading leaves behind."""
+        """Storages of the step's batches: those that remain after loading."""
         left: dict[int, None] = {}
         for event in self.trace.events[step.start : step.loaded]:
             if event.what == "born":
@@ -307,7 +307,7 @@ class _Player:
         return list(left)
 
     def _last_use(self, step: StepEvents) -> int:
-        """The trace lets go of its batches at the very end of the step; a run does when it has the next ones."""
+        """The trace frees its batches at the very end of the step; a run frees them when it has the next ones."""
         events, batches, at = self.trace.events, set(self.batches), step.end
         while at > step.loaded and events[at - 1].what == "dies" and events[at - 1].storage in batches:
             at -= 1
@@ -315,7 +315,7 @@ class _Player:
 
 
 def replay(trace: Trace, steps: int = 3, *, capacity: int | None = None, expandable: bool = False) -> Peak:
-    """The peak of a run's first steps; from the third on they are alike. Raises `OutOfMemory` over the capacity."""
+    """The peak of a run's first steps; from the third on, all are equal. Raises `OutOfMemory` above the capacity."""
     memory = CachingAllocator(capacity, expandable)
     player = _Player(trace, memory)
     player.play(trace.events[: trace.built], 0)

@@ -1,7 +1,7 @@
-"""How much of a GPU's memory a run takes, for what, and when: a trace played on the allocator, and what comes on top.
+"""How much GPU memory a run needs, for what, and when: a trace replayed on the allocator, plus memory outside of it.
 
-On top are the CUDA context with its kernels, and what many processes need to talk. Strategies of many processes
-change a trace by rules: what is sharded shrinks, what is gathered for a while is added.
+Outside the allocator are the CUDA context with its kernels, and NCCL's buffers for several processes. Multi-process
+strategies change a trace by rules: sharded memory shrinks, and temporarily gathered memory is added.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
 from flexor.train.ranks.split import hsdp_sizes, split_batch
 
-MOST = 4096  # samples in a pass; nobody wants to know more
-# Samples in a pass by which a peak is extended: with few, what does not grow with them may be the peak.
+MOST = 4096  # samples per pass; larger batch sizes are not searched
+# Samples per pass for the extrapolation of the peak. With fewer, memory that does not grow with them may dominate.
 FAR = (32, 64)
 
-CONTEXT = 500 * MIB  # of CUDA, and the kernels that a run loads
+CONTEXT = 500 * MIB  # CUDA context and the kernels that a run loads
 CONTEXT_HOPPER = 840 * MIB  # measured on an H200: 839 to 841 MiB with CUDA 13
-NCCL = 300 * MIB  # buffers and kernels of its own; 200 to 500 MiB, depending on links
-SPARE = 0.01  # of a GPU's memory
-BUCKET = 25 * MIB  # of gradients, that DDP sends at once
+NCCL = 300 * MIB  # its buffers and kernels; 200 to 500 MiB, depending on the links
+SPARE = 0.01  # share of a GPU's memory that stays free
+BUCKET = 25 * MIB  # gradients that DDP sends at once
 
-# What is shared out by FSDP.
+# Sharded by FSDP.
 SHARDED: tuple[Category, ...] = ("weights", "optimizer", "ema")
 
 
 @dataclass(frozen=True)
 class Share:
-    """How processes share a run."""
+    """How a run is distributed over processes."""
 
     strategy: str = "one process"
     world_size: int = 1
     parts: int = 1
-    """In how many parts each weight is."""
+    """Number of shards of each weight."""
 
 
 @dataclass
 class MemoryPlan:
-    """Bytes of one GPU at the peak of a run. The parts add up to `total`."""
+    """Bytes of one GPU at the peak of a run. The parts, `allocator` and `context` add up to `total`."""
 
     batch_size: int
     accumulation: int
@@ -51,7 +51,7 @@ class MemoryPlan:
     parts: dict[str, int]
     """weights, buffers, casts, gradients, optimizer, ema, batch, activations, workspaces, other: at the peak."""
     allocator: int
-    """What torch has from the driver and does not use at the peak."""
+    """Reserved by torch's allocator, but unused at the peak."""
     context: int
     """Outside torch's allocator: CUDA's context, kernels, and NCCL's buffers."""
     phase: str
@@ -72,21 +72,21 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """What `nvidia-smi` shows of the process."""
+        """What `nvidia-smi` shows for the process."""
         return self.reserved + self.context
 
     def part(self, name: str) -> int:
         return self.parts.get(name, 0)
 
     def within(self, memory: int) -> MemoryPlan:
-        """The same on a GPU where it just fits: torch gives back what it does not use when there is no more."""
+        """The same on a GPU where it just fits: torch returns unused memory when there is no more."""
         return replace(self, allocator=min(self.allocator, memory - self.allocated - self.context))
 
 
 class MemoryPlanner:
-    """Memory of a run for any batch size. The first plan takes two traces, all others next to nothing.
+    """Plans the memory of a run for any batch size. The first plan makes two traces, further plans are fast.
 
-    `expandable`: torch's allocator has segments that grow, which is what the trainer tells it.
+    `expandable`: torch's allocator uses expandable segments, as the trainer configures it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class MemoryPlanner:
         self.traces = traces or Traces(config)
 
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
-        """What a step does with that many samples in each pass, as one process alone does it."""
+        """The trace of a step with this many samples per pass, in a single process."""
         accumulation = accumulation or self.accumulation(batch_size)
         return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
 
@@ -141,7 +141,7 @@ class MemoryPlanner:
         )
 
     def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
-        """Whether it runs at all, even if torch has to give back what it has cached now and then."""
+        """Whether it runs at all, even if torch must return cached memory to the driver at times."""
         trace = self.trace(batch_size, accumulation, costs=False)
         capacity = usable(self.gpu) - context_of(self.gpu, self.world_size)
         try:
@@ -155,7 +155,7 @@ class MemoryPlanner:
         return True
 
     def largest_batch(self, accumulation: int | None = None) -> int:
-        """Most samples in a pass that fit, up to `MOST`; 0 if not even one does."""
+        """The largest number of samples per pass that fits, up to `MOST`; 0 if not even one fits."""
         accumulation = accumulation or self.config.gradient_accumulation_steps or 1
         fits, too_many = self._bounds(accumulation)
         while too_many - fits > 1:
@@ -164,7 +164,7 @@ class MemoryPlanner:
         return fits
 
     def _bounds(self, accumulation: int) -> tuple[int, int]:
-        """A batch size that fits and one that does not, on both sides of where a straight line leads."""
+        """A batch size that fits and one that does not, found around a linear extrapolation."""
         (less, of_less), (more, of_more) = ((size, self.at(size, accumulation).allocated) for size in FAR)
         room = usable(self.gpu) - context_of(self.gpu, self.world_size)
         slope = max(1.0, (of_more - of_less) / (more - less))
@@ -205,7 +205,7 @@ def context_of(gpu: Card, world_size: int = 1) -> int:
 
 
 def usable(gpu: Card) -> int:
-    """Bytes that a process may take. To the last one nothing fits: allocators leave gaps, and others want some too."""
+    """Bytes that a process may use. Some stay free: allocators leave gaps, and other programs need memory too."""
     return round(gpu.memory * (1 - SPARE))
 
 
@@ -228,7 +228,7 @@ def share_of(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, loca
 
 
 def _automatic(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, local_world_size: int) -> str:
-    """As `train.build.pick_strategy` decides it."""
+    """The same choice as in `train.build.pick_strategy`."""
     average = 4 * trace.trained if config.ema.enable else 0
     need = trace.nbytes("weights") + 3 * trace.gradients + average
     room = gpu.memory // 2
@@ -238,7 +238,7 @@ def _automatic(config: TrainConfig, gpu: Card, trace: Trace, world_size: int, lo
 
 
 def shared_out(trace: Trace, share: Share, config: TrainConfig) -> Trace:
-    """The trace of one of many processes."""
+    """The trace of one process of a multi-process run."""
     if share.world_size == 1:
         return trace
     if share.strategy == "ddp":
@@ -247,7 +247,7 @@ def shared_out(trace: Trace, share: Share, config: TrainConfig) -> Trace:
 
 
 def _with_buckets(trace: Trace) -> Trace:
-    """DDP: gradients live in buckets that are always there; each is computed beside them and copied over."""
+    """DDP: gradients are stored in permanent buckets. Each is computed in separate memory and then copied there."""
     category: dict[int, Category] = dict(trace.category)
     buckets = _births(_pieces(trace.gradients, BUCKET), category, "gradients")
     own = {storage for storage, what in trace.category.items() if what == "gradients"}
@@ -260,7 +260,7 @@ def _with_buckets(trace: Trace) -> Trace:
                 continue
             out.append(event)
             if event.what == "born" and waiting is not None:
-                out.append(Event("dies", waiting, 0, event.op))  # copied before the next was computed
+                out.append(Event("dies", waiting, 0, event.op))  # copied before the next one is computed
                 waiting = None
             if event.what == "born" and event.storage in own:
                 waiting = event.storage
@@ -272,11 +272,11 @@ def _with_buckets(trace: Trace) -> Trace:
 
 
 def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
-    """FSDP: a part of each weight, its gradient and state; blocks are whole while they compute.
+    """FSDP: a shard of each weight, its gradient and its state; blocks are gathered while they compute.
 
-    Beside the parts: what is left over of the policy, which is whole all the time, two blocks (one computes while the
-    next is gathered), and a block's gradient with the float32 buffer in which ranks add it up. Instead of copies that
-    autocast makes, weights are gathered in the lower precision.
+    In addition to the shards: the rest of the policy outside of blocks, which is always gathered; two blocks (one
+    computes while the next is gathered); and a block's gradient with the float32 buffer for its reduction over ranks.
+    Weights are gathered in the lower precision, which replaces autocast's copies.
     """
     parallel: ParallelConfig = config.parallel
     width = 4 if config.precision == "no" else 2
@@ -311,7 +311,7 @@ def _pieces(nbytes: int, most: int) -> list[int]:
 
 
 def _births(sizes: Iterable[int], category: dict[int, Category], what: Category) -> list[Event]:
-    """Memory that a trace does not have."""
+    """Allocations to add to a trace."""
     events = []
     for nbytes in sizes:
         number = max(category) + 1
@@ -326,7 +326,7 @@ def _rewritten(
     change: Callable[[list[Event]], list[Event]],
     category: dict[int, Category],
 ) -> Trace:
-    """The trace with something added to what is built, and every part of it changed."""
+    """The trace with events added at the end of the build phase, and `change` applied to every part."""
     events = [*change(trace.events[: trace.built]), *added]
     built, steps = len(events), []
     for step in trace.steps:

@@ -1,1 +1,1 @@
-"""Plans as text, JSON, a page and the hardware guide."""
+"""Plans as text, JSON, an HTML page and the hardware guide."""

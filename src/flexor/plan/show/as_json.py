@@ -1,4 +1,4 @@
-"""A study of a run as a program reads it."""
+"""A study of a run as JSON, for programs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from flexor.plan.advise import Change
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.plan import Plan
 from flexor.plan.rank import Choice
 
 
-def to_json(study: Study) -> dict[str, Any]:
-    """Everything, with the unit in each name."""
+def to_json(study: Comparison) -> dict[str, Any]:
+    """Everything in the study. Each key includes its unit."""
     plan = study.plan
     result = {
         "policy": plan.config.policy.type,
@@ -139,7 +139,7 @@ def _money(plan: Plan) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: what has no end is null."""
+    """JSON has no infinity or NaN: both become null."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):

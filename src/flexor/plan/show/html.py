@@ -1,4 +1,4 @@
-"""One page about a planned run, with plots drawn here: nothing is loaded from anywhere, light and dark."""
+"""One HTML page about a planned run, with plots. It loads no other files, and has a light and a dark mode."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.show.report import duration, number, render
 from flexor.plan.speed.time import step_time
 from flexor.policies.external import short_name
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 64, 40, 16
-POINTS = 600  # of a curve; a step has thousands of operations
+POINTS = 600  # per curve; a step has thousands of operations
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 STYLE = """
@@ -32,14 +32,14 @@ circle { fill: var(--line); } circle.best { fill: var(--mark); } text.name { fil
 """
 
 
-def page(study: Study) -> str:
-    """The whole file."""
+def page(study: Comparison) -> str:
+    """The whole HTML file."""
     plan = study.plan
     title = f"{short_name(plan.config.policy.type)} on {plan.site.gpu.name}"
     figures = [
-        ("Memory over a step", memory_plot(study)),
-        ("Time of a step against batch size", batch_plot(study)),
-        ("Cost against time, for every GPU that can be rented", cost_plot(study)),
+        ("Memory during a step", memory_plot(study)),
+        ("Step time by batch size", batch_plot(study)),
+        ("Cost and time of the run, for every GPU that can be rented", cost_plot(study)),
     ]
     drawn = "\n".join(
         f"<figure>\n<figcaption>{caption}</figcaption>\n{plot}\n</figure>" for caption, plot in figures
@@ -55,7 +55,7 @@ def page(study: Study) -> str:
 # The three plots.
 
 
-def memory_plot(study: Study) -> str:
+def memory_plot(study: Comparison) -> str:
     plan = study.plan
     timeline = thinned([(float(op), float(size)) for op, size in plan.memory.timeline])
     first = timeline[0][0]
@@ -65,11 +65,11 @@ def memory_plot(study: Study) -> str:
     axes = Axes((0, points[-1][0]), (0, max(top, room) if room < 2 * top else top))
     drawn = axes.frame("operation", "GB allocated", "{:.0f}".format, number) + axes.line(points)
     if room <= axes.y[1]:
-        drawn += axes.level(room, f"what the {plan.site.gpu.name} has")
+        drawn += axes.level(room, f"memory of the {plan.site.gpu.name}")
     return svg(drawn)
 
 
-def batch_plot(study: Study) -> str:
+def batch_plot(study: Comparison) -> str:
     plan = study.plan
     most = max(plan.largest_batch or 0, plan.split.batch_size)
     sizes = sorted({size for size in BATCHES if size <= most} | {plan.split.batch_size})
@@ -86,7 +86,7 @@ def batch_plot(study: Study) -> str:
         )
         points.append((math.log2(size), step.seconds * 1e3))
     axes = Axes((0, max(1, points[-1][0])), (0, max(time for _, time in points) * 1.1))
-    drawn = axes.frame("samples in a pass", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, whole=True)
+    drawn = axes.frame("batch size", "ms", lambda x: f"{2**x:.0f}", "{:.0f}".format, whole=True)
     drawn += axes.line(points)
     for place, time in points:
         now = round(2**place) == plan.split.batch_size
@@ -94,14 +94,14 @@ def batch_plot(study: Study) -> str:
     return svg(drawn)
 
 
-def cost_plot(study: Study) -> str:
+def cost_plot(study: Comparison) -> str:
     priced = [(choice, choice.usd) for choice in study.choices if choice.fits and choice.usd]
     if not priced:
-        return "<p>None of these GPUs is in a price list.</p>"
+        return "<p>No rental price is known for the GPUs that fit.</p>"
     hours = [math.log10(choice.hours) for choice, _ in priced]
     dollars = [math.log10(cost) for _, cost in priced]
     axes = Axes(_widened(hours), _widened(dollars))
-    drawn = axes.frame("time of the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
+    drawn = axes.frame("time for the run", "USD", lambda x: duration(10**x * 3600), lambda y: number(10**y))
     named: list[tuple[float, float]] = []
     for (choice, cost), x, y in zip(priced, hours, dollars):
         best = _is_best(x, y, hours, dollars)
@@ -117,7 +117,7 @@ def cost_plot(study: Study) -> str:
 
 
 def _is_best(x: float, y: float, hours: Sequence[float], dollars: Sequence[float]) -> bool:
-    """Nothing else is both faster and cheaper."""
+    """Whether no other choice is both faster and cheaper."""
     return not any(a <= x and b <= y and (a, b) != (x, y) for a, b in zip(hours, dollars))
 
 
@@ -127,7 +127,7 @@ def _widened(values: Sequence[float]) -> tuple[float, float]:
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A curve of fewer points that still shows its peaks."""
+    """A curve with fewer points that still shows the peaks."""
     every = -(-len(points) // POINTS)
     return [max(points[i : i + every], key=lambda point: point[1]) for i in range(0, len(points), every)]
 
@@ -141,7 +141,7 @@ class Axes:
     y: tuple[float, float]
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """A place on the picture."""
+        """The position of a point in the plot, in pixels."""
         right, low = WIDTH - 16, HEIGHT - BOTTOM
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
         up = (y - self.y[0]) / ((self.y[1] - self.y[0]) or 1)
@@ -155,7 +155,7 @@ class Axes:
         name_y: Callable[[float], str],
         whole: bool = False,
     ) -> str:
-        """Grid lines with their values, and what the axes are. `whole`: a mark at each whole number across."""
+        """Grid lines with their values, and the names of the axes. `whole`: a mark at each integer on the x axis."""
         marks = (
             [math.ceil(self.x[0]) + i for i in range(int(self.x[1] - self.x[0]) + 1)]
             if whole
@@ -192,7 +192,7 @@ class Axes:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round values between two others, about five."""
+    """About five round values between two limits."""
     step = 10 ** math.floor(math.log10(((high - low) or 1) / 4))
     step *= next(times for times in (1, 2, 5, 10) if (high - low) / (step * times) <= 6)
     return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]

@@ -1,4 +1,4 @@
-"""A study of a run as a person reads it."""
+"""A study of a run as text, for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from flexor.core.console import table
 from flexor.core.machine import gigabytes
 from flexor.plan.advise import Change, Harm
-from flexor.plan.compare import Study
+from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
 from flexor.plan.rank import Choice, cheapest, fastest
@@ -18,12 +18,12 @@ HARMS = {
     Harm.TIME: "time",
     Harm.HARDWARE: "more GPUs",
     Harm.ROUNDING: "rounding",
-    Harm.LEARNING: "another training",
+    Harm.LEARNING: "different training",
 }
 
 
-def render(study: Study) -> str:
-    """The answer, then where it comes from."""
+def render(study: Comparison) -> str:
+    """The result first, then the details behind it."""
     sections = [
         answer(study),
         _changes(study),
@@ -38,29 +38,29 @@ def render(study: Study) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-# The answer.
+# The result.
 
 
-def answer(study: Study) -> str:
+def answer(study: Comparison) -> str:
     plan = study.plan
     gpu, step = plan.site.gpu, plan.pace.step
     policy = short_name(plan.config.policy.type)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
-        f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at the peak.",
-        f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}, {plan.config.steps:,} steps "
-        f"({number(plan.epochs)} epochs) {duration(plan.pace.seconds)}"
-        f"{f', for {usd(plan.money.rent)} rented' if plan.money.rent is not None else ''}.",
+        f"{policy} {verdict} on {machines(plan)}: {gb(plan.peak)} of {gb(gpu.memory)} GB at peak.",
+        f"A step takes {duration(step.seconds)} {plus_minus(step.spread)}. The run takes "
+        f"{duration(plan.pace.seconds)} for {plan.config.steps:,} steps ({number(plan.epochs)} epochs)"
+        f"{f' and costs {usd(plan.money.rent)} to rent' if plan.money.rent is not None else ''}.",
     ]
     if plan.data_bound:
         lines.append(
-            f"Training will wait for data: {plan.pace.later.loaded:.0f} samples/s come, "
-            f"{plan.pace.later.wanted:.0f} could be trained on."
+            f"Data loading is the bottleneck: it delivers {plan.pace.later.loaded:.0f} samples/s, and the training "
+            f"could use {plan.pace.later.wanted:.0f}."
         )
     if not plan.fits and study.remedy:
         lines.append(f"It would fit with {' '.join(change.setting for change in study.remedy)}.")
     elif not plan.fits:
-        lines.append("No change that is known here makes it fit.")
+        lines.append("None of the known changes makes it fit.")
     return "\n".join(lines)
 
 
@@ -72,108 +72,113 @@ def machines(plan: Plan) -> str:
     return f"{nodes} nodes with {each} each" if nodes > 1 else each
 
 
-# What it is made of.
+# The details.
 
 
 def _memory(plan: Plan) -> str:
     memory, split = plan.memory, plan.split
-    rows: list[list[object]] = [["memory of each GPU", "GB"]]
+    rows: list[list[object]] = [["memory per GPU", "GB"]]
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     rows += [[f"  {name}", gb(size)] for name, size in parts if size >= 5e6]
     small = sum(size for _, size in parts if size < 5e6)
     if small:
-        rows.append(["  everything smaller", gb(small)])
-    rows.append(["  kept by torch's allocator", gb(memory.allocator)])
-    rows.append(["  CUDA's context and libraries", gb(memory.context)])
+        rows.append(["  other small parts", gb(small)])
+    rows.append(["  reserved by torch's allocator, unused", gb(memory.allocator)])
+    rows.append(["  CUDA context and libraries", gb(memory.context)])
     if plan.frames_on_gpu:
-        rows.append(["  frames of the dataset", gb(plan.frames_on_gpu)])
-    rows.append(["  together, at the peak", gb(plan.peak)])
+        rows.append(["  cached frames of the dataset", gb(plan.frames_on_gpu)])
+    rows.append(["  total at peak", gb(plan.peak)])
     where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
     lines = [
         table(rows),
-        f"The peak is in: {where}. Batch {split.batch_size}"
+        f"The peak is in: {where}. Batch size {split.batch_size}"
         + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
         + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
         + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
     ]
     if plan.largest_batch is not None:
         more = " or more" if plan.largest_batch == MOST else ""
-        lines.append(f"The largest batch that fits is {plan.largest_batch}{more}.")
+        lines.append(f"The largest batch size that fits is {plan.largest_batch}{more}.")
     if plan.together:
         some = plan.together
         lines.append(
-            f"{some.fit} such runs fit at once ({some.limit} is the limit); "
+            f"{some.fit} such runs fit on this GPU at once (the limit is {some.limit}); "
             + (
-                f"{some.useful} of them do {some.faster:.1f} times the work of one."
+                f"{some.useful} at once do {some.faster:.1f} times as much work per hour as one."
                 if some.useful > 1
-                else "more than one would only share the GPU."
+                else "more than one at once would not do more work per hour."
             )
         )
     return "\n".join(lines)
 
 
 BOUNDS = {
-    "gpu": "The GPU's work bounds the step.",
-    "host": "The host bounds the step: it issues operations more slowly than the GPU works them off. Larger batches "
-    "cost little.",
-    "network": "Traffic between GPUs bounds the step.",
+    "gpu": "The GPU is the bottleneck.",
+    "host": "The host is the bottleneck: it launches operations more slowly than the GPU executes them. A larger batch "
+    "size takes little extra time.",
+    "network": "Communication between GPUs is the bottleneck.",
 }
 
 
 def _time(plan: Plan) -> str:
     step = plan.pace.step
-    rows: list[list[object]] = [["time of a step", "ms"]]
+    rows: list[list[object]] = [["step time", "ms"]]
     rows += [[f"  {name}", ms(seconds)] for name, seconds in sorted(step.gpu.items(), key=lambda x: -x[1])]
-    rows.append(["  the GPU's work together", ms(step.gpu_seconds)])
-    rows.append(["  the host, beside it", ms(step.host_seconds)])
+    rows.append(["  GPU work, total", ms(step.gpu_seconds)])
+    rows.append(["  host work, in parallel", ms(step.host_seconds)])
     if step.communication:
-        rows.append(["  traffic between GPUs", ms(step.communication)])
-        rows.append(["  of that, waited for", ms(step.exposed)])
-    rows.append(["  a step", ms(step.seconds)])
+        rows.append(["  communication between GPUs", ms(step.communication)])
+        rows.append(["  communication that is not overlapped", ms(step.exposed)])
+    rows.append(["  step, total", ms(step.seconds)])
     basis = (
-        "from a calibration of this machine"
+        "based on the calibration of this machine"
         if step.calibrated
-        else "from data sheets and how far an H200 stays behind its own; `flexor plan --calibrate` measures yours"
+        else "based on data sheets and on measurements of an H200; `flexor plan --calibrate` measures your GPU"
     )
     lines = [
         table(rows),
-        f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the FLOP/s of the data sheet. "
+        f"{BOUNDS[step.bound]} {plan.samples_per_s:.1f} samples/s, {step.mfu:.0%} of the data sheet's FLOP/s. "
         f"Times are {basis}.",
     ]
     if plan.waits:
         lines.append(
-            f"The policy makes the host wait for the GPU: {'; '.join(plan.waits)}. Then the two do not overlap, and a "
-            f"step takes up to {ms(step.gpu_seconds + step.host_seconds)} ms."
+            f"The policy makes the host wait for the GPU: {'; '.join(plan.waits)}. Host and GPU then do not "
+            f"overlap, and a step takes up to {ms(step.gpu_seconds + step.host_seconds)} ms."
         )
     if plan.config.compile:
         lines.append(
-            f"Compiled blocks: memory and time are those of the policy as it is, which is the most it takes; at best, "
-            f"if all that can be joined is, a step takes {ms(step.compiled_at_best)} ms."
+            f"Compiled blocks: memory and time above are those of the uncompiled policy, which is the maximum. If the "
+            f"compiler fuses everything it can, a step takes {ms(step.compiled_at_best)} ms at best."
         )
     elif step.bound == "host":
-        lines.append(f"If issuing took no time, as with CUDA graphs, it would be {ms(step.at_best)} ms.")
+        lines.append(
+            f"Without launch overhead, as with CUDA graphs, a step would take {ms(step.at_best)} ms."
+        )
     return "\n".join(lines)
 
 
 def _host(plan: Plan) -> str:
     host, disk, later = plan.host_memory, plan.disk, plan.pace.later
-    rows: list[list[object]] = [["each node", "GB"]]
+    rows: list[list[object]] = [["per node", "GB"]]
     rows += [[f"  memory: {name}", gb(size)] for name, size in asdict(host).items() if size >= 5e6]
-    rows.append(["  memory together", gb(host.total)])
+    rows.append(["  memory, total", gb(host.total)])
     rows += [[f"  disk: {name}", gb(size)] for name, size in asdict(disk).items() if size]
-    rows.append(["  disk together, at most", gb(disk.total)])
+    rows.append(["  disk, total at most", gb(disk.total)])
     waits = (
-        f"{later.threads} threads in all would be enough ({plan.loading.workers} for each GPU now)"
+        f"Loading would need {later.threads} threads in total (now {plan.loading.workers} per GPU)"
         if later.bound
-        else f"{later.threads} of {plan.loading.workers * plan.loading.ranks} loading threads are needed"
+        else f"Loading needs {later.threads} of {plan.loading.workers * plan.loading.ranks} threads"
     )
     first = ""
     if plan.pace.first.bound and not later.bound:
-        first = f" The first epoch waits for decoding: {plan.pace.first.loaded:.0f} samples/s of {later.wanted:.0f}."
+        first = (
+            f" The first epoch waits for decoding: it delivers {plan.pace.first.loaded:.0f} of the "
+            f"{later.wanted:.0f} samples/s that the training could use."
+        )
     return "\n".join(
         [
             table(rows),
-            f"Frames: {_tier(plan.pace.tier)}. {waits}; the machine has {plan.site.host.cores} cores and "
+            f"Frames: {_tier(plan.pace.tier)}. {waits}; the host has {plan.site.host.cores} cores and "
             f"{plan.site.host.memory / 1e9:.0f} GB ({plan.site.host.source}).{first}",
         ]
     )
@@ -181,29 +186,29 @@ def _host(plan: Plan) -> str:
 
 def _tier(tier: str) -> str:
     return {
-        "stream": "decoded anew in each epoch",
-        "ram": "kept in memory",
-        "disk": "kept on disk",
-        "gpu": "kept on the GPU",
+        "stream": "decoded again in each epoch",
+        "ram": "cached in host memory",
+        "disk": "cached on disk",
+        "gpu": "cached on the GPU",
     }[tier]
 
 
 def _robot(plan: Plan) -> str:
     wire = plan.robot
     return (
-        f"robot and server: an observation is {gigabytes(wire.raw)} raw or {gigabytes(wire.jpeg)} as JPEG, "
-        f"{wire.per_s:.2g} times a second: {wire.mbit_up(False):.2f} or {wire.mbit_up(True):.2f} Mbit/s up, "
-        f"{wire.mbit_down:.2f} down, at {plan.rate_hz:g} actions a second."
+        f"network: an observation takes {gigabytes(wire.raw)} raw or {gigabytes(wire.jpeg)} as JPEG, and is sent "
+        f"{wire.per_s:.2g} times per second: {wire.mbit_up(False):.2f} or {wire.mbit_up(True):.2f} Mbit/s from robot "
+        f"to server, {wire.mbit_down:.2f} Mbit/s back, at {plan.rate_hz:g} actions per second."
     )
 
 
-def _money(plan: Plan, study: Study) -> str:
+def _money(plan: Plan, study: Comparison) -> str:
     paid, site = plan.money, plan.site
     lines = []
     if paid.rent is not None and site.usd_per_hour is not None:
-        lines.append(f"rent: {usd(paid.rent)} at {usd(site.usd_per_hour)} an hour ({site.price_source}).")
+        lines.append(f"rent: {usd(paid.rent)} at {usd(site.usd_per_hour)} per hour ({site.price_source}).")
     lines.append(
-        f"energy: {paid.energy.kwh:.2f} kWh at {paid.energy.watts:.0f} W, {usd(paid.energy.usd)} at home "
+        f"energy: {paid.energy.kwh:.2f} kWh at {paid.energy.watts:.0f} W, {usd(paid.energy.usd)} on your own machine "
         f"({study.hardware.prices.kwh:g} USD/kWh)."
     )
     if paid.own:
@@ -211,37 +216,37 @@ def _money(plan: Plan, study: Study) -> str:
     return "\n".join(lines)
 
 
-def _buying(plan: Plan, study: Study) -> str:
+def _buying(plan: Plan, study: Comparison) -> str:
     own, against = plan.money.own, plan.money.against
     assert own
     text = f"buying: {usd(own.usd)} for such a machine"
     if against is None:
-        return f"{text}; nobody in the list rents it out."
+        return f"{text}; no rental price is known to compare with."
     if against.hours is None or against.months is None:
-        return f"{text}, which never pays: an hour of it costs more energy than renting."
+        return f"{text}; this never pays off, because its energy per hour costs more than renting."
     runs = against.hours / plan.pace.hours
     within = "within" if against.buys else "beyond"
     return (
-        f"{text}; it has cost less than renting after {against.hours:,.0f} hours ({runs:,.0f} such runs, "
-        f"{against.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} the {study.hardware.prices.years:g} "
-        "years that it is reckoned to last."
+        f"{text}; it is cheaper than renting after {against.hours:,.0f} hours ({runs:,.0f} such runs, "
+        f"{against.months:.0f} months of {HOURS_PER_MONTH:g} hours), {within} its assumed lifetime of "
+        f"{study.hardware.prices.years:g} years."
     )
 
 
-def _choices(study: Study) -> str:
+def _choices(study: Comparison) -> str:
     fitting = [choice for choice in study.choices if choice.fits]
     if not fitting:
-        return "It fits on none of the GPUs that were compared, not even one sample at a time."
+        return "It fits on none of the compared GPUs, even with a batch size of 1."
     shown = fitting[:SHOWN]
     quick, cheap = fastest(fitting), cheapest(fitting)
     if quick and quick not in shown:
         shown.append(quick)
-    rows: list[list[object]] = [["GPU", "count", "batch", "peak GB", "step", "run", "USD", "bound by", ""]]
+    rows: list[list[object]] = [["GPU", "count", "batch", "peak GB", "step", "run", "USD", "bottleneck", ""]]
     for choice in shown:
         marks = [word for word, best in (("cheapest", cheap), ("fastest", quick)) if choice is best]
         rows.append([*_row(choice), " and ".join(marks)])
     left = len(study.choices) - len(fitting)
-    text = f"the same training (a global batch of {study.plan.split.global_batch}) elsewhere, the cheapest first:"
+    text = f"the same training (global batch size {study.plan.split.global_batch}) on other hardware, cheapest first:"
     more = f"{len(fitting)} of {len(study.choices)} combinations fit" + (
         f"; {left} have too little memory." if left else "."
     )
@@ -263,10 +268,12 @@ def _row(choice: Choice) -> list[object]:
     ]
 
 
-def _changes(study: Study) -> str:
+def _changes(study: Comparison) -> str:
     if not study.changes:
         return ""
-    rows: list[list[object]] = [["what to change, least harm first", "saves GB", "step takes", "costs", ""]]
+    rows: list[list[object]] = [
+        ["suggested changes, least harmful first", "saves GB", "step time", "harm", ""]
+    ]
     rows += [_change(change) for change in study.changes]
     return table(rows)
 
@@ -277,16 +284,18 @@ def _change(change: Change) -> list[object]:
     return [change.setting, gb(effect.memory), f"x {effect.time:.2f}", HARMS[change.harm], change.why]
 
 
-def _assumptions(study: Study) -> str:
+def _assumptions(study: Comparison) -> str:
     site, lines = study.plan.site, []
     if study.assumed:
         lines.append(
-            f"No dataset was named, so this is about {study.assumed}; its files are not counted among what is on disk."
+            f"No dataset is given. Assumed: {study.assumed}. The disk total does not include the dataset's files."
         )
     figures = [name for name in ("memory_gib", "bandwidth_gb_s", "tdp_w") if not site.gpu.is_checked(name)]
     figures += [name for name in site.gpu.tflops if not site.gpu.is_checked(name)]
     if figures:
-        lines.append(f"Figures of the {site.gpu.name} that nobody has checked: {', '.join(figures)}.")
+        lines.append(
+            f"Data sheet values of the {site.gpu.name} that nobody has verified: {', '.join(figures)}."
+        )
     return "\n".join(lines)
 
 
@@ -310,12 +319,12 @@ def plus_minus(spread: float) -> str:
 
 
 def number(value: float) -> str:
-    """To three digits, without powers of ten."""
+    """With three digits, without exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """As a person would say it."""
+    """In a unit that is easy to read."""
     if seconds < 1:
         return f"{number(seconds * 1e3)} ms"
     if seconds < 120:

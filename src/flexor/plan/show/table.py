@@ -1,4 +1,4 @@
-"""A hardware guide for all policies: what they take and where to begin, made by planning each of them."""
+"""A hardware guide for all policies: their memory and suitable GPUs, from a plan of each policy."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from flexor.plan.trace.traces import Traces
 from flexor.policies import POLICIES, policy_class
 
 BATCH, EPOCHS = 8, 5
-REFERENCE = "RTX 4090"  # whose memory is shown; others differ by CUDA's context and the kernels of attention
+REFERENCE = "RTX 4090"  # its memory is shown; other GPUs differ in CUDA context and attention kernels
 PRECISIONS: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
 
 HEAD = f"""# Hardware
 
-Which GPU for which policy. `flexor plan --table` makes this page: every figure is a plan of that policy with its
-default settings, batch {BATCH}, a state and actions of {Robot().state} numbers, and as many cameras as it says. Times
-are for {EPOCHS} epochs of {FRAMES:,} frames on one GPU. [Plan](plan.md) says how sure they are, and plans your own run.
+Which GPU for which policy. `flexor plan --table` generates this page. Every row is a plan of the policy with its
+default settings, batch size {BATCH}, a state and actions of {Robot().state} values, and the cameras shown. Times are
+for {EPOCHS} epochs of {FRAMES:,} frames on one GPU. [Plan](plan.md) explains how accurate they are, and how to plan
+your own run.
 
 """
 
 FOOT = f"""
-*Memory* is the peak of one GPU, on an {REFERENCE}. *To buy* is the card with the lowest price that fits it, *to rent*
-the lowest price of the whole run, *fastest* the single GPU that is done first, or the cheapest of those that are. Cards
-without bf16, and those that share the host's memory, are left out. Prices are those of
-`src/flexor/plan/site/gpus.toml`, each with its date.
+*Memory* is the peak memory on one {REFERENCE}. *To buy* is the card with the lowest price on which the run fits.
+*To rent* is the GPU with the lowest price for the whole run. *Fastest* is the single GPU with the shortest run; if
+several are equally fast, the cheapest of them. GPUs without bf16 and GPUs that share the host's memory are left out.
+Prices come from `src/flexor/plan/site/gpus.toml`; each has a date.
 """
 
 

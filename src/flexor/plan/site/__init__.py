@@ -1,1 +1,1 @@
-"""Where a run may take place: GPUs, clouds, prices."""
+"""Hardware for a run: GPUs, clouds and prices."""

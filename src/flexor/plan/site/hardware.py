@@ -1,7 +1,7 @@
-"""What each GPU is and what it costs: `gpus.toml`, and what a user's own file adds to it or corrects.
+"""Data sheets and prices of GPUs: from `gpus.toml`, extended and overridden by a user's own file.
 
-Figures are those of data sheets, dense and with fp32 accumulation, so that a roofline over them is a limit and not an
-advertisement. Which of them nobody has checked is written beside them. Prices are dated and meant to be edited.
+Values are from data sheets: dense, with fp32 accumulation, so that a roofline computed from them is a real limit.
+Values that nobody has verified are marked. Prices have a date and are meant to be edited.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest, from_plain
 
-OWN_FILE = "FLEXOR_GPUS"  # environment variable that names a user's file
+OWN_FILE = "FLEXOR_GPUS"  # environment variable with the path of a user's file
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8")
-INSTEAD = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32"}  # what computes it where there is no unit for it
+INSTEAD = {"tf32": "fp32", "bf16": "fp32", "fp16": "fp32"}  # type that is used if the GPU has no unit for it
 PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}  # bytes/s of one lane in one direction
-MAKERS = {"nvidia", "geforce", "tesla", "quadro", "apple"}  # words of a name that tell nothing
-SAME_MEMORY = 0.03  # relative: what a driver or ECC takes differs by so much
+MAKERS = {"nvidia", "geforce", "tesla", "quadro", "apple"}  # words of a name that are ignored
+SAME_MEMORY = 0.03  # relative tolerance: driver and ECC reserve different amounts
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,27 @@ class GPU:
 
     @property
     def memory(self) -> int:
-        """Bytes that there are for a process, its CUDA context included."""
+        """Bytes available to a process, including its CUDA context."""
         return round(self.memory_gib * 2**30)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of its memory."""
+        """Memory bandwidth in bytes/s."""
         return self.bandwidth_gb_s * 1e9
 
     def flops(self, dtype: str) -> float:
-        """Dense FLOP/s of matrix products; without a unit for the type, those of the type that is used instead."""
+        """Dense FLOP/s of matrix products; without a unit for this type, those of the type used instead."""
         assert dtype in DTYPES, dtype
         rate = self.tflops.get(dtype, self.tflops.get(INSTEAD.get(dtype, ""), 0.0))
         if not rate:
             raise ConfigError(
-                f"The {self.name} does not compute in {dtype}: only in {', '.join(self.tflops)}."
+                f"The {self.name} does not support {dtype}. It supports: {', '.join(self.tflops)}."
             )
         return rate * 1e12
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """(major, minor) of CUDA; None if it has none."""
+        """CUDA compute capability (major, minor); None without CUDA."""
         if self.capability is None:
             return None
         major, _, minor = self.capability.partition(".")
@@ -84,24 +84,24 @@ class GPU:
 
     @property
     def host_link(self) -> float:
-        """Bytes/s from the host's memory, in one direction; memory that is the host's needs no link."""
+        """Bytes/s from host memory, in one direction; unified memory needs no link."""
         if self.unified or self.pcie is None:
             return self.bandwidth
         return PCIE_LANE[self.pcie] * self.pcie_lanes
 
     @property
     def peer_link(self) -> float:
-        """Bytes/s to the other GPUs of a machine, in one direction, before what collectives lose of it."""
+        """Bytes/s to the other GPUs of a machine in one direction, without the losses of collectives."""
         return self.nvlink_gb_s * 1e9 / 2 if self.nvlink_gb_s else self.host_link
 
     def is_checked(self, figure: str) -> bool:
-        """Whether a field, or a dtype of `tflops`, was compared with its source."""
+        """Whether a field, or a dtype of `tflops`, was verified with its source."""
         return bool(self.checked) and not {"all", figure} & set(self.unchecked)
 
 
 @dataclass(frozen=True)
 class Flavor:
-    """A machine that a cloud rents out."""
+    """A machine type that can be rented from a cloud."""
 
     cloud: str
     name: str
@@ -122,7 +122,7 @@ class Flavor:
 
 @dataclass(frozen=True)
 class Purchase:
-    """What one GPU costs to buy, or a machine that is sold with it inside."""
+    """Price to buy one GPU, or a whole machine that includes it."""
 
     usd: float
     whole_machine: bool = False
@@ -132,7 +132,7 @@ class Purchase:
 
 @dataclass(frozen=True)
 class Prices:
-    """Everything else that money is computed with, in US dollars."""
+    """All other values for computing costs, in US dollars."""
 
     kwh: float
     workstation: float
@@ -152,25 +152,28 @@ class Hardware:
     prices: Prices
 
     def find(self, name: str) -> GPU:
-        """The GPU that a person means: its name, an alias or what its driver calls it."""
+        """The GPU with this name, alias or driver name."""
         found = _named(name, self.gpus.values())
         if len(found) == 1:
             return found[0]
         if found:
-            raise ConfigError(f"{name!r} may be {' or '.join(gpu.name for gpu in found)}: say which.")
+            raise ConfigError(
+                f"GPU {name!r} is ambiguous: it may be {' or '.join(gpu.name for gpu in found)}. Use one of "
+                "these names."
+            )
         names = {_folded(known): gpu.name for gpu in self.gpus.values() for known in (gpu.name, *gpu.aliases)}
         near = dict.fromkeys(
             names[n] for n in difflib.get_close_matches(_folded(name), names, n=4, cutoff=0.5)
         )
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(self.gpus)}."
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Available: {', '.join(self.gpus)}."
         raise ConfigError(
-            f"There is no GPU {name!r}. {hint} A GPU of your own goes into a file: --gpus-file or ${OWN_FILE}."
+            f"Unknown GPU {name!r}. {hint} Describe your own GPU in a file: --gpus-file or ${OWN_FILE}."
         )
 
     def recognise(self, device_name: str, memory: int | None = None) -> GPU | None:
-        """The GPU that `torch.cuda.get_device_name()` names; `memory` in bytes tells variants apart.
+        """The GPU with the name from `torch.cuda.get_device_name()`; `memory` in bytes distinguishes variants.
 
-        A card with other memory than the one known is that card with this memory.
+        If the memory differs from the known GPU, the result is that GPU with this memory.
         """
         found = _named(device_name, self.gpus.values())
         if not found:
@@ -183,7 +186,7 @@ class Hardware:
         return replace(gpu, memory_gib=memory / 2**30)
 
     def offers(self, gpu: GPU, gpus: int = 1) -> list[Flavor]:
-        """Machines with so many of them, the cheapest first."""
+        """Machines with this number of GPUs, the cheapest first."""
         fitting = [f for f in self.flavors if f.gpu == gpu.name and f.gpus == gpus]
         return sorted(fitting, key=lambda flavor: flavor.usd_per_hour)
 
@@ -194,14 +197,16 @@ class Hardware:
             return found[0]
         full = [f"{f.cloud}/{f.name}" for f in found or self.flavors]
         if found:
-            raise ConfigError(f"The flavor {name!r} is {' and '.join(full)}: say which.")
+            raise ConfigError(
+                f"Flavor {name!r} is ambiguous: it may be {' or '.join(full)}. Use one of these names."
+            )
         raise ConfigError(
-            f"There is no flavor {name!r}. {closest(name, [*full, *(f.name for f in self.flavors)])}"
+            f"Unknown flavor {name!r}. {closest(name, [*full, *(f.name for f in self.flavors)])}"
         )
 
 
 def load_hardware(file: Path | str | None = None) -> Hardware:
-    """What is known, with what $FLEXOR_GPUS and then `file` add or correct."""
+    """The built-in data, extended and overridden by $FLEXOR_GPUS and then by `file`."""
     data = tomllib.loads(resources.files("flexor.plan.site").joinpath("gpus.toml").read_text())
     for own in (os.environ.get(OWN_FILE), file):
         if own:
@@ -224,8 +229,8 @@ def gpu_here(hardware: Hardware) -> GPU | None:
     gpu = hardware.recognise(name, memory)
     if gpu is None:
         raise ConfigError(
-            f"This machine's GPU, {name!r}, is not known. Put its data sheet into a file and name that in --gpus-file "
-            f'or ${OWN_FILE}:\n\n[gpus."{name}"]\nmemory_gib = {memory / 2**30:.2f}\n{known}'
+            f"This machine's GPU {name!r} is unknown. Write its data sheet values to a file, and pass it with "
+            f'--gpus-file or ${OWN_FILE}:\n\n[gpus."{name}"]\nmemory_gib = {memory / 2**30:.2f}\n{known}'
             "bandwidth_gb_s = ...\ntflops = { fp32 = ..., bf16 = ... }\ntdp_w = ..."
         )
     return gpu
@@ -235,13 +240,13 @@ def gpu_here(hardware: Hardware) -> GPU | None:
 
 
 def _folded(name: str) -> str:
-    """A name without what differs between drivers, shops and people: case, blanks, the maker."""
+    """A normalized name: without case, spaces and the maker, which differ between drivers and shops."""
     words = re.split(r"[^a-z0-9]+", name.casefold())
     return "".join(word for word in words if word not in MAKERS)
 
 
 def _named(name: str, gpus: Iterable[GPU]) -> list[GPU]:
-    """The GPU of this name; else all that have it as an alias."""
+    """The GPU with this name; otherwise all GPUs with this alias."""
     wanted, gpus = _folded(name), list(gpus)
     exactly = [gpu for gpu in gpus if _folded(gpu.name) == wanted]
     return exactly or [gpu for gpu in gpus if wanted in map(_folded, gpu.aliases)]
@@ -254,13 +259,13 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"Can't read the GPUs in {path}: {error.strerror}.") from error
+        raise ConfigError(f"Can't read the GPU file {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}.") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
 
 
 def _correct(data: dict[str, Any], own: Mapping[str, Any], file: str) -> None:
-    """Put a user's tables over ours; a GPU may be called by any of its names."""
+    """Merge a user's tables over the built-in ones. A GPU may have any of its names there."""
     unknown = own.keys() - data.keys()
     if unknown:
         raise ConfigError(f"{file}: unknown table {min(unknown)!r}. {closest(min(unknown), data)}")
@@ -311,7 +316,7 @@ def _build(data: Mapping[str, Any]) -> Hardware:
     hardware = Hardware(gpus, tuple(flavors), purchases, _parse(Prices, prices, "prices"))
     for name in (*purchases, *(flavor.gpu for flavor in flavors)):
         if name not in gpus:
-            raise ConfigError(f"There is a price for {name!r}, but no such GPU. {closest(name, gpus)}")
+            raise ConfigError(f"There is a price for the unknown GPU {name!r}. {closest(name, gpus)}")
     return hardware
 
 
@@ -319,15 +324,17 @@ def _gpu(name: str, figures: Mapping[str, Any]) -> GPU:
     gpu = _parse(GPU, {**figures, "name": name}, f"gpus.{name}")
     strange = [dtype for dtype in gpu.tflops if dtype not in DTYPES]
     if strange:
-        raise ConfigError(f"gpus.{name}.tflops.{strange[0]}: there are {', '.join(DTYPES)}.")
+        raise ConfigError(f"gpus.{name}.tflops.{strange[0]} is unknown. The types are: {', '.join(DTYPES)}.")
     if not gpu.tflops.get("fp32"):
-        raise ConfigError(f"gpus.{name}.tflops needs fp32, which everything else is measured against.")
+        raise ConfigError(f"gpus.{name}.tflops requires a value for fp32.")
     numbers = {"memory_gib": gpu.memory_gib, "bandwidth_gb_s": gpu.bandwidth_gb_s, "tdp_w": gpu.tdp_w}
     for key, value in {**numbers, **{f"tflops.{k}": v for k, v in gpu.tflops.items()}}.items():
         if value <= 0:
-            raise ConfigError(f"gpus.{name}.{key}={value:g} must be more than 0.")
+            raise ConfigError(f"gpus.{name}.{key}={value:g} must be greater than 0.")
     if gpu.pcie is not None and gpu.pcie not in PCIE_LANE:
-        raise ConfigError(f"gpus.{name}.pcie={gpu.pcie}: generations are {', '.join(map(str, PCIE_LANE))}.")
+        raise ConfigError(
+            f"gpus.{name}.pcie={gpu.pcie} must be a PCIe generation: {', '.join(map(str, PCIE_LANE))}."
+        )
     if gpu.capability is not None and not re.fullmatch(r"\d+\.\d", gpu.capability):
         raise ConfigError(f'gpus.{name}.capability={gpu.capability!r} must be like "8.9".')
     return gpu
@@ -337,5 +344,5 @@ def _parse(cls: type, data: Mapping[str, Any], where: str) -> Any:
     needed = [f.name for f in fields(cls) if f.default is NO_DEFAULT and f.default_factory is NO_DEFAULT]
     missing = [name for name in needed if name not in data]
     if missing:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}.")
+        raise ConfigError(f"{where} requires {', '.join(missing)}.")
     return from_plain(cls, dict(data), where)

@@ -1,8 +1,8 @@
-"""Energy and money: what a run costs where it is rented, what it costs at home, and when buying beats renting.
+"""Energy and cost: what a run costs on rented hardware or on your own machine, and when buying is cheaper than renting.
 
-Deliberately simple: a GPU draws by how busy it is; a bought machine loses the same share of its price whenever it is
-sold within the years it is reckoned to last, so what pays early pays a little earlier still. Prices are those of
-`gpus.toml`, which are dated and meant to be overridden.
+The model is simple on purpose. A GPU's power depends on its load. A bought machine loses the same share of its price
+whenever it is sold within its assumed lifetime, so buying pays off slightly earlier than computed if that is soon.
+Prices come from `gpus.toml`; they have a date and are meant to be overridden.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from flexor.plan.site.hardware import GPU, Flavor, Prices, Purchase
 
-IDLE = 0.2  # share of its power that a GPU draws while it waits
-HOST_W = 120.0  # of a workstation around its GPUs; of a machine that is sold whole, its own figure holds all
+IDLE = 0.2  # share of its power that an idle GPU draws
+HOST_W = 120.0  # of a workstation without its GPUs; with unified memory, tdp_w covers the whole machine
 HOURS_PER_MONTH = 730.0
 
 
@@ -27,7 +27,7 @@ class Energy:
 def energy(
     gpu: GPU, gpus: int, hours: float, prices: Prices, *, busy: float = 1.0, host_w: float | None = None
 ) -> Energy:
-    """Of a run on a machine of one's own. `busy`: share of the time that the GPUs compute."""
+    """Energy of a run on your own machine. `busy`: share of the time in which the GPUs compute."""
     assert 0 <= busy <= 1 and hours >= 0
     around = (0.0 if gpu.unified else HOST_W) if host_w is None else host_w
     watts = gpus * gpu.tdp_w * (IDLE + (1 - IDLE) * busy) + around
@@ -35,7 +35,7 @@ def energy(
 
 
 def rent(flavor: Flavor, hours: float) -> float:
-    """US dollars for so many hours, by the cloud's smallest unit of time."""
+    """US dollars for these hours, rounded up to the cloud's billing unit."""
     return rent_of(flavor.usd_per_hour, hours, flavor.billed_by_s)
 
 
@@ -45,13 +45,13 @@ def rent_of(usd_per_hour: float, hours: float, billed_by_s: int = 1) -> float:
 
 
 def rent_for_gpus(flavor: Flavor, gpus: int, hours: float) -> float:
-    """The same where several such machines are needed, all for the whole time."""
+    """The rent if several such machines are needed, all for the whole time."""
     return -(-gpus // flavor.gpus) * rent(flavor, hours)
 
 
 @dataclass(frozen=True)
 class Purchased:
-    """A machine of one's own: what is paid for it, what is left of that, what an hour of it costs."""
+    """Your own machine: its price, its resale value, and the energy cost per hour."""
 
     usd: float
     resale: float
@@ -63,27 +63,27 @@ class Purchased:
 
 
 def buy(gpu: GPU, gpus: int, purchase: Purchase, prices: Prices, *, busy: float = 1.0) -> Purchased:
-    """So many GPUs and what they are put into."""
+    """The GPUs and the machine around them."""
     paid = purchase.usd * gpus + (0 if purchase.whole_machine else prices.workstation)
     return Purchased(paid, paid * prices.resale, energy(gpu, gpus, 1, prices, busy=busy).usd)
 
 
 @dataclass(frozen=True)
 class BuyOrRent:
-    """When a machine of one's own has cost less than renting the same."""
+    """When your own machine has cost less than renting the same."""
 
     hours: float | None
-    """Of use until then; None if it never does."""
+    """Hours of use until then; None if that never happens."""
     months: float | None
-    """Until then, at the use that was given."""
+    """Months until then, with the given use."""
     buys: bool
-    """Whether that is within the years that the machine is reckoned to last."""
+    """Whether that is within the machine's assumed lifetime."""
 
 
 def buy_or_rent(
     own: Purchased, rented_usd_per_hour: float, hours_per_month: float, prices: Prices
 ) -> BuyOrRent:
-    """Renting costs by the hour; owning costs what the machine loses in value, and energy by the hour."""
+    """Compare the hourly rent with the machine's loss of value plus hourly energy."""
     assert 0 < hours_per_month <= HOURS_PER_MONTH
     saved = rented_usd_per_hour - own.usd_per_hour
     if saved <= 0:

@@ -1,7 +1,7 @@
-"""What goes over the network between a robot and the server that its policy runs on.
+"""Network traffic between a robot and the server that runs its policy.
 
-The robot sends an observation, the server answers with a chunk of actions, of which the robot executes some before it
-asks again. So the mean rate is small; what counts is how long one observation takes on its way.
+The robot sends an observation, and the server answers with a chunk of actions. The robot executes some of them before
+it sends the next observation. The average rate is therefore low; the transfer time of one observation matters more.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-OVERHEAD = 1.06  # of TCP, IP, Ethernet and MessagePack on top of what is sent
+OVERHEAD = 1.06  # factor for TCP, IP, Ethernet and MessagePack
 VGA, VGA_JPEG, GROWTH = 480 * 640, 128_000, 0.765
-"""A picture of 480x640 as JPEG of quality 95 without subsampling, and the power of the number of pixels by which that
-grows: 224x224 took 32,000 bytes."""
+"""Bytes of an image of 480x640 as JPEG of quality 95 without subsampling, and the exponent of the number of pixels with
+which they grow: 224x224 took 32,000 bytes."""
 
 
 def jpeg_bytes(height: int, width: int) -> int:
-    """About what a picture of a robot's camera takes as JPEG of quality 95."""
+    """Approximate bytes of a robot camera's image as JPEG of quality 95."""
     return round(VGA_JPEG * (height * width / VGA) ** GROWTH)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One question and its answer, in bytes on the wire."""
+    """One observation and its answer, in bytes on the network."""
 
     raw: int
-    """An observation with pictures as they are, uint8 RGB."""
+    """An observation with uncompressed images, uint8 RGB."""
     jpeg: int
-    """With pictures as JPEG."""
+    """With images as JPEG."""
     answer: int
     """A chunk of actions."""
     per_s: float
@@ -52,8 +52,11 @@ def exchange(
     rate_hz: float,
     history: int = 1,
 ) -> Exchange:
-    """For cameras of (height, width), a state and actions of so many float32, a chunk of `horizon` actions of which
-    `executed` are, at `rate_hz` actions a second. `history`: observations that are sent each time."""
+    """The exchange for cameras of (height, width), and a state and actions of this many float32 values.
+
+    Of each chunk of `horizon` actions, `executed` are executed, at `rate_hz` actions per second. `history`:
+    observations per request.
+    """
     assert 0 < executed <= horizon and rate_hz > 0
     numbers = state * 4 * history
     raw = history * sum(height * width * 3 for height, width in cameras) + numbers
@@ -72,7 +75,7 @@ class Delay:
 
     upload: float
     latency: float
-    """Of the network, both ways."""
+    """Network latency, both ways."""
     inference: float
     download: float
 
@@ -81,7 +84,7 @@ class Delay:
         return self.upload + self.latency + self.inference + self.download
 
     def steps(self, rate_hz: float) -> float:
-        """Actions that the robot needs meanwhile."""
+        """Actions that the robot needs during this time."""
         return self.total * rate_hz
 
 
@@ -94,5 +97,5 @@ def delay(
 
 
 def mbit_for(one: Exchange, within_s: float, jpeg: bool) -> float:
-    """Mbit/s that bring an observation to the server in so many seconds."""
+    """Mbit/s required to send an observation to the server within this time."""
     return (one.jpeg if jpeg else one.raw) * 8e-6 / within_s

@@ -1,1 +1,1 @@
-"""Traces -> seconds, and the measurements behind that."""
+"""Step times from traces, and the measurements they are based on."""

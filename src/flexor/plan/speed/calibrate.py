@@ -1,10 +1,10 @@
-"""Measure this machine's GPU and its host for two or three minutes, so that plans for it go by what it does.
+"""Measure this machine's GPU and host for two or three minutes, so that plans use its real speed.
 
-The built-in policies train for some steps on made-up batches. A profile of a step says how long each operation took;
-those are the samples that other operations are compared with (see `speeds.py`). Steps on tiny pictures, with nothing
-for the GPU to do, say what the host needs to issue an operation. They are looked at again and again in between,
-because other programs want the host too, and a shared one is twice as fast at times. Whole steps are then predicted
-from all that, and how far off that is becomes the uncertainty of every plan.
+The built-in policies train for some steps on synthetic batches. A profile of a step shows how long each operation took;
+these times are the samples that other operations are compared with (see `speeds.py`). Steps on tiny images, with
+almost no GPU work, show how long the host takes to launch an operation. They are measured repeatedly during the
+calibration, because other programs use the host too, and the speed of a shared host varies by a factor of two. Then
+whole steps are predicted from these measurements. The error of the prediction is the uncertainty of later plans.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from flexor.policies.base import Calibration
 
 PRECISIONS = ("no", "bf16")
 BATCHES = (4, 32)
-LEAST = 0.05  # relative error that is stated at least: machines are not the same every day
-STEPS = 4  # in each of the windows of time that are looked at
-FEW = 4  # steps in which the host is looked at
+LEAST = 0.05  # smallest relative error to report: a machine's speed varies from day to day
+STEPS = 4  # in each measured time window
+FEW = 4  # steps per measurement of the host
 
-HOSTS_GIB = 4  # of memory for the policies that the host is measured with
+HOSTS_GIB = 4  # of GPU memory for the policies that the host is measured with
 
 
 class Check(NamedTuple):
-    """A step that was measured as a whole."""
+    """The measured time of a whole step."""
 
     config: TrainConfig
     trace: Trace
@@ -51,18 +51,18 @@ class Check(NamedTuple):
 
 
 def calibrations() -> dict[str, Calibration]:
-    """The policies that are measured, and on what."""
+    """The policies that are measured, and with which inputs."""
     found = {kind: policy_class(kind).Config.calibration for kind in POLICIES}
     return {kind: calibration for kind, calibration in found.items() if calibration}
 
 
 def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
-    """What plans for this GPU and its host should go by."""
+    """Measured speeds of this GPU and its host, for plans."""
     kinds = calibrations()
     samples: list[Sample] = []
     checks: list[Check] = []
     room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
-    say("policies for the host")
+    say("preparing the measurement of the host")
     with contextlib.ExitStack() as stack:
         hosts = [
             stack.enter_context(HostMeasurement(kind, precision, gpu))
@@ -89,14 +89,14 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
 
 
 def settings(kind: str, precision: str = "no", robot: Robot | None = None, **changes: Any) -> TrainConfig:
-    """A run of a policy with its own defaults, but for some."""
+    """A run of a policy with its defaults, except for `changes`."""
     robot = robot or Robot(*calibrations()[kind][:3])
     policy = robot.fill_in(policy_class(kind).Config(**changes))
     return TrainConfig(policy=policy, precision=precision)  # type: ignore[arg-type]
 
 
 def merged(samples: Iterable[Sample]) -> list[Sample]:
-    """One for each place: the median of what was seen there."""
+    """One sample per operation and size: the median of the measured times."""
     seen: dict[tuple[str, str, tuple[float, ...]], list[float]] = defaultdict(list)
     for name, dtype, at, times in samples:
         seen[name, dtype, at].append(times)
@@ -104,7 +104,7 @@ def merged(samples: Iterable[Sample]) -> list[Sample]:
 
 
 class HostMeasurement(Measured):
-    """A policy's steps with next to nothing for the GPU to do: what the host takes for each operation."""
+    """A policy's steps with almost no GPU work: how long the host takes per operation."""
 
     def __init__(self, kind: str, precision: str, gpu: GPU):
         self.kind = kind
@@ -116,19 +116,19 @@ class HostMeasurement(Measured):
         super().__init__(config, 2)
 
     def look(self) -> None:
-        self.window(WARM_UP)  # whoever was measured before gave the memory back
+        self.window(WARM_UP)  # the previous measurement has freed its memory
         seconds, phases = self.window(FEW), self.host(FEW)
-        pace = seconds / sum(phases.values())  # waiting after each step, as `host` does, slows the host down
+        pace = seconds / sum(phases.values())  # `host` waits after each step, which slows the host down
         self.seen.append({phase: pace * time for phase, time in phases.items()})
 
     def costs(self) -> dict[str, float]:
-        """Seconds for a common operation, by phase of a step."""
+        """Host seconds per common operation, by phase of a step."""
         usual = {phase: statistics.median(seen[phase] for seen in self.seen) for phase in self.seen[0]}
         return per_operation(self.ops, usual)
 
 
 def per_operation(ops: Iterable[Op], seconds: dict[str, float]) -> dict[str, float]:
-    """What a common operation costs in each phase; what comes after the optimizer belongs to the step as a whole."""
+    """Host seconds per common operation in each phase. Work after the optimizer counts for the step as a whole."""
     units: dict[str, float] = defaultdict(float)
     for op in ops:
         units[op.phase] += VIEW if op.kind == "view" else op.host
@@ -145,7 +145,7 @@ def _mean(costs: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _with_errors(speeds: Speeds, gpu: GPU, checks: list[Check]) -> Speeds:
-    """With how far off the steps are that were measured as a whole."""
+    """Add the prediction errors for the measured whole steps."""
     errors: dict[str, list[float]] = {"gpu": [], "host": []}
     for config, trace, seconds in checks:
         planned = step_time(trace, gpu, config=config, speeds=speeds)

@@ -1,4 +1,4 @@
-"""A run's steps on this machine's GPU, without data: their memory, their time, and the time of each operation."""
+"""Measure a run's steps on this machine's GPU, without data: memory, time, and the time of each operation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flexor.plan.trace.events import Category, Event, Trace
 from flexor.plan.trace.ops import Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
 
-WINDOWS = 3  # of time that are looked at
-WARM_UP = 3  # steps: cuDNN chooses its kernels, the allocator settles
+WINDOWS = 3  # time windows to measure
+WARM_UP = 3  # steps, in which cuDNN chooses its kernels and the allocator reaches a steady state
 
 
 class Stopwatch:
-    """Watches a rehearsal: how long the host is in each phase of a step."""
+    """Watches a rehearsal: measures how long the host spends in each phase of a step."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -43,7 +43,7 @@ class Stopwatch:
         self._phase, self._since = phase, now
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Nothing is kept of memory here: the allocator counts it."""
+        """Does nothing: memory is measured by the allocator."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Memory:
     allocated: int
     reserved: int
     process: int
-    """All that is taken of the GPU, which is this process's if it is alone there."""
+    """All used GPU memory; this is the process's memory if no other process uses the GPU."""
 
 
 class Measured:
-    """A run on the GPU, to be measured. Its memory is given back in the end."""
+    """A run on the GPU, to be measured. Its memory is freed at the end."""
 
     def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -81,14 +81,14 @@ class Measured:
         torch.cuda.empty_cache()
 
     def steps(self, count: int) -> float:
-        """Seconds of a step: what is usual, for other programs want the host too."""
+        """Seconds per step: the median, because other programs use the host too."""
         return statistics.median(self.windows(count))
 
     def windows(self, count: int) -> list[float]:
         return [self.window(count) for _ in range(WINDOWS)]
 
     def window(self, count: int) -> float:
-        """Seconds of a step, over some of them, with nothing waited for in between."""
+        """Seconds per step, averaged over `count` steps without waiting in between."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         for _ in range(count):
@@ -106,7 +106,7 @@ class Measured:
         )
 
     def host(self, count: int = 10) -> dict[str, float]:
-        """Seconds that the host takes for each phase of a step while the GPU has nothing else to do."""
+        """Host seconds for each phase of a step, with an idle GPU at the start of the step."""
         torch.cuda.synchronize()
         self.watch.phase = "build"
         self.watch.seconds.clear()
@@ -117,7 +117,7 @@ class Measured:
         return {phase: seconds / count for phase, seconds in self.watch.seconds.items() if phase != "build"}
 
     def operations(self, trace: Trace) -> tuple[list[tuple[Op, float]], float]:
-        """The operations of a trace with the seconds that the GPU took for each, and the share of all that they are."""
+        """The operations of a trace with their GPU seconds, and their share of the step's total GPU time."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(
@@ -130,9 +130,10 @@ class Measured:
 
 
 def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:
-    """Operations of a trace and the same ones in a profile, in order; and their share of the GPU's time.
+    """Pair the operations of a trace with the same ones in a profile, in order. Also returns their share of GPU time.
 
-    A profile may have a few more or fewer of a name. Then those are paired whose first shape is as frequent in both.
+    A profile may have a few more or fewer operations of a name. Then only those are paired whose first input shape
+    occurs equally often in both.
     """
     traced, profiled = defaultdict(list), defaultdict(list)
     for op in ops:
@@ -149,7 +150,7 @@ def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], floa
 
 
 def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, float]]:
-    """What a profile has of some names, with what they call: name, first shape and seconds on the GPU."""
+    """The operations with these names in a profile: name, first input shape, and GPU seconds with their calls."""
     waiting = [e for e in events if e.cpu_parent is None and str(e.device_type).endswith("CPU")]
     waiting.sort(key=lambda e: e.time_range.start, reverse=True)
     while waiting:
@@ -173,6 +174,6 @@ def _alike(ours: list[tuple], theirs: list[tuple]) -> Iterator[tuple[list, list]
 
 
 def unpaired(ops: list[Op], paired: list[tuple[Op, float]]) -> Counter[str]:
-    """Names of operations that a profile had more or fewer of."""
+    """Names and numbers of operations that could not be paired with a profile."""
     known = {id(op) for op, _ in paired}
     return Counter(op.name for op in ops if op.kind != "view" and id(op) not in known)

@@ -1,9 +1,9 @@
-"""How fast a GPU really is, and the host that feeds it: operations that were timed, and what they say about others.
+"""The real speed of a GPU and its host: measured operations, and estimates for other operations based on them.
 
-Data sheets give a limit: so many FLOPs and bytes per second, and no kernel takes less than a launch. How many times
-that limit an operation takes depends on what it is and on its extents, so it is looked up among operations that were
-timed: the nearest of the same name and type. On the GPU where they were timed that is interpolation. For another one
-it is a guess, that kernels there miss their limit by as much.
+The data sheet gives a lower limit for the time: from FLOPs, from bytes, and from the time of the smallest kernel. The
+ratio of the real time to this limit depends on the operation and its extents. It is looked up among measured
+operations: the nearest ones with the same name and type. On the GPU where they were measured this is interpolation.
+For another GPU it is an assumption: that its kernels miss their limit by the same factor.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from flexor.core.machine import cache_folder
 from flexor.plan.site.hardware import GPU
 from flexor.plan.trace.ops import Op
 
-KERNEL = 2e-6  # seconds that the smallest kernel takes of a GPU
+KERNEL = 2e-6  # GPU seconds of the smallest kernel
 NEIGHBOURS = 3
-BLUR = 0.1  # squared distance, in doublings of an extent, below which neighbours count alike
-VIEW = 0.4  # what a view costs the host, in multiples of an operation that computes
+BLUR = 0.1  # squared distance (in log2 of an extent) below which neighbours have about equal weight
+VIEW = 0.4  # host time of a view, relative to an operation that computes
 UNITS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-REFERENCE = "speeds.json"  # shipped: those of the GPU that the project is measured on
+REFERENCE = "speeds.json"  # shipped with Flexor: measured on the project's reference GPU
 
-# Relative error of a step's time to expect without a calibration: by the GPU's work, and by the host's.
+# Expected relative error of the step time without a calibration, if the GPU or the host is the bottleneck.
 UNCALIBRATED_GPU, UNCALIBRATED_HOST = 0.25, 0.6
 
 
 def limit(op: Op, gpu: GPU) -> float:
-    """Seconds that an operation takes at least, by the data sheet."""
+    """Minimum seconds of an operation, according to the data sheet."""
     seconds = max(KERNEL * op.kernels, (op.read + op.written) / gpu.bandwidth)
     if op.flops:
         seconds = max(seconds, op.flops / gpu.flops(UNITS.get(op.dtype, "fp32") if op.dtype else "fp32"))
@@ -45,19 +45,19 @@ def limit(op: Op, gpu: GPU) -> float:
 
 
 def extents(op: Op) -> tuple[float, ...]:
-    """Where an operation is among others of its name, in doublings."""
+    """The size of an operation, as log2 of its extents, to find similar ones of the same name."""
     sizes = op.extent or (op.read, op.written)
     return tuple(round(math.log2(max(1, size)), 2) for size in sizes)
 
 
 class Sample(NamedTuple):
-    """An operation that was timed."""
+    """A measured operation."""
 
     name: str
     dtype: str
     extents: tuple[float, ...]
     times: float
-    """As long as its limit."""
+    """Measured time divided by its limit."""
 
 
 def sample_of(op: Op, seconds: float, gpu: GPU) -> Sample:
@@ -75,29 +75,29 @@ class Speeds:
     gpu: str
     torch: str
     measured: str
-    """The day."""
+    """The date."""
     samples: tuple[Sample, ...] = field(repr=False)
     host: dict[str, dict[str, float]]
-    """Seconds that the host takes for a common operation: by policy (and "any"), then by phase of a step. Beside the
-    phases: "step", what it takes for a step apart from operations."""
+    """Host seconds per common operation: by policy (and "any"), then by phase of a step. "step" is not a phase: it is
+    the host time per step apart from operations."""
     spread_gpu: float = UNCALIBRATED_GPU
-    """Relative error seen in whole steps that the GPU bounds."""
+    """Largest relative error for whole steps with the GPU as the bottleneck."""
     spread_host: float = UNCALIBRATED_HOST
-    """In those that the host bounds."""
+    """The same with the host as the bottleneck."""
     elsewhere: bool = False
-    """Measured on another machine: the host is another, whatever the GPU is."""
+    """Measured on another machine, so the host differs even if the GPU is the same."""
 
     def issue(self, op: Op, policy: str) -> float:
-        """How long the host takes to issue it."""
+        """Host seconds to launch the operation."""
         phases = self.host.get(policy, self.host["any"])
         return phases.get(op.phase, phases["optimizer"]) * (VIEW if op.kind == "view" else op.host)
 
     def around(self, policy: str) -> float:
-        """How long the host takes for a step apart from operations."""
+        """Host seconds per step apart from operations."""
         return self.host.get(policy, self.host["any"])["step"]
 
     def times(self, op: Op) -> float:
-        """How many times as long as its limit an operation takes."""
+        """The operation's time relative to its limit."""
         at = (op.name, _type(op), extents(op))
         if at not in self._known:
             self._known[at] = self._looked_up(op, np.array(at[2]))
@@ -122,7 +122,7 @@ class Speeds:
 
     @functools.cached_property
     def _by(self) -> dict[tuple, tuple[np.ndarray, np.ndarray]]:
-        """Places and times of the samples, by name and type, by name, by kind and type, by kind."""
+        """Extents and relative times of the samples, grouped by name and type, name, kind and type, and kind."""
         groups: dict[tuple, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             kind = kind_of(sample)
@@ -136,12 +136,12 @@ class Speeds:
 
 
 def kind_of(sample: Sample) -> str:
-    """The kind of its operation, by how many extents that has."""
+    """The kind of its operation, found from the number of extents."""
     return {2: "memory", 3: "convolution", 4: "matmul", 5: "attention"}[len(sample.extents)]
 
 
 def assumed() -> Speeds:
-    """What to go by where nothing was measured."""
+    """The shipped speeds, for machines without a calibration."""
     shipped = _parse(json.loads(resources.files("flexor.plan.speed").joinpath(REFERENCE).read_text()))
     return replace(shipped, elsewhere=True)
 
@@ -156,14 +156,14 @@ def save(speeds: Speeds, path: Path) -> None:
 
 
 def to_json(speeds: Speeds) -> str:
-    """A sample on each line."""
+    """As JSON, with one sample per line."""
     plain = asdict(speeds)
     samples = ",\n".join(json.dumps(sample) for sample in plain.pop("samples"))
     return json.dumps({**plain, "samples": "?"}, indent=1).replace('"?"', f"[\n{samples}\n]") + "\n"
 
 
 def load(gpu: GPU) -> Speeds | None:
-    """What `flexor plan --calibrate` measured on this machine for such a GPU."""
+    """The calibration of this GPU by `flexor plan --calibrate` on this machine; None without one."""
     path = file_of(gpu)
     return read(path) if path.is_file() else None
 
@@ -173,7 +173,7 @@ def read(path: Path) -> Speeds:
         return _parse(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} can't be read ({error}): measure anew with `flexor plan --calibrate`."
+            f"Can't read the calibration {path} ({error}). Run `flexor plan --calibrate` again."
         ) from error
 
 

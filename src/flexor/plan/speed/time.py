@@ -1,7 +1,7 @@
-"""How long a training step takes on a GPU: its operations one after the other, and the host that issues them.
+"""How long a training step takes: the GPU executes operations one after the other, and the host launches them.
 
-The host issues a step's operations ahead of the GPU, which works them off. Over many steps the slower of the two sets
-the pace. Traffic between GPUs hides behind the backward pass as far as it can.
+The host launches a step's operations ahead of the GPU. Over many steps, the slower of the two determines the step time.
+Communication between GPUs overlaps with the backward pass (DDP) or with all GPU work (sharding) as far as possible.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
 
-LINK = 0.75  # of the bandwidth between GPUs, that collectives reach
-HIDDEN = 0.9  # of the work that traffic can hide behind
-MORE_LINKS = 0.15  # error of a step, beyond that of one GPU, if all of its time were traffic
+LINK = 0.75  # share of the bandwidth between GPUs that collectives reach
+HIDDEN = 0.9  # share of the work that communication can overlap with
+MORE_LINKS = 0.15  # extra relative error of a step that consists only of communication
 
 Bound = Literal["gpu", "host", "network"]
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One optimizer step, with all of its passes. Seconds."""
+    """The time of one optimizer step with all its passes, in seconds."""
 
     gpu: dict[str, float]
-    """Of the GPU's work, by kind: matmul, convolution, attention, memory."""
+    """GPU work by kind: matmul, convolution, attention, memory."""
     fusible: float
-    """Of that, what a compiler could join with its neighbours at most: traffic with memory in both passes."""
+    """The part of `gpu` that a compiler could fuse at most: memory-bound operations in both passes."""
     host: dict[str, float]
-    """That the host needs to issue it, by phase of the step."""
+    """Host time to launch the operations, by phase of the step."""
     communication: float
-    """Of traffic between GPUs."""
+    """Communication between GPUs."""
     exposed: float
-    """Of that, what does not hide behind computing."""
+    """The part of `communication` that does not overlap with computation."""
     seconds: float
-    """Of the step. Waiting for data is not in it."""
+    """The whole step, without waiting for data."""
     spread: float
     """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
     bound: Bound
     flops: float
-    """Of one GPU in a step."""
+    """FLOPs of one GPU in a step."""
     mfu: float
-    """Of the FLOP/s that the data sheet promises for the precision in use."""
+    """Model FLOPs utilization: share of the data sheet's FLOP/s for the precision in use."""
     calibrated: bool
 
     @property
@@ -61,12 +61,12 @@ class StepTime:
 
     @property
     def at_best(self) -> float:
-        """If issuing took no time, as with CUDA graphs."""
+        """Step time without launch overhead, as with CUDA graphs."""
         return self.gpu_seconds + self.exposed
 
     @property
     def compiled_at_best(self) -> float:
-        """If issuing took no time, and all that compiling can join disappeared."""
+        """Step time without launch overhead and without everything that a compiler can fuse."""
         return self.at_best - self.fusible
 
 
@@ -81,7 +81,7 @@ def step_time(
 ) -> StepTime:
     """How long a step of the last phase of a run takes.
 
-    `speeds`: what was measured; otherwise this machine's own calibration for that GPU, or without one the reference.
+    `speeds`: measured speeds (default: this machine's calibration for that GPU, or without one the reference).
     `link`: bytes/s of the slowest link between the GPUs, in one direction.
     """
     speeds = speeds or load(gpu) or assumed()
@@ -114,18 +114,18 @@ class Clocks:
     gpu: dict[str, float]
     host: dict[str, float]
     backward: float
-    """Seconds of the GPU's work in the backward pass."""
+    """Seconds of GPU work in the backward pass."""
     fusible: float
     loading: float
-    """Of what brings the batches, on a stream of its own."""
+    """Seconds to copy batches to the GPU, on a separate stream."""
     flops: float
     seconds: float
 
 
 def steps_ops(trace: Trace) -> Iterator[Op]:
-    """The operations of a step of the last phase, once the optimizer's state is there.
+    """The operations of a step of the last phase, when the optimizer's state already exists.
 
-    Passes beyond the second are like it.
+    All passes after the second repeat it.
     """
     first = trace.events[trace.steps[-1].start].op
     once = {e.op for e in trace.events if e.what == "born" and trace.category[e.storage] == "optimizer"}
@@ -139,7 +139,7 @@ def steps_ops(trace: Trace) -> Iterator[Op]:
 
 
 def _passes(ops: list[Op]) -> dict[int, int]:
-    """Where the last pass of a step that accumulates ends, and where it begins."""
+    """Where the last pass of a step with accumulation ends, and where it begins."""
     of_pass = [at for at, op in enumerate(ops) if op.phase in ("batch", "forward", "backward")]
     ends = [at for at in of_pass if ops[at].phase == "backward"]
     if not ends:
@@ -154,8 +154,8 @@ def _passes(ops: list[Op]) -> dict[int, int]:
 
 @functools.lru_cache(maxsize=8)
 def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
-    """Few of a step's thousands of operations differ: each of those, how many are like it, and how many times as long
-    as its limit it takes."""
+    """Each distinct operation of a step, how often it occurs, and its time relative to its limit. Few of a step's
+    thousands of operations are distinct."""
     groups: dict[tuple, tuple[Op, int]] = {}
     for op in steps_ops(trace):
         costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)
@@ -165,8 +165,8 @@ def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
 
 def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
     kinds: dict[str, float] = defaultdict(float)
-    phases: dict[str, float] = defaultdict(float)  # of the host
-    work: dict[str, float] = defaultdict(float)  # of the GPU, by phase
+    phases: dict[str, float] = defaultdict(float)  # host seconds by phase
+    work: dict[str, float] = defaultdict(float)  # GPU seconds by phase
     phases["step"] = speeds.around(config.policy.type)
     flops = fusible = 0.0
     for op, count, times in _different(trace, speeds):
@@ -180,11 +180,11 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
             if op.kind == "memory" and op.phase in ("forward", "backward"):
                 fusible += seconds
     loading = work.pop("load", 0.0)
-    # The GPU may be behind by a step; over many of them the slower clock sets the pace.
+    # The GPU may be a step behind the host. Over many steps, the slower clock determines the step time.
     host, device = sum(phases.values()), sum(work.values())
     seconds = max(host, device)
     if config.precision == "fp16":
-        # before the optimizer the scaler asks whether gradients are finite, and waits
+        # before the optimizer step, the scaler waits for the GPU to check that gradients are finite
         after = ("optimizer", "ema")
         late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
@@ -194,7 +194,7 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
 def _traffic(
     trace: Trace, share: Share, config: TrainConfig, clocks: Clocks, link: float
 ) -> tuple[float, float]:
-    """Seconds of traffic, and of those the ones that computing waits for."""
+    """Seconds of communication, and the part of them that computation waits for."""
     if share.world_size == 1:
         return 0.0, 0.0
     others = (share.world_size - 1) / share.world_size

@@ -1,1 +1,1 @@
-"""One training step without data and memory, written down as it happens."""
+"""Record one training step, run without data and without memory."""

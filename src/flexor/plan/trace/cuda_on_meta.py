@@ -1,11 +1,11 @@
-"""Meta tensors that speak CUDA: the branches torch would take on a GPU, taken without one.
+"""Make torch treat meta tensors like CUDA tensors: it takes the code paths of a GPU, without having one.
 
-Tensors on the meta device have shapes and no memory, and torch computes with them anywhere. But on them it takes the
-branches of a device that it knows nothing of: no autocast, no fused attention, no fused optimizer, dropout by
-multiplication. Each of these changes what is kept for the backward pass (dropout alone is 12 % of ACT's memory), so
-inside `with CudaDialect(...)` they are taken as on the GPU that is asked about. What is here are facts about torch
-2.7 to 2.13; `tests/plan/trace/test_cuda_on_meta.py` compares them with torch's own fake CUDA tensors, and so tells
-when one of them changes.
+Tensors on the meta device have shapes but no memory, and torch can compute with them on any machine. But there torch
+takes the code paths of an unknown device: no autocast, no fused attention, no fused optimizer, dropout by
+multiplication. Each of these changes what is stored for the backward pass (dropout alone is 12 % of ACT's memory).
+Inside `with CudaOnMeta(...)`, torch takes the code paths of the planned GPU. The rules here describe torch 2.7 to
+2.13. `tests/plan/trace/test_cuda_on_meta.py` compares them with torch's own fake CUDA tensors, and fails when one of
+them changes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.overrides import TorchFunctionMode
 from flexor.plan.trace.kernels import Mish, RMSNorm
 
 HALF = (torch.float16, torch.bfloat16)
-# Code that passes questions on: torch, and the planner itself
+# Code that only passes on requests for values: torch, and the planner itself
 INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 Backend = Literal["cudnn", "flash", "efficient", "math"]
 
 
 class Asked(NamedTuple):
-    """A place where the host waits for the GPU: it asks for a value, or makes a tensor of values."""
+    """A place where the host waits for the GPU: it reads a value, or makes a tensor from values."""
 
     name: str
-    """Of the operation, such as `item`."""
+    """Name of the operation, such as `item`."""
     file: str
     line: int
 
@@ -53,7 +53,7 @@ def _asked(name: str) -> Asked:
 
 
 class Card(Protocol):
-    """What a plan needs to know of a GPU; see `hardware.GPU`."""
+    """What a plan needs to know about a GPU; see `hardware.GPU`."""
 
     @property
     def memory(self) -> int: ...
@@ -65,8 +65,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Autocast's rules, by the names that Python code calls (ATen/autocast_mode.h). What is in no list runs in the type
-# it is given; `cat` and `stack` widen inside their kernels.
+# Autocast's rules, by the names that Python code calls (ATen/autocast_mode.h). Functions in no list run in the type of
+# their inputs; `cat` and `stack` widen inside their kernels.
 LOWER = _names(
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution addmm addmv addr matmul "
     "__matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul linalg_multi_dot prelu linalg_vecdot "
@@ -89,11 +89,11 @@ WIDEN_RESULT = _names(
 )
 WIDEST = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put tensordot scatter_add")
 
-# Functions written in Python that call others; those must be seen too.
+# Functions written in Python that call other functions, which must be intercepted too.
 WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional", "torch._tensor", "torch._jit_internal"}
 OVERRIDES = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
-# What asks for a tensor's value. There is none: a new policy's flags are false and its counters zero.
+# Methods that read a tensor's value. Meta tensors have none: a new policy's flags are false and its counters zero.
 VALUES: dict[str, Callable[[Any], Any]] = {
     "__bool__": bool,
     "__int__": int,
@@ -102,14 +102,14 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# What brings values from the host, and waits until they are there.
+# Functions that copy values from the host, and wait until they have arrived.
 MADE_OF_VALUES = {"tensor", "as_tensor", "new_tensor", "asarray"}
 
 
 def attention_backend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, capability: tuple[int, int] | None
 ) -> Backend:
-    """Which of its kernels torch takes for `scaled_dot_product_attention`, in its order of preference."""
+    """The kernel that torch selects for `scaled_dot_product_attention`, in torch's order of preference."""
     sm = 0 if capability is None else 10 * capability[0] + capability[1]
     half, width, value_width = q.dtype in HALF, q.shape[-1], v.shape[-1]
     if half and sm in (90, 100) and _version() >= (2, 11):
@@ -129,23 +129,23 @@ def _version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-class CudaDialect(TorchFunctionMode):
-    """Inside, torch treats meta tensors as it would treat CUDA tensors on a GPU of this compute capability."""
+class CudaOnMeta(TorchFunctionMode):
+    """A context in which torch treats meta tensors like CUDA tensors on a GPU of this compute capability."""
 
     def __init__(self, capability: tuple[int, int] | None = (9, 0), device: str = "meta"):
         super().__init__()
         self.capability, self.device = capability, device
-        self.lower: torch.dtype | None = None  # what autocast casts to; None while it is off
+        self.lower: torch.dtype | None = None  # autocast's type; None while it is off
         self.asked: list[Asked] = []
         self.attention: dict[tuple, Backend] = {}
-        self.on_cast: Callable[[Tensor], None] = lambda copy: None  # a weight was copied to be cast
+        self.on_cast: Callable[[Tensor], None] = lambda copy: None  # called with the cast copy of a weight
         self._casts: dict[int, tuple[Tensor, Tensor]] = {}  # autocast's cache: weight -> its copy
         self._copies: dict[Callable, Callable] = {}
         self._busy: set[Callable] = set()
 
     @contextlib.contextmanager
-    def speak(self) -> Iterator[CudaDialect]:
-        """The mode, and what it takes beside it: torch's own checks for devices."""
+    def speak(self) -> Iterator[CudaOnMeta]:
+        """Enter the mode, and patch torch's own device checks."""
         from torch.optim import optimizer as optim
         from torch.utils import _foreach_utils as foreach
         from torch.utils import checkpoint
@@ -168,7 +168,7 @@ class CudaDialect(TorchFunctionMode):
             stack.enter_context(self)
             yield self
 
-    # Autocast. torch's own does not know the meta device.
+    # Autocast. torch's own does not support the meta device.
 
     @contextlib.contextmanager
     def autocast(self, lower: torch.dtype | None) -> Iterator[None]:
@@ -236,7 +236,7 @@ class CudaDialect(TorchFunctionMode):
                 return self._cast(args, torch.float32), kwargs
         return args, kwargs
 
-    # Function modes are off within the autograd engine, where checkpointed blocks are computed again.
+    # The autograd engine disables function modes, but recomputes checkpointed blocks. There the mode is entered again.
 
     def _recomputing(self, original: Callable, no_context: Callable) -> Callable:
         def generator(
@@ -260,7 +260,7 @@ class CudaDialect(TorchFunctionMode):
         finally:
             self._casts, self.lower = casts, before
 
-    # What is called.
+    # Interception of calls.
 
     def __torch_function__(
         self, function: Any, types_: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -299,7 +299,7 @@ class CudaDialect(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _seen_through(self, function: Any) -> Callable:
-        """A copy of a Python function of torch's that does not ask for modes itself, so that its calls come here."""
+        """A copy of a Python function of torch that does not check for modes itself, so that its calls come here."""
         if function not in self._copies:
             names = {**function.__globals__, **dict.fromkeys(OVERRIDES, lambda *args: False)}
             copy = types.FunctionType(
@@ -317,10 +317,10 @@ class CudaDialect(TorchFunctionMode):
         as_is = bool if tensor.dtype == torch.bool else float if tensor.is_floating_point() else int
         return VALUES.get(name, as_is)(0)
 
-    # What CUDA does in another way.
+    # Operations that CUDA computes differently.
 
     def _call_dropout(self, function: Any, x: Tensor, p: float = 0.5, train: bool = True, **_: Any) -> Tensor:
-        """One kernel, which keeps a mask of bytes."""
+        """One kernel, which stores a mask of bytes."""
         if not train or not 0 < p < 1:
             return function(x, p, train)
         return torch.native_dropout(x, p, True)[0]
@@ -334,7 +334,7 @@ class CudaDialect(TorchFunctionMode):
         return RMSNorm.apply(x, weight, len(shape))
 
     def _call_batch_norm(self, function: Any, x: Tensor, *args: Any) -> Tensor:
-        """cuDNN's, if it can: it keeps room for itself between forward and backward."""
+        """cuDNN's kernel where it is supported: it reserves memory between forward and backward pass."""
         weight, bias, mean, var, training, momentum, eps = args[:7]
         if not training or weight is None or x.dtype not in (torch.float32, torch.float16):
             return function(x, *args)
@@ -382,7 +382,7 @@ def _tensors(args: tuple) -> Iterator[Tensor]:
 
 
 def _as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """A mask of booleans becomes what is added to the scores."""
+    """Convert a boolean mask to a bias that is added to the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     shown, hidden = (torch.scalar_tensor(x, dtype=q.dtype, device=q.device) for x in (0.0, -math.inf))
@@ -398,7 +398,7 @@ def _attention_by_parts(
     is_causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Attention of plain operations, with CUDA's dropout: that within torch's own would be the meta device's."""
+    """Attention from plain operations, with CUDA's dropout. torch's own function would use that of the meta device."""
     dtype = q.dtype
     if dtype in HALF:
         q, k, v = q.float(), k.float(), v.float()
@@ -411,12 +411,12 @@ def _attention_by_parts(
     if bias is not None:
         scores = scores + bias
     weights = torch.native_dropout(torch._safe_softmax(scores, -1), dropout, True)[0]
-    out, _ = (weights @ v).to(dtype), weights.to(dtype)  # torch's own gives the weights too
+    out, _ = (weights @ v).to(dtype), weights.to(dtype)  # torch's own function returns the weights too
     return out
 
 
 def _aligned(bias: Tensor) -> Tensor:
-    """The kernel reads rows that begin at multiples of eight elements: others are copied."""
+    """The kernel requires rows that start at multiples of eight elements; other biases are copied."""
     if bias.stride(-1) == 1 and not any(stride % 8 for stride in bias.stride()[:-1]):
         return bias
     keys = bias.shape[-1]

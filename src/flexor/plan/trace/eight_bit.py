@@ -1,4 +1,4 @@
-"""bitsandbytes' 8-bit AdamW as far as memory and traffic go: to plan with it, it need not be installed."""
+"""A model of bitsandbytes' 8-bit AdamW: its memory and memory traffic. Planning does not require bitsandbytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from flexor.plan.trace import kernels  # noqa: F401  defines the kernel
 
-BLOCK = 256  # numbers that share a scale, and that a byte can mean
-SMALLEST = 4096  # parameters with fewer numbers have moments in float32
+BLOCK = 256  # values that share a scale; also the number of values of a byte
+SMALLEST = 4096  # parameters with fewer values have moments in float32
 
 
 class AdamW8bitOnMeta(torch.optim.Optimizer):
-    """The state is made at the first step, and each parameter has a kernel of its own, as there."""
+    """As in bitsandbytes, the state is made at the first step, and each parameter has its own kernel call."""
 
     def __init__(self, groups: Any, **settings: Any):
         super().__init__(groups, settings)

@@ -1,4 +1,4 @@
-"""What a trace is: memory that is taken and given back, and the operations of a step."""
+"""The contents of a trace: allocations and releases of memory, and the operations of a step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Category = Literal[
 
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""`casts` are weights in the lower precision of autocast, which it keeps for the length of a forward pass."""
+"""`casts` are copies of weights in autocast's lower precision, which it keeps during a forward pass."""
 
 
 What = Literal["born", "dies", "scratch"]
 
 
 class Event(NamedTuple):
-    """A piece of memory is taken, given back, or both within one operation."""
+    """Memory is allocated (born), freed (dies), or both within one operation (scratch)."""
 
     what: What
     storage: int
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 @dataclass
 class StepEvents:
-    """The events of one optimizer step: `start` to `loaded` bring its batches to the GPU, the rest computes."""
+    """The events of one optimizer step: `start` to `loaded` copies its batches to the GPU, the rest computes."""
 
     number: int
     start: int
@@ -54,26 +54,26 @@ class Trace:
     ops: list[Op]
     category: dict[int, Category]
     built: int
-    """Events until here make the policy, once."""
+    """The events before this index build the policy, once."""
     steps: list[StepEvents]
-    """The first step, and if the policy is trained in phases one of the last."""
+    """The first step, and the last one if the policy is trained in phases."""
     batch_size: int
     accumulation: int
-    """Passes in a step; all their batches are on the GPU at once."""
+    """Passes per step; all their batches are on the GPU at the same time."""
     passes: int
-    """Passes that the trace holds: after the second they are alike."""
+    """Passes in the trace: all passes after the second repeat it."""
     parameters: int
     trained: int
     units: list[tuple[int, int]]
-    """Numbers that each block has which is sharded alone, and those trained; what is left of the policy comes last."""
+    """Parameters of each separately sharded block, and how many are trained; the rest of the policy comes last."""
     gradients: int = 0
-    """Bytes that all that is trained has in gradients."""
+    """Bytes of all gradients."""
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
-    """Where a step waits for the GPU. Values that it asked for were taken to be zero."""
+    """Where a step waits for the GPU. Values that it read were assumed to be zero."""
 
     def nbytes(self, category: Category) -> int:
-        """Bytes asked for in a category that are never given back, such as weights; gradients: of one step."""
+        """Bytes allocated in a category, for memory that is never freed, such as weights; gradients: of one step."""
         return sum(
             event.nbytes
             for event in self.events

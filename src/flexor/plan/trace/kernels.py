@@ -1,4 +1,4 @@
-"""Kernels that CUDA has and the meta device takes apart, keeping the parts: here they have names of their own."""
+"""Kernels that are fused on CUDA. The meta device would split them and store the parts, so they are defined here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one operation of a trace costs: FLOPs, bytes read and written, and the extents that decide how fast it is."""
+"""The costs of one operation of a trace: FLOPs, bytes read and written, and the extents that determine its speed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Op:
     """One call of an operator. `extent` and `detail` depend on the kind:
 
     matmul       (batch, M, N, K)
-    convolution  (M, N, K) of the product that it is, "forward" or "backward"
+    convolution  (M, N, K) of the equivalent matrix product, "forward" or "backward"
     attention    (batch, heads, queries, keys, width), the kernel, "forward" or "backward"
-    memory       a sum whose results lie side by side: `OVER_ROWS`
+    memory       `OVER_ROWS` for a sum over rows, whose results are contiguous
     """
 
     name: str
@@ -37,16 +37,16 @@ class Op:
     shapes: tuple[tuple[int, ...], ...] = ()
     kernels: int = 1
     host: float = 1.0
-    """What it costs the host to issue it, in multiples of a common one."""
+    """Host time to launch it, relative to a common operation."""
     scratch: int = 0
-    """Bytes that the kernel takes while it runs, besides its results."""
+    """Bytes of workspace memory while the kernel runs, in addition to its results."""
     module: str = ""
-    """The part of the policy that it belongs to."""
+    """The module of the policy that it belongs to."""
 
 
 OVER_ROWS = ("over rows",)
 
-# Operators that allocate or look, and compute nothing.
+# Operators that only allocate or make views, and compute nothing.
 NOTHING = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("lift_fresh", "detach", "alias", "_unsafe_view"),
@@ -65,9 +65,9 @@ KERNELS = {
     "_scaled_dot_product_cudnn_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 2,
 }
-TENSORS_PER_KERNEL = 48  # of a list, in one launch of a foreach or fused kernel
-HOST_PER_TENSOR = 0.1  # of what it costs to issue a common operation
-HOST_OF_A_CAST = 0.6  # the same: ten runs in float32 and in bfloat16 on an H200's host
+TENSORS_PER_KERNEL = 48  # tensors of a list in one launch of a foreach or fused kernel
+HOST_PER_TENSOR = 0.1  # relative to the host time to launch a common operation
+HOST_OF_A_CAST = 0.6  # likewise, from ten runs in float32 and bfloat16 on the host of an H200
 
 
 def describe(
@@ -109,7 +109,7 @@ def is_view(function: Any) -> bool:
 
 
 def nbytes(tensor: Tensor) -> int:
-    """Bytes that a kernel touches: those of an expanded dimension once."""
+    """Bytes that a kernel accesses; an expanded dimension counts once."""
     count = tensor.element_size()
     for size, stride in zip(tensor.shape, tensor.stride()):
         if stride or not size:
@@ -134,7 +134,7 @@ def _matmul(op: Op, factors: Sequence[Any]) -> None:
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """The matrix product that a convolution is; groups are in the weight's second dimension."""
+    """The matrix product equivalent to a convolution; groups are in the weight's second dimension."""
     taps = math.prod(weight.shape[2:])
     if transposed:
         return x.shape[0] * math.prod(x.shape[2:]), weight.shape[1] * taps, weight.shape[0]
@@ -171,11 +171,11 @@ def _over_rows(x: Tensor, dims: Any, out: Tensor) -> bool:
 
 
 def _many(op: Op, args: Sequence[Any]) -> None:
-    """A kernel for a list of tensors: some of them in each launch."""
+    """A kernel for a list of tensors, with several tensors per launch."""
     count = len(args[0])
     op.kernels = max(1, count // TENSORS_PER_KERNEL)
     op.host = max(2.0, HOST_PER_TENSOR * count)
     op.shapes = ()
-    if op.name.startswith("_fused"):  # results are None: it writes what it reads, but for the gradients
+    if op.name.startswith("_fused"):  # it returns None and writes all that it reads, except for the gradients
         gradients = sum(map(nbytes, args[1]))
         op.written = op.read - gradients

@@ -1,4 +1,4 @@
-"""A run without data: the trainer's own step on the meta device, for a plan to watch, or on a GPU, to be measured."""
+"""A run without data: the trainer's own step, on the meta device for a trace, or on a GPU for a measurement."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from flexor.train.ranks.split import Split
 from flexor.train.step import optimizer_step
 
 META = torch.device("meta")
-PASSES = 2  # of a step that accumulates gradients: the first makes them, all others add to them
-# Values stay as they are.
+PASSES = 2  # of a step with gradient accumulation: the first makes gradients, all others add to them
+# Statistics with which normalization does not change values.
 STATISTICS = {"mean": 0, "std": 1, "min": -1, "max": 1, "q01": -1, "q99": 1, "q10": -1, "q90": 1}
 
 
 class Watcher(Protocol):
-    """Who wants to know what the step is at: see `trace.OperationTracker`."""
+    """An object that is told the current phase of a step: see `trace.OperationTracker`."""
 
     events: list[Event]
     phase: Phase
@@ -50,7 +50,7 @@ class Watcher(Protocol):
 
 
 class WatchedEngine(Engine):
-    """The engine of one process, which says what the step is at."""
+    """The engine of one process, which reports the current phase of the step."""
 
     captures = False
 
@@ -136,7 +136,7 @@ class Rehearsal:
         tracker = self.tracker
         step = StepEvents(number, start=len(tracker.events))
         tracker.phase = "load"
-        self.batches = self._load()  # while those of the step before are still there
+        self.batches = self._load()  # while those of the previous step are still in memory
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number
@@ -147,7 +147,7 @@ class Rehearsal:
         return step
 
     def _load(self) -> list[Batch]:
-        """As the loader does it: on a stream of its own."""
+        """As the loader does it: on a separate stream."""
         if self.host is None:
             self.host = host_batch(self.config.policy, self.split.batch_size, self.device)
         passes = range(self.split.accumulation)
@@ -162,7 +162,7 @@ class Rehearsal:
         return batches
 
     def units(self) -> list[tuple[int, int]]:
-        """Numbers that each block has alone, and of these the trained ones; and what is left of the policy."""
+        """The number of parameters of each block, and how many are trained; the rest of the policy comes last."""
         seen: set[int] = set()
         sizes = []
         for unit in [*self.policy.shard_units(), self.policy]:
@@ -173,12 +173,12 @@ class Rehearsal:
 
 
 def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
-    """The policy as the trainer makes it, with whatever weights its constructor gives it."""
+    """The policy as the trainer makes it, with the weights from its constructor."""
     return (make_policy(config) if device != META else _without_memory(config)).to(device)
 
 
 def _without_memory(config: TrainConfig) -> Policy:
-    """Constructors that need values get them, for buffers only."""
+    """The policy on the meta device. If its constructor needs values, buffers get real memory, parameters do not."""
     try:
         with META:
             return make_policy(config)
@@ -188,7 +188,7 @@ def _without_memory(config: TrainConfig) -> Policy:
 
 
 def rehearsed_processing(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
-    """The policy's own processing, without files: its statistics leave values as they are."""
+    """The policy's own processing, without files; its statistics do not change values."""
     features = {**policy.input_features, **policy.output_features}
     shapes = {n: (f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape for n, f in features.items()}
     stats = {
@@ -200,7 +200,7 @@ def rehearsed_processing(policy: PolicyConfig, device: torch.device = META) -> P
 
 
 def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
-    """A batch as the loader has it before it goes to the GPU: pictures are planes, everything else is small."""
+    """A batch as the loader has it before it goes to the GPU: images are planes, everything else is small."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return _values((batch_size, *shape), dtype, device)
@@ -225,7 +225,7 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
 
 
 def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device) -> Staged:
-    """One camera's pictures [B, (T,) C, H, W], each frame another: as many bytes as there can be."""
+    """One camera's images [B, (T,) C, H, W]. All frames are different, which gives the maximum number of bytes."""
     channels, height, width = shape
     layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
     if channels == 3 and not (height % 2 or width % 2):
@@ -236,7 +236,7 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: 
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros on the host, to go to a device; if nobody will compute with them, nothing, which takes no memory."""
+    """Zeros on the host, to be copied to a device; for the meta device uninitialized, which uses no memory."""
     if device == META:
         return torch.empty(shape, dtype=dtype)
     return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -252,5 +252,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def loaded_batch(policy: PolicyConfig, batch_size: int) -> Batch:
-    """A batch as the loader brings it to a GPU, without its memory."""
+    """A batch as the loader copies it to a GPU, on the meta device."""
     return to_device(host_batch(policy, batch_size), META)

@@ -1,9 +1,10 @@
-"""The trace of any batch size from those of two.
+"""Compute the trace of any batch size from the traces of two batch sizes.
 
-What a step does is the same for every batch size from two on; sizes of tensors, FLOPs and extents are a constant plus
-a part for each sample. So every event is extended by itself (what sums over many rows and convolutions take besides
-is counted anew).
-The *peak* can't be: it is the largest of many lines, and which one that is changes with the batch size.
+A step has the same operations for every batch size of at least 2. Tensor sizes, FLOPs and extents are a constant plus
+a part per sample, so each event is extrapolated linearly. Exceptions are the workspace memory of sums over many rows
+and of convolutions, which is computed again.
+The *peak* can't be extrapolated: it is the maximum of many lines, and which line is the maximum depends on the batch
+size.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ Number = TypeVar("Number", int, float)
 
 
 class NotAlike(Exception):
-    """What the step does depends on the batch size: each must be traced by itself."""
+    """The operations of a step depend on the batch size: each batch size must be traced separately."""
 
 
 def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, costs: bool = True) -> Trace:
-    """What `trace_step` would give for that batch size; without `costs` only its memory."""
+    """What `trace_step` would return for this batch size; without `costs`, only its memory."""
     if len(low.events) != len(high.events) or len(low.ops) != len(high.ops):
         raise NotAlike
     line = Line(low.batch_size, high.batch_size, batch_size)
@@ -39,12 +40,12 @@ def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, co
 
 
 def _counted_anew(op: Op) -> bool:
-    """Whether what it takes besides its results does not grow evenly with the batch."""
+    """Whether its workspace memory does not grow linearly with the batch size."""
     return op.detail == OVER_ROWS or op.kind == "convolution"
 
 
 class Line:
-    """Straight through what was seen at two batch sizes."""
+    """The linear extrapolation from two batch sizes."""
 
     def __init__(self, low: int, high: int, wanted: int):
         self.span, self.at = high - low, wanted - low
@@ -83,7 +84,7 @@ class Line:
 
 
 def _load_anew(trace: Trace, config: TrainConfig) -> Trace:
-    """Loading works through a batch in pieces of a fixed size, so it is traced; it takes milliseconds."""
+    """Trace the loading again: it processes a batch in pieces of a fixed size. This takes milliseconds."""
     loading = trace_loading(config, trace.batch_size, trace.accumulation)
     for step in reversed(range(len(trace.steps))):
         _splice(trace, step, loading)
@@ -91,14 +92,14 @@ def _load_anew(trace: Trace, config: TrainConfig) -> Trace:
 
 
 def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
-    """Put the events of another loading in the place of a step's own."""
+    """Replace a step's loading events with new ones."""
     step = trace.steps[index]
     old = trace.events[step.start : step.loaded]
     kept = iter(_left(old))
     left = set(_left(loading))
     names: dict[int, int] = {}
     unused = max(trace.category) + 1
-    more = []  # batches of further passes, which stay as long as the others
+    more = []  # batches of additional passes, which are freed together with the others
     for event in loading:
         if event.what == "born":
             number = next(kept, None) if event.storage in left else None
@@ -122,6 +123,6 @@ def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
 
 
 def _left(events: list[Event]) -> list[int]:
-    """Storages that are born and stay."""
+    """Storages that are allocated and not freed."""
     dead = {event.storage for event in events if event.what == "dies"}
     return [event.storage for event in events if event.what == "born" and event.storage not in dead]

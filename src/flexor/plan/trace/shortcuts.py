@@ -1,4 +1,4 @@
-"""Ways to rehearse a step sooner. What is computed without data is the same with them and without."""
+"""Optimizations that make a rehearsal faster. They do not change its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILER = "torch._dynamo"
 
 
 class NoCompiler(ModuleType):
-    """Stands for torch's compiler while nothing is compiled; becomes the real one when asked for more."""
+    """Replaces torch's compiler module while nothing is compiled; imports the real one when more of it is used."""
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
@@ -34,7 +34,7 @@ class NoCompiler(ModuleType):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # that is how one looks through all modules
+        if name.startswith("__") and name != "__path__":  # code that inspects all modules reads such names
             raise AttributeError(name)
         self.step_aside()
         return getattr(importlib.import_module(COMPILER), name)
@@ -42,16 +42,16 @@ class NoCompiler(ModuleType):
     def step_aside(self) -> None:
         if sys.modules.get(COMPILER) is self:
             del sys.modules[COMPILER]
-        for function in self.told:  # where torch remembers that it asked
+        for function in self.told:  # where torch caches the result
             vars(function).pop("__dynamo_disable", None)
         self.told.clear()
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """An optimizer's step, and much of what torch has in Python, imports the compiler to say that it is not for it.
+    """Avoid the import of torch's compiler, which takes longer than the rehearsal.
 
-    That takes longer than the rehearsal.
+    An optimizer's step and many of torch's Python functions import it only to say that they must not be compiled.
     """
     if COMPILER in sys.modules:
         yield
@@ -64,7 +64,7 @@ def without_compiler() -> Iterator[None]:
 
 
 class OperatorResult(NamedTuple):
-    """A tensor of its own that an operator makes."""
+    """A new tensor that an operator returns."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -75,9 +75,9 @@ class OperatorResult(NamedTuple):
 
 
 class CachedResults:
-    """What operators on the meta device make, by what they are given: torch finds it out in Python, at length.
+    """A cache of operator results on the meta device, by their inputs, because torch computes them in slow Python code.
 
-    A policy is built of blocks that are alike.
+    It helps because a policy consists of many equal blocks.
     """
 
     MOST = 20_000
@@ -107,7 +107,7 @@ class CachedResults:
 
 @functools.cache
 def _makes_tensors(function: Any) -> bool:
-    """Whether an operator promises to change nothing and to return new tensors."""
+    """Whether the operator's schema says that it modifies nothing and returns new tensors."""
     schema = function._schema
     return (
         bool(schema.returns)
@@ -118,7 +118,7 @@ def _makes_tensors(function: Any) -> bool:
 
 @functools.cache
 def _in_place(function: Any) -> bool:
-    """Whether an operator works through its first tensor element by element, and returns it."""
+    """Whether an operator is elementwise, modifies its first tensor and returns it."""
     schema = function._schema
     return (
         torch.Tag.pointwise in function.tags
@@ -129,7 +129,7 @@ def _in_place(function: Any) -> bool:
 
 
 def _described(value: Any) -> Any:
-    """All that decides what comes out; 1, 1.0 and True are three things."""
+    """Everything that determines the result, as a key; 1, 1.0 and True are different."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -138,7 +138,7 @@ def _described(value: Any) -> Any:
 
 
 def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorResult | None:
-    """How to make the same again; None if it is not that simple: something is shared with what was given."""
+    """How to make the same results again; None if they share memory with the inputs or with each other."""
     outs = [out] if isinstance(out, Tensor) else list(out)
     before = {tensor.untyped_storage()._cdata for tensor in given}
     after = before | {tensor.untyped_storage()._cdata for tensor in outs if tensor is not None}
@@ -149,7 +149,7 @@ def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorRe
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether it is all of its memory."""
+    """Whether it is an ordinary tensor that fills its whole storage."""
     again = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     return (
         type(tensor) is Tensor

@@ -1,9 +1,9 @@
-"""One training step of the real policy, computed without data and without a GPU, written down as it happens.
+"""Record one training step of the real policy, without data and without a GPU.
 
-The step is the trainer's own (`train.step.optimizer_step`) with the policy, its optimizer and its moving average on
-the meta device, so a plan follows the code. What is written down: when each piece of memory is taken and given back,
-and every operation with what it costs. `allocator.replay` turns the first into a peak, `time.py` the second into
-seconds.
+The step is the trainer's own (`train.step.optimizer_step`), with the policy, its optimizer and its moving average on
+the meta device, so a plan always follows the code. The trace contains every allocation and release of memory, and every
+operation with its costs. `allocator.replay` computes peak memory from the first, `time.py` the step time from the
+second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
-from flexor.plan.trace.cuda_on_meta import Card, CudaDialect
+from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
 from flexor.plan.trace.events import Category, Event, Trace, What
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.trace.shortcuts import CachedResults, without_compiler
@@ -44,7 +44,7 @@ BORN_IN: dict[Phase, Category] = {
 
 
 class OperationTracker(TorchDispatchMode):
-    """Watches every operation on one device: its cost, and which memory is born and dies."""
+    """Records every operation on one device: its cost, and which memory is allocated and freed."""
 
     def __init__(self, device: str = "meta", capability: tuple[int, int] | None = None, scratch: bool = True):
         super().__init__()
@@ -54,7 +54,7 @@ class OperationTracker(TorchDispatchMode):
         self.category: dict[int, Category] = {}
         self.phase: Phase = "build"
         self.module = ""
-        self._ids: dict[int, int] = {}  # storage -> its number, while it lives
+        self._ids: dict[int, int] = {}  # storage -> its number, until it is freed
         self._watched: dict[int, weakref.ref] = {}
         self._multiplied: set[str] = set()
         self._born = 0
@@ -88,10 +88,10 @@ class OperationTracker(TorchDispatchMode):
         self.ops.append(op)
         if op.kind == "matmul":
             self._multiply()
-        if not is_view(function):  # what a view shows was there before
-            for out in reversed(outs) if op.name == "native_dropout" else outs:  # whose mask comes first
+        if not is_view(function):  # a view allocates nothing
+            for out in reversed(outs) if op.name == "native_dropout" else outs:  # its mask is allocated first
                 self.track(out)
-        if op.scratch or op.detail == OVER_ROWS:  # which may take something with more rows
+        if op.scratch or op.detail == OVER_ROWS:  # the latter may need workspace memory with more rows
             self._event("scratch", 0, op.scratch)
 
     def _event(self, what: What, storage: int, nbytes: int) -> None:
@@ -100,7 +100,7 @@ class OperationTracker(TorchDispatchMode):
     # Memory.
 
     def track(self, tensor: Tensor) -> None:
-        """Watch the memory of a tensor from now on, unless it is watched already."""
+        """Track the memory of a tensor from now on, unless it is tracked already."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._ids:
             return
@@ -121,27 +121,27 @@ class OperationTracker(TorchDispatchMode):
         self._event("dies", number, 0)
 
     def number(self, tensor: Tensor) -> int | None:
-        """Which piece of memory a tensor is in, if it is watched."""
+        """The number of the storage that holds a tensor; None if it is not tracked."""
         return self._ids.get(tensor.untyped_storage()._cdata)
 
     def name(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Say what the memory of some tensors is for."""
+        """Set the category of the memory of these tensors."""
         for tensor in tensors:
             number = self.number(tensor)
             if number is not None:
                 self.category[number] = category
 
     def _multiply(self) -> None:
-        """The first product of each of the two threads makes cuBLAS take its workspace, which it keeps."""
+        """cuBLAS allocates a workspace at the first matrix product of each of the two threads, and keeps it."""
         thread = "backward" if self.phase == "backward" else "forward"
         if thread not in self._multiplied and self.scratch and self.phase != "build":
             self._multiplied.add(thread)
             self._new(cublas_workspace(self.capability), "workspaces")
 
     def _summed_in_place(self, left: Any, right: Any) -> bool:
-        """Whether the autograd engine would add a gradient to one that nobody else has, which it does in place.
+        """Whether the autograd engine would add a gradient in place: it does if nothing else refers to the sum.
 
-        While somebody watches it does not, so that must be undone here.
+        Under a dispatch mode it does not, so that is corrected here.
         """
         if torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
             return False
@@ -152,7 +152,7 @@ class OperationTracker(TorchDispatchMode):
 
     @contextmanager
     def modules(self, policy: nn.Module) -> Iterator[None]:
-        """Know which part of the policy computes."""
+        """Track which module of the policy computes."""
         names = {module: name for name, module in policy.named_modules()}
         outer: list[str] = []
 
@@ -179,7 +179,7 @@ def _amp_update_scale(scale: Tensor, *_: Any) -> Tensor:
     return scale
 
 
-# Operators in place that torch never needed on the meta device.
+# In-place operators that torch does not implement on the meta device.
 WITHOUT_META: dict[Any, Any] = {
     aten._fused_sgd_.default: lambda *_: None,
     aten._amp_update_scale_.default: _amp_update_scale,
@@ -195,7 +195,7 @@ def _storage_references(tensor: Tensor) -> int:
 
 @functools.cache
 def _references_of_an_owned_gradient() -> tuple[int, int]:
-    """How often a gradient that only the engine has is referred to, seen from a mode; torch's versions differ."""
+    """Reference counts of a gradient that only the engine refers to, seen in a mode. torch versions differ."""
     seen = [(4, 2)]
 
     class Probe(TorchDispatchMode):
@@ -212,7 +212,7 @@ def _references_of_an_owned_gradient() -> tuple[int, int]:
 
 
 def _make_tables(policy: PolicyConfig) -> None:
-    """Tables of colours are made once in a process, and kept: they belong to no step."""
+    """Make the colour conversion tables. They are made once per process and kept, so they must not count for a step."""
     from flexor.plan.trace.rehearsal import loaded_batch
 
     with OperationTracker("meta"):
@@ -221,7 +221,7 @@ def _make_tables(policy: PolicyConfig) -> None:
 
 @without_compiler()
 def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> list[Event]:
-    """How the batches of a step come to the GPU; how many pieces that takes depends on their size."""
+    """How the batches of a step are copied to the GPU; the number of pieces depends on their size."""
     from flexor.plan.trace.rehearsal import loaded_batch
 
     _make_tables(config.policy)
@@ -235,7 +235,7 @@ def trace_loading(config: TrainConfig, batch_size: int, accumulation: int) -> li
 
 @contextmanager
 def _explained(kind: str) -> Iterator[None]:
-    """What a user's own policy raises without data, said as such; an error of a policy here is a mistake of ours."""
+    """Explain an error of a user's own policy in a plan. Errors of built-in policies are bugs and are raised."""
     try:
         yield
     except FlexorError:
@@ -245,23 +245,23 @@ def _explained(kind: str) -> Iterator[None]:
             raise
         what = described(error, inspect.getsourcefile(policy_class(kind)))
         raise ConfigError(
-            f"policy.type={kind} can't be planned: {what}. A plan has no data: conditions on values of tensors are "
-            "false there, and numbers read from tensors zero."
+            f"policy.type={kind} can't be planned: {what}. A plan runs the policy without data: conditions on "
+            "tensor values are false, and values read from tensors are zero."
         ) from error
 
 
 @without_compiler()
 def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
-    """What one optimizer step of a run does on a GPU, with that many samples in each forward pass.
+    """Trace one optimizer step of a run on a GPU, with this many samples in each forward pass.
 
     The policy's features must be filled in, as `policies.fit.fit_to_dataset` does. `accumulation`: forward passes per
-    step; what the settings say unless given.
+    step (default: from the settings).
     """
     from flexor.plan.trace.rehearsal import Rehearsal
 
     _make_tables(config.policy)
     tracker = OperationTracker("meta", gpu.compute_capability)
-    dialect = CudaDialect(gpu.compute_capability)
+    dialect = CudaOnMeta(gpu.compute_capability)
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
     with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():

@@ -1,8 +1,8 @@
-"""The traces of one run for every batch size and every GPU, made as seldom as possible.
+"""The traces of one run for every batch size and every GPU, with as few traces as possible.
 
-A trace takes most of a second. Two give every batch size (`rescale.py`), passes beyond the second of a step are like
-it, and GPUs on which torch decides alike share theirs: only the kernel of attention depends on the card, and the
-workspace of cuBLAS.
+A trace takes most of a second. Two traces give every batch size (`rescale.py`), all passes of a step after the second
+repeat it, and GPUs for which torch makes the same choices share traces: only the attention kernel and the cuBLAS
+workspace depend on the GPU.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from flexor.plan.trace.rescale import NotAlike, rescale
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.workspaces import cublas_workspace
 
-LOW, HIGH = 2, 4  # batch sizes that are traced; a batch of one takes branches of its own
-PASSES = 2  # that differ
+LOW, HIGH = 2, 4  # batch sizes that are traced; a batch size of 1 takes other code paths
+PASSES = 2  # passes that differ
 
 Capability = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A card that others are traced as."""
+    """A GPU whose trace is used for others."""
 
     compute_capability: Capability
     memory: int = 0
 
 
 class Traces:
-    """What steps of a run do, by batch size, passes and card.
+    """Traces of a run's steps, by batch size, passes and GPU.
 
-    Unless they are `scalable`, each batch size is traced by itself, which is quicker if there is but one.
+    Without `scalable`, each batch size is traced separately, which is faster if there is only one.
     """
 
     def __init__(self, config: TrainConfig, scalable: bool = True):
@@ -46,10 +46,10 @@ class Traces:
     def at(
         self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True, exact: bool = True
     ) -> Trace:
-        """A step with that many samples in each pass, as one process alone does it.
+        """The trace of a step with this many samples per pass, in a single process.
 
-        Without `costs` what its operations cost may be that of another batch size. Unless it is to be `exact`, a pass
-        of one sample is extended from others too, and cards that have fused attention of any kind are alike.
+        Without `costs`, the costs of operations may be those of another batch size. Without `exact`, a pass of one
+        sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
         """
         single = (batch_size < LOW and exact) or not self.scalable
         key = (batch_size, accumulation, self._stand_in(gpu.compute_capability, exact))
@@ -82,7 +82,7 @@ class Traces:
         return self._made[key]
 
     def _stand_in(self, capability: Capability, exact: bool) -> Capability:
-        """A card on which torch decides as on this one; one that was traced already, if there is."""
+        """A GPU for which torch makes the same choices; if possible, one that was traced already."""
         own = _kind(capability)
         seen = {stands: trace for (_, _, stands), trace in self._made.items()}
         if own in seen:
@@ -94,14 +94,14 @@ class Traces:
 
 
 def _kind(capability: Capability) -> Capability:
-    """One card for all that torch has the same kernels of attention for."""
+    """One GPU for all that have the same attention kernels in torch."""
     if capability is None or capability in ((9, 0), (10, 0)):
         return capability
     return (7, 5) if capability < (8, 0) else (8, 0)
 
 
 def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
-    """Whether a step on one card is the same on another: in float32 all that have CUDA take the same attention."""
+    """Whether a step is the same on two GPUs: in float32 all CUDA GPUs use the same attention kernel."""
     if not trace.attention:
         return True
     return None not in (card, other) and not any(dtype in HALF for _, _, dtype, _ in trace.attention)
@@ -109,7 +109,7 @@ def _alike(trace: Trace, card: Capability, other: Capability) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _with_workspaces(trace: Trace, size: int) -> Trace:
-    """With workspaces of cuBLAS as large as those on another card."""
+    """The trace with cuBLAS workspaces of another size."""
     own = [n for n, category in trace.category.items() if category == "workspaces"]
     if all(event.nbytes == size for event in trace.events if event.what == "born" and event.storage in own):
         return trace

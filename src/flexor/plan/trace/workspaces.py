@@ -1,7 +1,7 @@
-"""Memory that no tensor shows: what cuBLAS, cuDNN and attention's backward pass take while they work.
+"""Workspace memory that belongs to no tensor: of cuBLAS, cuDNN and the backward pass of attention.
 
-It goes through torch's allocator too, so it is part of the peak. Sizes are torch's source where they are written
-there, and measured on an H200 where a library decides for itself (convolutions).
+It comes from torch's allocator too, so it is part of the peak. Sizes are from torch's source code where they are
+defined there, and measured on an H200 where a library chooses them (convolutions).
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from torch import Tensor
 from flexor.plan.trace.cuda_on_meta import HALF
 from flexor.plan.trace.ops import OVER_ROWS, Op, nbytes
 
-# Written as in CUBLAS_WORKSPACE_CONFIG, in KiB: number of buffers of a size.
+# As in CUBLAS_WORKSPACE_CONFIG, in KiB: number of buffers of each size.
 CUBLAS = (2 * 4096 + 8 * 16) * 1024
-CUBLAS_HOPPER = 32 << 20  # and Blackwell's large parts
+CUBLAS_HOPPER = 32 << 20  # and of large Blackwell GPUs
 
-TABLE_ROW = 4 * 8  # bytes per element that sorting the tokens of an embedding takes, and their count
-MULTIPROCESSORS = 132  # of an H200; a smaller GPU splits work into fewer parts, and takes less for them
+TABLE_ROW = 4 * 8  # bytes per element to sort and count the tokens of an embedding
+MULTIPROCESSORS = 132  # of an H200; a smaller GPU splits work into fewer parts and needs less memory for them
 LAYER_NORM_PARTS = 2 * MULTIPROCESSORS  # partial sums of the gradients of scale and shift
-TILE = 128 * 128 * 4  # bytes of a part of a product, in float32
-PARTS = 16  # of a weight's gradient, that are computed side by side and added up
-THREADS = 2048  # of a multiprocessor
-LARGEST = 2**31 - 1  # numbers in a tensor that cuDNN can count
+TILE = 128 * 128 * 4  # bytes of one tile of a matrix product, in float32
+PARTS = 16  # parts of a weight's gradient, which are computed in parallel and added up
+THREADS = 2048  # per multiprocessor
+LARGEST = 2**31 - 1  # elements in a tensor that cuDNN supports
 
 
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
-    """Bytes that cuBLAS keeps for each thread that multiplies: one goes forward, one backward."""
+    """Bytes that cuBLAS keeps per thread with matrix products: one for the forward pass, one for the backward pass."""
     if capability is None:
         return 0
     return CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else CUBLAS
 
 
 def scratch(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
-    """Bytes that a kernel allocates besides its results, and lets go of when it is done."""
+    """Bytes of workspace memory that a kernel allocates in addition to its results, and frees at its end."""
     if op.kind == "convolution":
         return round(_convolution(op, args, outs) * share_at_once(op))
     if op.kind == "attention" and op.detail[1] == "backward":
@@ -59,9 +59,9 @@ def scratch(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
 
 
 def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
-    """Copies of input, weight and output with channels last, which is what tensor cores read.
+    """Copies of input, weight and output in the channels-last layout, which tensor cores require.
 
-    Few channels are filled up with zeros. A weight's gradient is computed in parts.
+    If there are few channels, they are padded with zeros. A weight's gradient is computed in parts.
     """
     backward = op.detail[0] == "backward"
     y, x, weight = (args[0], args[1], args[2]) if backward else (outs[0], args[0], args[1])
@@ -69,7 +69,7 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
         return 0
     taps = math.prod(weight.shape[2:])
     if taps == 1 and not backward and (x.shape[2:] == y.shape[2:] or x.shape[1] <= 64):
-        return 0  # a product of matrices as they are
+        return 0  # a matrix product without copies
     lanes = 8 if op.dtype in HALF else 4 if backward else 1
     copies = nbytes(x) * max(x.shape[1], lanes) // x.shape[1] + nbytes(y)
     if not x.is_contiguous():
@@ -82,7 +82,7 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
 
 
 def share_at_once(op: Op) -> float:
-    """Of the samples that a convolution takes at once: torch splits them where cuDNN would count beyond 32 bits.
+    """Share of the samples that a convolution processes at once: torch splits tensors too large for cuDNN's indices.
 
     Measured on an H200: TD-MPC's first convolution, 1,405 to 6,195 images of 448x448 pixels.
     """
@@ -99,10 +99,10 @@ def channels_last(x: Tensor) -> bool:
 
 
 def partial_sums(op: Op) -> int:
-    """Sums over many rows are split among blocks of threads, which put theirs side by side.
+    """Bytes of partial sums: a sum over many rows is split among blocks of threads, and each block stores its part.
 
-    The arithmetic is that of torch's reductions: four columns to a thread if they can be read at once, 512 / 4 threads
-    to a block, wide before tall, and as many blocks as keep the GPU busy with at least 16 rows to a thread.
+    The calculation is that of torch's reductions: four columns per thread if they can be read at once, 512 / 4 threads
+    per block, wide before tall, and as many blocks as keep the GPU busy with at least 16 rows per thread.
     """
     if op.dtype is None or not op.written:
         return 0
@@ -122,12 +122,12 @@ def partial_sums(op: Op) -> int:
 
 
 def _power(value: int) -> int:
-    """The largest power of two that is not larger."""
+    """The largest power of two that is not greater than the value."""
     return 1 << (max(1, value).bit_length() - 1)
 
 
 def _indices(indices: Sequence[Tensor | None]) -> int:
-    """Several that are not laid out alike are copied until they are."""
+    """Index tensors with different memory layouts are copied to the same layout."""
     given = torch.broadcast_tensors(*(index for index in indices if index is not None))
     if len({index.stride() for index in given}) < 2:
         return 0
@@ -135,7 +135,7 @@ def _indices(indices: Sequence[Tensor | None]) -> int:
 
 
 def _attention_backward(op: Op) -> int:
-    """The gradient of the queries is summed in float32, and each row's sum is kept beside it."""
+    """The gradient of the queries is accumulated in float32, and one sum per row is stored in addition."""
     batch, heads, queries, _, width = op.extent
     if op.detail[0] == "flash":
         rows = _up(queries, 128)

@@ -25,9 +25,9 @@ class ACTConfig(PolicyConfig):
     calibration = Calibration()
 
     chunk_size: int = 100
-    """How many actions are predicted at once."""
+    """Number of actions predicted at once."""
     n_action_steps: int = 100
-    """How many of them are executed before the policy looks again."""
+    """Number of actions of a chunk that are executed before the next prediction."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
@@ -35,7 +35,7 @@ class ACTConfig(PolicyConfig):
     vision_backbone: str = "resnet18"
     """The ResNet that encodes each camera: resnet18, 34, 50, 101 or 152."""
     pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
-    """ImageNet weights the backbone starts from; null for random ones."""
+    """ImageNet weights to initialise the backbone with; null for random weights."""
     replace_final_stride_with_dilation: bool = False
     """Keep twice the resolution in the last stage (ResNet-50 and deeper)."""
     pre_norm: bool = False
@@ -51,15 +51,15 @@ class ACTConfig(PolicyConfig):
     n_encoder_layers: int = 4
     """Layers of the encoder over the observations."""
     n_decoder_layers: int = 1
-    """Layers of the decoder of actions (the original code uses one, whatever it is set to)."""
+    """Layers of the action decoder (the original code always uses one, whatever its setting)."""
     use_vae: bool = True
     """Train with the variational objective."""
     latent_dim: int = 32
-    """Size of the latent style."""
+    """Size of the latent style variable."""
     n_vae_encoder_layers: int = 4
     """Layers of the encoder over the true actions."""
     temporal_ensemble_coeff: float | None = None
-    """Ask the policy every step and average overlapping chunks with weights exp(-c i); the paper: 0.01."""
+    """Predict at every step, and average overlapping chunks with weights exp(-c i); the paper uses c = 0.01."""
     dropout: float = 0.1
     """Dropout in the transformers."""
     kl_weight: float = 10.0
@@ -78,7 +78,7 @@ class ACTConfig(PolicyConfig):
         self.require(0, "dropout", high=MOST_DROPOUT)
         if self.n_obs_steps != 1:
             raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: ACT sees one observation; set it to 1."
+                f"policy.n_obs_steps={self.n_obs_steps}: ACT supports one observation only; set it to 1."
             )
         if self.n_action_steps > self.chunk_size:
             raise ConfigError(
@@ -87,20 +87,21 @@ class ACTConfig(PolicyConfig):
             )
         if self.temporal_ensemble_coeff is not None and self.n_action_steps != 1:
             raise ConfigError(
-                f"policy.temporal_ensemble_coeff asks the policy every step, so policy.n_action_steps must "
+                f"policy.temporal_ensemble_coeff predicts at every step, so policy.n_action_steps must "
                 f"be 1, not {self.n_action_steps}."
             )
         if self.feedforward_activation not in ACTIVATIONS:
             raise ConfigError(
-                f"policy.feedforward_activation={self.feedforward_activation!r}; one of {', '.join(ACTIVATIONS)}."
+                f"policy.feedforward_activation={self.feedforward_activation!r} must be one of "
+                f"{', '.join(ACTIVATIONS)}."
             )
         if self.dim_model % (2 * self.n_heads):
             raise ConfigError(
-                f"policy.dim_model={self.dim_model} must be a multiple of twice policy.n_heads={self.n_heads}."
+                f"policy.dim_model={self.dim_model} must be a multiple of 2 x policy.n_heads={self.n_heads}."
             )
         if self.input_features and not self.images and not self.environment_state:
             raise ConfigError(
-                f"ACT needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
+                f"ACT requires a camera (observation.image...) or {ENV_STATE}; the dataset has "
                 f"{', '.join(self.input_features)}."
             )
 

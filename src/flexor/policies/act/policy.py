@@ -1,10 +1,10 @@
 """ACT: the Action Chunking Transformer (Zhao et al. 2023, https://arxiv.org/abs/2304.13705).
 
-A transformer looks at the cameras and the robot's state and predicts the next `chunk_size` actions at
-once. In training a second small transformer, the encoder of a variational auto-encoder, sees the true
-actions too and hands over a latent "style"; when acting, the style is zero, its mean.
+A transformer takes the camera images and the robot's state, and predicts the next `chunk_size` actions at
+once. In training, a second small transformer, the encoder of a variational auto-encoder, also sees the true
+actions and adds a latent "style" variable. At inference the style is zero, its mean.
 
-Parameter names and settings are LeRobot's, so checkpoints go both ways.
+Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class ACT(Policy):
 
 
 class ACTModel(nn.Module):
-    """The two transformers and what feeds them. Tokens: [latent, state, environment state, pixels...].
+    """The two transformers and their inputs. Tokens: [latent, state, environment state, pixels...].
 
-    Parameters are registered in LeRobot's order, by which a saved optimizer's state is numbered.
+    Parameters are registered in LeRobot's order: a saved optimizer state is numbered by it.
     """
 
     vae_encoder_pos_enc: Tensor

@@ -1,1 +1,1 @@
-"""Diffusion Policy: action chunks from noise, by a U-Net over time."""
+"""Diffusion Policy: a U-Net over time turns noise into action chunks."""

@@ -20,27 +20,27 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
     calibration = Calibration(narrow={"down_dims": (64, 128, 256)})
 
     drop_n_last_frames: int = 7
-    """Frames at the end of an episode that no sample starts from: most of its actions would be padding."""
+    """Frames at the end of an episode at which no sample starts: most of its actions would be padding."""
     resize_shape: tuple[int, int] | None = None
-    """Height and width pictures are brought to first."""
+    """Height and width to which images are resized first."""
     crop_ratio: float = 1.0
-    """With policy.resize_shape: the part of height and width that a crop leaves; 1 for no crop."""
+    """With policy.resize_shape: size of the crop as a fraction of height and width; 1 for no crop."""
     crop_shape: tuple[int, int] | None = None
-    """Without policy.resize_shape: height and width that a crop leaves."""
+    """Without policy.resize_shape: height and width of the crop."""
     use_separate_rgb_encoder_per_camera: bool = True
-    """An encoder for each camera instead of one for all."""
+    """Use a separate image encoder for each camera instead of one for all."""
     down_dims: tuple[int, ...] = (512, 1024, 2048)
-    """Channels of the U-Net at each resolution in time, the finest first."""
+    """Channels of the U-Net at each temporal resolution, the finest first."""
     kernel_size: int = 5
-    """Steps that a convolution of the U-Net sees."""
+    """Kernel size of the U-Net's convolutions, in time steps."""
     n_groups: int = 8
     """Groups of the U-Net's group normalisation."""
     diffusion_step_embed_dim: int = 128
-    """Size of the code for the level of noise."""
+    """Size of the embedding of the noise level."""
     use_film_scale_modulation: bool = True
-    """Observations scale the U-Net's channels as well as shifting them."""
+    """Observations scale the U-Net's channels in addition to shifting them."""
     gradient_checkpointing: bool = False
-    """Compute blocks again in the backward pass to save memory, as --activation_checkpointing does."""
+    """Recompute blocks in the backward pass to save memory, as --activation_checkpointing does."""
     compile_model: bool = False
     """Compile the U-Net with torch.compile."""
     compile_mode: str = "reduce-overhead"
@@ -55,23 +55,25 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
         self._check_pictures()
         if self.input_features and not self.images and not self.environment_state:
             raise ConfigError(
-                f"{self.type} needs a camera (observation.image...) or {ENV_STATE}; the dataset has "
+                f"{self.type} requires a camera (observation.image...) or {ENV_STATE}; the dataset has "
                 f"{', '.join(self.input_features)}."
             )
 
     def _check_unet(self) -> None:
         if not self.down_dims or any(width % self.n_groups for width in self.down_dims):
             raise ConfigError(
-                f"policy.down_dims={list(self.down_dims)}: at least one, all multiples of policy.n_groups="
-                f"{self.n_groups}."
+                f"policy.down_dims={list(self.down_dims)} must have at least one value, all multiples of "
+                f"policy.n_groups={self.n_groups}."
             )
         if self.down_dims[0] % 8:
-            raise ConfigError(f"policy.down_dims={list(self.down_dims)}: the first must be a multiple of 8.")
+            raise ConfigError(
+                f"policy.down_dims={list(self.down_dims)}: the first value must be a multiple of 8."
+            )
         halvings = 2 ** len(self.down_dims)
         if self.horizon % halvings:
             raise ConfigError(
-                f"policy.horizon={self.horizon} must be a multiple of {halvings}, which is 2 to the number of "
-                f"policy.down_dims={list(self.down_dims)}."
+                f"policy.horizon={self.horizon} must be a multiple of {halvings} (2 to the power of the number of "
+                f"values in policy.down_dims={list(self.down_dims)})."
             )
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise ConfigError(f"policy.kernel_size={self.kernel_size} must be odd.")
@@ -87,8 +89,8 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
             raise ConfigError(f"policy.resize_shape={list(self.resize_shape)} must be at least 1 by 1.")
         if self.resize_shape and self.crop_shape not in (None, self.crop):
             raise ConfigError(
-                f"policy.crop_shape={list(self.crop_shape or ())}: with policy.resize_shape, crop by "
-                "policy.crop_ratio instead."
+                f"policy.crop_shape={list(self.crop_shape or ())} has no effect with policy.resize_shape: "
+                "use policy.crop_ratio instead."
             )
         shapes = {key: camera.shape for key, camera in self.images.items()}
         if self.resize_shape:

@@ -1,11 +1,11 @@
 """Diffusion Policy (Chi et al. 2023, https://arxiv.org/abs/2303.04137), the convolutional kind.
 
-A U-Net over time learns to take noise off a chunk of actions, given the last few observations. Acting
-starts from pure noise, so where several ways are good it takes one of them instead of their average;
-the price is that the network runs once per denoising step, which `noise_scheduler_type=DDIM` with few
-`num_inference_steps` brings down.
+A U-Net over time learns to remove noise from a chunk of actions, given the last few observations. Inference
+starts from pure noise, so that the policy picks one of several good solutions instead of their average. The
+cost is that the network runs once per denoising step; `noise_scheduler_type=DDIM` with few
+`num_inference_steps` reduces it.
 
-Parameter names and settings are LeRobot's, so checkpoints go both ways.
+Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Diffusion(DenoisingPolicy):
 
 
 class DiffusionModel(nn.Module):
-    """The encoders of what is observed, and the U-Net. Registered in LeRobot's order."""
+    """The encoders of observations, and the U-Net. Registered in LeRobot's order."""
 
     def __init__(self, config: DiffusionConfig):
         super().__init__()
@@ -84,7 +84,7 @@ class DiffusionModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, RgbEncoder)]
 
     def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """What conditions the U-Net, [B, T * features]: at each moment the state, pictures, environment."""
+        """The condition of the U-Net, [B, T * features]: for each time step the state, images, environment state."""
         seen = [batch[STATE]]  # [B, T, D]
         if self.config.images:
             seen.append(self._look([batch[key] for key in self.config.images], noise))

@@ -1,8 +1,8 @@
-"""A U-Net over time that denoises a chunk of actions, told what the robot sees by FiLM.
+"""A U-Net over time that denoises a chunk of actions, conditioned on observations by FiLM.
 
-Convolutions see a few steps, halving the sequence widens what they see, and skip connections bring the
-detail back (Janner et al. 2022, https://arxiv.org/abs/2205.09991). What is observed scales and shifts
-every channel (FiLM, Perez et al. 2018, https://arxiv.org/abs/1709.07871). Parameter names are LeRobot's.
+Convolutions cover a few time steps, halving the sequence widens their range, and skip connections restore
+detail (Janner et al. 2022, https://arxiv.org/abs/2205.09991). The observations scale and shift every
+channel (FiLM, Perez et al. 2018, https://arxiv.org/abs/1709.07871). Parameter names are LeRobot's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class ConditionalUnet1d(nn.Module):
-    """Actions with noise [B, H, A], their level [B] and a condition [B, C] -> [B, H, A].
+    """Noisy actions [B, H, A], their noise level [B] and a condition [B, C] -> [B, H, A].
 
     Halves the sequence `len(widths) - 1` times.
     """
@@ -48,7 +48,7 @@ class ConditionalUnet1d(nn.Module):
         )
         self.mid_modules = nn.ModuleList(pair(widths[-1], widths[-1]))
         self.up_modules = nn.ModuleList(
-            # twice the width: what came up, and the skip connection
+            # twice the width: the output of the stage below, and the skip connection
             nn.ModuleList([*pair(2 * wide, narrow), nn.ConvTranspose1d(narrow, narrow, 4, 2, 1)])
             for narrow, wide in reversed(stages[1:])
         )

@@ -1,1 +1,1 @@
-"""Multi-Task DiT: action chunks from noise, by a transformer that reads the task."""
+"""Multi-Task DiT: a transformer conditioned on the task turns noise into action chunks."""

@@ -1,8 +1,8 @@
-"""CLIP's two encoders (Radford et al. 2021, https://arxiv.org/abs/2103.00020): a picture or a sentence as one vector.
+"""CLIP's two encoders (Radford et al. 2021, https://arxiv.org/abs/2103.00020): an image or a sentence as one vector.
 
-The networks are `transformers`' own, so any published CLIP can be used; that package is imported only when
-one is. It has changed the names of their parameters, so here they hang under names of our own, which are
-LeRobot's. Made from their settings alone: weights come from a checkpoint, or from `load_pretrained`.
+The networks are those of `transformers`, so any published CLIP can be used. That package is imported only when
+a CLIP is used. Its versions name the parameters differently, so the networks are registered here under fixed
+names, which are LeRobot's. They are built from their config; weights come from a checkpoint or `load_pretrained`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flexor.policies.hf_transformers import fetch, import_transformers
 
 
 class ClipVision(nn.Module):
-    """Pictures [B, 3, H, W] -> the vector [B, D] of the class token, which has looked at all of the picture."""
+    """Images [B, 3, H, W] -> the vector [B, D] of the class token, which summarises the whole image."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -25,10 +25,10 @@ class ClipVision(nn.Module):
         self.image_size: int = settings.image_size
         self.out_dim: int = settings.hidden_size
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        out = self.model["vision_model"](pixel_values=pictures)
-        # The last normalisation is for a vector that is not used. DDP waits for gradients of all that is
-        # trained, and an optimizer numbers it as LeRobot's does, so it gets gradients of zero.
+    def forward(self, images: Tensor) -> Tensor:
+        out = self.model["vision_model"](pixel_values=images)
+        # The last normalisation belongs to an output that is not used. DDP expects a gradient for every trained
+        # parameter, and LeRobot's optimizer numbers these parameters too, so they get gradients of zero.
         return out.last_hidden_state[:, 0] + 0 * out.pooler_output
 
     def load_pretrained(self) -> None:
@@ -39,7 +39,7 @@ class ClipVision(nn.Module):
 
 
 class ClipText(nn.Module):
-    """Tokens and their mask [B, L] -> [B, out_dim]: CLIP as it is, never trained, and a projection that is."""
+    """Tokens and their mask [B, L] -> [B, out_dim]: CLIP, which is never trained, and a projection, which is."""
 
     def __init__(self, name: str, out_dim: int):
         super().__init__()
@@ -56,7 +56,7 @@ class ClipText(nn.Module):
         before = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
         attend = (
             before & mask[:, None, None].bool()
-        )  # whole: `transformers` would ask whether anything is masked
+        )  # the whole mask: otherwise `transformers` checks whether anything is masked
         with torch.no_grad():
             out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=attend)
         return self.projection(out.pooler_output)

@@ -18,24 +18,24 @@ Size = tuple[int, int]  # height, width
 
 @dataclass
 class MultiTaskDiTConfig(DenoisingConfig):
-    """Defaults are LeRobot's. Those of diffusion count when that is the objective."""
+    """Defaults are LeRobot's. The settings of diffusion apply with policy.objective=diffusion."""
 
     type: ClassVar[str] = "multi_task_dit"
 
     horizon: int = 32
     n_action_steps: int = 24
     objective: Literal["diffusion", "flow_matching"] = "diffusion"
-    """How noise becomes actions."""
+    """How noise is turned into actions."""
     sigma_min: float = 0.0
-    """Flow matching: noise left at the end of a path."""
+    """Flow matching: amount of noise left at the end of a path."""
     num_integration_steps: int = 100
-    """Flow matching: steps when acting. Fewer are faster and less exact."""
+    """Flow matching: integration steps at inference. Fewer steps are faster and less accurate."""
     integration_method: Literal["euler", "rk4"] = "euler"
-    """Flow matching: euler asks the network once per step, rk4 (Runge-Kutta) four times."""
+    """Flow matching: euler runs the network once per step, rk4 (Runge-Kutta) four times."""
     timestep_sampling_strategy: Literal["uniform", "beta"] = "beta"
-    """Flow matching: which times are trained: all alike, or (beta) more of those near noise."""
+    """Flow matching: distribution of the times in training: uniform, or beta, which draws more times near noise."""
     timestep_sampling_s: float = 0.999
-    """Flow matching, beta: the latest time trained."""
+    """Flow matching, beta: the latest time in training."""
     timestep_sampling_alpha: float = 1.5
     """Flow matching, beta: alpha of the beta distribution."""
     timestep_sampling_beta: float = 1.0
@@ -47,41 +47,41 @@ class MultiTaskDiTConfig(DenoisingConfig):
     num_heads: int = 8
     """Attention heads."""
     dropout: float = 0.1
-    """Dropout of attention."""
+    """Dropout of the attention weights."""
     use_positional_encoding: bool = False
-    """Add a learned vector for each place in the chunk."""
+    """Add a learned embedding for each position in the chunk."""
     timestep_embed_dim: int = 256
-    """Size of the vector that says how noisy the chunk is."""
+    """Size of the embedding of the noise level."""
     use_rope: bool = True
-    """Tell places in the chunk by rotary position embedding."""
+    """Encode positions in the chunk with rotary position embedding (RoPE)."""
     rope_base: float = 10_000.0
-    """Its longest wavelength, over 2 pi."""
+    """RoPE base: its longest wavelength, divided by 2 pi."""
     vision_encoder_name: str = "openai/clip-vit-base-patch16"
-    """The CLIP that sees: a Hub repository, or a folder whose path has "clip" in it."""
+    """The CLIP that encodes images: a Hub repository, or a folder with "clip" in its path."""
     use_separate_rgb_encoder_per_camera: bool = False
-    """A CLIP for each camera instead of one for all."""
+    """Use a separate CLIP for each camera instead of one for all."""
     vision_encoder_lr_multiplier: float = 0.1
-    """The CLIP's learning rate as a part of policy.optimizer_lr. 0 freezes it."""
+    """Learning rate of the image CLIP as a fraction of policy.optimizer_lr. 0 freezes it."""
     image_resize_shape: Size | None = None
-    """Resize pictures to this height and width first."""
+    """Resize images to this height and width first."""
     image_crop_shape: Size | None = (224, 224)
-    """Then cut out this height and width, which must be what the CLIP takes; skipped if pictures are smaller."""
+    """Then crop to this height and width, which must be the input size of the CLIP; skipped if images are smaller."""
     image_crop_is_random: bool = True
-    """In training cut out anywhere (the same place in all pictures of a sample), else in the middle."""
+    """In training crop at a random position, the same for all images of a sample; otherwise in the centre."""
     text_encoder_name: str = "openai/clip-vit-base-patch16"
-    """The CLIP that reads the task. It is never trained."""
+    """The CLIP that encodes the task. It is never trained."""
     tokenizer_max_length: int = 77
-    """How many tokens of a task are read."""
+    """Maximum number of tokens of a task."""
     tokenizer_padding: Literal["max_length", "longest"] = "max_length"
-    """Fill up shorter tasks to that length, or to the longest of a batch."""
+    """Pad shorter tasks to policy.tokenizer_max_length, or to the longest task of the batch."""
     tokenizer_padding_side: Literal["left", "right"] = "right"
-    """On which side."""
+    """Side on which tasks are padded."""
     tokenizer_truncation: bool = True
-    """Cut off longer tasks."""
+    """Truncate longer tasks."""
     optimizer_lr: float = 2e-5
     optimizer_weight_decay: float = 0.0
     drop_n_last_frames: int | None = None
-    """Frames at the end of an episode that no sample starts at; as many as have no action to execute unless given."""
+    """Frames at the end of an episode at which no sample starts; default horizon - n_action_steps - n_obs_steps + 1."""
 
     def validate(self) -> None:
         super().validate()
@@ -102,7 +102,7 @@ class MultiTaskDiTConfig(DenoisingConfig):
         if self.hidden_dim % (self.num_heads * (2 if self.use_rope else 1)):
             raise ConfigError(
                 f"policy.hidden_dim={self.hidden_dim} must be a multiple of policy.num_heads={self.num_heads}"
-                f"{', with policy.use_rope of twice that' if self.use_rope else ''}."
+                f"{', with policy.use_rope=true of twice that' if self.use_rope else ''}."
             )
         if self.timestep_embed_dim % 2:
             raise ConfigError(f"policy.timestep_embed_dim={self.timestep_embed_dim} must be even.")
@@ -110,7 +110,7 @@ class MultiTaskDiTConfig(DenoisingConfig):
             if "clip" not in getattr(self, name).lower():
                 raise ConfigError(
                     f"policy.{name}={getattr(self, name)!r} must be a CLIP, with "
-                    "'clip' in its name: LeRobot takes no other."
+                    "'clip' in its name: LeRobot supports no other encoder."
                 )
 
     @property
@@ -137,13 +137,13 @@ class MultiTaskDiTConfig(DenoisingConfig):
 
     @property
     def resized(self) -> Size:
-        """Height and width of pictures before they are cropped."""
+        """Height and width of images before they are cropped."""
         height, width = next(iter(self.images.values())).shape[1:]
         return self.image_resize_shape or (height, width)
 
     @property
     def crop(self) -> Size | None:
-        """What is cut out of pictures; nothing if they are smaller, as LeRobot has it."""
+        """Height and width of the crop; None if images are smaller, as in LeRobot."""
         crop = self.image_crop_shape
         if not self.images or crop is None or crop[0] > self.resized[0] or crop[1] > self.resized[1]:
             return None
@@ -151,7 +151,7 @@ class MultiTaskDiTConfig(DenoisingConfig):
 
 
 def describe_clip(folder: Path) -> None:
-    """The shape of openai/clip-vit-base-patch16, where it differs from what `transformers` assumes."""
+    """Write the config of openai/clip-vit-base-patch16, as far as it differs from the defaults of `transformers`."""
     folder.mkdir(parents=True, exist_ok=True)
     described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
     (folder / "config.json").write_text(json.dumps(described))

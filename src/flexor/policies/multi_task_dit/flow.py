@@ -1,8 +1,8 @@
 """Flow matching (Lipman et al. 2023, https://arxiv.org/abs/2210.02747): straight paths from noise to actions.
 
-A network learns the velocity at every point of the path, and acting is following it from noise (time 0) to
-an action (time 1). The nearer the learned paths are to straight ones, the fewer steps do; where several
-actions are good they bend, and too few steps end between them.
+A network learns the velocity at every point of the path. Inference follows it from noise (time 0) to an action
+(time 1). The straighter the learned paths are, the fewer steps are enough. Where several actions are good, paths
+bend, and too few steps end between these actions.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from flexor.core.rng import NoiseSource
 Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], time [B] -> dx/dt [B, ...]
 Method = Literal["euler", "rk4"]
 
-# Rounds of rejection sampling. Each accepts more than 95 %, so that none of 16 does once in 1e20 times.
+# Rounds of rejection sampling. Each accepts more than 95 %, so that all 16 reject only once in 1e20 times.
 ROUNDS = 16
 
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """What is trained, and how a chunk comes of it. Times are 0 for noise and 1 for actions."""
+    """The training error, and sampling of a chunk. Time is 0 for noise and 1 for actions."""
 
     sigma_min: float = 0.0
     """How much noise is left at the end of a path."""
     steps: int = 10
-    """Steps to take when acting."""
+    """Integration steps at inference."""
     method: Method = "euler"
     time_beta: tuple[float, float] | None = None
-    """Draw times as `time_max` less a share of it that has this beta distribution; None: uniformly."""
+    """Draw times as `time_max` x (1 - b), where b has this beta distribution; None: uniformly."""
     time_max: float = 1.0
 
     def error(self, network: Velocity, actions: Tensor, noise: NoiseSource) -> Tensor:
@@ -50,12 +50,12 @@ class FlowMatching:
         return self.time_max * (1 - beta(noise, "time", batch, *self.time_beta))
 
     def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] out of pure noise, on the device of `like`."""
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
         return integrate(network, noise.normal("x", shape).to(like), self.steps, self.method)
 
 
 def integrate(velocity: Velocity, start: Tensor, steps: int, method: Method = "euler") -> Tensor:
-    """Follow the velocity from time 0 to time 1. Runge-Kutta asks four times per step."""
+    """Follow the velocity from time 0 to time 1. Runge-Kutta evaluates it four times per step."""
     x, dt = start, 1 / steps
 
     def slope(x: Tensor, time: float) -> Tensor:
@@ -75,7 +75,7 @@ def integrate(velocity: Velocity, start: Tensor, steps: int, method: Method = "e
 
 
 def beta(noise: NoiseSource, name: str, batch: int, alpha: float, beta: float) -> Tensor:
-    """[batch] draws from the beta distribution, keyed per sample, which torch's own sampler can't be."""
+    """[batch] draws from the beta distribution, seeded per sample, which torch's sampler does not support."""
     a = gamma(noise, f"{name}/alpha", batch, alpha)
     b = gamma(noise, f"{name}/beta", batch, beta)
     return (a / (a + b)).float()
@@ -84,8 +84,8 @@ def beta(noise: NoiseSource, name: str, batch: int, alpha: float, beta: float) -
 def gamma(noise: NoiseSource, name: str, batch: int, shape: float) -> Tensor:
     """[batch] draws from the gamma distribution (Marsaglia and Tsang 2000), in float64.
 
-    A cubed normal nearly follows it; the rest is rejection. All rounds are drawn at once and the first that
-    is accepted counts, so that a sample's draw does not depend on how its neighbours fared.
+    A cubed normal variable nearly follows it; rejection corrects the rest. All rounds are drawn at once and the first
+    accepted one counts, so that a sample's draw does not depend on the other samples.
     """
     d = (shape if shape >= 1 else shape + 1) - 1 / 3
     x = noise.normal(f"{name}/normal", (batch, ROUNDS)).double()
@@ -94,6 +94,6 @@ def gamma(noise: NoiseSource, name: str, batch: int, shape: float) -> Tensor:
     accepted = (v > 0) & (u.log() < x.square() / 2 + d - d * v + d * v.clamp(min=1e-300).log())
     first = accepted.int().argmax(1, keepdim=True)
     drawn = d * v.gather(1, first)[:, 0]
-    if shape < 1:  # the method needs at least one; a power of a uniform number brings it down
+    if shape < 1:  # the method requires shape >= 1; a power of a uniform variable corrects for it
         drawn = drawn * noise.uniform(f"{name}/power", (batch,)).double() ** (1 / shape)
     return drawn

@@ -1,10 +1,10 @@
 """The multi-task diffusion transformer (after TRI's Large Behavior Models, https://arxiv.org/abs/2507.05331).
 
-CLIP sees the cameras and reads the task; its vectors and the robot's state steer a transformer that turns
-noise into an action chunk, by diffusion or by flow matching. One vector per picture makes it small and
-quick for a policy that understands language; what needs an exact place in a picture is not its strength.
+CLIP encodes the camera images and the task. Its vectors and the robot's state condition a transformer that turns
+noise into an action chunk, by diffusion or by flow matching. With one vector per image the policy is small and
+fast for one that understands language. It is weaker at tasks that need exact positions in an image.
 
-Parameter names and settings are LeRobot's, so checkpoints go both ways.
+Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class MultiTaskDiT(DenoisingPolicy):
         return [*layers, *self.noise_predictor.transformer_blocks]
 
     def param_groups(self) -> list[ParamGroup]:
-        # a CLIP that sees is among them even if it is frozen: LeRobot's optimizer numbers its parameters too
+        # includes the image CLIP even if it is frozen: LeRobot's optimizer numbers its parameters too
         encoders = "observation_encoder.vision_encoder"
         vision = [p for name, p in self.named_parameters() if name.startswith(encoders)]
         rest = [p for name, p in self.named_parameters() if p.requires_grad and not name.startswith(encoders)]
@@ -87,7 +87,7 @@ def make_objective(config: MultiTaskDiTConfig) -> DiffusionSchedule | FlowMatchi
 
 
 class ObservationEncoder(nn.Module):
-    """State, cameras and task -> one vector. Per moment: state, each camera's vector, the task's."""
+    """State, cameras and task -> one vector. Per time step: the state, each camera's vector, the task's vector."""
 
     def __init__(self, config: MultiTaskDiTConfig):
         super().__init__()
@@ -109,7 +109,7 @@ class ObservationEncoder(nn.Module):
                 encoder.requires_grad_(False)
 
     def vision(self) -> list[ClipVision]:
-        """One for each camera, one for all of them, or none."""
+        """The image encoders: one per camera, one for all cameras, or none."""
         if not self.cameras:
             return []
         shared = not self.config.use_separate_rgb_encoder_per_camera
@@ -119,26 +119,26 @@ class ObservationEncoder(nn.Module):
         return [*self.vision(), self.text_encoder]
 
     def _check(self, config: MultiTaskDiTConfig) -> None:
-        """Refuse what the CLIP that was found can't take."""
+        """Refuse settings that the loaded CLIP does not support."""
         if config.tokenizer_max_length > self.text_encoder.max_length:
             raise ConfigError(
-                f"policy.tokenizer_max_length={config.tokenizer_max_length}: {config.text_encoder_name} reads "
+                f"policy.tokenizer_max_length={config.tokenizer_max_length}: {config.text_encoder_name} supports "
                 f"{self.text_encoder.max_length} tokens at most."
             )
         if not self.cameras:
             return
         if config.crop != config.image_crop_shape:
             log.warning(
-                "policy.image_crop_shape=%s is larger than the pictures (%s): they are not cropped",
+                "policy.image_crop_shape=%s is larger than the images (%s): they are not cropped",
                 config.image_crop_shape,
                 config.resized,
             )
         size, wanted = config.crop or config.resized, self.vision()[0].image_size
         if size != (wanted, wanted):
             raise ConfigError(
-                f"Pictures are {size[0]} x {size[1]}, but {config.vision_encoder_name} takes {wanted} x {wanted}: set "
-                f"--policy.image_resize_shape='[{wanted}, {wanted}]' and --policy.image_crop_shape=null, or another "
-                "pair that ends with this size."
+                f"Images are {size[0]} x {size[1]} after resizing and cropping, but {config.vision_encoder_name} takes "
+                f"{wanted} x {wanted}: set --policy.image_resize_shape='[{wanted}, {wanted}]' and "
+                "--policy.image_crop_shape=null, or other values that result in this size."
             )
 
     def forward(self, batch: Batch, noise: NoiseSource) -> Tensor:
@@ -149,26 +149,26 @@ class ObservationEncoder(nn.Module):
         return torch.cat(seen, -1).flatten(1)  # [B, T * (state + cameras + task)]
 
     def _see(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """What CLIP makes of all cameras: [B, T, cameras * D]. Those that share an encoder go through it together."""
+        """CLIP's vectors of all cameras: [B, T, cameras * D]. Cameras that share an encoder are encoded together."""
         encoders = self.vision()
         groups = [self.cameras] if len(encoders) == 1 else [[camera] for camera in self.cameras]
         seen = []
         for index, (encoder, cameras) in enumerate(zip(encoders, groups)):
-            pictures = torch.stack([batch[camera] for camera in cameras], 2)  # [B, T, N, 3, H, W]
-            fitted = self._fit(pictures.flatten(1, 2), noise, f"crop{index}")  # [B, T * N, 3, h, w]
-            vectors = encoder(fitted.flatten(0, 1)).unflatten(0, (*pictures.shape[:2], -1))
+            images = torch.stack([batch[camera] for camera in cameras], 2)  # [B, T, N, 3, H, W]
+            fitted = self._fit(images.flatten(1, 2), noise, f"crop{index}")  # [B, T * N, 3, h, w]
+            vectors = encoder(fitted.flatten(0, 1)).unflatten(0, (*images.shape[:2], -1))
             seen.append(vectors.flatten(2))  # [B, T, N * D]
         return torch.cat(seen, -1)
 
-    def _fit(self, pictures: Tensor, noise: NoiseSource, name: str) -> Tensor:
-        """Pictures [B, N, 3, H, W] in the size CLIP takes."""
+    def _fit(self, images: Tensor, noise: NoiseSource, name: str) -> Tensor:
+        """Images [B, N, 3, H, W] in the input size of CLIP."""
         config = self.config
-        size = tuple(pictures.shape[-2:])
+        size = tuple(images.shape[-2:])
         if size != config.resized:
-            flat = F.interpolate(pictures.flatten(0, 1), config.resized, mode="bilinear", antialias=True)
-            pictures = flat.unflatten(0, pictures.shape[:2])
+            flat = F.interpolate(images.flatten(0, 1), config.resized, mode="bilinear", antialias=True)
+            images = flat.unflatten(0, images.shape[:2])
         if config.crop is None:
-            return pictures
+            return images
         if self.training and config.image_crop_is_random:
-            return random_crop(pictures, config.crop, noise, name)
-        return center_crop(pictures, config.crop)
+            return random_crop(images, config.crop, noise, name)
+        return center_crop(images, config.crop)

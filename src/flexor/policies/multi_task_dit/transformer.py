@@ -1,9 +1,10 @@
-"""A transformer over an action chunk that a vector steers (DiT: Peebles and Xie 2023, https://arxiv.org/abs/2212.09748).
+"""DiT, a transformer over an action chunk, conditioned on a vector (Peebles and Xie 2023,
+https://arxiv.org/abs/2212.09748).
 
-What was observed and the time of the noise are one vector. It does not take part in attention: in every
-block it shifts, scales and gates the normalised tokens ("adaLN-Zero"). That costs one linear layer per
-block whatever the observations, and gates that start at zero make a new network the identity. What it gives
-up is that an action can't look at a part of a picture.
+Observations and noise level form one vector. It does not take part in attention: in every block it shifts,
+scales and gates the normalised tokens ("adaLN-Zero"). That costs one linear layer per block, whatever the
+observations. Gates start at zero, so each block starts as the identity. The drawback: an action can't attend
+to a part of an image.
 
 Parameter names are those of LeRobot's multi-task DiT.
 """
@@ -19,7 +20,7 @@ from flexor.policies.nn.attention import Attention
 
 
 class RotaryAttention(nn.Module):
-    """Self-attention whose queries and keys are turned by their position (RoPE, https://arxiv.org/abs/2104.09864)."""
+    """Self-attention with rotary position embedding (RoPE, https://arxiv.org/abs/2104.09864)."""
 
     cos: Tensor
     sin: Tensor
@@ -44,7 +45,7 @@ class RotaryAttention(nn.Module):
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _turn(self, x: Tensor) -> Tensor:
-        """Channel i and channel i + size/2 are a point in a plane, turned by the position's angle."""
+        """Channels i and i + size/2 are a point in a plane, rotated by the angle of the position."""
         steps = x.shape[-2]
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), -1)
@@ -52,7 +53,7 @@ class RotaryAttention(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention and a feed-forward layer, both steered by a vector."""
+    """Attention and a feed-forward layer, both conditioned on a vector."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class DiTBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """A noisy chunk, the time of its noise and what was observed -> what the objective asks for."""
+    """A noisy chunk, its noise level and the observations -> the prediction that the objective trains."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Parts of networks that several policies share."""
+"""Network components that several policies share."""

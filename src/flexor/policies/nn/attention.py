@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Multi-head attention, batch first, with `nn.MultiheadAttention`'s parameters.
 
-    Written out because torch's module materialises the attention weights unless told otherwise and
-    takes the mask in the shape that keeps it off the fused kernels.
+    torch's module is not used: by default it materialises the attention weights, and its mask has a shape
+    that the fused kernels do not support.
     """
 
     def __init__(self, dim: int, heads: int, dropout: float = 0.0):

@@ -1,9 +1,9 @@
-"""Batch normalisation whose statistics are those of the batch of all ranks together.
+"""Batch normalisation with statistics over the batches of all ranks.
 
-Plain batch normalisation makes a sample's loss depend on which samples share its *rank*. Here ranks add
-up their sums first, so loss, gradients and running statistics are the same on one GPU and on eight, at
-the price of one small reduction per layer. Under gradient accumulation the statistics are still those of
-a micro-batch; where that matters, normalise groups of channels instead.
+With plain batch normalisation, a sample's loss depends on which samples are on the same *rank*. Here ranks
+add up their sums first, so loss, gradients and running statistics are the same on one GPU and on eight. That
+costs one small reduction per layer. Under gradient accumulation the statistics are still those of a
+micro-batch; where that matters, use group normalisation instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_reduce
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over all ranks, which counts a batch once even if it is computed again."""
+    """`nn.BatchNorm2d` over all ranks. Counts a batch once, even if its forward pass is recomputed."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -24,12 +24,12 @@ class BatchNorm2d(nn.BatchNorm2d):
     momentum: float
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
-        # sharded parameters may come in bfloat16, which the kernels do not mix with float32 statistics
+        # sharded parameters may be bfloat16, which the kernels do not mix with float32 statistics
         mean, var = self.running_mean, self.running_var
         weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
         if not self.training:
             return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
-        # activation checkpointing computes forward again, within the backward pass
+        # activation checkpointing recomputes the forward pass within the backward pass
         if torch._C._current_graph_task_id() != -1:
             mean, var = mean.clone(), var.clone()
         else:

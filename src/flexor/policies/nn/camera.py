@@ -1,7 +1,7 @@
-"""A camera picture as a short vector: ResNet, then where each of a few learned features is in the picture.
+"""A camera image as a short vector: a ResNet, then the positions of a few learned features in the image.
 
 Spatial softmax (Finn et al. 2016, https://arxiv.org/abs/1509.06113) keeps positions and drops everything
-else, which suits manipulation and keeps the vector small. Parameter names are LeRobot's.
+else. That suits manipulation and keeps the vector small. Parameter names are LeRobot's.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ Size = tuple[int, int]  # height, width
 
 @dataclass
 class VisionSettings:
-    """The settings of every policy that sees this way, under LeRobot's names."""
+    """The settings of every policy with this image encoder, under LeRobot's names."""
 
     vision_backbone: str = "resnet18"
     """The ResNet that encodes a camera: resnet18, 34, 50, 101 or 152."""
     crop_shape: Size | None = None
-    """Height and width that a crop leaves of a picture; null for all of it."""
+    """Height and width of the crop of an image; null for no crop."""
     crop_is_random: bool = True
-    """In training, crop somewhere; otherwise, and always when acting, in the middle."""
+    """In training, crop at a random position instead of the centre. At inference the crop is always in the centre."""
     pretrained_backbone_weights: str | None = "ResNet18_Weights.IMAGENET1K_V1"
-    """ImageNet weights the backbone starts from; null for random ones."""
+    """ImageNet weights to initialise the backbone with; null for random weights."""
     use_group_norm: bool = False
-    """Normalise groups of channels in the backbone instead of the batch; needs random weights."""
+    """Use group normalisation in the backbone instead of batch normalisation; requires random weights."""
     spatial_softmax_num_keypoints: int = 32
-    """Points that the encoder looks for in a picture."""
+    """Number of keypoints that the encoder finds in an image."""
 
     @property
     def crop(self) -> Size | None:
-        """Height and width that are left of a picture, whichever way they are given."""
+        """Height and width of the crop, whichever setting gives them."""
         return self.crop_shape
 
     def check_vision(self, cameras: dict[str, tuple[int, ...]]) -> None:
-        """Refuse settings no encoder can have; `cameras` are the sizes of what is cropped, by name."""
+        """Refuse invalid settings; `cameras` are the shapes of images before the crop, by name."""
         if self.spatial_softmax_num_keypoints < 1:
             raise ConfigError(
                 f"policy.spatial_softmax_num_keypoints={self.spatial_softmax_num_keypoints} must be at least 1."
             )
         if self.use_group_norm and self.pretrained_backbone_weights is not None:
             raise ConfigError(
-                "policy.use_group_norm=true replaces the normalisation ImageNet weights were trained with: "
-                "set --policy.pretrained_backbone_weights=null too."
+                "policy.use_group_norm=true replaces the normalisation that ImageNet weights were trained with: "
+                "also set --policy.pretrained_backbone_weights=null."
             )
         if self.crop is None:
             return
@@ -87,14 +87,16 @@ class SpatialSoftmax(nn.Module):
 
 
 class RgbEncoder(nn.Module):
-    """Pictures [B, ..., 3, H, W] -> features [B, ..., 2 * keypoints]: resize, crop, ResNet, spatial softmax."""
+    """Images [B, ..., 3, H, W] -> features [B, ..., 2 * keypoints]: resize, crop, ResNet, spatial softmax."""
 
     def __init__(self, settings: VisionSettings, image_shape: tuple[int, ...], resize: Size | None = None):
         super().__init__()
         self.settings = settings
         channels, *size = image_shape
         if channels != 3:
-            raise ConfigError(f"A camera has {channels} channels: a ResNet sees colour pictures with 3.")
+            raise ConfigError(
+                f"A camera has {channels} channels, but a ResNet requires colour images with 3."
+            )
         self.resize = resize
         resnet = ResNet(
             settings.vision_backbone, group_norm_of_16 if settings.use_group_norm else BatchNorm2d
@@ -110,7 +112,7 @@ class RgbEncoder(nn.Module):
         self.out = nn.Linear(self.feature_dim, self.feature_dim)
 
     def forward(self, images: Tensor, noise: NoiseSource, name: str = "crop") -> Tensor:
-        """`noise` says where pictures are cropped in training, under `name`: once for all of a sample's."""
+        """In training, `noise` under `name` gives the crop's position: the same for all images of a sample."""
         batch, middle, size = len(images), images.shape[1:-3], images.shape[-2:]
         crop = self.settings.crop
         x = images.flatten(0, -4)  # [B * ..., 3, H, W]
@@ -124,7 +126,7 @@ class RgbEncoder(nn.Module):
         return F.relu(self.out(keypoints)).unflatten(0, (batch, *middle))
 
     def load_imagenet(self) -> None:
-        """Start the ResNet from the published weights that the settings name, if they do."""
+        """Load the published weights that the settings name into the ResNet, if they name some."""
         if self.settings.pretrained_backbone_weights is None:
             return
         resnet = ResNet(self.settings.vision_backbone, BatchNorm2d)
@@ -134,10 +136,10 @@ class RgbEncoder(nn.Module):
 
 @functools.cache
 def warn_blind(height: int, width: int) -> None:
-    """Once, however many cameras there are."""
+    """Warn once, however many cameras there are."""
     log.warning(
-        "Of pictures of %d x %d pixels a ResNet leaves a single point, and where something is can't be told: "
-        "the cameras are of no use. Take pictures of more than 32 x 32, or enlarge them if the policy can "
+        "A ResNet reduces images of %d x %d pixels to a single point, so positions are lost and the cameras have no "
+        "effect. Use images larger than 32 x 32 pixels, or enlarge them if the policy supports it "
         "(--policy.resize_shape=[64,64]).",
         height,
         width,
@@ -149,16 +151,16 @@ def group_norm_of_16(channels: int) -> nn.Module:
 
 
 def center_crop(x: Tensor, size: Size) -> Tensor:
-    """The middle [..., h, w] of [..., H, W]; half a pixel is rounded to an even number, as torchvision does."""
+    """The centre [..., h, w] of [..., H, W]. Half a pixel is rounded to an even number, as in torchvision."""
     top, left = (round((have - want) / 2) for have, want in zip(x.shape[-2:], size))
     return x[..., top : top + size[0], left : left + size[1]]
 
 
 def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str, border: int = 0) -> Tensor:
-    """Another place for each sample: [B, N, C, H, W] -> [B, N, C, h, w].
+    """Crop each sample at another random position: [B, N, C, H, W] -> [B, N, C, h, w].
 
-    A sample's images (of several moments) are cropped alike, so that only what moved has moved. Crops may reach
-    `border` pixels beyond the edge, whose pixels are repeated there.
+    All images of a sample (of several time steps) are cropped at the same position, so that the crop adds no motion.
+    Crops may reach `border` pixels beyond the edge; the pixels of the edge are repeated there.
     """
     batch, (height, width) = len(x), x.shape[-2:]
     slack = [have + 2 * border - want for have, want in zip((height, width), size)]
@@ -168,7 +170,7 @@ def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str, border: in
     )
     rows = top[:, None] + torch.arange(size[0], device=x.device) - border  # [B, h]
     columns = left[:, None] + torch.arange(size[1], device=x.device) - border  # [B, w]
-    if border:  # not F.pad: CUDA can't pad tensors of more than 2^31 numbers
+    if border:  # not F.pad: CUDA can't pad tensors of more than 2^31 elements
         rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     sample = torch.arange(batch, device=x.device)[:, None, None]
     return x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))

@@ -1,7 +1,7 @@
-"""What every policy has in common that turns noise into a chunk of actions, whatever network it does it with.
+"""Common code of policies that turn noise into a chunk of actions, with any network.
 
-A chunk begins at the oldest observation, so that its first actions are known from the past; those from now on
-are executed. All of them are predicted at once, given one vector of what was observed.
+A chunk starts at the oldest observation, so its first actions are in the past; those from now on are executed.
+All actions are predicted at once, conditioned on one vector of the observations.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from flexor.policies.nn.diffusion import DiffusionSettings, Network
 
 
 class Objective(Protocol):
-    """How noise becomes actions: `DiffusionSchedule`, `FlowMatching`."""
+    """How noise is turned into actions: `DiffusionSchedule`, `FlowMatching`."""
 
     def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
         """The squared error [B, H, A] of what the network predicts for actions [B, H, A] with noise."""
 
     def sample(self, network: Network, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] out of pure noise, on the device of `like`."""
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
 
 
 @dataclass
 class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
-    """Under LeRobot's names."""
+    """The settings of these policies, under LeRobot's names."""
 
     n_obs_steps: int = 2
-    """How many observations, up to the current one, the policy sees."""
+    """Number of observations the policy uses, the current one included."""
     horizon: int = 64
-    """How many actions are predicted at once, from the oldest observation on."""
+    """Number of actions predicted at once, starting at the oldest observation."""
     n_action_steps: int = 32
-    """How many of them, from the current one on, are executed before the policy looks again."""
+    """Number of actions that are executed before the next prediction, starting at the current step."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "MEAN_STD", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
     )
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     do_mask_loss_for_padding: bool = False
-    """Leave actions beyond the end of an episode out of the loss."""
+    """Ignore actions beyond the end of an episode in the loss."""
     scheduler_name: str = "cosine"
-    """Learning rate over time: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
+    """Learning-rate schedule: cosine, constant or constant_with_warmup (--scheduler.type takes precedence)."""
     scheduler_warmup_steps: int = 0
-    """Steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
+    """Warm-up steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
 
     def validate(self) -> None:
         self.require(1, "n_obs_steps", "horizon", "n_action_steps")
@@ -60,17 +60,19 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
         if self.n_action_steps > future:
             raise ConfigError(
                 f"policy.n_action_steps={self.n_action_steps} is more than policy.horizon - policy.n_obs_steps "
-                f"+ 1 = {future}: only actions that are predicted from now on can be executed."
+                f"+ 1 = {future}: only predicted actions from the current step on can be executed."
             )
         self._check_inputs()
 
     def _check_inputs(self) -> None:
         if self.input_features and not self.state:
-            raise ConfigError(f"{self.type} needs {STATE}; the dataset has {', '.join(self.input_features)}.")
+            raise ConfigError(
+                f"{self.type} requires {STATE}; the dataset has {', '.join(self.input_features)}."
+            )
         shapes = {key: camera.shape for key, camera in self.images.items()}
         if len(set(shapes.values())) > 1:
             listed = ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
-            raise ConfigError(f"{self.type} needs cameras of one size, but there are {listed}.")
+            raise ConfigError(f"{self.type} requires cameras of one size, but there are {listed}.")
 
     def scheduler_preset(self) -> dict[str, Any]:
         if self.scheduler_name == "constant":
@@ -92,17 +94,17 @@ class DenoisingConfig(AdamSettings, DiffusionSettings, PolicyConfig):
 
 
 class DenoisingPolicy(Policy):
-    """A policy says what it observes and how it denoises; the rest is here."""
+    """Subclasses define `observe` and `denoise`; the rest is here."""
 
     config: DenoisingConfig
     objective: Objective
 
     def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """One vector of what is seen at all moments: [B, C]."""
+        """One vector of the observations of all time steps: [B, C]."""
         raise NotImplementedError
 
     def denoise(self, x: Tensor, level: Tensor, observed: Tensor) -> Tensor:
-        """A noisy chunk [B, H, A], the level or time of its noise [B], what was observed -> [B, H, A]."""
+        """A noisy chunk [B, H, A], its noise level or time [B], the observations -> [B, H, A]."""
         raise NotImplementedError
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:

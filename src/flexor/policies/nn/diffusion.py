@@ -1,9 +1,9 @@
-"""Diffusion: noise added to actions in training, taken away step by step when acting.
+"""Diffusion: noise is added to actions in training, and removed step by step at inference.
 
-DDPM (Ho et al. 2020, https://arxiv.org/abs/2006.11239) adds fresh noise at every step on the way back;
-DDIM (Song et al. 2021, https://arxiv.org/abs/2010.02502) adds none, and so does with a tenth of the steps.
-The numbers are those of `diffusers`, computed in float32 as there: 1 - a / b loses digits, and a more
-exact value would be another one.
+DDPM (Ho et al. 2020, https://arxiv.org/abs/2006.11239) adds fresh noise at every denoising step.
+DDIM (Song et al. 2021, https://arxiv.org/abs/2010.02502) adds none, and needs only a tenth of the steps.
+The values are those of `diffusers`, computed in float32 as there: 1 - a / b loses digits, and a more
+exact computation would give different values.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CHOICES = {
     "prediction_type": ("epsilon", "sample"),
 }
 
-# x [B, H, A] with noise of a level, or at a time, [B] -> what the objective asks for, [B, H, A]
+# noisy x [B, H, A], its noise level or time [B] -> the prediction that the objective trains, [B, H, A]
 Network = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
 class DiffusionSettings:
-    """The settings of every policy that diffuses, under LeRobot's names."""
+    """The settings of every diffusion policy, under LeRobot's names."""
 
     noise_scheduler_type: str = "DDPM"
-    """How noise is taken away when acting: DDPM, or DDIM, which needs fewer steps."""
+    """How noise is removed at inference: DDPM, or DDIM, which needs fewer steps."""
     num_train_timesteps: int = 100
-    """Levels of noise."""
+    """Number of noise levels."""
     beta_schedule: str = "squaredcos_cap_v2"
-    """How noise grows with the level: linear, scaled_linear or squaredcos_cap_v2 (a squared cosine)."""
+    """How noise increases with the level: linear, scaled_linear or squaredcos_cap_v2 (a squared cosine)."""
     beta_start: float = 0.0001
     """Noise added at the first level (linear and scaled_linear)."""
     beta_end: float = 0.02
@@ -46,23 +46,25 @@ class DiffusionSettings:
     prediction_type: str = "epsilon"
     """What the network predicts: the noise (epsilon) or the actions (sample)."""
     clip_sample: bool = True
-    """Keep the actions expected at each step within policy.clip_sample_range (in normalised units)."""
+    """Clip the predicted actions at each denoising step to policy.clip_sample_range (in normalised units)."""
     clip_sample_range: float = 1.0
-    """The largest normalised action, with policy.clip_sample."""
+    """Largest absolute value of a normalised action, with policy.clip_sample."""
     num_inference_steps: int | None = None
-    """Steps when acting, evenly spaced over the levels; all levels unless given."""
+    """Denoising steps at inference, evenly spaced over the levels; by default all levels."""
 
     def check_diffusion(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"policy.{name}={getattr(self, name)!r}; one of {', '.join(choices)}.")
+                raise ConfigError(
+                    f"policy.{name}={getattr(self, name)!r} must be one of {', '.join(choices)}."
+                )
         if self.num_train_timesteps < 1:
             raise ConfigError(f"policy.num_train_timesteps={self.num_train_timesteps} must be at least 1.")
         steps = self.num_inference_steps
         if steps is not None and not 1 <= steps <= self.num_train_timesteps:
             raise ConfigError(
                 f"policy.num_inference_steps={steps} must be from 1 to policy.num_train_timesteps="
-                f"{self.num_train_timesteps}: the network knows no other levels of noise."
+                f"{self.num_train_timesteps}: the network is trained on these noise levels only."
             )
         if not 0 < self.beta_start <= self.beta_end < 1:
             raise ConfigError(
@@ -74,7 +76,7 @@ class DiffusionSettings:
 
 
 class DiffusionSchedule:
-    """How much signal is left at each level of noise, and the way there and back."""
+    """How much signal is left at each noise level; adds noise and removes it."""
 
     def __init__(self, settings: DiffusionSettings):
         self.settings = settings
@@ -82,7 +84,7 @@ class DiffusionSchedule:
         self._signals: dict[torch.device, Tensor] = {}
 
     def levels(self) -> list[int]:
-        """The levels visited when acting, from the noisiest to 0."""
+        """The noise levels used at inference, from the highest to 0."""
         steps = self.settings.num_inference_steps or self.settings.num_train_timesteps
         stride = self.settings.num_train_timesteps // steps
         return [stride * i for i in reversed(range(steps))]
@@ -108,7 +110,7 @@ class DiffusionSchedule:
         return F.mse_loss(predicted, target, reduction="none")
 
     def sample(self, network: Network, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] out of pure noise, on the device of `like`."""
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
         x = noise.normal("x", shape).to(like)
         levels = self.levels()
         for level, following in zip(levels, [*levels[1:], -1]):

@@ -1,4 +1,4 @@
-"""Less memory for more computing: a block keeps its input only, and is computed again in the backward pass."""
+"""Activation checkpointing saves memory: a block stores only its input, and is recomputed in the backward pass."""
 
 import functools
 
@@ -7,6 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(block: nn.Module) -> None:
-    """Asking twice, in a policy's settings and in the run's, is the same as asking once."""
+    """Recompute this block. A second call, from the policy's and the run's settings, has no effect."""
     if "forward" not in vars(block):
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

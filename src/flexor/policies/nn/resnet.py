@@ -22,7 +22,7 @@ class Architecture(NamedTuple):
     bottleneck: bool
     """Blocks of three convolutions instead of two."""
     width: int = 64
-    """Channels of the first stage; each other one has twice as many as the one before."""
+    """Channels of the first stage; each further stage has twice as many as the one before."""
 
 
 ARCHITECTURES = {
@@ -115,8 +115,8 @@ class BasicBlock(nn.Module):
         super().__init__()
         if dilation > 1:
             raise ConfigError(
-                "policy.replace_final_stride_with_dilation needs a ResNet-50 or deeper: "
-                "set --policy.vision_backbone=resnet50, or leave the stride as it is."
+                "policy.replace_final_stride_with_dilation=true requires a ResNet-50 or deeper: "
+                "set --policy.vision_backbone=resnet50, or leave it out."
             )
         self.conv1 = Conv2d(inputs, width, 3, stride)
         self.bn1 = norm(width)
@@ -166,7 +166,7 @@ class ResNet(nn.Module):
         super().__init__()
         if name not in ARCHITECTURES:
             raise ConfigError(
-                f"policy.vision_backbone={name!r} is not a known ResNet; one of {', '.join(ARCHITECTURES)}."
+                f"policy.vision_backbone={name!r} is not a known ResNet; use one of {', '.join(ARCHITECTURES)}."
             )
         depths, bottleneck, width = ARCHITECTURES[name]
         block = Bottleneck if bottleneck else BasicBlock
@@ -207,11 +207,11 @@ class ResNet(nn.Module):
         return -(-height // self.stride), -(-width // self.stride)
 
     def load_imagenet(self, weights: str) -> None:
-        """Load published ImageNet weights by torchvision's name for them, downloading them once."""
+        """Load published ImageNet weights, given by torchvision's name. They are downloaded once."""
         if weights not in IMAGENET_WEIGHTS:
             raise ConfigError(
                 f"policy.pretrained_backbone_weights={weights!r} is not known; "
-                f"null or one of {', '.join(IMAGENET_WEIGHTS)}."
+                f"use null or one of {', '.join(IMAGENET_WEIGHTS)}."
             )
         file = IMAGENET_WEIGHTS[weights]
         try:

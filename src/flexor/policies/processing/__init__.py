@@ -1,4 +1,4 @@
-"""The processing around a policy. All of its steps are imported here, so that a checkpoint may name any of them."""
+"""The processing before and after a policy. All steps are imported here, so that a checkpoint can name any of them."""
 
 from flexor.policies.processing import normalize, rename_and_move, tokenize
 

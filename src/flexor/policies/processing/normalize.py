@@ -1,4 +1,4 @@
-"""Normalisation and its inverse. To add a mode: a line in BOUNDS, its name in `policies/features.py`."""
+"""Normalisation and its inverse. To add a mode: add a line in BOUNDS, and its name in `policies/features.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexor.core.errors import ConfigError
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
 
-# the statistics that become -1 and 1; MEAN_STD is the other kind
+# the statistics that are mapped to -1 and 1; MEAN_STD is handled separately
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 
 
@@ -40,7 +40,7 @@ class _Normalization(ProcessingStep):
         self._check()
 
     def _check(self) -> None:
-        """Refuse now what would fail in the middle of a run."""
+        """Refuse now what would otherwise fail during a run."""
         for key, feature in self.features.items():
             mode = self.norm_map.get(feature.type, "IDENTITY")
             if mode == "IDENTITY" or not self.stats:

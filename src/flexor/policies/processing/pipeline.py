@@ -1,8 +1,8 @@
-"""What happens to a batch before the policy sees it and to actions before the robot does.
+"""Processing of a batch before the policy, and of actions before the robot.
 
 A pipeline is a list of steps, saved with the weights in LeRobot's format. Training, evaluation, export and the planner
-use the same one: what was trained is what runs. A policy names its steps in `PolicyConfig.steps_before` and
-`steps_after`. To add a step: a class with `@processing_step(name)`, beside these or in the folder of its policy.
+all use the same pipeline. A policy names its steps in `PolicyConfig.steps_before` and `steps_after`. To add a step:
+write a class with `@processing_step(name)`, in this folder or in the folder of its policy.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StepContext:
     """What a step can use besides the batch."""
 
     training: bool = False
-    """Whether the batch is trained on: a step that augments does so only then."""
+    """Whether the batch is for training. A step augments only then."""
     noise: NoiseSource | None = None
-    """Random numbers that depend on seed, step and sample only. None if nobody gave a seed."""
+    """Random numbers that depend on seed, step and sample only. None if there is no seed."""
     observation: Batch = field(default_factory=dict)
     """For steps after the policy: the observation it acted on, in the robot's units, under the policy's names."""
 
@@ -42,26 +42,26 @@ ACTING = StepContext()
 
 
 class ProcessingStep:
-    """One step of a pipeline. `config` and `state` are what is saved."""
+    """One step of a pipeline. `config` and `state` are saved."""
 
     name: ClassVar[str]
 
     on_host: ClassVar[bool] = False
     """Whether the step works on the host, as on words: it is never part of a CUDA graph."""
     keeps_values: ClassVar[bool] = False
-    """Whether the step only names and arranges: what comes out is still in the robot's units, and not moved."""
+    """Whether the step only renames or reshapes: its output is still in the robot's units and on the same device."""
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         raise NotImplementedError
 
     def to(self, device: str) -> None:
-        """The policy computes on this device."""
+        """Set the device that the policy computes on."""
 
     def prepare(self) -> None:
-        """Load what the step needs, before a run starts: a missing file is then an error at once."""
+        """Load what the step needs before a run starts, so that a missing file is reported at once."""
 
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        """A batch of the same shape, for a plan: without files and without looking at values."""
+        """A batch of the same shape, for the planner: computed without files and without reading values."""
         return self(batch, context)
 
     def config(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ AnyStep = TypeVar("AnyStep", bound=type[ProcessingStep])
 
 
 def processing_step(name: str) -> Callable[[AnyStep], AnyStep]:
-    """Register a step under the name that stands for it in a checkpoint: LeRobot's, where it has the step too."""
+    """Register a step under its name in checkpoints: LeRobot's name, if LeRobot has the step."""
 
     def register(step: AnyStep) -> AnyStep:
         step.name = name
@@ -118,7 +118,7 @@ class Pipeline:
         return batch
 
     def to(self, device: str) -> Pipeline:
-        """Bring batches to the device that the policy computes on."""
+        """Move batches to the device that the policy computes on."""
         for step in self.steps:
             step.to(device)
         return self
@@ -158,14 +158,14 @@ def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
         raise CheckpointError(
             f"{file} names the processing step {name!r}, which Flexor does not have. It has: {', '.join(STEPS)}. "
             f"If you have its code, register it in the file of your policy with @flexor.processing_step({name!r}). "
-            f"If the policy works without it, delete its entry from {file.name}. Else use the checkpoint in LeRobot."
+            f"If the policy works without it, delete its entry from {file.name}. Otherwise use it in LeRobot."
         )
     settings = dict(entry.get("config", {}))
     try:
         step = STEPS[name].from_config(settings)
     except (TypeError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{file}: the processing step {name!r} does not take the settings {settings}: {error!r}"
+            f"{file}: the processing step {name!r} does not accept the settings {settings}: {error!r}"
         ) from error
     if "state_file" in entry:
         step.load_state(load_file(file.parent / entry["state_file"]))

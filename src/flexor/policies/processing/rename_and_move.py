@@ -1,4 +1,4 @@
-"""Steps that change a batch's names, its batch dimension and the device it is on."""
+"""Steps that change a batch's names, its batch dimension and its device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _is_vector(key: str) -> bool:
 @processing_step("device_processor")
 @dataclass
 class ToDevice(ProcessingStep):
-    """Move a batch, then convert it there: images travel as bytes and become floats in [0, 1] on arrival."""
+    """Move a batch, then convert it on the device: images are copied as bytes and become floats in [0, 1] there."""
 
     device: str = "cpu"
     float_dtype: str | None = None
@@ -62,8 +62,8 @@ class ToDevice(ProcessingStep):
     def _move(self, key: str, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor):
             return value
-        # Asynchronously only from pinned memory. Otherwise an action could be read before it has arrived, and an
-        # observation be overwritten before it has left.
+        # Asynchronously only from pinned memory. Otherwise an action could be read before it is copied, and an
+        # observation could be overwritten before it is copied.
         value = value.to(self.device, non_blocking=value.device.type == "cpu" and value.is_pinned())
         if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
             return value.to(dtype) / 255

@@ -1,4 +1,4 @@
-"""The step that turns the task, given in words, into tokens."""
+"""The step that turns the task description into tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TASK_MASK = "observation.language.attention_mask"
 @processing_step("tokenizer_processor")
 @dataclass
 class Tokenize(ProcessingStep):
-    """The task, a sentence per sample, becomes tokens and a mask that is true where there are some."""
+    """Turns the task, a sentence per sample, into tokens and a mask that is true for tokens and false for padding."""
 
     on_host = True
     tokenizer_name: str
@@ -61,7 +61,9 @@ class Tokenize(ProcessingStep):
     def _tasks(self, batch: Batch) -> list[str]:
         tasks: list[str] | None = batch.get(self.task_key)
         if not tasks:
-            raise FlexorError(f"The policy is told what to do in words, but there is no {self.task_key!r}.")
+            raise FlexorError(
+                f"The policy requires a task description, but the batch has no {self.task_key!r}."
+            )
         return tasks
 
 

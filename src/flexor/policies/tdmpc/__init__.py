@@ -1,1 +1,1 @@
-"""TD-MPC: a model of the task, learned from rewards, and a search in it."""
+"""TD-MPC: a world model learned from rewards, and planning in it."""

@@ -19,11 +19,11 @@ class TDMPCConfig(PolicyConfig):
     calibration = Calibration(cameras=1, height=84, width=84)
 
     n_action_repeats: int = 2
-    """How often the plan's first action is executed before the policy looks again; 1 with n_action_steps."""
+    """Times the first action of a plan is repeated before the next plan; must be 1 if n_action_steps is above 1."""
     horizon: int = 5
-    """How many steps the model is trained over and the search looks ahead."""
+    """Number of steps the model is trained over and the planner looks ahead."""
     n_action_steps: int = 1
-    """How many actions of a plan are executed; more than one needs n_action_repeats=1 and use_mpc."""
+    """Number of actions of a plan that are executed; more than one requires n_action_repeats=1 and use_mpc=true."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {
             Kind.VISUAL: "IDENTITY",
@@ -32,57 +32,57 @@ class TDMPCConfig(PolicyConfig):
             Kind.ACTION: "MIN_MAX",
         }
     )
-    """How each kind of feature is normalised; actions must be in [-1, 1], so MIN_MAX."""
+    """How each kind of feature is normalised; ACTION must be MIN_MAX, since actions must be in [-1, 1]."""
     image_encoder_hidden_dim: int = 32
     """Channels of the convolutions that encode the camera."""
     state_encoder_hidden_dim: int = 256
     """Width of the networks that encode states."""
     latent_dim: int = 50
-    """Size of the latent."""
+    """Size of the latent state."""
     q_ensemble_size: int = 5
-    """How many critics there are; their disagreement says where the model is unsure."""
+    """Number of critics; their disagreement shows where the model is uncertain."""
     mlp_dim: int = 512
-    """Width of dynamics, reward, policy, critics and value."""
+    """Width of the dynamics, reward, policy, critic and value networks."""
     discount: float = 0.9
-    """How much a reward one step later is worth."""
+    """Discount factor of rewards per step."""
     use_mpc: bool = True
-    """Search for actions; otherwise the learned policy acts alone, which is cheap and weaker."""
+    """Plan actions with the model; false uses the learned policy alone, which is cheaper and weaker."""
     cem_iterations: int = 6
-    """Rounds of the search."""
+    """Iterations of the planner."""
     max_std: float = 2.0
-    """Spread of the actions tried in the first round, and the most in any."""
+    """Standard deviation of sampled actions in the first iteration, and its maximum in the others."""
     min_std: float = 0.05
-    """The least spread; also what the learned policy's proposals are shaken by."""
+    """Minimum standard deviation of sampled actions; also that of the noise added to the learned policy's proposals."""
     n_gaussian_samples: int = 512
-    """Sequences tried per round."""
+    """Action sequences sampled per iteration."""
     n_pi_samples: int = 51
-    """Sequences that the learned policy proposes."""
+    """Action sequences that the learned policy proposes."""
     uncertainty_regularizer_coeff: float = 1.0
-    """How much the critics' disagreement counts against a sequence."""
+    """Weight of the penalty for disagreement of the critics about a sequence."""
     n_elites: int = 50
-    """How many of the best sequences the next round is drawn around."""
+    """Number of best sequences (elites) that the next iteration is sampled around."""
     elite_weighting_temperature: float = 0.5
-    """How much more the better ones of them count; 0 is not at all."""
+    """How much more weight the better elites get; 0 weights all elites equally."""
     gaussian_mean_momentum: float = 0.1
-    """How much of the last round's mean is kept."""
+    """Fraction of the previous iteration's mean that is kept."""
     max_random_shift_ratio: float = 0.0476
-    """Pictures are shifted by up to this share of their size in training; 0 is not at all."""
+    """In training, images are shifted randomly by up to this fraction of their size; 0 disables shifts."""
     reward_coeff: float = 0.5
-    """Weight of the error of predicted rewards."""
+    """Weight of the reward prediction error in the loss."""
     expectile_weight: float = 0.9
-    """How optimistic the value is: 0.5 is the mean over the recorded actions, 1 the best of them."""
+    """How optimistic the value function is: 0.5 is the mean over the recorded actions, 1 the best of them."""
     value_coeff: float = 0.1
-    """Weight of the critics' and of the value's errors."""
+    """Weight of the errors of the critics and of the value function in the loss."""
     consistency_coeff: float = 20.0
-    """Weight of the error of predicted latents."""
+    """Weight of the latent prediction error in the loss."""
     advantage_scaling: float = 3.0
     """How strongly the learned policy prefers recorded actions that were better than expected."""
     pi_coeff: float = 0.5
-    """Weight of the learned policy's error."""
+    """Weight of the learned policy's error in the loss."""
     temporal_decay_coeff: float = 0.5
-    """How much less each further step counts in the loss."""
+    """Factor by which the weight of each further step in the loss decreases."""
     target_model_momentum: float = 0.995
-    """How much of the slowly moving target model is kept per optimizer step."""
+    """Fraction of the target model that is kept in each of its updates, one per optimizer step."""
     optimizer_lr: float = 3e-4
     """Learning rate (--optimizer.lr takes precedence)."""
 
@@ -91,16 +91,16 @@ class TDMPCConfig(PolicyConfig):
         self._check_features()
         if self.n_obs_steps != 1:
             raise ConfigError(
-                f"policy.n_obs_steps={self.n_obs_steps}: TD-MPC sees one observation; set it to 1."
+                f"policy.n_obs_steps={self.n_obs_steps}: TD-MPC supports one observation only; set it to 1."
             )
         if self.normalization_mapping.get(Kind.ACTION) != "MIN_MAX":
             raise ConfigError(
                 f"policy.normalization_mapping.ACTION={self.normalization_mapping.get(Kind.ACTION)}: TD-MPC "
-                "searches for actions in [-1, 1], so it must be MIN_MAX."
+                "plans actions in [-1, 1], so it must be MIN_MAX."
             )
         if self.n_action_steps > 1 and (self.n_action_repeats != 1 or not self.use_mpc):
             raise ConfigError(
-                f"policy.n_action_steps={self.n_action_steps} executes several actions of a plan, which needs "
+                f"policy.n_action_steps={self.n_action_steps} executes several actions of a plan, which requires "
                 f"policy.n_action_repeats=1 (it is {self.n_action_repeats}) and policy.use_mpc=true."
             )
         if self.n_action_steps > self.horizon:
@@ -120,30 +120,30 @@ class TDMPCConfig(PolicyConfig):
             raise ConfigError(f"policy.min_std={self.min_std} is more than policy.max_std={self.max_std}.")
         if self.n_elites > (tried := self.n_gaussian_samples + self.n_pi_samples):
             raise ConfigError(
-                f"policy.n_elites={self.n_elites} is more than the {tried} sequences that are tried "
+                f"policy.n_elites={self.n_elites} is more than the {tried} sequences of an iteration "
                 "(policy.n_gaussian_samples and policy.n_pi_samples)."
             )
         if self.use_mpc and self.q_ensemble_size == 1 and self.uncertainty_regularizer_coeff > 0:
             raise ConfigError(
-                "policy.q_ensemble_size=1: a single critic can't disagree; use 2 or more, or set "
+                "policy.q_ensemble_size=1: uncertainty is the disagreement of several critics; use 2 or more, or set "
                 "policy.uncertainty_regularizer_coeff=0."
             )
 
     def _check_features(self) -> None:
         if self.input_features and not self.observed:
             raise ConfigError(
-                f"TD-MPC needs a camera (observation.image...), {STATE} or {ENV_STATE}; the dataset has "
+                f"TD-MPC requires a camera (observation.image...), {STATE} or {ENV_STATE}; the dataset has "
                 f"{', '.join(self.input_features)}."
             )
         if len(self.images) > 1:
             raise ConfigError(
-                f"TD-MPC looks through one camera, but there are {', '.join(self.images)}: leave one of them "
+                f"TD-MPC supports one camera only, but there are {', '.join(self.images)}: keep one of them "
                 "in policy.input_features."
             )
         for name, feature in self.images.items():
             if feature.shape[-1] != feature.shape[-2]:
                 raise ConfigError(
-                    f"{name} is {list(feature.shape[-2:])}, but TD-MPC's pictures must be square: resize them, "
+                    f"{name} is {list(feature.shape[-2:])}, but TD-MPC requires square images: resize them, "
                     "for example with --dataset.cache.size=64x64."
                 )
 

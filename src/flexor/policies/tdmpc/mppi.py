@@ -1,11 +1,11 @@
 """Planning with a learned model: MPPI, fitted by the cross-entropy method, as TD-MPC plans.
 
-Many sequences of actions are tried in the model, drawn from a normal distribution and from the learned
-policy; the best of them say where to look next. Costs `cem_iterations` times (samples x horizon) small
-networks per decision, and in return needs no gradients and leaves bad local choices behind.
+Many action sequences, drawn from a normal distribution and from the learned policy, are evaluated in the
+model. The next iteration samples around the best of them. A decision costs `cem_iterations` x samples x
+horizon evaluations of small networks. It needs no gradients and can leave local optima.
 
-Sequences are valued as in FOWM (Feng et al. 2023, https://arxiv.org/abs/2310.16029, equation 4): where
-the critics disagree, the model has not been, so their spread is taken off.
+Sequences are valued as in FOWM (Feng et al. 2023, https://arxiv.org/abs/2310.16029, equation 4): critics
+disagree where the model has no data, so the standard deviation of their values is subtracted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def plan(
     model: LatentWorld, config: TDMPCConfig, latent: Tensor, noise: NoiseSource, previous: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A sequence of actions [B, H, A], and the mean [B, H, A] that the next search of the episode starts from."""
+    """A sequence of actions [B, H, A], and the mean [B, H, A] that the next plan of the episode starts from."""
     batch, actions = len(latent), config.action.shape[0]
     proposed = _follow_policy(model, config, latent, noise)  # [B, P, H, A]
     mean = torch.zeros(batch, config.horizon, actions, device=latent.device)
@@ -50,7 +50,7 @@ def plan(
 
 
 def _follow_policy(model: LatentWorld, config: TDMPCConfig, latent: Tensor, noise: NoiseSource) -> Tensor:
-    """What the learned policy would do, a little shaken: [B, P, H, A]."""
+    """Sequences of the learned policy with a little noise: [B, P, H, A]."""
     batch, count, actions = len(latent), config.n_pi_samples, config.action.shape[0]
     epsilon = noise.normal("plan/policy", (batch, count, config.horizon, actions)).to(latent.device)
     latent = latent[:, None].expand(-1, count, -1)
@@ -69,7 +69,7 @@ def _value(
     noise: NoiseSource,
     name: str,
 ) -> Tensor:
-    """What the sequences [B, N, H, A] are worth [B, N]: rewards, then what critics expect of the end."""
+    """The values [B, N] of sequences [B, N, H, A]: their rewards, then the critics' value of the last state."""
     batch, count, horizon, width = actions.shape
     latent = latent[:, None].expand(-1, count, -1)
     doubt = config.uncertainty_regularizer_coeff
@@ -91,7 +91,7 @@ def _value(
 
 
 def lower_of_two(values: Tensor, noise: NoiseSource, name: str) -> Tensor:
-    """The lower of two critics that each sample draws (perhaps the same one twice): [B, N, E] -> [B, N]."""
+    """The lower of two critics drawn at random per sample (perhaps the same one twice): [B, N, E] -> [B, N]."""
     batch, _, critics = values.shape
     if critics > 2:
         drawn = noise.integers(name, (batch, 2), critics).to(values.device)
@@ -100,7 +100,7 @@ def lower_of_two(values: Tensor, noise: NoiseSource, name: str) -> Tensor:
 
 
 def _pick(elites: Tensor, weights: Tensor, noise: NoiseSource) -> Tensor:
-    """One of the sequences [B, K, H, A] by its weight [B, K]: a draw keeps the robot exploring a little."""
+    """One of the sequences [B, K, H, A], drawn by weight [B, K]. Drawing keeps some exploration."""
     chance = noise.uniform("plan/choice", (len(elites), 1)).to(weights)
     index = (weights.cumsum(1) < chance).sum(1, keepdim=True).clamp(max=weights.shape[1] - 1)
     return elites.take_along_dim(index[:, :, None, None], 1)[:, 0]

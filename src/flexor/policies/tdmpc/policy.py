@@ -1,13 +1,13 @@
 """TD-MPC: plan in a learned model of the task (Hansen et al. 2022, https://arxiv.org/abs/2203.04955).
 
-Observations become a small latent, in which the model predicts what an action leads to, what reward it
-brings and what may still come after it; acting is a search in that model (`mppi.py`). It learns
-from recorded rewards as FOWM does (Feng et al. 2023, https://arxiv.org/abs/2310.16029), which never asks
-critics about actions that nobody took. The only policy here that can become better than its data; in
-return the data needs rewards, and a decision costs thousands of small predictions.
+Observations are encoded into a small latent state. From it and an action, the model predicts the next latent
+state, the reward and the value. At inference the policy plans in that model (`mppi.py`). It learns from
+recorded rewards as FOWM does (Feng et al. 2023, https://arxiv.org/abs/2310.16029): critics are trained on
+recorded actions only. It is the only built-in policy that can become better than its data. In return the data
+needs rewards, and a decision costs thousands of small predictions.
 
-Parameter names and settings are LeRobot's, so checkpoints go both ways. Unlike there, pictures are shifted
-in training whatever their camera is called, and a policy may see a picture or a state alone.
+Parameter names and settings are LeRobot's, so either program can load the other's checkpoints. Unlike in LeRobot,
+images are shifted in training whatever the camera's name, and a policy may use an image or a state alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LARGEST_PREFERENCE = 100.0  # for an action that turned out better than expected
 
 
 class Targets(NamedTuple):
-    """What the model should have predicted, without gradients."""
+    """The targets of the model's predictions, without gradients."""
 
     latents: Tensor  # [B, H, L], after each action
     critics: Tensor  # [B, H]
@@ -51,7 +51,7 @@ class TDMPC(Policy):
 
     @torch.no_grad()
     def begin_step(self, step: int) -> None:
-        """The target follows what the last optimizer step made of the model."""
+        """Move the target model towards the model after the last optimizer step."""
         if step > 0:
             pairs = list(zip(self.model_target.parameters(), self.model.parameters(), strict=True))
             targets, own = [local(t) for t, _ in pairs], [local(p) for _, p in pairs]
@@ -110,31 +110,31 @@ class TDMPC(Policy):
         advantage = lower_of_two(believed, noise, "critics/advantage") - value
         return Targets(
             latents=self.model_target.encode(following),
-            # of recorded actions alone, and by the model itself, not by its target: as FOWM does it
+            # for recorded actions only, and from the model, not the target model: as in FOWM
             critics=rewards + config.discount * self.model.value(self.model.encode(following)),
             value=lower_of_two(believed, noise, "critics/value"),
             preference=(config.advantage_scaling * advantage).exp().clamp(max=LARGEST_PREFERENCE),
         )
 
-    def _shift(self, pictures: Tensor, noise: NoiseSource) -> Tensor:
-        """Each picture of [B, T, C, S, S] moved by a few pixels of its own; the border is repeated."""
-        steps, size = pictures.shape[1], (pictures.shape[-2], pictures.shape[-1])
+    def _shift(self, images: Tensor, noise: NoiseSource) -> Tensor:
+        """Shift each image of [B, T, C, S, S] by a few pixels, independently; the border is repeated."""
+        steps, size = images.shape[1], (images.shape[-2], images.shape[-1])
         pad = round(self.config.max_random_shift_ratio * size[0])
         if pad == 0:
-            return pictures
+            return images
         moved = [
-            random_crop(pictures[:, t : t + 1], size, noise, f"shift/{t}", border=pad) for t in range(steps)
+            random_crop(images[:, t : t + 1], size, noise, f"shift/{t}", border=pad) for t in range(steps)
         ]
         return torch.cat(moved, 1)
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Steps [B, H] that start and act within the episode, whose next observation does, whose reward does."""
+        """Masks [B, H] of steps within the episode: by start and action, by next observation, by reward."""
         key = STATE if STATE in self.config.observed else next(iter(self.config.observed))
         seen = ~batch[f"{key}_is_pad"]  # [B, H + 1]
         return seen[:, :1] & ~batch[f"{ACTION}_is_pad"], seen[:, 1:], ~batch[f"{REWARD}_is_pad"]
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """Actions [B, n, A] for now: a plan's first ones, or its first one n times."""
+        """Actions [B, n, A]: the first n of a plan, or its first one n times."""
         config, memory = self.config, batch.get(MEMORY, {})
         latent = self.model.encode({k: _now(batch[k], feature) for k, feature in config.observed.items()})
         if config.use_mpc:
@@ -154,7 +154,7 @@ class TDMPC(Policy):
 
 
 def _now(observed: Tensor, feature: PolicyFeature) -> Tensor:
-    """[B, ...] of an observation that may have a time dimension."""
+    """The current observation [B, ...]; the input may have a time dimension."""
     return observed[:, 0] if observed.dim() > 1 + len(feature.shape) else observed
 
 

@@ -1,7 +1,7 @@
-"""A model of the task in a small latent: what TD-MPC learns and plans with.
+"""TD-MPC's model of the task in a small latent space, for training and planning.
 
-Names of parameters, and the order in which they are made, are LeRobot's. Leading dimensions are free
-everywhere, so that training over time and planning over samples use the same few methods.
+Names and order of parameters are LeRobot's. All methods accept any leading dimensions, so that training over
+time and planning over samples use the same methods.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LatentWorld(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Orthogonal, without biases; rewards and critics start at zero, so that nothing is promised."""
+        """Orthogonal weights, zero biases. Rewards and critics start at zero, so that no value is overestimated."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 gain = nn.init.calculate_gain("relu") if isinstance(module, nn.Conv2d) else 1.0
@@ -77,13 +77,13 @@ class LatentWorld(nn.Module):
         return self._V(latent).squeeze(-1).float()
 
     def values(self, latent: Tensor, action: Tensor) -> Tensor:
-        """What each critic expects of an action [..., E]."""
+        """The value of an action by each critic [..., E]."""
         x = torch.cat([latent, action], -1)
         return torch.cat([critic(x) for critic in self._Qs], -1).float()
 
 
 class LatentEncoder(nn.Module):
-    """A latent per camera and state, and their mean."""
+    """Encodes the camera and each state to a latent; the result is their mean."""
 
     def __init__(self, config: TDMPCConfig):
         super().__init__()
@@ -103,11 +103,11 @@ class LatentEncoder(nn.Module):
     def forward(self, observed: dict[str, Tensor]) -> Tensor:
         latents = []
         if self.camera is not None:
-            pictures = observed[self.camera]  # [..., C, S, S]
-            flat = pictures.flatten(0, -4)
+            images = observed[self.camera]  # [..., C, S, S]
+            flat = images.flatten(0, -4)
             if self.enlarge > 1:
                 flat = F.interpolate(flat, scale_factor=float(self.enlarge), mode="nearest")
-            latents.append(self.image_enc_layers(flat).unflatten(0, pictures.shape[:-3]))
+            latents.append(self.image_enc_layers(flat).unflatten(0, images.shape[:-3]))
         if ENV_STATE in observed:
             latents.append(self.env_state_enc_layers(observed[ENV_STATE]))
         if STATE in observed:
@@ -116,9 +116,9 @@ class LatentEncoder(nn.Module):
 
 
 def enlargement(size: int) -> int:
-    """How many times a picture must be enlarged for the convolutions to leave something of it.
+    """The factor by which an image is enlarged, so that the convolutions leave at least one pixel.
 
-    More than once below 39 pixels, where LeRobot has no such policy.
+    It is above 1 below 39 pixels, which LeRobot does not support.
     """
     return next(factor for factor in range(1, 40) if _convolved(factor * size) >= 1)
 

@@ -1,1 +1,1 @@
-"""VQ-BeT: actions as words of a learned vocabulary, predicted by a transformer."""
+"""VQ-BeT: a transformer predicts actions as codes of a learned vocabulary."""

@@ -12,7 +12,7 @@ from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.nn.camera import VisionSettings
 
-TOKENS_PER_STEP = 3  # picture, state, and one that asks for actions
+TOKENS_PER_STEP = 3  # image, state, and an action query
 
 
 @dataclass
@@ -23,11 +23,11 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     calibration = Calibration(cameras=1, height=96, width=96)
 
     n_obs_steps: int = 5
-    """How many observations, up to the current one, the policy sees."""
+    """Number of observations the policy uses, the current one included."""
     n_action_pred_token: int = 3
-    """How many chunks are predicted from now on, each beginning one step later; the first one is executed."""
+    """Number of chunks predicted from the current step on, each starting one step later; only the first is executed."""
     action_chunk_size: int = 5
-    """How many actions two codes stand for, and are executed before the policy looks again."""
+    """Number of actions in a chunk (two codes); all are executed before the next prediction."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MIN_MAX", Kind.ACTION: "MIN_MAX"}
     )
@@ -36,17 +36,17 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     n_vqvae_training_steps: int = 20000
     """Optimizer steps of the first phase, which trains the action vocabulary alone (at least one)."""
     vqvae_n_embed: int = 16
-    """Codes in each of the two codebooks."""
+    """Number of codes in each of the two codebooks."""
     vqvae_embedding_dim: int = 256
     """Size of a code."""
     vqvae_enc_hidden_dim: int = 128
-    """Width of the auto-encoder of actions."""
+    """Width of the action auto-encoder."""
     gpt_block_size: int = 500
-    """Tokens the transformer has positions for: at least 3 n_obs_steps + n_action_pred_token - 1."""
+    """Maximum number of tokens of the transformer: at least 3 n_obs_steps + n_action_pred_token - 1."""
     gpt_input_dim: int = 512
-    """Size of a token: a picture's or a state's projection."""
+    """Size of an input token (the projection of an image or a state)."""
     gpt_output_dim: int = 512
-    """Size of a feature, from which codes and offsets are predicted."""
+    """Size of the transformer's output, from which codes and offsets are predicted."""
     gpt_n_layer: int = 8
     """Layers of the transformer."""
     gpt_n_head: int = 8
@@ -56,15 +56,15 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     dropout: float = 0.1
     """Dropout in the transformer."""
     offset_loss_weight: float = 10000.0
-    """Weight of the offset's error in the loss."""
+    """Weight of the offset error in the loss."""
     primary_code_loss_weight: float = 5.0
     """Weight of the first code's loss."""
     secondary_code_loss_weight: float = 0.5
     """Weight of the second code's loss."""
     bet_softmax_temperature: float = 0.1
-    """Of the sampling of codes: near 0 the likeliest, 1 as likely as predicted."""
+    """Temperature of code sampling: near 0 always the likeliest code, 1 the predicted probabilities."""
     sequentially_select: bool = False
-    """Predict the second code knowing the first one, instead of both at once."""
+    """Predict the second code from the first one, instead of both at once."""
     optimizer_vqvae_lr: float = 1e-3
     """Learning rate of the first phase."""
     optimizer_vqvae_weight_decay: float = 1e-4
@@ -73,7 +73,7 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
     """Steps of warm-up at the beginning of the second phase (--scheduler.num_warmup_steps takes precedence)."""
 
     def __post_init__(self) -> None:
-        # LeRobot counts tokens by the features that are declared: declare only what there is a token for
+        # LeRobot counts tokens by declared features: declare only features that have a token
         self.input_features = {**self.images, **({STATE: self.state} if self.state else {})}
 
     def validate(self) -> None:
@@ -101,8 +101,9 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
         self.check_vision(cameras)
         if self.output_features and (len(cameras) != 1 or self.state is None):
             raise ConfigError(
-                f"VQ-BeT looks at one camera and {STATE}; here are {', '.join(self.input_features) or 'neither'}. "
-                "Name the two in policy.input_features, with their type and shape."
+                f"VQ-BeT requires one camera and {STATE}, but the inputs are "
+                f"{', '.join(self.input_features) or 'neither'}. Name the two in policy.input_features, with their "
+                "type and shape."
             )
 
     def scheduler_preset(self) -> dict[str, Any]:
@@ -118,7 +119,7 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
 
     @property
     def chunks(self) -> int:
-        """How many chunks of a sample are predicted: one from each observation on, and the future ones."""
+        """Number of chunks predicted per sample: one per observation, and the future ones."""
         return self.n_obs_steps + self.n_action_pred_token - 1
 
     @property
@@ -132,4 +133,4 @@ class VQBeTConfig(VisionSettings, AdamSettings, PolicyConfig):
 
     @property
     def uses_all_parameters(self) -> bool:
-        return False  # the phases train one part each
+        return False  # each phase trains only a part of the policy

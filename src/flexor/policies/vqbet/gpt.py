@@ -1,8 +1,8 @@
 """A causal transformer over given vectors, with nanoGPT's parameter names (as LeRobot's VQ-BeT has them).
 
 Tokens are projections of observations, not words, so there is no vocabulary: vectors in, vectors out.
-Attention is torch's fused one. The table of what sees what, which checkpoints hold for every layer, is kept
-for their sake only.
+Attention is torch's fused attention. The attention mask of every layer is a buffer only because checkpoints
+contain it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        for block in self.blocks:  # each layer adds to the sum that runs through: together as much as one
+        for block in self.blocks:  # scaled down, since every layer adds to the residual stream
             assert isinstance(block, Block)
             nn.init.normal_(block.attn.c_proj.weight, std=0.02 / math.sqrt(2 * layers))
 
@@ -69,14 +69,14 @@ class GPT(nn.Module):
         return self.lm_head(self.transformer["ln_f"](x))
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Matrices, which weight decay is good for, and the rest; each in the order of their names."""
+        """Matrices, which get weight decay, and all other parameters; both sorted by name."""
         matrices = {f"{name}.weight" for name, m in self.named_modules() if isinstance(m, nn.Linear)}
         named = sorted(self.named_parameters())
         return [p for n, p in named if n in matrices], [p for n, p in named if n not in matrices]
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each normalised before and added."""
+    """Attention, then a feed-forward layer, each with pre-normalisation and a residual connection."""
 
     def __init__(self, dim: int, heads: int, block_size: int, dropout: float):
         super().__init__()

@@ -1,12 +1,12 @@
 """VQ-BeT: the Vector-Quantized Behavior Transformer (Lee et al. 2024, https://arxiv.org/abs/2403.03181).
 
 It is trained in two phases. First an auto-encoder learns a small vocabulary of action chunks: two codes
-stand for a chunk, roughly. Then it is frozen, and a causal transformer over the last observations learns to
-name the codes and to correct them by an offset. Sampling codes keeps ways of doing a task apart that a mean
-would mix up; acting takes one pass, unlike diffusion. The price: the vocabulary must be trained first,
-and a poor one limits everything after it.
+approximate a chunk. Then it is frozen, and a causal transformer over the last observations learns to predict
+the codes and an offset that corrects them. Sampling codes keeps different ways of doing a task apart, which a
+mean would mix. Inference takes one forward pass, unlike diffusion. The drawback: the vocabulary must be trained
+first, and a poor one limits everything after it.
 
-Parameter names and settings are LeRobot's, so checkpoints go both ways.
+Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flexor.policies.vqbet.config import TOKENS_PER_STEP, VQBeTConfig
 from flexor.policies.vqbet.gpt import GPT
 from flexor.policies.vqbet.vector_quantizer import VQVAE, mlp
 
-FOCUS = 2.0  # how much less the focal loss cares about codes that are predicted well
+FOCUS = 2.0  # exponent of the focal loss: how much less well-predicted codes count
 COMMITMENT_WEIGHT = 5.0
 
 
@@ -43,8 +43,8 @@ class VQBeT(Policy):
         return self.vqbet.action_head.vqvae_model
 
     def begin_step(self, step: int) -> None:
-        """The phase follows from the step, unless the weights came with a vocabulary that is trained."""
-        if self.discretizing is None:  # read once: it makes a GPU wait
+        """The step determines the phase, unless the loaded weights already have a trained vocabulary."""
+        if self.discretizing is None:  # read once: reading waits for the GPU
             self.discretizing = not self.vqvae.discretized.item()
         last = max(1, self.config.n_vqvae_training_steps) - 1
         if self.discretizing and step >= last:
@@ -104,7 +104,7 @@ class VQBeT(Policy):
         return [self.vqbet.rgb_encoder.backbone, *self.vqbet.policy.blocks]
 
     def param_groups(self) -> list[ParamGroup]:
-        """In LeRobot's order, by which a saved optimizer's state is numbered."""
+        """In LeRobot's order: a saved optimizer state is numbered by it."""
         model, head = self.vqbet, self.vqbet.action_head
         matrices, rest = model.policy.decay_groups()
         encoders = [model.rgb_encoder, model.state_projector, model.rgb_feature_projector]
@@ -124,7 +124,7 @@ class VQBeT(Policy):
 
 
 class VQBeTModel(nn.Module):
-    """Observations to features, one for each chunk; each observation is followed by a token that asks for actions."""
+    """Observations to features, one per chunk. Each observation is followed by an action query token."""
 
     select_target_actions_indices: Tensor  # [T, H]: which actions make up which chunk
 
@@ -158,11 +158,11 @@ class VQBeTModel(nn.Module):
 
     def forward(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """Features [B, T, D]."""
-        state, pictures = batch[STATE], batch[self.camera]  # [B, O, S], [B, O, 3, H, W]
+        state, images = batch[STATE], batch[self.camera]  # [B, O, S], [B, O, 3, H, W]
         steps = state.shape[1]
         assert steps == self.config.n_obs_steps
         ask = self.action_token.expand(len(state), -1, -1)
-        seen = self.rgb_feature_projector(self.rgb_encoder(pictures, noise))
+        seen = self.rgb_feature_projector(self.rgb_encoder(images, noise))
         tokens = torch.stack((seen, self.state_projector(state), ask.expand(-1, steps, -1)), dim=2)
         future = ask.expand(-1, self.config.n_action_pred_token - 1, -1)
         features = self.policy(torch.cat((tokens.flatten(1, 2), future), dim=1))
@@ -173,7 +173,7 @@ class VQBeTModel(nn.Module):
 
 @dataclass
 class HeadOutput:
-    """What the head makes of features, for each of T chunks."""
+    """The output of the head for each of T chunks."""
 
     logits: Tensor  # [B, T, 2, C], of the codes
     codes: Tensor  # [B, T, 2], drawn from them
@@ -182,7 +182,7 @@ class HeadOutput:
 
 
 class VQBeTHead(nn.Module):
-    """Codes and offsets from features, with the auto-encoder that knows what codes stand for."""
+    """Predicts codes and offsets from features. Includes the auto-encoder that decodes the codes."""
 
     def __init__(self, config: VQBeTConfig):
         super().__init__()
@@ -217,18 +217,18 @@ class VQBeTHead(nn.Module):
             codes = self._draw(logits, uniform)
         offsets = self.map_to_cbet_preds_offset(features).view(*shape, -1)  # [B, T, 2, C, H * A]
         index = codes[..., None, None].expand(*codes.shape, 1, offsets.shape[-1])
-        offset = offsets.gather(3, index).sum((2, 3))  # both codes' together
+        offset = offsets.gather(3, index).sum((2, 3))  # sum over both codes
         decoded = self.vqvae_model.decode(codes)
         return HeadOutput(logits, codes, decoded, decoded + offset)
 
     def _draw(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """One of C codes at random: the largest of logits with Gumbel noise added is distributed like them."""
+        """Sample one of C codes: the argmax of logits plus Gumbel noise has the distribution of the logits."""
         gumbel = -(-uniform.log()).log()
         return (logits.float() / self.config.bet_softmax_temperature + gumbel).argmax(-1)
 
 
 def focal_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """logits [..., C], target [...] -> cross-entropy that fades where the target is likely already.
+    """logits [..., C], target [...] -> cross-entropy, reduced where the target is already likely.
 
     (Lin et al. 2017, https://arxiv.org/abs/1708.02002.)
     """

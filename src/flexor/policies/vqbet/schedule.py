@@ -6,5 +6,5 @@ from collections.abc import Callable
 
 
 def after_vocabulary(vocabulary_steps: int, then: Callable[[int], float]) -> Callable[[int], float]:
-    """step -> factor on the learning rate; `then` counts its steps from the end of the vocabulary's."""
+    """step -> factor of the learning rate; `then` counts its steps from the end of the vocabulary phase."""
     return lambda step: 1.0 if step < vocabulary_steps else then(step - vocabulary_steps)

@@ -1,16 +1,16 @@
 """Residual vector quantisation (Zeghidour et al. 2021, https://arxiv.org/abs/2107.03312), and an auto-encoder with it.
 
-A vector is replaced by the nearest of a few codes, what is left of it by the nearest of a second few, and so on:
-two codebooks of 16 name 256 vectors. Codes are not trained by gradients. Each follows the mean of the vectors
-mapped to it (an exponential moving average), which is why it matters which vectors are counted together:
+A vector is replaced by the nearest code of a codebook, the remainder by the nearest code of a second codebook, and so
+on: two codebooks of 16 codes represent 256 vectors. Codes are not trained by gradients. Each follows the mean of the
+vectors mapped to it (an exponential moving average). So it matters which vectors are counted together:
 
-- The counts and sums of an optimizer step are those of the whole global batch: ranks add theirs up, and
-  micro-batches are added to those before them. `begin_step` says that a new step begins. Within a step
-  all vectors meet the codes as they were when it began.
-- After the last micro-batch the buffers are what the step makes of them: nothing waits for the next step,
-  so a checkpoint between two steps holds everything.
+- The counts and sums of an optimizer step are those of the whole global batch: they are summed over ranks and
+  micro-batches. `begin_step` starts a new step. Within a step, all vectors are mapped to the codes as they were
+  when the step began.
+- After the last micro-batch the buffers are final for this step. Nothing is left for the next step, so a checkpoint
+  between two steps holds everything.
 
-There is nothing random here: as in LeRobot's VQ-BeT, codes begin as random weights do, and none is replaced.
+Nothing here is random: as in LeRobot's VQ-BeT, codes start as random weights, and unused codes are not replaced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 DECAY = 0.8  # of the moving average, per optimizer step
-EPSILON = 1e-5  # counts no code as quite unused, so that nothing is divided by zero
+EPSILON = 1e-5  # added to every count, so that nothing is divided by zero
 
 
 @dataclass
 class StepStatistics:
-    """Where a codebook was when an optimizer step began, and what was mapped to each code since."""
+    """A codebook at the start of an optimizer step, and what was mapped to each code since."""
 
     codes: Tensor  # [C, D]
     cluster_size: Tensor  # [C]
@@ -62,10 +62,10 @@ class Codebook(nn.Module):
         return StepStatistics(codes, self.cluster_size[0].clone(), self.embed_avg[0].clone(), nothing)
 
     def forward(self, x: Tensor, learn: bool) -> tuple[Tensor, Tensor]:
-        """Vectors [N, D] -> the nearest code [N, D] and its number [N]; `learn` moves the codes."""
+        """Vectors [N, D] -> the nearest code [N, D] and its index [N]; `learn` updates the codes."""
         if not learn:
             return self._nearest(x, self.embed[0])
-        # where nobody says when a step begins, every forward pass is one
+        # without `begin_step`, every forward pass is a step
         step = self.step or self._no_statistics()
         quantized, index = self._nearest(x, step.codes)
         self._count(x.detach(), index, step)
@@ -73,7 +73,8 @@ class Codebook(nn.Module):
 
     @staticmethod
     def _nearest(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-        distance = codes.square().sum(-1) - 2 * x.detach() @ codes.T  # squared, less what all have in common
+        # squared, without |x|^2, which is the same for all codes
+        distance = codes.square().sum(-1) - 2 * x.detach() @ codes.T
         index = distance.argmin(-1)
         return codes[index], index
 
@@ -97,7 +98,7 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
 
 
 class ResidualVQ(nn.Module):
-    """Codebooks one after the other, each for what the ones before it left over."""
+    """A sequence of codebooks; each quantises the remainder of the one before."""
 
     freeze_codebook: Tensor
 
@@ -115,7 +116,7 @@ class ResidualVQ(nn.Module):
 
         Gradients pass through as if nothing had been quantised.
         """
-        with torch.autocast(x.device.type, enabled=False):  # bfloat16 can't tell near codes apart
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 can't distinguish close codes
             shape, residual = x.shape, x.float().flatten(0, -2)
             out = commitment = torch.zeros_like(residual)
             codes = []
@@ -134,20 +135,20 @@ class ResidualVQ(nn.Module):
         )
 
     def vectors(self, codes: Tensor) -> Tensor:
-        """What codes [..., layers] stand for: [..., D]."""
+        """The vectors [..., D] of codes [..., layers]."""
         found = [codebook.embed[0][codes[..., i]] for i, codebook in enumerate(self.codebooks)]
         return torch.stack(found).sum(0)
 
 
 class VQVAE(nn.Module):
-    """An auto-encoder whose latent is quantised: it learns which few vectors stand for all there are."""
+    """An auto-encoder with a quantised latent: it learns a few vectors that represent all actions."""
 
     CODEBOOKS = 2
     discretized: Tensor
 
     def __init__(self, inputs: int, hidden: int, latent: int, codes: int):
         super().__init__()
-        self.register_buffer("discretized", torch.tensor(False))  # it is trained, and changes no more
+        self.register_buffer("discretized", torch.tensor(False))  # trained, and frozen from then on
         self.vq_layer = ResidualVQ(latent, self.CODEBOOKS, codes)
         self.encoder = mlp(inputs, hidden, hidden, latent)
         self.decoder = mlp(latent, hidden, hidden, inputs)
@@ -157,12 +158,12 @@ class VQVAE(nn.Module):
             codebook.begin_step()
 
     def finish(self) -> None:
-        """Say, in what is saved, that it is trained."""
+        """Mark it as trained, in buffers that are saved."""
         self.discretized.fill_(True)
         self.vq_layer.freeze_codebook.fill_(True)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors [..., inputs] -> their reconstruction and the commitment loss [...]; in training the codes learn."""
+        """Vectors [..., inputs] -> their reconstruction and the commitment loss [...]; training updates the codes."""
         latent, _, commitment = self.vq_layer(self.encoder(x), learn=self.training)
         return self.decoder(latent), commitment
 

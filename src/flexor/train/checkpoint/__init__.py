@@ -1,1 +1,1 @@
-"""The run's folder: checkpoints, what they hold, how a run resumes from them."""
+"""The run's folder: its checkpoints, their contents, and how a run resumes from them."""

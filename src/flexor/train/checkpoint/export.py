@@ -1,4 +1,4 @@
-"""`flexor export`: the policy of a checkpoint as one `model.safetensors`, also if many ranks saved it in parts."""
+"""`flexor export`: the policy of a checkpoint as one `model.safetensors`, even if several ranks saved it in shards."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from flexor.train.checkpoint.tensors import ShardedTensors
 
 
 def export(path: Path, output: Path | None = None) -> Path:
-    """The `pretrained_model` folder of a run's newest checkpoint, or of the one named, complete with its weights.
+    """The `pretrained_model` folder, with weights, of a checkpoint or of a run's newest checkpoint.
 
-    `output` is a new folder for it; unless given, the weights are put into the checkpoint itself.
+    `output` is a new folder for it. By default the weights are written into the checkpoint itself.
     """
     found = _find(path)
     checkpoint.verify(found)
     target = found / PRETRAINED
     if output is not None:
         if output.exists():
-            raise ConfigError(f"{output} exists: choose a new folder, so that nothing is lost.")
+            raise ConfigError(
+                f"{output} already exists: choose a new folder, so that nothing is overwritten."
+            )
         shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():
@@ -39,12 +41,15 @@ def _find(path: Path) -> Path:
         return path
     newest = checkpoint.newest(path / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{path} is neither a run with checkpoints nor one of its checkpoints.")
+        raise CheckpointError(f"{path} is neither a run folder with checkpoints nor a checkpoint.")
     return newest
 
 
 def _write_weights(found: Path, target: Path) -> None:
-    """The moving average if there is one, adapters merged, as in any checkpoint; read without other ranks."""
+    """Write the moving average (EMA) if there is one, with adapters merged, as in any checkpoint.
+
+    One process reads all shards.
+    """
     run = json.loads((found / TRAINING_STATE / "flexor.json").read_text())
     kind = "model." if run["ema_updates"] is None else "ema."
     weights = ShardedTensors(found / TRAINING_STATE / SHARDS).read(kind)

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, manifest last, renamed into place.
+"""Checkpoints are complete or absent: written to a temporary folder, manifest last, then renamed.
 
-Whatever instant a process is killed at, a numbered folder with a manifest is complete, anything else
-is rubbish that the next run sweeps away.
+A process may be killed at any time: a numbered folder with a manifest is always complete. The next run removes
+temporary folders that are left over.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LAST = "last"
 
 
 def folder_name(step: int, total_steps: int) -> str:
-    """LeRobot's: at least six digits."""
+    """As in LeRobot: at least six digits."""
     return f"{step:0{max(6, len(str(total_steps)))}d}"
 
 
 class Folder:
-    """A checkpoint in the making: filled aside, then the newest one in an instant."""
+    """A checkpoint that is being written: in a temporary folder, which is then renamed to the final one."""
 
     def __init__(self, checkpoints: Path, step: int, total_steps: int):
         self.step = step
@@ -44,14 +44,14 @@ class Folder:
             (self.aside / "training_state").mkdir(parents=True)
 
     def finish(self, hashes: Mapping[str, str] | None = None) -> None:
-        """`hashes` of files that somebody has computed already, by their names in the folder."""
+        """`hashes`: those that are already computed, by the file's name in the folder."""
         _write_manifest(self.aside, self.step, hashes or {})
         _replace_folder(self.aside, self.final)
         _point_last_at(self.final)
 
     @contextlib.contextmanager
     def failures_named(self) -> Iterator[None]:
-        """What goes wrong inside is said in a person's words, and leaves nothing half-written."""
+        """Turn an error inside into a readable message, and remove the incomplete checkpoint."""
         try:
             yield
         except (OSError, SafetensorError) as error:
@@ -70,13 +70,13 @@ def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
     cause = f"the disk is full{free}" if full else f"{error}"
     return CheckpointError(
         f"Can't save the checkpoint of step {step} in {checkpoints}: {cause}. "
-        + (f"The last good one is {kept}. " if kept else "There is no earlier one. ")
-        + "Make room (--checkpoint.keep_last=2 keeps fewer) and go on with `flexor resume`."
+        + (f"The last good checkpoint is {kept}. " if kept else "There is no earlier checkpoint. ")
+        + "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints) and continue with `flexor resume`."
     )
 
 
 def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
-    """What belongs to the checkpoint, with sizes and hashes; everything reaches the disk before it does."""
+    """List the checkpoint's files with sizes and hashes. All of them are flushed to disk before the manifest."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -95,7 +95,7 @@ def hash_file(path: Path) -> str:
 
 
 def _replace_folder(source: Path, target: Path) -> None:
-    """Rename over a folder that may exist: a run that goes on from an older step writes steps anew."""
+    """Rename over a folder that may exist: a run that resumes from an older step saves later steps again."""
     old = target.with_name(f".{target.name}.old")
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -126,7 +126,7 @@ def newest(checkpoints: Path) -> Path | None:
 
 
 def verify(folder: Path) -> None:
-    """Refuse a checkpoint that is not what was written."""
+    """Refuse a checkpoint whose files are not those that were saved."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         sizes = {name: (expected["size"], expected["sha256"]) for name, expected in files.items()}
@@ -139,20 +139,22 @@ def verify(folder: Path) -> None:
         if not path.is_file():
             raise CheckpointError(f"{folder} is damaged: {name} is missing. {_instead(folder)}")
         if path.stat().st_size != size or hash_file(path) != sha256:
-            raise CheckpointError(f"{folder} is damaged: {name} is not what was saved. {_instead(folder)}")
+            raise CheckpointError(
+                f"{folder} is damaged: {name} has changed since it was saved. {_instead(folder)}"
+            )
 
 
 def _instead(folder: Path) -> str:
     others = [p.name for p in complete(folder.parent).values() if p != folder]
     if not others:
         return "There is no other checkpoint."
-    return f"Move it away and `flexor resume` goes on from {others[-1]}."
+    return f"Move it away, and `flexor resume` continues from {others[-1]}."
 
 
 def sweep(checkpoints: Path) -> None:
     """Remove what an interrupted save left behind."""
     for path in checkpoints.glob(".*.writing"):
-        log.info("removing the unfinished checkpoint %s", path.name)
+        log.info("removing the incomplete checkpoint %s", path.name)
         shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints.glob(".*.old"):
         shutil.rmtree(path, ignore_errors=True)
@@ -160,7 +162,7 @@ def sweep(checkpoints: Path) -> None:
         path.unlink()
     for path in checkpoints.glob("[0-9]*"):
         if not (path / MANIFEST).is_file():
-            log.warning("%s has no manifest, so it is not a whole checkpoint: left aside", path)
+            log.warning("%s has no manifest, so it is not a complete checkpoint: ignored", path)
     found = newest(checkpoints)
     if found is not None and (checkpoints / LAST).resolve() != found.resolve():
         _point_last_at(found)
@@ -175,7 +177,7 @@ def prune(checkpoints: Path, keep_last: int | None, keep_every: int | None) -> l
     for step, folder in list(folders.items())[:-keep_last]:
         if keep_every and step % keep_every == 0:
             continue
-        # Taken out of sight first: a kill in the middle must not leave a numbered folder with holes.
+        # Renamed first: a kill while deleting must not leave a numbered folder with missing files.
         gone = folder.with_name(f".{folder.name}.old")
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)

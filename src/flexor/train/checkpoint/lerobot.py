@@ -1,4 +1,4 @@
-"""A run's settings as LeRobot writes them, so that `lerobot-train` can pick a checkpoint up."""
+"""A run's settings as LeRobot writes them, so that `lerobot-train` can resume from a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexor.policies.pretrained import FOREIGN
 
 
 def train_config(config: TrainConfig) -> dict[str, Any]:
-    """The contents of `train_config.json`: only what LeRobot has a name for."""
+    """The contents of `train_config.json`: only settings that LeRobot has too."""
     dataset = config.dataset
     return {
         "dataset": {
@@ -45,7 +45,7 @@ def _optimizer(config: TrainConfig) -> dict[str, Any]:
 
 
 def scheduler(config: TrainConfig) -> dict[str, Any] | None:
-    """None where LeRobot would make no scheduler."""
+    """None where LeRobot creates no scheduler."""
     kind = SCHEDULES[config.scheduler.type or "constant"]
     if kind.lerobot is None:
         return None

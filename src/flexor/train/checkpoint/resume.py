@@ -1,4 +1,4 @@
-"""What must be the same to go on with a run, and what may change."""
+"""Which settings must stay the same when a run resumes, and which may change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexor.train.checkpoint import folder as checkpoint
 
 
 def may_change(key: str) -> bool:
-    """Whether a run may be resumed with another value of a setting; beside each setting stands if it may."""
+    """Whether a run may resume with another value of a setting. Each setting declares this itself."""
     return any(key == known or (known.endswith(".*") and key.startswith(known[:-1])) for known in CHANGEABLE)
 
 
@@ -29,10 +29,10 @@ CHANGEABLE = changeable(TrainConfig)
 
 
 def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
-    """The run's settings with those changed that may be."""
+    """The run's settings with the changes in `argv`. Refuses settings that may not change."""
     changes = parse_flags(argv)
     if "output_dir" in changes:
-        raise ConfigError(f"A run goes on in its own folder, {folder}: leave output_dir out.")
+        raise ConfigError(f"A run resumes in its own folder, {folder}: leave output_dir out.")
     saved = flatten(read_run(folder))
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
@@ -40,10 +40,10 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     for key in changes:
         if not may_change(key):
             raise ConfigError(
-                f"{key} can't change when a run goes on: it would be another run. Start one with "
-                f"`flexor train --policy.path={folder} ...`. May change: {', '.join(allowed)}."
+                f"{key} can't change when a run resumes. Start a new run from its weights with "
+                f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
-    # the checkpoint has the weights: what the run once started from need not be there any more
+    # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
     config.policy_path = policy_path
@@ -51,17 +51,17 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
 
 
 def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
-    """The settings of a run that begun, when the command that started it is given again."""
+    """The settings of a run that has started, when the same command is given again."""
     saved, now = flatten(read_run(folder)), flatten(wanted.to_dict())
     default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
     settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
-    # what a run settles for itself (order, features, global batch) is open in its command
+    # a run chooses some settings itself (order, features, global batch): its command does not give them
     given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
     differing = [key for key in given if key in saved and saved[key] != now[key]]
     if differing:
-        named = "; ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
+        named = "; ".join(f"{key} was {saved[key]!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(
-            f"{folder} holds a run with other settings: {named}. Choose another --output_dir."
+            f"{folder} already holds a run with other settings: {named}. Choose another --output_dir."
         )
     settled.pop("policy_path", None)
     config = build_config({**settled, "output_dir": str(folder)})
@@ -73,7 +73,7 @@ def newest_checkpoint(folder: Path) -> Path:
     found = checkpoint.newest(folder / "checkpoints")
     if found is None:
         raise CheckpointError(
-            f"{folder} has no complete checkpoint to go on from. Start again in another folder with "
+            f"{folder} has no complete checkpoint to resume from. Start again in another folder with "
             f"`flexor train --config {folder / RUN_CONFIG} --output_dir=...`."
         )
     checkpoint.verify(found)
@@ -81,24 +81,24 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
-    """Refuse to go on with other data or other settings, and name the difference."""
+    """Refuse to resume with another dataset or other settings, and name the difference."""
     saved = json.loads((found / "training_state" / "flexor.json").read_text())
     if saved["dataset_fingerprint"] != fingerprint:
         raise CheckpointError(
             f"The dataset is not the one that {found} was trained on (its episodes, lengths or files "
-            "differ). Bring that dataset back, or start a new run with --policy.path."
+            "differ). Restore that dataset, or start a new run with --policy.path."
         )
-    # settings that are newer than the run had their defaults
+    # settings that did not exist when the run started count as their defaults
     default = flatten(TrainConfig(policy=type(config.policy)()).to_dict())
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
     differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
     if differing:
-        named = "; ".join(f"{key} was {before.get(key)!r}, is {now[key]!r}" for key in differing)
+        named = "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
     _check_statistics(found, preprocessor)
     if before["steps"] != now["steps"] and SCHEDULES[config.scheduler.type or "constant"].stretches:
         log.warning(
-            "steps was %d, is %d: the %s schedule stretches with it, so the learning rate jumps here",
+            "steps was %d, is now %d: the %s schedule stretches to the new length, so the learning rate jumps here",
             before["steps"],
             now["steps"],
             now["scheduler.type"],
@@ -106,7 +106,7 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
 
 
 def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
-    """Inputs must be normalised as before; the files' sizes do not show that meta/stats.json changed."""
+    """Inputs must be normalised as before. The dataset's fingerprint does not include meta/stats.json."""
     saved = Pipeline.load(found / PRETRAINED, PREPROCESSOR)
     for before, now in zip(saved.steps, preprocessor.steps, strict=True):
         was, is_ = before.state(), now.state()
@@ -114,6 +114,6 @@ def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
         if differing:
             raise CheckpointError(
                 f"The dataset's statistics are not those that {found} was trained with "
-                f"({', '.join(differing[:3])} differ): bring meta/stats.json back, or start a new run with "
+                f"({', '.join(differing[:3])} differ): restore meta/stats.json, or start a new run with "
                 "--policy.path."
             )

@@ -1,4 +1,4 @@
-"""The folder of a run: its settings, its metrics, its checkpoints, and one owner at a time."""
+"""The folder of a run: its settings, metrics and checkpoints, and a lock, so that one process at a time uses it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Run:
         self.videos = folder / VIDEOS
 
     def write_config(self, config: TrainConfig) -> None:
-        """Everything needed to do the run again: `flexor train --config RUN/config.yaml`."""
+        """Everything needed to repeat the run: `flexor train --config RUN/config.yaml`."""
         settings = config.to_dict()
-        del settings["output_dir"]  # where this folder is, which may change; and a repeat is another folder
+        del settings["output_dir"]  # the folder may be moved, and a repeated run needs another one
         text = yaml.safe_dump(settings, sort_keys=False)
         aside = self.folder / f".{RUN_CONFIG}"
         aside.write_text(text)
         aside.rename(self.folder / RUN_CONFIG)
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop lines of steps that will be done again."""
+        """Remove the lines of steps that will be repeated."""
         path = self.folder / METRICS
         if not path.exists():
             return
@@ -56,12 +56,12 @@ class Run:
         aside.rename(path)
 
     def note_launch(self, launch: str) -> None:
-        """Who started the run, so that a restart of the same finds it."""
+        """Save which launch started the run, so that a restart by the same launcher finds its folder."""
         (self.folder / LAUNCH).write_text(launch)
 
 
 def restarted_folder(launch: str) -> Path | None:
-    """The folder of the run that the same launcher started before, if it chose none."""
+    """The folder of the run that the same launcher started before, for a run without --output_dir."""
     for path in sorted(Path("runs").glob(f"*/{LAUNCH}"), reverse=True):
         if path.read_text() == launch:
             return path.parent
@@ -74,7 +74,7 @@ def default_folder(job_name: str) -> Path:
 
 @contextmanager
 def join_run(processes: Processes, folder: Path, resume: bool) -> Iterator[Run]:
-    """The run of all ranks: rank 0 owns its folder, the others see it."""
+    """The run folder on all ranks. Rank 0 locks it, the others only use it."""
     with ExitStack() as stack:
         if processes.is_main:
             run = None
@@ -97,21 +97,21 @@ def _wait_for_shared(folder: Path, processes: Processes) -> None:
     while not (folder / LOCK).exists():
         if time.monotonic() > until:
             raise ConfigError(
-                f"output_dir={folder} of rank 0 is not to be seen on {processes.host}: choose a folder that all "
-                "hosts share."
+                f"output_dir={folder}, which rank 0 created, is not visible on {processes.host}: choose a folder on a "
+                "file system that all hosts share."
             )
         time.sleep(0.1)
 
 
 @contextmanager
 def open_run(folder: Path, resume: bool) -> Iterator[Run]:
-    """Own a run folder until the end of the block; the lock goes with the process, however it ends."""
+    """Lock a run folder until the end of the block. The lock also ends with the process, however that ends."""
     if resume:
         if not (folder / RUN_CONFIG).is_file():
-            raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
+            raise CheckpointError(f"{folder} is not a Flexor run: it has no {RUN_CONFIG}.")
     elif folder.exists() and any(p.name not in (LOCK, f".{RUN_CONFIG}") for p in folder.iterdir()):
         raise ConfigError(
-            f"output_dir={folder} is not empty. Go on with that run by `flexor resume {folder}`, "
+            f"output_dir={folder} is not empty. Continue that run with `flexor resume {folder}`, "
             "or choose another folder."
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,9 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
         try:
             yield run
         finally:
-            if not (folder / RUN_CONFIG).exists():  # refused before it began: the next try finds it empty
+            if not (
+                folder / RUN_CONFIG
+            ).exists():  # failed before it started: leave nothing behind for the next try
                 (folder / LOCK).unlink(missing_ok=True)
                 with suppress(OSError):
                     folder.rmdir()

@@ -1,8 +1,8 @@
-"""Saving by many ranks at once, in the loop or beside it.
+"""Saving checkpoints from all ranks, in the training loop or in a thread beside it.
 
-Rank 0 owns the checkpoint's folder and makes it appear. A sharded run writes its tensors with torch's distributed
-checkpoint, each rank its own part, so that nothing is gathered. With `checkpoint.async` the loop only waits
-until everything is copied to the host's memory; a thread does the rest.
+Rank 0 creates the checkpoint's folder and renames it into place. A sharded run writes its tensors with torch's
+distributed checkpoint: each rank writes its own shard, so nothing is gathered. With `checkpoint.async` the loop
+waits only until all tensors are copied to host memory; a thread writes them to disk.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Saver:
         self.group: Any = self.processes.control
         self.room = HostCopy(state) if state.config.checkpoint.asynchronous else None
         if self.room and self.processes.joined:
-            # what the thread has to say must not get between what the loop says
+            # collectives of the thread must not mix with those of the loop
             self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def save(self) -> None:
-        """On all ranks, at the same step."""
+        """Save a checkpoint. All ranks must call this at the same step."""
         self.wait()
         state, config = self.state, self.state.config
         snapshot = state.snapshot(export=config.checkpoint.export or state.step == config.steps)
@@ -57,14 +57,14 @@ class Saver:
         self.thread.start()
 
     def wait(self) -> None:
-        """Until what is being written is there."""
+        """Wait until the checkpoint that is being written is complete."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         self.check()
 
     def check(self) -> None:
-        """Once per step: raise what went wrong beside the loop."""
+        """Once per step: raise an error of the thread that saves."""
         if self.room and (self.state.engine.sharded or self.processes.is_main):
             self.room.reserve(self.state.tensors)
         if self.error is not None:
@@ -86,7 +86,7 @@ class Saver:
         self.newest = folder.final
 
     def _write_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> dict[str, str]:
-        """This rank's part; returns when all ranks are done, with the hash of every file."""
+        """Write this rank's shard. Returns when all ranks are done, with the hash of every file."""
         import torch.distributed.checkpoint as dcp
 
         shards = folder.aside / TRAINING_STATE / SHARDS
@@ -116,10 +116,10 @@ class Saver:
 
 
 class HostCopy:
-    """A copy of a run's tensors in the host's memory, whose room is used again for the next one.
+    """A copy of a run's tensors in host memory. The next checkpoint reuses the memory.
 
-    It is pinned if they come from a GPU: ten times as fast to copy to, but slow to get. So a thread gets it as soon as
-    there is an optimizer's state, long before the first checkpoint.
+    If the tensors are on a GPU, the memory is pinned: copying to it is ten times as fast, but allocating it is slow.
+    So a thread allocates it as soon as the optimizer has a state, long before the first checkpoint.
     """
 
     def __init__(self, state: TrainState):
@@ -130,7 +130,7 @@ class HostCopy:
 
     @staticmethod
     def _mesh(sharded: Any) -> Any:
-        """The ranks as `sharded` knows them, for tensors on the CPU."""
+        """The device mesh of `sharded`, for tensors on the CPU."""
         if sharded is None or sharded.device_mesh.device_type == "cpu":
             return getattr(sharded, "device_mesh", None)
         from torch.distributed.device_mesh import init_device_mesh
@@ -138,7 +138,7 @@ class HostCopy:
         return init_device_mesh("cpu", tuple(sharded.device_mesh.mesh.shape))
 
     def reserve(self, tensors: Callable[[], dict[str, Tensor]]) -> None:
-        """Begin to get room for these, if it was not begun before."""
+        """Start to allocate memory for these tensors, unless that has started before."""
         if self.getting is None:
             self.getting = threading.Thread(target=self._get, args=(tensors(),), name="room", daemon=True)
             self.getting.start()

@@ -1,8 +1,8 @@
-"""Everything a run is at one step, to a checkpoint folder and back.
+"""The complete state of a run at one step: saved to a checkpoint folder, and loaded from it.
 
-Files and names in `training_state/` are LeRobot's as far as they go; `flexor.json`, the raw weights, the moving
-average and the generators of other ranks are what LeRobot has no place for. A sharded run keeps its tensors in
-`training_state/sharded/` instead, each rank its own part.
+Files and names in `training_state/` are LeRobot's where it has them. It has none for `flexor.json`, the raw weights,
+the moving average (EMA) and the random generators of other ranks. A sharded run stores its tensors in
+`training_state/sharded/` instead; each rank writes its own shard.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrainState:
     step: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that training changes, by name; this rank's parts if it is sharded."""
+        """All tensors that training changes, by name; this rank's shards if the run is sharded."""
         named = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
         if self.ema:
             named |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
@@ -64,12 +64,12 @@ class TrainState:
         return named
 
     def parameter_names(self) -> list[str]:
-        """The optimizer's parameters in its order, by which its state is numbered."""
+        """The names of the optimizer's parameters. Its state is numbered in this order."""
         names = {id(p): name for name, p in self.policy.named_parameters()}
         return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
     def snapshot(self, export: bool) -> Snapshot:
-        """What a checkpoint will hold, from all ranks, together. `export`: complete with weights to act with."""
+        """The contents of a checkpoint. All ranks must call this. `export`: include the weights for inference."""
         random_states = self.engine.processes.gather(rng_state())
         return Snapshot(self, self.tensors(), random_states, self._json(self.engine.world_size), export)
 
@@ -94,19 +94,19 @@ class TrainState:
         }
 
     def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The groups as LeRobot's optimizer has them: it refuses any other key, or value of another type."""
-        plain = [{k: None if k == "fused" else v for k, v in g.items()} for g in groups]  # how is not state
+        """The groups as in LeRobot's optimizer, which refuses any other key and values of another type."""
+        plain = [{k: None if k == "fused" else v for k, v in g.items()} for g in groups]  # fused is no state
         if lerobot.scheduler(self.config) is None:
             for group in plain:
-                group.pop("initial_lr")  # what a scheduler leaves there; LeRobot makes none then
+                group.pop("initial_lr")  # set by our scheduler; LeRobot creates none here
         return plain
 
     def load(self, folder: Path) -> None:
-        """Become what the checkpoint holds, whichever way and by however many ranks it was saved."""
+        """Load a checkpoint, sharded or not, that any number of ranks saved."""
         try:
             self._load(folder, folder / TRAINING_STATE)
         except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"Can't go on from {folder}: {error}") from error
+            raise CheckpointError(f"Can't resume from {folder}: {error}") from error
 
     def _load(self, folder: Path, state: Path) -> None:
         saved = json.loads((state / "flexor.json").read_text())
@@ -144,7 +144,7 @@ class TrainState:
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     def _restore_rng(self, state: Path) -> None:
-        """Each rank's own generators; a rank that was not there before has those of its seed."""
+        """Restore this rank's random generators. A rank that did not exist before keeps those from the run's seed."""
         if self.engine.rank == 0:
             restore_rng(load_file(state / "rng_state.safetensors"))
         elif (others := state / "rng_state_ranks.safetensors").is_file():
@@ -156,7 +156,7 @@ class TrainState:
 
 @dataclass
 class Snapshot:
-    """A moment of a run, on its way to the disk."""
+    """The state of a run at one step, to be written to disk."""
 
     state: TrainState
     tensors: dict[str, Tensor]
@@ -165,7 +165,7 @@ class Snapshot:
     export: bool
 
     def write(self, folder: Path) -> None:
-        """All but the shards, which are there already; done by rank 0."""
+        """Write all files except the shards, which are already there. Rank 0 calls this."""
         state, config = self.state, self.state.config
         training, model = folder / TRAINING_STATE, folder / PRETRAINED
         weights = self._weights(training)
@@ -182,19 +182,19 @@ class Snapshot:
             (training / name).write_text(json.dumps(content, indent=2))
 
     def _weights(self, training: Path) -> dict[str, Tensor] | None:
-        """What a policy acts with: the moving average if there is one, adapters added to what they adapt."""
+        """The weights for inference: the moving average (EMA) if there is one, with adapters merged."""
         if self.state.engine.sharded and not self.export:
             return None
         kind, lora = "ema." if self.state.ema else "model.", self.state.config.lora
         if self.state.engine.sharded:
-            # from the disk, where all ranks have just brought them: no GPU has to gather anything
+            # from the disk, where all ranks have just written them: no GPU has to gather anything
             weights = ShardedTensors(training / SHARDS).read(kind)
         else:
             weights = {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
         return merged(weights, lora) if lora.r else weights
 
     def _write_tensors(self, folder: Path) -> None:
-        """LeRobot's files; where it gets to see an average, or adapters merged, the raw weights too."""
+        """Write LeRobot's files. If the exported weights are an average or merged, write the raw weights too."""
         numbers = {name: i for i, name in enumerate(self.state.parameter_names())}
         kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
         for name, tensor in self.tensors.items():
@@ -211,21 +211,21 @@ class Snapshot:
 
 
 def _room(saved: Tensor, parameter: Tensor) -> Tensor:
-    """For a tensor of the optimizer's: of the parameter's shape, and in parts if that is; or of its own, and whole."""
+    """An empty tensor for the optimizer's state: sharded like the parameter if it has its shape, otherwise whole."""
     if saved.shape == parameter.shape and saved.ndim:
         return torch.zeros_like(parameter, dtype=saved.dtype)
     return torch.zeros_like(saved, device=parameter.device if saved.ndim else "cpu")
 
 
 def _plain_scheduler(scheduler: LambdaLR) -> dict[str, Any]:
-    # the factors are functions, rebuilt from the config; everything else is numbers
+    # the factors are functions, rebuilt from the config; all other values are numbers
     return {**scheduler.state_dict(), "lr_lambdas": [None] * len(scheduler.lr_lambdas)}
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Python's, numpy's and torch's generators under LeRobot's names.
+    """The states of Python's, numpy's and torch's random generators, under LeRobot's names.
 
-    Training itself draws nothing from them that is not seeded by the step; user code may.
+    Training seeds by the step whatever it draws from them; user code may draw without seeding.
     """
     version, values, _ = random.getstate()
     _, keys, index, has_gauss, gauss = np.random.get_state()  # noqa: NPY002
@@ -244,7 +244,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def seed_rng(seed: int, rank: int) -> None:
-    """The generators that user code may draw from, for a run that begins."""
+    """Seed the generators that user code may draw from, at the start of a run."""
     seed_everything("run", seed, rank)
     random.seed(key_of("run", seed, rank))
     np.random.seed(key_of("run", seed, rank) % (1 << 32))  # noqa: NPY002

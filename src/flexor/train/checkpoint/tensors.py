@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, wherever they lie: one file of whole ones, or shards that many ranks wrote.
+"""The tensors of a checkpoint: whole tensors in files, or shards that several ranks wrote.
 
-Both are read the same way: ask what there is, then have each rank fill its part. So a run may go on on another
-number of processes, sharded or not, whichever way it was saved.
+Both are read the same way: list the tensors, then each rank fills its own part. So a run can resume on another
+number of processes, sharded or not, however it was saved.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ EMA_STATE = "ema_state.safetensors"
 
 
 class SavedTensors(Protocol):
-    """Tensors named model.NAME, ema.NAME and optimizer.PARAMETER.KEY. Those described are without memory."""
+    """Tensors named model.NAME, ema.NAME and optimizer.PARAMETER.KEY. `described` returns them without memory."""
 
     def described(self) -> dict[str, Tensor]: ...
     def fill(self, tensors: Mapping[str, Tensor]) -> None: ...
 
 
 def open_tensors(checkpoint: Path, parameters: Sequence[str] = ()) -> SavedTensors:
-    """`parameters` are the names of the optimizer's, by which LeRobot's format numbers them."""
+    """`parameters` are the names of the optimizer's parameters. LeRobot's format numbers its state in this order."""
     if (checkpoint / TRAINING_STATE / SHARDS).is_dir():
         return ShardedTensors(checkpoint / TRAINING_STATE / SHARDS)
     return WholeTensors(checkpoint, parameters)
 
 
 class WholeTensors:
-    """LeRobot's files; the raw weights too if what is exported is not they, and the moving average if there is one."""
+    """LeRobot's files, the raw weights if the exported ones differ, and the moving average (EMA) if there is one."""
 
     def __init__(self, checkpoint: Path, parameters: Sequence[str]):
         state, exported = checkpoint / TRAINING_STATE, checkpoint / PRETRAINED / WEIGHTS
@@ -91,7 +91,7 @@ class ShardedTensors:
         }
 
     def read(self, prefix: str) -> dict[str, Tensor]:
-        """Whole tensors, by what follows `prefix` in their names."""
+        """The whole tensors whose names start with `prefix`, by the rest of the name."""
         described = {k: t for k, t in self.described().items() if k.startswith(prefix)}
         tensors = {k: torch.empty_like(t, device="cpu") for k, t in described.items()}
         self.fill(tensors)
@@ -101,14 +101,14 @@ class ShardedTensors:
         import torch.distributed.checkpoint as dcp
 
         with failures_as_oserror(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # we know
-            # every rank reads what it needs: there is nothing to agree on
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
+            # every rank reads what it needs, without the others
             dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
 
 
 @contextmanager
 def failures_as_oserror() -> Iterator[None]:
-    """torch reports what went wrong on any rank by an exception that is not even an `Exception`."""
+    """Raise OSError for a failure on any rank. torch's own exception for it is not an `Exception`."""
     from torch.distributed.checkpoint import CheckpointException
 
     try:

@@ -1,1 +1,1 @@
-"""How a step is computed: device, precision, one process or many, the whole model or a part of it."""
+"""How a step is computed: device, precision, one process or many, the whole model or a shard of it."""

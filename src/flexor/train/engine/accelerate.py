@@ -1,9 +1,9 @@
-"""The same loop on Hugging Face Accelerate, for runs that `accelerate launch` started.
+"""Engines on Hugging Face Accelerate, for runs that `accelerate launch` started.
 
-An `Accelerator` wraps the model, scales and clips gradients and keeps ranks apart while they accumulate. Everything
-around it stays: batches are the loader's, checkpoints are ours, so a run may go on without Accelerate and back. FSDP
-is FSDP 2 whichever version the config asks for; where its settings leave the wrapping open, the policy's blocks are
-what is sharded, so no class has to be named.
+An `Accelerator` wraps the model, scales and clips gradients, and holds back gradient synchronisation while they
+accumulate. The loader and the checkpoints are those of any other run, so a run can resume without Accelerate, or with
+it. FSDP is always FSDP 2, whichever version the config asks for. If its settings name no classes to wrap, the
+policy's blocks are sharded.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class AccelerateEngine(Engine):
     def __init__(self, *settings: Any):
         super().__init__(*settings)
         if self.precision == "fp16" and self.device.type == "cpu":
-            raise ConfigError("precision=fp16: Accelerate has it on GPUs only; use bf16.")
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # where we are, not where it would go
+            raise ConfigError("precision=fp16: Accelerate supports it on GPUs only; use bf16.")
+        os.environ["ACCELERATE_TORCH_DEVICE"] = str(self.device)  # otherwise Accelerate picks its own
         options: dict[str, Any] = {
             "device_placement": False,
             "mixed_precision": self.precision,
             "cpu": self.device.type == "cpu",
-            # the loop accumulates, and its losses are parts of the step's already
+            # the loop accumulates, and its losses are already divided by the global batch
             "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=1),
         }
         self.accelerator = accelerate.Accelerator(**options | self._options())
         self.scaler = self.accelerator.scaler or torch.amp.GradScaler(self.device.type, enabled=False)
 
     def _options(self) -> dict[str, Any]:
-        """What Accelerate is told beyond what every run has."""
+        """Options for Accelerate besides those of every run."""
         wrapper = DistributedDataParallelKwargs(
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
@@ -80,9 +80,7 @@ class AccelerateEngine(Engine):
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = policy
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*deprecated.*"
-            )  # of torch's functions, which Accelerate calls
+            warnings.filterwarnings("ignore", ".*deprecated.*")  # torch functions that Accelerate calls
             self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         return optimizer
 
@@ -99,7 +97,7 @@ class AccelerateEngine(Engine):
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit if limit > 0 else float("inf"))
-        assert norm is not None  # it is, for a model that Accelerate did not prepare
+        assert norm is not None  # it is None only for a model that Accelerate did not prepare
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +109,7 @@ class AccelerateEngine(Engine):
 
 
 class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
-    """A part of the model in each process, or of a group of them."""
+    """A shard of the model in each process (FSDP2), or in each process of a group (HSDP)."""
 
     accumulate = AccelerateEngine.accumulate
 
@@ -121,7 +119,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
 
     def _options(self) -> dict[str, Any]:
         if self.device.type == "cpu":
-            # Accelerate shards on GPUs only, but torch does anywhere; this is how it is tested without them
+            # Accelerate shards on GPUs only, but torch also on CPUs; this allows tests without GPUs
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         self.wrap = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP").upper()
         dtype = None if self.precision == "no" else DTYPES[self.precision]
@@ -133,8 +131,8 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
-            activation_checkpointing=False,  # the policy does it itself; Accelerate's draws dropout anew
-            cpu_ram_efficient_loading=False,  # we fill each rank's part
+            activation_checkpointing=False,  # the policy does it; Accelerate's redraws dropout
+            cpu_ram_efficient_loading=False,  # we load each rank's shard
             backward_prefetch="NO_PREFETCH",  # FSDP 1 only
             state_dict_type="SHARDED_STATE_DICT",
         )
@@ -160,9 +158,9 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         return f"{super().describe()}{BY_ACCELERATE}"
 
     def build(self, make: Any, weights: Path | str | None) -> Policy:
-        """Accelerate shards a model together with its optimizer, so what is made here is still without weights.
+        """A policy without weights yet: Accelerate shards the model later, together with its optimizer.
 
-        It tells parameters apart by their addresses: they have some, of memory that nobody touches.
+        Accelerate tells parameters apart by their memory addresses, so they get memory, which stays unused.
         """
         with parameters_without_memory():
             policy: Policy = make()
@@ -183,7 +181,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         return optimizer
 
     def _name_units(self, policy: Policy) -> None:
-        """What Accelerate shards one by one: classes, those of the policy's blocks unless its config names others."""
+        """Set the classes that Accelerate shards one by one: the policy's blocks, unless its config names others."""
         blocks = policy.shard_units()
         if self.wrap == "SIZE_BASED_WRAP":
             least = int(os.environ["FSDP_MIN_NUM_PARAMS"])

@@ -1,7 +1,8 @@
-"""Where the model runs and how gradients are made: device, precision, ranks, scaling, clipping.
+"""Where the model runs and how gradients are computed: device, precision, ranks, scaling, clipping.
 
-The loop is written against this class and nothing else, so that the same loop runs on a CPU, a GPU and on many.
-Here every process has the whole model: DDP if there are several. `fsdp.py` and `accelerate.py` are the others.
+The loop uses only this interface, so that the same loop runs on a CPU, on one GPU and on many. In this engine every
+process has the whole model, with DDP if there are several. The other engines are in `fsdp.py`, `accelerate.py` and
+`deepspeed.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device(wanted: str | None, processes: Processes) -> torch.device:
-    """The device asked for, if it is there; else the fastest available one. Each process of a host has its own GPU."""
+    """The device asked for, by default the fastest available one. Each process of a host gets its own GPU."""
     device = find_device(wanted)
     if processes.world_size == 1:
         return device
@@ -48,17 +49,17 @@ def pick_device(wanted: str | None, processes: Processes) -> torch.device:
 def _own_gpu(processes: Processes) -> int:
     count = torch.cuda.device_count()
     if count == 1:
-        return 0  # also if the launcher shows each process one GPU of its own
+        return 0  # also if the launcher makes one GPU visible to each process
     if processes.local_world_size > count:
         raise ConfigError(
-            f"{processes.local_world_size} processes on {processes.host}, which shows {count} GPUs: start as many "
-            "processes as GPUs, or train on the CPU with --policy.device=cpu."
+            f"{processes.local_world_size} processes run on {processes.host}, where {count} GPUs are visible: start "
+            "one process per GPU, or train on the CPU with --policy.device=cpu."
         )
     return processes.local_rank
 
 
 def check_devices(processes: Processes, device: torch.device, backend: str) -> None:
-    """Two ranks on one GPU would wait for each other for ever, or say something obscure."""
+    """Refuse two ranks on one GPU: they would hang, or fail with an obscure error."""
     if device.type != "cuda" or backend == "gloo":
         return
     uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -66,8 +67,9 @@ def check_devices(processes: Processes, device: torch.device, backend: str) -> N
     twice = [rank for rank, place in enumerate(where) if where.count(place) > 1]
     if twice:
         raise ConfigError(
-            f"Ranks {', '.join(map(str, twice))} share a GPU ({device} of {processes.host} here): start one process "
-            "for each GPU; under srun show each task its own (--gpus-per-task=1) or all of them."
+            f"Ranks {', '.join(map(str, twice))} share a GPU (rank {processes.rank} is on {device} of "
+            f"{processes.host}): start one process per GPU. Under srun, make one GPU visible to each task "
+            "(--gpus-per-task=1), or all GPUs to all tasks."
         )
 
 
@@ -99,16 +101,16 @@ class Engine:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses to multiply
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch
             torch.use_deterministic_algorithms(True, warn_only=False)
         elif device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = True
-        # Trying out cuDNN's kernels gains nothing over what it picks by itself, and takes workspaces by the gigabyte:
-        # Diffusion Policy at batch 8 peaked at 42 GB instead of 9 on an H200, and was 2 % faster.
+        # cuDNN's benchmark mode gains little over its default choice, and uses gigabytes of workspace: Diffusion Policy
+        # at batch 8 peaked at 42 GB instead of 9 on an H200, and was 2 % faster.
         torch.backends.cudnn.benchmark = False
 
-    # Building. `make` gives a policy with random weights; `weights` is a folder to load, None to start afresh, or
-    # "later" if a checkpoint will bring them.
+    # Building. `make` creates a policy with random weights. `weights` is a folder to load them from, None for a new
+    # policy, or "later" if a checkpoint loads them afterwards.
 
     def build(self, make: Any, weights: Path | str | None) -> Policy:
         """The policy on its device."""
@@ -116,12 +118,12 @@ class Engine:
         if isinstance(weights, Path):
             load_weights(policy, weights)
         elif weights is None:
-            with self.processes.main_first():  # one of a host downloads
+            with self.processes.main_first():  # one process per host downloads
                 policy.load_backbone()
         return policy.to(self.device)
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Ready to train: from here on `model` is what computes losses. Returns the optimizer to save."""
+        """Prepare for training: from here on `model` computes the losses. Returns the optimizer to save."""
         self.policy = policy
         self.model: nn.Module = policy
         if self.world_size > 1:
@@ -130,13 +132,13 @@ class Engine:
             )  # of 1x1 convolutions: harmless
             warnings.filterwarnings(
                 "ignore", "`broadcast_buffers` is deprecated"
-            )  # what replaces it is too new
+            )  # its replacement is too new
             self.model = DistributedDataParallel(
                 policy,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                # else DDP lays its buckets out anew after the first step, which sums in another order
+                # otherwise DDP rebuilds its buckets after the first step, and sums in another order
                 find_unused_parameters=self.parallel.find_unused_parameters or self.deterministic,
             )
         return optimizer
@@ -160,7 +162,7 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
-        """Ranks bring their gradients together after the last micro-batch only."""
+        """Ranks synchronise gradients only after the last micro-batch."""
         if last or not isinstance(self.model, DistributedDataParallel):
             yield
         else:
@@ -169,7 +171,7 @@ class Engine:
 
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
-        """Compute on a stream of its own: CUDA's default one is the GPU's video decoder's, which would wait."""
+        """Compute on a separate CUDA stream: the GPU's video decoder uses the default stream, and would wait."""
         before = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(before)
@@ -178,7 +180,7 @@ class Engine:
         before.wait_stream(stream)
 
     def backward(self, loss: Tensor) -> None:
-        """`loss` is this rank's part of a sum over all ranks; engines average, hence the factor."""
+        """`loss` is this rank's part of a sum over all ranks. Engines average gradients, hence the factor."""
         self.scaler.scale(loss * self.world_size).backward()
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:

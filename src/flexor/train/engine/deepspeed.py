@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO 1 and 2 under Accelerate: each process has the whole model, and a part of its optimizer.
+"""DeepSpeed's ZeRO 1 and 2 under Accelerate: each process has the whole model and a shard of the optimizer state.
 
-DeepSpeed keeps the optimizer's state in flat pieces that cut through parameters. For a checkpoint it is put together
-by parameter, so that a run may go on with any other engine and any number of processes: that takes a moment and the
-host's memory, but no format of its own. Weights and sums are float32, as everywhere; bf16 is autocast's business.
+DeepSpeed stores the optimizer state in flat pieces that do not end where parameters end. For a checkpoint the state is
+gathered by parameter, so that a run can resume with any other engine and any number of processes. That takes some time
+and host memory, but needs no format of its own. Weights and reductions are float32, as in all engines; autocast
+handles bf16.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flexor.train.engine.accelerate import AccelerateEngine
 from flexor.train.engine.base import DTYPES, Engine
 
 try:
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is the run's
+    with contextlib.redirect_stdout(sys.stderr):  # keep standard output for the run
         import deepspeed
     import transformers.integrations  # noqa: F401  Accelerate does not start DeepSpeed without it
     from accelerate.utils import DeepSpeedPlugin
@@ -38,20 +39,20 @@ except ImportError as error:
 
 
 class DeepSpeedEngine(AccelerateEngine):
-    """The whole model in each process, and a part of the optimizer."""
+    """The whole model in each process, and a shard of the optimizer state."""
 
     def __init__(self, *settings: Any):
         with contextlib.redirect_stdout(sys.stderr):
             super().__init__(*settings)
         if self.precision == "fp16":
-            raise ConfigError("precision=fp16 can't be had with DeepSpeed here: use bf16.")
+            raise ConfigError("precision=fp16 is not supported with DeepSpeed: use bf16.")
 
     def _options(self) -> dict[str, Any]:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         warnings.filterwarnings(
             "ignore", "`torch.distributed.* is deprecated", FutureWarning
-        )  # it calls them
-        # What was said is settled by now. The loop accumulates, whatever DeepSpeed believes a batch to be.
+        )  # DeepSpeed calls them
+        # These settings have been read by now. The loop accumulates, so DeepSpeed's own batch sizes do not matter.
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
         zero = {
             key: value for key, value in deepspeed_settings()["zero_optimization"].items() if value != "auto"
@@ -75,7 +76,7 @@ class DeepSpeedEngine(AccelerateEngine):
         return ZeroOptimizer(groups, self.wrapped)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around the policy itself. DeepSpeed turns off what is around its own forward pass."""
+        """In training, `prepare` has put autocast inside: DeepSpeed disables it around its own forward pass."""
         return contextlib.nullcontext() if self.policy.training else Engine.autocast(self)
 
     @contextlib.contextmanager
@@ -87,7 +88,7 @@ class DeepSpeedEngine(AccelerateEngine):
         self.wrapped.backward(loss * self.world_size)
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
-        """DeepSpeed clips and updates in one go, so this is the step."""
+        """DeepSpeed clips and updates in one call, so the optimizer steps here."""
         self.wrapped.optimizer.clip_grad = limit
         optimizer.step()
         norm = float(self.wrapped.get_global_grad_norm())
@@ -97,13 +98,11 @@ class DeepSpeedEngine(AccelerateEngine):
         pass
 
     def describe(self) -> str:
-        return (
-            f"{super().describe()} and DeepSpeed {deepspeed.__version__}; the optimizer's state is shared out"
-        )
+        return f"{super().describe()} and DeepSpeed {deepspeed.__version__}; the optimizer state is sharded"
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """The optimizer as it was before DeepSpeed cut it up, for schedules and checkpoints."""
+    """The optimizer as it was before DeepSpeed sharded it, for schedules and checkpoints."""
 
     def __init__(self, groups: list[dict[str, Any]], engine: Any):
         super().__init__(groups, {})
@@ -115,7 +114,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.engine.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Gathered on all ranks: all of them must ask."""
+        """The whole state, gathered from all ranks. All ranks must call this."""
         numbered: dict[int, dict[str, Tensor]] = {}
         for number, (parameter, flat) in enumerate(self._parameters()):
             pieces = self.zero.optimizer.state.get(flat, {})
@@ -127,7 +126,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), "state": {i: state for i, state in numbered.items() if state}}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Each rank takes its piece. The policy has its weights by now; DeepSpeed's copy of them follows."""
+        """Each rank loads its piece. The policy already has its weights; DeepSpeed's copy of them is refreshed."""
         for ours, theirs, group in zip(
             self.param_groups, self.zero.optimizer.param_groups, saved["param_groups"]
         ):
@@ -151,7 +150,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _whole(parameter: Any, piece: Tensor) -> Tensor:
-    """What all ranks have of a parameter's state."""
+    """The whole state of a parameter, gathered from all ranks."""
     whole = torch.zeros(parameter.numel(), dtype=piece.dtype, device=piece.device)
     if (link := parameter._hp_mapping) is not None:
         here, there = link.lp_fragment_address, link.hp_fragment_address
@@ -161,7 +160,7 @@ def _whole(parameter: Any, piece: Tensor) -> Tensor:
 
 
 def _put(parameter: Any, piece: Tensor, whole: Tensor) -> None:
-    """This rank's part of a parameter's state."""
+    """Copy this rank's part of a parameter's whole state into its piece."""
     if (link := parameter._hp_mapping) is not None:
         here, there = link.lp_fragment_address, link.hp_fragment_address
         piece.narrow(0, there.start, there.numel).copy_(whole.flatten().narrow(0, here.start, here.numel))

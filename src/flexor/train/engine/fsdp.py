@@ -1,8 +1,8 @@
-"""FSDP and HSDP: each process has a part of every weight, its gradient and its optimizer state.
+"""FSDP and HSDP: each process has a shard of every weight, of its gradient and of its optimizer state.
 
-A process never holds the whole model: parameters are made without memory, each block is sharded, and every process
-fills its own part, from a file or from what rank 0 made. Weights are kept and summed in float32; under mixed
-precision they are gathered in the lower one, which autocast would have cast them to anyway.
+A device never holds the whole model: parameters are created without memory, each block is sharded, and every process
+fills its own shard, from a file or from the weights that rank 0 created. Weights are stored, and gradients reduced, in
+float32. Under mixed precision, weights are gathered in the lower precision; autocast would cast them to it anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flexor.train.ranks.split import hsdp_sizes
 
 
 class ShardedEngine(Engine):
-    """A part of the model in each process (FSDP2), or of a group of them (HSDP)."""
+    """A shard of the model in each process (FSDP2), or in each process of a group (HSDP)."""
 
     sharded = True
     captures = False
@@ -46,8 +46,8 @@ class ShardedEngine(Engine):
         self.strategy = strategy
         if self.parallel.backend == "gloo" and self.device.type == "cuda":
             raise ConfigError(
-                f"parallel.backend=gloo can't share out a model on GPUs: use nccl for parallel.strategy={strategy}, "
-                "or ddp."
+                f"parallel.backend=gloo does not support a sharded model (parallel.strategy={strategy}) on GPUs: use "
+                "--parallel.backend=nccl, or --parallel.strategy=ddp."
             )
         self.mesh = self._mesh()
 
@@ -67,7 +67,7 @@ class ShardedEngine(Engine):
             policy: Policy = make()
         self._shard(policy)
         parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
-        # parameters have no memory yet; buffers were computed when the policy was made, and move
+        # parameters have no memory yet; buffers already have their values, and are moved
         policy._apply(lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device))
         if isinstance(weights, Path):
             load_weights(policy, weights)
@@ -76,7 +76,7 @@ class ShardedEngine(Engine):
         return policy
 
     def _shard(self, policy: Policy) -> None:
-        """Each block of the policy, then what is left of it."""
+        """Shard each block of the policy, then its remaining parameters."""
         dtype = None if self.precision == "no" else DTYPES[self.precision]
         settings: dict[str, Any] = {
             "mesh": self.mesh,
@@ -84,19 +84,20 @@ class ShardedEngine(Engine):
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=dtype,
                 reduce_dtype=torch.float32,
-                cast_forward_inputs=False,  # autocast casts what a product needs; targets stay float32
+                cast_forward_inputs=False,  # autocast casts where needed; targets stay float32
             ),
             "offload_policy": self._offload(),
         }
         scalars = [name for name, p in policy.named_parameters() if p.ndim == 0]
         if scalars:
             raise ConfigError(
-                f"{', '.join(scalars)} is a single number, which can't be sharded: use --parallel.strategy=ddp."
+                f"These parameters of the policy are scalars, which can't be sharded: {', '.join(scalars)}. Use "
+                "--parallel.strategy=ddp."
             )
         if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
             raise ConfigError(
-                f"weights_dtype=bf16: parallel.strategy={self.strategy} can't share out trained weights of several "
-                "types. Train adapters (--lora.r=16), use ddp, or leave weights_dtype out."
+                f"weights_dtype=bf16: parallel.strategy={self.strategy} can't shard trained weights of several "
+                "dtypes. Train adapters (--lora.r=16), use ddp, or leave weights_dtype out."
             )
         for unit in policy.shard_units():
             fully_shard(unit, **settings)
@@ -110,13 +111,13 @@ class ShardedEngine(Engine):
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
     def _spread(self, policy: Policy, make: Any) -> None:
-        """Starting weights, made once by rank 0 in the host's memory; each process takes its part of each tensor."""
+        """Initial weights: rank 0 creates them in host memory, and each process takes its shard of each tensor."""
         source: dict[str, Tensor] = {}
         if self.processes.is_main:
             whole: Policy = make()
             whole.load_backbone()
             source = whole.state_dict()
-        self.processes.barrier()  # downloading may take longer than a collective waits
+        self.processes.barrier()  # downloading may take longer than a collective's timeout
         for name, own in policy.state_dict().items():
             if self.processes.is_main:
                 tensor = source.pop(name).to(self.device)
@@ -128,8 +129,8 @@ class ShardedEngine(Engine):
     def describe(self) -> str:
         parts = self.mesh.size(self.mesh.ndim - 1)
         copies = f", {self.mesh.size(0)} copies" if self.strategy == "hsdp" else ""
-        where = "; kept in the host's memory" if self.parallel.cpu_offload else ""
-        return f"weights, gradients and optimizer state in {parts} parts{copies}, block by block{where}"
+        where = "; kept in host memory" if self.parallel.cpu_offload else ""
+        return f"weights, gradients and optimizer state in {parts} shards{copies}, block by block{where}"
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         self.policy = self.model = policy
@@ -162,7 +163,7 @@ class ShardedEngine(Engine):
         optimizer.zero_grad(set_to_none=True)
 
     def _agree_on_overflow(self, optimizer: torch.optim.Optimizer) -> None:
-        """A rank sees only its part of the gradient; if any part overflowed, all skip the step."""
+        """A rank sees only its shard of the gradient. If any shard overflowed, all ranks skip the step."""
         for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
@@ -170,10 +171,10 @@ class ShardedEngine(Engine):
 @contextlib.contextmanager
 @torch.no_grad()
 def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's parts.
+    """Inside, the optimizer's parameters, gradients and state are plain tensors: this rank's shards.
 
-    It treats each number for itself, so no other rank has a say in it. For parts of whole tensors, torch would work out
-    how to share out the work on each of them, which takes seconds in the first step.
+    The optimizer updates each element independently, so it needs no other rank. For distributed tensors, torch would
+    first plan how to divide the work on each of them, which takes seconds in the first step.
     """
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     parts = {p: nn.Parameter(local(p), p.requires_grad) for group in groups for p in group}
@@ -198,8 +199,10 @@ def on_own_parts(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def gather_once(policy: Policy) -> None:
-    """For a policy that does not use all of its blocks at first: torch can't accumulate gradients beside a block
-    that was never gathered."""
+    """Gather every block once, for a policy that does not use all of its blocks at first.
+
+    torch can't accumulate gradients while some block was never gathered.
+    """
     if policy.config.uses_all_parameters:
         return
     for block in policy.modules():

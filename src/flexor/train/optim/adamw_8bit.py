@@ -1,4 +1,4 @@
-"""AdamW whose two moments take a byte each: bitsandbytes', with a state that is saved as that of any optimizer."""
+"""bitsandbytes' AdamW with 8-bit moments. Its state is saved like that of any other optimizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ except ImportError as error:
         f"optimizer.type=adamw_8bit, but {error}: pip install 'flexor[8bit]', or use --optimizer.type=adamw."
     ) from error
 
-TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # what a byte means: the same for all parameters, always
+TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # the values that bytes stand for: constant tables
 
 
 class AdamW8bit(Original):
     def state_dict(self) -> dict[str, Any]:
-        """Flat and without tables; bitsandbytes' own is nested, for FSDP."""
+        """Flat and without tables. bitsandbytes' own state is nested, for FSDP."""
         saved = torch.optim.Optimizer.state_dict(self)
         states = saved["state"].items()
         plain = {i: {k: v for k, v in state.items() if k not in TABLES} for i, state in states}
@@ -29,7 +29,7 @@ class AdamW8bit(Original):
     def load_state_dict(self, saved: dict[str, Any], move_to_device: bool = True) -> None:
         self.fill_qmap()
         for state in saved["state"].values():
-            state["step"] = int(state["step"])  # a tensor would become the parameter's type, and lose count
+            state["step"] = int(state["step"])  # a tensor would be cast to the parameter's dtype and rounded
             if "absmax1" in state:
                 state |= {key: self.name2qmap[table] for key, table in TABLES.items()}
         super().load_state_dict(saved, move_to_device)

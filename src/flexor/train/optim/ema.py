@@ -1,4 +1,4 @@
-"""The moving average of the weights."""
+"""The moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexor.core.tensors import local
 
 
 class EMA:
-    """An exponential moving average of a model's floating-point state; in float32, or small steps would be lost."""
+    """An exponential moving average of a model's floating-point state, in float32: bfloat16 would lose updates."""
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
@@ -21,7 +21,7 @@ class EMA:
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
         averages, values = [], []
-        state = model.state_dict(keep_vars=True)  # not detached: that takes longer than the rest
+        state = model.state_dict(keep_vars=True)  # not detached: detaching takes longer than the rest
         for name, value in state.items():
             if value.is_floating_point():
                 averages.append(local(self.average[name]))

@@ -21,9 +21,9 @@ def build_optimizer(
     lr_factor: float = 1.0,
     make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> torch.optim.Optimizer:
-    """One parameter group per group of the policy, each with its own settings where it has some.
+    """One parameter group per group of the policy, each with the settings it overrides.
 
-    `make` is the class to use unless it is the one that the settings name.
+    `make` replaces the class that the settings name.
     """
     assert config.type is not None
     settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}

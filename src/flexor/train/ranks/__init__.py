@@ -1,1 +1,1 @@
-"""The processes of a run: which this one is, what they share, how they stop, and what if one hangs."""
+"""The processes of a run: which one this is, how they split a batch, and what happens if one hangs."""

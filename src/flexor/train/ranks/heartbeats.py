@@ -1,7 +1,7 @@
-"""What every rank last said of itself, passed on through the store that the run was started with.
+"""The last heartbeat of every rank, exchanged through the torch.distributed store of the run.
 
-A thread of its own reads and writes, because a call of a store blocks for as long as the process that keeps
-the store is frozen, whatever timeout it was given. Whoever looks at `peers` never waits for the store.
+A separate thread reads and writes: a call to the store blocks as long as the process that hosts the store is frozen,
+whatever its timeout. Reading `peers` never waits for the store.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 PREFIX = "flexor/watchdog/"
-RANKS_PER_SECOND = 64  # all ranks read all ranks: with more of them, less often, to spare the store
-LAST_WORDS = 3  # heartbeats for which rank 0 waits for the others to hear of its end
+RANKS_PER_SECOND = 64  # every rank reads all others: with many ranks less often, to spare the store
+LAST_WORDS = 3  # heartbeats that rank 0 waits at its end, so that the others can read its last one
 DONE = ""
-PATIENT = "patient"  # may take as long as it likes
+PATIENT = "patient"  # no time limit
 
 
 class Moment(NamedTuple):
-    """Where a rank is: the nth thing it does in a step."""
+    """What a rank is doing: the nth part of a step."""
 
     step: int
     nth: int
@@ -41,14 +41,14 @@ START = Moment(0, 0, "getting ready", PATIENT)
 
 @dataclass
 class Heartbeat:
-    """What a rank says of itself."""
+    """What a rank reports about itself."""
 
     rank: int
-    host: str = "a host that is not known yet"
+    host: str = "an unknown host"
     moment: Moment = START
     idle: float = 0.0  # seconds without progress
-    ended: str | None = None  # None: at work; DONE; or why it ended before
-    heard: float = 0.0  # when it last said something new, on the clock of who heard it: hosts' clocks differ
+    ended: str | None = None  # None: still running; DONE; or why it ended early
+    heard: float = 0.0  # time of its last heartbeat, on the reader's clock: the clocks of hosts differ
     count: int = -1  # grows with each heartbeat
 
     def silence(self, now: float) -> float:
@@ -71,10 +71,10 @@ class Heartbeat:
 
 
 class Heartbeats:
-    """Says what `own` returns to the other ranks, and hears what they say, until stopped.
+    """Sends what `own` returns to the other ranks, and reads their heartbeats, until stopped.
 
-    The store must be this start's own, as the default one of torch.distributed is: in a store that outlives
-    a restart lie the words of the ranks before.
+    The store must belong to this start of the run, as the default store of torch.distributed does. A store that
+    outlives a restart still holds the heartbeats of the earlier ranks.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class Heartbeats:
         self.peers = {rank: Heartbeat(rank) for rank in range(world_size) if rank != own().rank}
         self.every_s = max(every_s, world_size / RANKS_PER_SECOND)
         self.answered = 0.0  # when the store last answered
-        self.lost = False  # the connection to the store is broken: a frozen store just does not answer
+        self.lost = False  # the connection to the store is broken; a frozen store only stops answering
         self._missing = set(self.peers)  # reading a key that is not there yet would block
         self._link: Store | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
-        """Connects before it returns: that may take seconds (torch asks DNS for names), and the end may be near."""
-        with suppress(RuntimeError):  # the thread tries again, and says that the store is lost
+        """Connects before it returns. That may take seconds (torch asks DNS), and the run may end soon after."""
+        with suppress(RuntimeError):  # the thread tries again, and sets `lost`
             self._connect()
         self._thread.start()
 
     def stop(self) -> None:
-        """Say a last word. Ended before the interpreter is, a thread can't get in the way of its shutdown."""
+        """Send a last heartbeat and end the thread, which could disturb the shutdown of the interpreter."""
         self._stop.set()
         self._thread.join(1 + LAST_WORDS * self.every_s)
 
@@ -117,10 +117,10 @@ class Heartbeats:
             if self.own().rank == 0:
                 self._linger(count)
         except Exception:
-            log.exception("The heartbeats of this rank stopped, so the others will think it is dead.")
+            log.exception("The heartbeats of this rank stopped: the other ranks will take it for dead.")
 
     def _linger(self, count: int) -> None:
-        """The store may end with rank 0: the others must have heard its last word, or have ended themselves."""
+        """The store may end with rank 0: wait until the others have read its last heartbeat, or have ended."""
         limit = LAST_WORDS * self.every_s
         until = time.monotonic() + limit
         while not self.lost and time.monotonic() < until and self._anybody_there(limit):
@@ -141,7 +141,7 @@ class Heartbeats:
             self._link, self.lost = None, True
 
     def _connect(self) -> Store:
-        """A connection of our own: on a shared one, we would wait for what the main thread waits for."""
+        """A separate connection: on a shared one, this thread would wait for calls of the main thread."""
         self._link = self.store.clone() if hasattr(self.store, "clone") else self.store  # torch 2.7 can't
         return self._link
 

@@ -1,8 +1,8 @@
-"""The processes of a run: which one this is, and how they talk when it is not about gradients.
+"""The processes of a run: which one this is, and how they communicate apart from gradients.
 
-Whoever started them (torchrun, Accelerate, srun, Flexor itself) says so in the environment. What ranks have to tell
-each other goes through a group of its own on the CPU, whose waits have no time limit: rank 0 may evaluate or save
-for hours and no collective gives up. That nobody waits for the dead is the watchdog's business.
+The launcher (torchrun, Accelerate, srun, Flexor itself) sets this in the environment. Ranks exchange everything but
+gradients through a separate CPU process group with a timeout of 30 days: rank 0 may evaluate or save for hours, and
+no collective fails. The watchdog ends the run when a rank has died.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from flexor.core.errors import ConfigError, FlexorError
 
 T = TypeVar("T")
 FOREVER = timedelta(days=30)
-ALIKE_S = 2.0  # within which ranks make the same mistake
+ALIKE_S = 2.0  # seconds within which all ranks report the same error
 ERROR = "flexor/error"
 
 
 @dataclass
 class Processes:
-    """This process among those of the run. The default is the only one."""
+    """This process among those of the run. By default it is the only one."""
 
     rank: int = 0
     world_size: int = 1
@@ -42,7 +42,7 @@ class Processes:
     run_id: str | None = None  # the same for all ranks, and after a restart
     restarts: int = 0
     host: str = field(default_factory=socket.gethostname)
-    control: Any = None  # the group for everything but gradients
+    control: Any = None  # the process group for everything but gradients
 
     @property
     def is_main(self) -> bool:
@@ -50,14 +50,14 @@ class Processes:
 
     @property
     def launch(self) -> str:
-        """What the processes of one start have in common, restarts included."""
-        if self.run_id and self.run_id != "none":  # torchrun's name for all that were given none
+        """An id of this launch, the same for all its processes and restarts."""
+        if self.run_id and self.run_id != "none":  # torchrun's id for runs that were given none
             return self.run_id
         return f"{self.host} {os.getppid()}"
 
     @property
     def store(self) -> dist.Store | None:
-        """What the ranks met through; None if there is one process."""
+        """The store that connects the ranks; None before `join`."""
         return dist.distributed_c10d._get_default_store() if self.joined else None
 
     @property
@@ -65,10 +65,10 @@ class Processes:
         return self.control is not None
 
     def join(self, device: torch.device, timeout_s: float, backend: str = "auto") -> None:
-        """Meet the other processes; from here on all of them take part in everything collective."""
+        """Connect to the other processes. From here on all of them take part in every collective."""
         gpu = "gloo" if backend == "gloo" else "nccl"
         backend = f"cpu:gloo,cuda:{gpu}" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog says more, so it comes first
+        timeout = timedelta(seconds=2 * timeout_s + 60)  # the watchdog reports more, so it acts first
         try:
             store = self._meet(timedelta(seconds=timeout_s)) if self.world_size > 1 else dist.HashStore()
             dist.init_process_group(
@@ -77,18 +77,18 @@ class Processes:
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise FlexorError(
-                f"Rank {self.rank} on {self.host} can't meet the other {self.world_size - 1} processes at "
-                f"{where}: {error}. Are all of them started, and can this host reach that address?"
+                f"Rank {self.rank} on {self.host} can't connect to the other {self.world_size - 1} processes at "
+                f"{where}: {error}. Check that all of them are started and that this host can reach that address."
             ) from error
         self.control = dist.new_group(backend="gloo", timeout=FOREVER)
         # torchrun counts restarts host by host, and only where a process failed
         self.restarts = max(self.gather(self.restarts))
 
     def _meet(self, timeout: timedelta) -> dist.Store:
-        """A store for the processes of this start alone.
+        """A store for the processes of this start only.
 
-        torchrun keeps its store when it starts processes again, and torch would look for them where those before were.
-        So this start gets a name of its own, which rank 0 tells to whoever asks for it by a name of its own.
+        torchrun keeps its store when it restarts processes, and torch would find the entries of the earlier ones in it.
+        So each start gets a unique name. Every rank asks for that name under a unique key, and rank 0 answers.
         """
         store, _, _ = next(dist.rendezvous("env://", self.rank, self.world_size, timeout=timeout))
         store.set_timeout(timeout)
@@ -97,17 +97,17 @@ class Processes:
             self._tell(store, own, timeout)
             return dist.PrefixStore(own, store)
         store.set(f"flexor/asks/{self.rank}", own)
-        start = store.get(f"flexor/told/{own}").decode()  # waits for it
+        start = store.get(f"flexor/told/{own}").decode()  # waits for the answer
         store.set(f"flexor/{start}/{self.rank}", "")
         return dist.PrefixStore(start, store)
 
     def _tell(self, store: dist.Store, start: str, timeout: timedelta) -> None:
-        """Rank 0: until all ranks know the name of this start. What one asked may be from the start before."""
+        """Rank 0 answers until all ranks know the name of this start. A request may be from an earlier start."""
         missing = set(range(1, self.world_size))
         until = time.monotonic() + timeout.total_seconds()
         while missing:
             if time.monotonic() > until:
-                raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)))} did not come")
+                raise RuntimeError(f"rank {', '.join(map(str, sorted(missing)))} did not connect")
             for rank in [rank for rank in missing if store.check([f"flexor/asks/{rank}"])]:
                 store.set(f"flexor/told/{store.get(f'flexor/asks/{rank}').decode()}", start)
                 if store.check([f"flexor/{start}/{rank}"]):
@@ -115,7 +115,7 @@ class Processes:
             time.sleep(0.01)
 
     def leave(self) -> None:
-        """Together: a launcher may end those who are late."""
+        """All ranks leave together: a launcher may end processes that are late."""
         if self.joined:
             self.barrier()
             self.control = None
@@ -126,7 +126,7 @@ class Processes:
             dist.barrier(self.control)
 
     def gather(self, value: T) -> list[T]:
-        """What every rank has, in order, on all of them."""
+        """The values of all ranks, in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -134,7 +134,7 @@ class Processes:
         return values
 
     def share(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, on all ranks. If it fails there, all fail with its error, said once."""
+        """What rank 0 makes, on all ranks. If rank 0 fails, all ranks fail with its error, which is printed once."""
         if self.world_size == 1:
             return make()
         answer: list[Any] = [None, None]
@@ -147,21 +147,21 @@ class Processes:
                 raise
         dist.broadcast_object_list(answer, 0, group=self.control)
         if answer[1] is not None:
-            answer[1].said = True  # by rank 0
+            answer[1].said = True  # rank 0 prints it
             raise answer[1]
         return answer[0]
 
     def say_once(self, error: FlexorError) -> None:
-        """If all ranks fail alike, rank 0 says so and the others keep quiet; else each says who it is."""
+        """If all ranks fail with the same error, only rank 0 prints it. Otherwise each rank adds its name to it."""
         if self.world_size == 1 or not self.joined or error.said:
             return
-        with suppress(RuntimeError):  # the store may be gone, with whoever kept it
+        with suppress(RuntimeError):  # the store may be gone with its process
             store = dist.distributed_c10d._get_default_store()
             if self.is_main:
-                print(f"flexor: {error}", file=sys.stderr, flush=True)  # before anybody can end this process
+                print(f"flexor: {error}", file=sys.stderr, flush=True)  # before the launcher can end us
                 error.said = True
                 store.set(ERROR, str(error))
-                time.sleep(ALIKE_S / 2)  # the store may be this process's
+                time.sleep(ALIKE_S / 2)  # the store may be in this process
                 return
             until = time.monotonic() + ALIKE_S
             while time.monotonic() < until and not store.check([ERROR]):
@@ -172,7 +172,7 @@ class Processes:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """The first process of each host goes ahead: what it downloads or records, the others find."""
+        """The first process of each host goes first, so that the others find what it downloads or records."""
         if self.local_rank != 0:
             self.barrier()
         yield
@@ -181,7 +181,7 @@ class Processes:
 
 
 def find_processes(environment: Mapping[str, str] | None = None) -> Processes:
-    """Which process this is, from what its launcher left in the environment."""
+    """Which process this is, from the environment that its launcher set."""
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         return _from_torchrun(env)
@@ -191,14 +191,14 @@ def find_processes(environment: Mapping[str, str] | None = None) -> Processes:
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Processes:
-    """torchrun's names, which `accelerate launch` and `flexor launch local` use too."""
+    """torchrun's variables, which `accelerate launch` and `flexor launch local` set too."""
     world_size = int(env["WORLD_SIZE"])
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "flexor"
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing and world_size > 1:
         raise ConfigError(
-            f"RANK={env['RANK']} of WORLD_SIZE={world_size} is set in the environment, but {missing[0]} is not: "
-            "start with torchrun, accelerate launch or flexor launch, or unset them."
+            f"RANK={env['RANK']} and WORLD_SIZE={world_size} are set in the environment, but {missing[0]} is not: "
+            "start with torchrun, accelerate launch or flexor launch, or unset RANK and WORLD_SIZE."
         )
     return Processes(
         rank=int(env["RANK"]),
@@ -212,7 +212,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Processes:
 
 
 def _from_srun(env: Mapping[str, str]) -> Processes:
-    """SLURM's. torch reads where to meet from the environment, so that is completed here."""
+    """SLURM's variables. torch reads the address of rank 0 from the environment, so it is set here."""
     tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", env["SLURM_STEP_NUM_TASKS"]))
     local = tasks[min(int(env.get("SLURM_NODEID", 0)), len(tasks) - 1)]
     os.environ.setdefault("MASTER_ADDR", _first_host(env))
@@ -255,6 +255,6 @@ def _first_host(env: Mapping[str, str]) -> str:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ConfigError(
-            f"Which of the hosts {nodes} is the first? scontrol does not say ({error}): export MASTER_ADDR."
+            f"Can't find the first of the hosts {nodes}: scontrol failed ({error}). Set MASTER_ADDR to its name."
         ) from error
     return answer.stdout.split()[0]

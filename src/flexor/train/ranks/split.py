@@ -1,7 +1,7 @@
-"""What settings leave open until the number of processes and of samples is known.
+"""Settings that depend on the number of processes and of samples.
 
-It is settled once, at the start of a run, and written into its config.yaml: a step of the run is the same
-wherever it goes on.
+They are computed once, at the start of a run, and written into its config.yaml. So a step of the run stays the same
+wherever the run resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexor.core.log import log
 
 @dataclass(frozen=True)
 class Split:
-    """How a global batch is dealt out: rank r has the r-th part, in `accumulation` micro-batches."""
+    """How a global batch is split: rank r gets the r-th part, in `accumulation` micro-batches."""
 
     batch_size: int
     accumulation: int
@@ -35,20 +35,20 @@ class Split:
 
 
 def hsdp_sizes(world: int, local: int, replicate: int | None, shard: int | None) -> tuple[int, int]:
-    """Groups, and processes in each."""
+    """The number of groups, and of processes in each."""
     if shard is None:
         shard = world // replicate if replicate else local
     if replicate is None:
         replicate = max(1, world // shard)
     if replicate * shard != world:
         raise ConfigError(
-            f"parallel.dp_replicate={replicate} x parallel.dp_shard={shard} is not the number of processes, {world}."
+            f"parallel.dp_replicate={replicate} x parallel.dp_shard={shard} must be the number of processes, {world}."
         )
     return replicate, shard
 
 
 def split_batch(config: TrainConfig, world_size: int) -> Split:
-    """The global batch, fixed from here on, in the fewest micro-batches of at most `batch_size` samples."""
+    """Split the global batch, fixed from here on, into the fewest micro-batches of at most `batch_size` samples."""
     given = config.gradient_accumulation_steps
     if config.global_batch_size is None:
         config.global_batch_size = config.batch_size * (given or 1) * world_size
@@ -56,8 +56,8 @@ def split_batch(config: TrainConfig, world_size: int) -> Split:
     if left:
         fitting = [n for n in range(1, config.global_batch_size + 1) if config.global_batch_size % n == 0]
         raise ConfigError(
-            f"global_batch_size={config.global_batch_size} can't be dealt out evenly to {world_size} processes: "
-            f"use {', '.join(map(str, fitting))} of them, or another global batch."
+            f"global_batch_size={config.global_batch_size} can't be split evenly across {world_size} processes: "
+            f"use {', '.join(map(str, fitting))} processes, or another global_batch_size."
         )
     fewest = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= config.batch_size)
     accumulation = given or fewest
@@ -66,12 +66,12 @@ def split_batch(config: TrainConfig, world_size: int) -> Split:
             f"global_batch_size={config.global_batch_size} is not batch_size={config.batch_size} x "
             f"{world_size} process(es) x gradient_accumulation_steps={given}: leave one of them out."
         )
-    config.gradient_accumulation_steps = None  # follows from the other two, on any number of processes
+    config.gradient_accumulation_steps = None  # follows from the other two, for any number of processes
     return Split(share // accumulation, accumulation, world_size)
 
 
 def scale_learning_rate(config: TrainConfig) -> None:
-    """What was asked for, and not more."""
+    """Scale the learning rate as scale_lr says; without it, not at all."""
     assert config.global_batch_size is not None
     if config.lr_factor is not None:
         return
@@ -88,7 +88,7 @@ def scale_learning_rate(config: TrainConfig) -> None:
 
 
 def steps_of(config: TrainConfig, samples: int) -> int:
-    """Optimizer steps of a run, whether it says them or epochs."""
+    """The optimizer steps of a run, whether its settings give steps or epochs."""
     assert config.global_batch_size is not None
     if config.epochs is None:
         return config.steps
@@ -96,7 +96,7 @@ def steps_of(config: TrainConfig, samples: int) -> int:
 
 
 def count_steps(config: TrainConfig, samples: int) -> None:
-    """Steps from epochs, if those were given."""
+    """Set steps from epochs, if those are given."""
     assert config.global_batch_size is not None
     if config.epochs is None:
         return

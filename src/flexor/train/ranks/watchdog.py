@@ -1,18 +1,17 @@
-"""Nobody hangs silently: a rank without progress brings the run down, and says which rank hangs, where and why.
+"""The watchdog ends a run in which a rank makes no progress, and reports which rank hangs, where and why.
 
-A thread looks at this rank about once a second. Without progress for `timeout_s` it names the rank that is
-behind, prints the stacks of this process and ends it, because a process that is stuck in a collective can't
-be unwound. One rule keeps it from biting when something just takes long: while any rank is in `patiently`,
-it is enough that all ranks are heard of. Time in which the whole process stood still (suspended) counts
-for nothing.
+A thread checks this rank about once a second. After `timeout_s` without progress it names the rank that is behind,
+prints the stacks of this process and ends it, because a process that is stuck in a collective can't be unwound.
+Slow work is no hang: while any rank is in `patiently`, it is enough that all ranks send heartbeats. Time in which the
+whole process was suspended does not count.
 
-| What is wrong | Who ends when |
+| Problem | Which ranks end, and when |
 | --- | --- |
-| A rank makes no progress | it after `timeout_s`; those who wait for it a few seconds later |
-| A rank is dead or frozen | the others after `timeout_s`; where a collective fails before, then |
+| A rank makes no progress | that rank after `timeout_s`; the ranks that wait for it a few seconds later |
+| A rank is dead or frozen | the others after `timeout_s`, or earlier if a collective fails |
 | A rank ended with an error, or the store is gone | the others after a minute, or `timeout_s` if that is less |
 
-A run of one process is left alone: it gets the message and the stacks, every `timeout_s`.
+The watchdog does not end a run of one process. It prints the message and the stacks every `timeout_s`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 HUNG = 70  # exit code of a process that its watchdog ended (EX_SOFTWARE)
-STOPPED = 75  # of one that was told to stop
+STOPPED = 75  # exit code of a process that a signal stopped
 TICK_S = 1.0
 GONE_S = 60.0  # how long to wait for a rank that is known to be gone
-GRACE_S = 5.0  # the rank that hangs says its own stack before those who wait for it end too
+GRACE_S = 5.0  # the rank that hangs prints its own stack before the ranks that wait for it end too
 MOST_NAMED = 8  # ranks in one message
-STILL_S = 300.0  # between two words of a rank that takes its time
+STILL_S = 300.0  # between two log lines of a rank that does slow work
 
 
 class RankLost(FlexorError):
@@ -49,11 +48,11 @@ class RankLost(FlexorError):
 
 
 class Watchdog:
-    """Watches this rank, and knows from their heartbeats what the others are at.
+    """Watches this rank, and knows from heartbeats what the other ranks are doing.
 
-    Every rank must make the same beats in a step: who has made fewer is behind. Give collectives a longer time
-    limit than `timeout_s`, or they fail before it is known who they wait for. Leave the watchdog together
-    (after a barrier), since the store may end with rank 0.
+    Every rank must call `beat` equally often in a step: a rank with fewer calls is behind. Collectives need a longer
+    timeout than `timeout_s`; otherwise they fail before it is known which rank they wait for. All ranks must leave the
+    watchdog together (after a barrier), since the store may end with rank 0.
     """
 
     def __init__(self, rank: int, world_size: int, host: str, store: Store | None, timeout_s: float):
@@ -62,7 +61,7 @@ class Watchdog:
         self._tick = min(TICK_S, timeout_s / 10)
         self._now = 0.0  # seconds that this process has been running, not stopped
         self._moment = self._seen = START
-        self._since = self._entered = self._said = 0.0  # last progress; begin of the moment; last log line
+        self._since = self._entered = self._said = 0.0  # last progress; start of the moment; last log line
         self._ended: str | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -71,21 +70,21 @@ class Watchdog:
             self._heartbeats = Heartbeats(self._own, world_size, store, lambda: self._now, self._tick)
 
     def beat(self, step: int, doing: str) -> None:
-        """This rank goes on with something else. For the hot loop: only notes it."""
+        """This rank starts the next part of a step. Cheap, for the hot loop: it only stores this."""
         last = self._moment
         self._moment = Moment(step, last.nth + 1 if step == last.step else 0, doing)
 
     def rest(self, doing: str) -> None:
-        """Something that may take as long as it likes, until the next beat; no other rank gets impatient meanwhile."""
+        """Slow work without a time limit, until the next beat. Ranks that wait for it do not time out either."""
         self._moment = self._moment._replace(doing=doing, mode=PATIENT)
 
     @contextmanager
     def patiently(self, doing: str) -> Iterator[None]:
-        """The same, until the end of the block. If that is an error, it is known what this rank was doing."""
+        """The same, until the end of the block. If an error ends it, the report says what this rank was doing."""
         before = self._moment
         self.rest(doing)
         yield
-        # another object than before, even if it says the same: that is progress
+        # a new object, even if its values are the same: that counts as progress
         self._moment = self._moment._replace(doing=before.doing, mode=before.mode)
 
     def __enter__(self) -> Watchdog:
@@ -108,7 +107,7 @@ class Watchdog:
                 lost.exit_code = STOPPED
             raise lost from error
         if error is not None and not isinstance(error, FlexorError):
-            error.add_note(f"{self._here()}.")  # stands below its stack
+            error.add_note(f"{self._here()}.")  # printed below its stack
 
     # The thread
 
@@ -116,9 +115,9 @@ class Watchdog:
         try:
             last = time.monotonic()
             while not self._stop.is_set():
-                # Prints the stacks without Python's help if some code holds the interpreter and never lets go. Its
-                # clock also runs while the process is suspended, and printing stacks of threads that run can crash:
-                # not worth it for a run of one process, which is suspended with Ctrl-Z.
+                # Prints the stacks even if some code never releases the interpreter lock (GIL). Its clock also runs
+                # while the process is suspended, and printing the stacks of running threads can crash. So it is off
+                # for a run of one process, which may be suspended with Ctrl-Z.
                 if self._heartbeats:
                     faulthandler.dump_traceback_later(self.timeout_s, file=2)
                 now = time.monotonic()
@@ -127,7 +126,7 @@ class Watchdog:
                 self._look()
                 self._stop.wait(self._tick)
         except Exception:
-            log.exception("The watchdog of this rank stopped: if the run hangs, nobody will say so.")
+            log.exception("The watchdog of this rank stopped: if the run hangs, it will not be reported.")
 
     def _look(self) -> None:
         moment = self._moment
@@ -139,7 +138,8 @@ class Watchdog:
             self._since = max(self._since, min((peer.heard for peer in peers), default=self._now))
         if moment.mode and self._now - self._said >= STILL_S:
             self._said = self._now
-            log.info("rank %d: %s, for %d min now", self.rank, moment.doing, (self._now - self._entered) / 60)
+            minutes = (self._now - self._entered) / 60
+            log.info("rank %d: still %s after %d min", self.rank, moment.doing, minutes)
         lost = self._heartbeats is not None and self._heartbeats.lost
         limit = min(self.timeout_s, GONE_S) if lost or any(peer.ended for peer in peers) else self.timeout_s
         if self._now - self._since > limit:
@@ -150,8 +150,8 @@ class Watchdog:
         culprits, verdict = gone or self._behind()
         if self.rank not in culprits and self._now - self._since <= limit + GRACE_S:
             return
-        hint = "" if gone else f" If that may take so long, raise --parallel.timeout_s ({self.timeout_s:g})."
-        _say(f"\n{verdict}{hint}\n{self._here()}. Its threads:\n{_stacks()}\n")
+        hint = "" if gone else f" If this can take so long, raise --parallel.timeout_s ({self.timeout_s:g})."
+        _say(f"\n{verdict}{hint}\n{self._here()}. Stacks of its threads:\n{_stacks()}\n")
         if self._heartbeats is None:
             self._since = self._now
             return
@@ -159,7 +159,7 @@ class Watchdog:
         self._heartbeats.stop()
         os._exit(HUNG)
 
-    # Who is to blame
+    # Which rank is the cause
 
     def _own(self) -> Heartbeat:
         return Heartbeat(self.rank, self.host, self._moment, self._now - self._since, self._ended, self._now)
@@ -168,7 +168,7 @@ class Watchdog:
         return self._heartbeats.peers if self._heartbeats else {}
 
     def _gone(self, silent_s: float) -> tuple[list[int], str] | None:
-        """The ranks that have ended before their time, are dead or frozen, and a sentence on them."""
+        """The ranks that ended early, are dead or are frozen, and a sentence about them."""
         if self._heartbeats is None:
             return None
         peers = self._heartbeats.peers.values()
@@ -179,20 +179,20 @@ class Watchdog:
         answered = self._heartbeats.answered
         if self._now - answered > silent_s:
             return [0], (
-                "The store of this run, which rank 0 or its launcher keeps, has not answered for "
+                "The torch.distributed store of this run, hosted by rank 0 or its launcher, has not answered for "
                 f"{self._now - answered:.0f} s: that process is dead or frozen, or its host is down."
             )
-        # up to the last look at the store: what a rank has said since then is not known
+        # up to the last answer of the store: later heartbeats are not known
         silent = [peer for peer in peers if peer.ended is None and peer.silence(answered) > silent_s]
         if silent:
             return [peer.rank for peer in silent], (
-                f"{_names(silent)} {_have(silent)} not been heard of for {silent[0].silence(answered):.0f} s: dead "
-                f"or frozen, last at {_place(silent[0])}."
+                f"{_names(silent)} {_have(silent)} sent no heartbeat for {silent[0].silence(answered):.0f} s: dead "
+                f"or frozen, last seen at {_place(silent[0])}."
             )
         return None
 
     def _behind(self) -> tuple[list[int], str]:
-        """The ranks that have come least far, and a sentence on them and on those who wait for them."""
+        """The ranks with the least progress, and a sentence about them and the ranks that wait for them."""
         ranks = [rank for rank in [*self._peers().values(), self._own()] if rank.ended is None]
         ranks.sort(key=lambda rank: rank.rank)
         at_it = [rank for rank in ranks if not rank.moment.mode] or ranks
@@ -206,15 +206,15 @@ class Watchdog:
         )
 
     def _who_failed(self) -> str | None:
-        """After a failed collective: wait until it shows in the heartbeats whose fault it was."""
+        """After a failed collective: wait until the heartbeats show which rank caused it."""
         assert self._heartbeats is not None
-        self._moment = self._moment._replace()  # counts as progress: the time for this comes on top
+        self._moment = self._moment._replace()  # counts as progress: this wait gets its own time
         for _ in range(16):
             gone = self._gone(silent_s=5 * self._heartbeats.every_s)
             if gone:
                 return gone[1]
             time.sleep(self._heartbeats.every_s / 2)
-        behind, verdict = self._behind()  # the collective's own time limit came before ours
+        behind, verdict = self._behind()  # the collective timed out before the watchdog
         return None if self.rank in behind else verdict
 
     def _here(self) -> str:
@@ -253,7 +253,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def _stacks() -> str:
-    """Where every thread of this process is. Reads no source files: they may lie on what hangs."""
+    """The stack of every thread of this process. Reads no source files: their disk may be what hangs."""
     lines = []
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
@@ -268,7 +268,7 @@ def _stacks() -> str:
 
 
 def _say(text: str) -> None:
-    """In one piece, so that ranks do not talk through each other; a pipe that nobody reads can't keep us."""
+    """Print in one piece, so that the output of ranks does not mix. A pipe that nobody reads does not block us."""
     writer = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
     writer.start()
     writer.join(10)
