@@ -181,7 +181,7 @@ def test_people_type_as_they_like(hardware: Hardware) -> None:
 def test_errors_name_what_is_near(hardware: Hardware) -> None:
     with pytest.raises(ConfigError, match=r"Unknown GPU 'rtx 4091'. Did you mean RTX 4090.*--gpus-file"):
         hardware.find("rtx 4091")
-    with pytest.raises(ConfigError, match="There are: RTX 3060, "):
+    with pytest.raises(ConfigError, match="Available: RTX 3060, "):
         hardware.find("voodoo")
     with pytest.raises(
         ConfigError, match=r"'orin' is ambiguous: it may be Jetson Orin Nano 8GB or .*Use one of these names"
