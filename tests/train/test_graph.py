@@ -125,7 +125,7 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
     "more",
     [
         [],
-        ["--precision=bf16", "--ema.enable=true"],
+        ["--precision=bf16", "--ema.enable=true", "--channels_last=true"],
         ["--gradient_accumulation_steps=2"],
         ["--precision=fp16"],
         [
@@ -149,7 +149,7 @@ def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, 
 @pytest.mark.gpu
 def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
     data, policy = small
-    whole = train(data, tmp_path / "whole", policy, f"--steps={STEPS}", "--save_freq=4", "--ema.enable=true")
+    whole = train(data, tmp_path / "whole", policy, f"--steps={STEPS}", "--save_freq=4", "--ema.enable=true", "--step=graph")
     cut = runs.cut_back(whole, tmp_path / "cut", 4)
     assert main(["resume", str(cut)]) == 0
     assert replays
@@ -167,7 +167,7 @@ def test_adapters_and_held_out_losses_between_replays(dataset, tiny_act, tmp_pat
         "--eval_steps=2",
     ]
     eager = train(dataset, tmp_path / "eager", [], *flags, "--step=eager")
-    graph = train(dataset, tmp_path / "graph", [], *flags)
+    graph = train(dataset, tmp_path / "graph", [], *flags, "--step=auto")
     assert replays
     assert_same(eager, graph)
 
@@ -177,7 +177,7 @@ def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_pat
     (tmp_path / "own.py").write_text(OWN)
     own = [f"--policy.type={tmp_path / 'own.py'}:Own"]
     eager = train(lowdim, tmp_path / "eager", own, "--steps=6", "--step=eager")
-    auto = train(lowdim, tmp_path / "auto", own, "--steps=6")
+    auto = train(lowdim, tmp_path / "auto", own, "--steps=6", "--step=auto")
     assert_same(eager, auto)
     line = f"{tmp_path / 'own.py'}:{1 + OWN.splitlines().index(next(x for x in OWN.splitlines() if 'item()' in x))}"
     assert replays == [] and line in caplog.text

@@ -217,6 +217,8 @@ def make_policy(config: TrainConfig) -> Policy:
         _recompute_blocks(policy)
     if config.weights_dtype == "bf16":
         _lower_weights(policy)
+    if config.channels_last:
+        policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if config.lora.r:
         add_adapters(policy, config.lora, config.seed)
     return policy

@@ -140,6 +140,7 @@ class GraphStep:
         """Nothing is computed here."""
         state, device = self.state, self.state.engine.device
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()  # what eager steps took: graphs have memory of their own
         batch, keys = _memory_for(like, device), NoiseKeys(device)
         noise, names = GraphNoise(keys, batch[SAMPLE_ID]), []

@@ -69,9 +69,9 @@ def seed_dropout(state: TrainState, micro: int) -> None:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The one number of a batch becomes a tensor where it can without waiting, as it is in a CUDA graph."""
+    """On a GPU, and in its plan, the one number of a batch becomes a tensor: a CUDA graph needs it as one."""
     valid = batch.get(VALID_STEPS)
-    if device.type != "cuda" or valid is None:
+    if device.type not in ("cuda", "meta") or valid is None:
         return batch
     return {**batch, VALID_STEPS: torch.full((), valid, dtype=torch.float64, device=device)}
 
