@@ -220,7 +220,7 @@ def test_what_it_does_with_values_is_named_where_a_plan_has_none(project, datase
     assert main(["plan", TINY[0], f"--dataset.root={dataset}", "--gpu=4090"]) == 2
     said = capsys.readouterr().err
     assert f"AssertionError: not a number ({project}/my_policy.py, line {number})" in said
-    assert "A plan has no data" in said
+    assert "A plan runs the policy without data" in said
 
 
 # Mistakes

@@ -62,9 +62,11 @@ class ToDevice(ProcessingStep):
     def _move(self, key: str, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor):
             return value
-        # Asynchronously only from pinned memory. Otherwise an action could be read before it is copied, and an
-        # observation could be overwritten before it is copied.
-        value = value.to(self.device, non_blocking=value.device.type == "cpu" and value.is_pinned())
+        if value.device.type == "cpu" and self.device.startswith("cuda"):
+            # From pinned memory the host need not wait until the GPU is done with what it was given before.
+            value = (value if value.is_pinned() else value.pin_memory()).to(self.device, non_blocking=True)
+        else:
+            value = value.to(self.device)  # waits: an action must not be read before it is copied
         if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
             return value.to(dtype) / 255
         return value.to(dtype) if value.is_floating_point() else value
