@@ -103,7 +103,7 @@ def test_a_rank_that_is_frozen_is_named_by_the_other(flags, tmp_path):
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_the_stack_of_a_rank_that_raises_is_said_and_the_others_end(strategy, flags, tmp_path):
     said = ended(tmp_path, flags(*strategy), HUNG, HUNG, then={1: trouble.before_step(6, trouble.fail)})
-    assert f"rank 1 on {HOST} failed" in said[1] and "in optimizer_step" not in said[0]
+    assert f"rank 1 on {HOST} failed" in said[1] and "in compute_step" not in said[0]
     assert "Traceback" in said[1] and "ValueError: a mistake of ours" in said[1]
     assert f"This is rank 1 on {HOST}, at step 6, computing" in said[1]
     assert f"rank 1 on {HOST} has ended at step 6, computing: ValueError: a mistake of ours" in said[0]

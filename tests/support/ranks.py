@@ -34,21 +34,21 @@ def environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 def record_steps(folder: Path) -> None:
     """From here on write down which samples this process computes, and the noise each of them gets."""
-    from flexor.train import loop
+    from flexor.train import graph
 
-    real = loop.optimizer_step
+    real = graph.compute_step
     file = (folder / f"record_{os.environ.get('RANK', '0')}.jsonl").open("a")
 
-    def recorded(state: Any, micro_batches: list[Any], meters: Any) -> Any:
+    def recorded(state: Any, micro_batches: list[Any]) -> Any:
         for batch in micro_batches:
             ids = batch[SAMPLE_ID]
             noise = Noise(state.config.seed, state.step, ids).normal("record", (len(ids), 3))
             line = {"step": state.step, "ids": ids.tolist(), "noise": noise.tolist()}
             file.write(json.dumps(line) + "\n")
         file.flush()
-        return real(state, micro_batches, meters)
+        return real(state, micro_batches)
 
-    loop.optimizer_step = recorded
+    graph.compute_step = recorded
 
 
 def enter(env: Mapping[str, str], record: Path, then: Callable[[], Any] | None) -> None:

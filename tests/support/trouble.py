@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from flexor.train import loop
+from flexor.train import graph, loop
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.ranks import watchdog
 from flexor.train.ranks.processes import Processes
 from support import ranks, runs
 from support.limits import FOREVER_S
 
-STEP = "flexor.train.loop:optimizer_step"
+STEP = "flexor.train.graph:compute_step"
 READ = "flexor.data.loader.loader:Loader.plan"
 
 
@@ -96,14 +96,14 @@ def interrupted(folder: Path, count: int, arguments: Sequence[str], run: Path, s
 
 def spoil_batch(step: int) -> None:
     """NaN in one sample that this rank computes."""
-    function = loop.optimizer_step
+    function = graph.compute_step
 
-    def wrapper(state: Any, micro_batches: list[dict[str, Any]], meters: Any) -> Any:
+    def wrapper(state: Any, micro_batches: list[dict[str, Any]]) -> Any:
         if state.step == step:
             micro_batches[0]["observation.state"][0, 0] = torch.nan
-        return function(state, micro_batches, meters)
+        return function(state, micro_batches)
 
-    loop.optimizer_step = wrapper
+    graph.compute_step = wrapper
 
 
 def fill_disk_at_shard(step: int) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from flexor.cli.main import main
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
+from flexor.data.loader.loader import Loader
 from flexor.train.graph import WARM_UP, GraphStep
 from parity.multi_task_dit.clips import make_clips
 from support import runs
@@ -138,6 +139,8 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
 )
 def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, replays):
     data, policy = small
+    if "--weights_dtype=bf16" in more and "tdmpc" in policy[0]:
+        pytest.skip("TD-MPC moves some weights itself, which are not kept in bf16")
     eager = train(data, tmp_path / "eager", policy, f"--steps={STEPS}", "--step=eager", *more)
     assert replays == []
     graph = train(data, tmp_path / "graph", policy, f"--steps={STEPS}", "--step=graph", *more)
@@ -149,7 +152,15 @@ def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, 
 @pytest.mark.gpu
 def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
     data, policy = small
-    whole = train(data, tmp_path / "whole", policy, f"--steps={STEPS}", "--save_freq=4", "--ema.enable=true", "--step=graph")
+    whole = train(
+        data,
+        tmp_path / "whole",
+        policy,
+        f"--steps={STEPS}",
+        "--save_freq=4",
+        "--ema.enable=true",
+        "--step=graph",
+    )
     cut = runs.cut_back(whole, tmp_path / "cut", 4)
     assert main(["resume", str(cut)]) == 0
     assert replays
@@ -189,17 +200,23 @@ def test_what_cant_be_captured_runs_without_a_graph_and_is_named(lowdim, tmp_pat
 
 
 @pytest.mark.gpu
-def test_a_loss_that_is_no_number_is_found_at_the_same_step(lowdim, tiny_act, tmp_path, capsys, replays):
+def test_a_loss_that_is_no_number_is_found_at_the_same_step(
+    lowdim, tiny_act, tmp_path, capsys, replays, monkeypatch
+):
+    """A sample of step 6 is spoiled."""
     found = []
+    real = Loader.steps
+
+    def spoiled(self, start, stop):
+        for step, batches in enumerate(real(self, start, stop), start):
+            if step == 6:
+                batches[0]["observation.state"][2, 0] = torch.nan
+            yield batches
+
+    monkeypatch.setattr(Loader, "steps", spoiled)
     for how in ("eager", "graph"):
-        flags = [
-            "--policy.device=cuda",
-            "--steps=30",
-            "--optimizer.lr=1e12",
-            f"--step={how}",
-            "--deterministic=true",
-        ]
+        flags = ["--policy.device=cuda", "--steps=30", f"--step={how}", "--deterministic=true"]
         act = [flag for flag in tiny_act if "device" not in flag]
-        assert main(["train", *runs.flags(lowdim, tmp_path / how, act, *flags)]) != 0
+        assert main(["train", *runs.flags(lowdim, tmp_path / how, act, *flags)]) == 1
         found.append(capsys.readouterr().err.splitlines()[-1].replace(how, ""))
-    assert found[0] == found[1] and "step" in found[0] and replays
+    assert found[0] == found[1] and "The loss of step 7 is nan" in found[0] and replays
