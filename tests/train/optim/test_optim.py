@@ -1,80 +1,16 @@
-"""Optimizers and schedules: settings that count, formulas by hand, options without meaning refused."""
-
-import math
+"""Optimizers: settings that count, options without meaning refused; the moving average."""
 
 import pytest
 import torch
 from torch import nn
 
-from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
+from flexor.config.optimizer import resolve_optimizer
 from flexor.config.parse import load_config
-from flexor.config.schedules import build_scheduler, schedule
-from flexor.config.schema import OptimizerConfig, SchedulerConfig
+from flexor.config.schema import OptimizerConfig
 from flexor.core.errors import ConfigError
 from flexor.policies.act.config import ACTConfig
-from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.train.optim.ema import EMA
 from support import runs
-
-
-def factors(steps: int, count: int, **settings) -> list[float]:
-    factor = schedule(SchedulerConfig(**settings), steps)
-    return [factor(step) for step in range(count)]
-
-
-def test_constant():
-    assert factors(10, 4, type="constant") == [1, 1, 1, 1]
-
-
-def test_constant_with_warmup():
-    assert factors(10, 6, type="constant_with_warmup", num_warmup_steps=4) == [0, 0.25, 0.5, 0.75, 1, 1]
-
-
-def test_cosine():
-    found = factors(10, 11, type="cosine", num_warmup_steps=2)
-    assert found[:3] == [0, 0.5, 1]
-    assert found[6] == pytest.approx(0.5)  # half way between 2 and 10
-    assert found[4] == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
-    assert found[10] == pytest.approx(0)
-
-
-def test_vqbet_is_constant_for_the_vocabulary_and_then_as_lerobot_has_it():
-    common = {"type": "vqbet", "num_warmup_steps": 2, "num_vqvae_training_steps": 5}
-    found = factors(12, 13, **common)
-    assert found[:8] == [1, 1, 1, 1, 1, 0, 0.5, 1]
-    assert found[12] == pytest.approx(0.5)  # half way, for the wave is as long as both phases
-    assert found[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 2 / 10)))
-    twice = factors(12, 13, **common, num_cycles=1.0)
-    assert twice[:8] == found[:8] and twice[12] == pytest.approx(0)
-    resolved = resolve_scheduler(SchedulerConfig(type="vqbet"), ACTConfig())
-    assert resolved.num_cycles == 0.5
-
-
-def test_cosine_decay_with_warmup_as_openpi_has_it():
-    common = {"type": "cosine_decay_with_warmup", "num_warmup_steps": 4, "peak_lr": 1e-4, "decay_lr": 1e-5}
-    found = factors(100, 61, num_decay_steps=40, **common)
-    assert found[:3] == pytest.approx([1 / 5, 1 / 5 + 4 / 5 / 4, 1 / 5 + 4 / 5 / 2])
-    assert found[20] == pytest.approx(0.1 + 0.9 * 0.5)  # the cosine counts from step 0
-    assert found[40] == found[60] == pytest.approx(0.1)
-
-
-def test_cosine_decay_shrinks_to_a_shorter_run():
-    common = {"type": "cosine_decay_with_warmup", "num_warmup_steps": 4, "peak_lr": 1, "decay_lr": 0}
-    found = factors(20, 21, num_decay_steps=40, **common)
-    assert found[0] == pytest.approx(1 / 3) and found[2] > 0.97 and found[20] == pytest.approx(0)
-
-
-def test_schedule_reaches_the_optimizer():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = build_scheduler(
-        SchedulerConfig(type="constant_with_warmup", num_warmup_steps=4), optimizer, 10
-    )
-    rates = []
-    for _ in range(5):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == [0, 0.5, 1.0, 1.5, 2.0]
 
 
 def test_what_is_given_wins_then_the_preset_then_the_default():
@@ -94,33 +30,6 @@ def test_what_is_given_wins_then_the_preset_then_the_default():
 def test_option_without_meaning_for_the_optimizer(given, named):
     with pytest.raises(ConfigError, match=rf"optimizer\.{named} has no effect with"):
         resolve_optimizer(OptimizerConfig(**given), ACTConfig())
-
-
-@pytest.mark.parametrize(
-    "given", [{"peak_lr": 1.0}, {"type": "cosine", "decay_lr": 1.0}, {"num_warmup_steps": 3}]
-)
-def test_option_without_meaning_for_the_schedule(given):
-    with pytest.raises(ConfigError, match=r"scheduler\.\w+ has no effect with"):
-        resolve_scheduler(SchedulerConfig(**given), ACTConfig())
-
-
-def test_schedule_that_lacks_something():
-    with pytest.raises(ConfigError, match=r"scheduler\.num_decay_steps, scheduler\.decay_lr"):
-        resolve_scheduler(SchedulerConfig(type="cosine_decay_with_warmup", peak_lr=1.0), ACTConfig())
-
-
-def test_schedule_of_a_policy_that_is_not_here():
-    """A diffusion policy of LeRobot's may name one. Another one can be given."""
-    policy = DiffusionConfig(scheduler_name="polynomial", scheduler_warmup_steps=7)
-    with pytest.raises(
-        ConfigError,
-        match=r"does not support the policy's learning-rate schedule 'polynomial'.*--scheduler\.type",
-    ):
-        resolve_scheduler(SchedulerConfig(), policy)
-    cosine = SchedulerConfig(type="cosine", num_warmup_steps=3)
-    assert resolve_scheduler(cosine, policy) == cosine
-    policy.scheduler_name = "cosine"
-    assert resolve_scheduler(SchedulerConfig(type="cosine"), policy).num_warmup_steps == 7
 
 
 @pytest.mark.parametrize(
