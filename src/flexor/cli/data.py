@@ -138,9 +138,9 @@ def _cache(parsed: argparse.Namespace) -> int:
 def _build_cache(parsed: argparse.Namespace) -> int:
     from flexor.data.dataset import open_dataset
     from flexor.data.loader.precache import precache, render
-    from flexor.data.settings import picture_size
+    from flexor.data.settings import parse_image_size
 
-    dataset = open_dataset(**_address(parsed.root), size=picture_size(parsed.size))
+    dataset = open_dataset(**_address(parsed.root), size=parse_image_size(parsed.size))
     result = precache(
         dataset,
         cameras=parsed.cameras,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import check_values, field_types, setting, to_plain
-from flexor.data.settings import DatasetConfig, picture_size
+from flexor.data.settings import DatasetConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
 
@@ -253,7 +253,7 @@ def validate(config: TrainConfig) -> None:
         )
     config.lora.validate()
     validate_weights(config)
-    picture_size(dataset.cache.size)
+    parse_image_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     check_values(config)
 

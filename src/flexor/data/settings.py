@@ -73,7 +73,7 @@ class DatasetConfig:
     order: OrderConfig = field(default_factory=OrderConfig)
 
 
-def picture_size(text: str | None) -> tuple[int, int] | None:
+def parse_image_size(text: str | None) -> tuple[int, int] | None:
     """HEIGHTxWIDTH as (height, width)."""
     if text is None:
         return None

@@ -16,7 +16,7 @@ from flexor.config.parse import parse_flags
 from flexor.config.schema import TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
 from flexor.core.typed import coerce, field_types
-from flexor.data.settings import picture_size
+from flexor.data.settings import parse_image_size
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.trace.traces import Traces
@@ -301,7 +301,7 @@ def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:
         for group in groups:
             owner = getattr(owner, group)
         setattr(owner, name, coerce(value, field_types(type(owner))[name], key))
-    size = picture_size(config.dataset.cache.size)
+    size = parse_image_size(config.dataset.cache.size)
     if "dataset.cache.size" in flags and size:
         policy = config.policy
         smaller = {

@@ -18,7 +18,7 @@ from flexor.core.rng import seed_everything
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
-from flexor.data.settings import DatasetConfig, OrderConfig, picture_size
+from flexor.data.settings import DatasetConfig, OrderConfig, parse_image_size
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
 from flexor.policies.base import Policy
@@ -48,7 +48,7 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         config.revision,
         config.episodes,
         streaming=config.streaming,
-        size=picture_size(config.cache.size),
+        size=parse_image_size(config.cache.size),
         remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
         exclude_episodes=config.exclude_episodes,
         frame_by=config.frame_by,

@@ -16,7 +16,7 @@ from typing import Any
 from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, UNITS_WANTED
 from flexor.data.loader.loader import PREFETCH_BYTES, PREFETCH_STEPS
 from flexor.data.loader.open import JPEG_SHARE
-from flexor.data.settings import CacheConfig, picture_size
+from flexor.data.settings import CacheConfig, parse_image_size
 from flexor.data.video.decode import KEPT_DECODERS
 from flexor.data.video.planes import PlaneFormat
 
@@ -71,7 +71,7 @@ class Data:
 
     def scaled(self, cache: CacheConfig) -> Data:
         """The same data with the image size of `dataset.cache.size`."""
-        size = picture_size(cache.size)
+        size = parse_image_size(cache.size)
         return replace(self, cameras=tuple(replace(camera, size=size) for camera in self.cameras))
 
     def moment_bytes(self, rgb: bool = False) -> int:
