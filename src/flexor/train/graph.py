@@ -22,8 +22,9 @@ from torch import Tensor
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.core.rng import GraphNoise, NoiseKeys
+from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.monitor.meters import Meters
+from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import takes_tensor_rates
 from flexor.train.step import (
@@ -62,9 +63,8 @@ class _Captured:
     batch: Batch
     keys: NoiseKeys
     names: list[str]  # of the parts of the loss
-    passes: list[
-        tuple[torch.cuda.CUDAGraph, Tensor]
-    ]  # of the first micro-batch and of all later ones; loss and parts
+    # of the first micro-batch and of all later ones, each with its loss and parts
+    passes: list[tuple[torch.cuda.CUDAGraph, Tensor]]
     update: torch.cuda.CUDAGraph | None  # what follows the last; None: it is part of the only pass
     norm: Tensor
 
@@ -92,7 +92,7 @@ class GraphStep:
         return figures.loss, figures.norm
 
     def _compute(self, micro_batches: list[dict[str, Any]]) -> StepFigures:
-        batches = [self.on_host(batch) for batch in micro_batches]
+        batches = [self._on_host(batch) for batch in micro_batches]
         kind = self._kind(batches)
         if kind is not None and kind not in self.captured and self.seen[kind] >= WARM_UP:
             self._try_to_capture(kind, batches)
@@ -106,6 +106,10 @@ class GraphStep:
             figures = compute_step(self.state, micro_batches)
         current.wait_stream(self.stream)
         return figures
+
+    def _on_host(self, batch: Batch) -> Batch:
+        noise = Noise(self.state.config.seed, self.state.step, batch[SAMPLE_ID])
+        return self.on_host(batch, StepContext(training=True, noise=noise))
 
     def _kind(self, batches: list[Batch]) -> Hashable | None:
         """What steps have in common that can share a graph; None if this one can't have any."""
