@@ -14,31 +14,14 @@ from flexor.plan.memory.memory import plan_memory
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.trace import trace_step
 from flexor.policies.adapters import LoraConfig
+from support.own_policy import own_policy
 from support.plans import H200, settings
 
 # 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6
 MATRICES, VECTORS = 600 + 10_000 + 600, 3 * 100 + 6
 TENSORS = 7
-OWN = """
-from dataclasses import dataclass
-import torch
-from flexor.policies.base import Loss, Policy, PolicyConfig
-
-@dataclass
-class Config(PolicyConfig):
-    def optimizer_preset(self):
-        return {"type": "adamw", "lr": 1e-3}
-    @property
-    def action_deltas(self):
-        return [0]
-    @property
-    def action_steps(self):
-        return 1
-
-class Own(Policy):
-    Config = Config
-    def __init__(self, config):
-        super().__init__(config)
+OWN = own_policy(
+    """\
         self.first = torch.nn.Linear(6, 100)
         self.norm = torch.nn.LayerNorm(100, bias=False)
         self.middle = torch.nn.Linear(100, 100)
@@ -46,7 +29,8 @@ class Own(Policy):
     def loss(self, batch, noise):
         hidden = self.middle(self.norm(self.first(batch["observation.state"]))).relu()
         return Loss((self.head(hidden) - batch["action"][:, 0]).square().mean(-1), {})
-"""
+""",
+)
 
 Make = Callable[..., TrainConfig]
 

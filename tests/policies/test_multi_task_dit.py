@@ -234,6 +234,15 @@ def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
     assert together["observation.language.attention_mask"].dtype == torch.bool
 
 
+def test_words_are_the_hosts_part_of_the_processing(clips):
+    made, whole = batch_of("ddpm", clips)
+    on_host, on_gpu = made.preprocessor.split()
+    assert isinstance(on_host.steps[-1], Tokenize) and not any(step.on_host for step in on_gpu.steps)
+    split = on_gpu(on_host({**tensors(training_batch(case_of("ddpm", clips))), "task": TASKS}))
+    assert split.keys() == whole.keys()
+    assert all(torch.equal(split[k], v) for k, v in whole.items() if isinstance(v, torch.Tensor))
+
+
 def test_no_task_is_said(clips):
     with pytest.raises(FlexorError, match="requires a task description"):
         Tokenize(str(clips / "tiny-clip"))({})

@@ -11,38 +11,20 @@ from flexor.cli.main import main
 from flexor.core.errors import ConfigError
 from flexor.train.compile import _check_compiler
 from support import ranks, runs
+from support.own_policy import own_policy
 
-OWN = """
-from dataclasses import dataclass
-import torch
-from flexor.policies.base import Loss, Policy, PolicyConfig
-
-@dataclass
-class Config(PolicyConfig):
-    blocks: int = 1
-    def optimizer_preset(self):
-        return {"type": "adamw", "lr": 1e-2}
-    @property
-    def action_deltas(self):
-        return [0]
-    @property
-    def action_steps(self):
-        return 1
-
-class Block(torch.nn.Sequential):
-    pass
-
-class Own(Policy):
-    Config = Config
-    def __init__(self, config):
-        super().__init__(config)
-        self.block = Block(torch.nn.Linear(2, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2))
+OWN = own_policy(
+    """\
+        layers = torch.nn.Linear(2, 8), torch.nn.Dropout(0.2), torch.nn.GELU(), torch.nn.Linear(8, 2)
+        self.block = torch.nn.Sequential(*layers)
     def loss(self, batch, noise):
         state = batch["observation.state"] + 0.1 * noise.normal("state", batch["observation.state"].shape)
         return Loss((self.block(state) - batch["action"][:, 0]).square().mean(-1), {})
     def shard_units(self):
         return [self.block] * self.config.blocks
-"""
+""",
+    settings="""    blocks: int = 1""",
+)
 
 
 @pytest.fixture

@@ -13,38 +13,21 @@ from flexor.data.loader.loader import Loader
 from flexor.train.graph import WARM_UP, GraphStep
 from parity.multi_task_dit.clips import make_clips
 from support import runs
+from support.own_policy import own_policy
 from support.small_policies import SMALL
 
 STEPS = 9
-OWN = """
-from dataclasses import dataclass
-import torch
-from flexor import Loss, Policy, PolicyConfig
-
-@dataclass
-class Config(PolicyConfig):
-    asks: bool = True
-    phases: bool = False
-    def optimizer_preset(self):
-        return {"type": "adamw", "lr": 1e-2}
-    @property
-    def action_deltas(self):
-        return [0]
-    @property
-    def action_steps(self):
-        return 1
-
-class Own(Policy):
-    Config = Config
-    def __init__(self, config):
-        super().__init__(config)
+OWN = own_policy(
+    """\
         self.layer = torch.nn.Linear(2, 2)
     def loss(self, batch, noise):
         error = (self.layer(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1)
         if self.config.asks and error.mean().item() > 1e9:
             raise ValueError
         return Loss(error, {})
-"""
+""",
+    settings="""    asks: bool = True""",
+)
 
 
 def test_noise_of_a_graph_is_the_noise_of_the_step():
@@ -67,7 +50,7 @@ def test_noise_of_a_graph_is_the_noise_of_the_step():
 def test_a_graph_without_a_gpu_is_refused_by_name(lowdim, tiny_act, tmp_path, capsys):
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, "--step=graph", "--steps=1")
     assert main(["train", *flags]) == 2
-    assert "step=graph: there is no NVIDIA GPU" in capsys.readouterr().err
+    assert "step=graph: the run does not use an NVIDIA GPU" in capsys.readouterr().err
 
 
 # On a GPU

@@ -44,7 +44,7 @@ def why_not(state: TrainState) -> str | None:
     """What keeps this run from having its steps captured; None if nothing is known to."""
     engine, config = state.engine, state.config
     if engine.device.type != "cuda":
-        return "there is no NVIDIA GPU"
+        return "the run does not use an NVIDIA GPU"
     if engine.world_size > 1:
         return f"{engine.world_size} processes exchange gradients"
     if not engine.captures:
@@ -103,7 +103,7 @@ class GraphStep:
         current = torch.cuda.current_stream(self.state.engine.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            figures = compute_step(self.state, micro_batches)
+            figures = compute_step(self.state, batches, self.on_gpu)
         current.wait_stream(self.stream)
         return figures
 

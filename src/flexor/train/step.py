@@ -43,8 +43,10 @@ def optimizer_step(
     return figures.loss, figures.norm
 
 
-def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> StepFigures:
-    """What the device does, operation by operation."""
+def compute_step(
+    state: TrainState, micro_batches: list[dict[str, Any]], preprocessor: Pipeline | None = None
+) -> StepFigures:
+    """What the device does, operation by operation. `preprocessor`: what is left to do of the run's."""
     state.engine.set_learning_rates(state.optimizer)
     total = torch.zeros((), device=state.engine.device)
     parts: dict[str, Tensor] = {}
@@ -53,7 +55,7 @@ def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> Step
         with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
             loss, found = forward_backward(
-                state, on_device(batch, state.engine.device), noise, state.preprocessor
+                state, on_device(batch, state.engine.device), noise, preprocessor or state.preprocessor
             )
         total += loss
         for name, part in found.items():

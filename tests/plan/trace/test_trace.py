@@ -15,6 +15,7 @@ from flexor.plan.trace.cuda_on_meta import CudaOnMeta, attention_backend
 from flexor.plan.trace.events import CATEGORIES, Trace
 from flexor.plan.trace.trace import OperationTracker, trace_step
 from parity.multi_task_dit.clips import make_clips
+from support.own_policy import own_policy
 from support.plans import H200, SMALL, Gpu, settings
 
 
@@ -163,26 +164,8 @@ def test_multi_task_dit(tmp_path: Path):
     assert trace.nbytes("optimizer") < 9 * trace.trained
 
 
-OWN = """
-import torch
-from dataclasses import dataclass
-from flexor.policies.base import Loss, Policy, PolicyConfig
-
-@dataclass
-class Config(PolicyConfig):
-    def optimizer_preset(self):
-        return {"type": "adamw", "lr": 1e-3}
-    @property
-    def action_deltas(self):
-        return [0]
-    @property
-    def action_steps(self):
-        return 1
-
-class Own(Policy):
-    Config = Config
-    def __init__(self, config):
-        super().__init__(config)
+OWN = own_policy(
+    """\
         self.head = torch.nn.Linear(6, 6)
         self.register_buffer("scale", torch.tensor([2.0]))
         self.factor = float(self.scale)
@@ -192,7 +175,8 @@ class Own(Policy):
             error = error * 2
         per_sample = error.square().mean(-1)
         return Loss(per_sample, {})
-"""
+""",
+)
 
 
 def test_a_policy_of_ones_own(tmp_path: Path):
