@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 
+def recomputing() -> bool:
+    """Whether this is within a backward pass: activation checkpointing recomputes the forward pass there."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class BatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` over all ranks. Counts a batch once, even if its forward pass is recomputed."""
 
@@ -29,8 +34,7 @@ class BatchNorm2d(nn.BatchNorm2d):
         weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
         if not self.training:
             return F.batch_norm(x, mean, var, weight, bias, eps=self.eps)
-        # activation checkpointing recomputes the forward pass within the backward pass
-        if torch._C._current_graph_task_id() != -1:
+        if recomputing():
             mean, var = mean.clone(), var.clone()
         else:
             self.num_batches_tracked.add_(1)

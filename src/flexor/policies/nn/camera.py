@@ -18,7 +18,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.nn.batchnorm import BatchNorm2d
-from flexor.policies.nn.resnet import ResNet
+from flexor.policies.nn.resnet import ResNet, UnnamedResNet
 
 Size = tuple[int, int]  # height, width
 
@@ -101,7 +101,7 @@ class RgbEncoder(nn.Module):
         resnet = ResNet(
             settings.vision_backbone, group_norm_of_16 if settings.use_group_norm else BatchNorm2d
         )
-        self.backbone = nn.Sequential(*resnet.children())
+        self.backbone = UnnamedResNet(*resnet.children())
         seen = settings.crop or resize or size
         height, width = resnet.feature_map_size(*seen)
         if height * width == 1:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
+from flexor.policies.nn.fused_norm import FrozenBatchNorm2d, norm_relu, norm_relu_pool
 
 
 class Architecture(NamedTuple):
@@ -84,30 +85,6 @@ class Conv2d(nn.Conv2d):
         return (kernel.flatten(1) @ patches).unflatten(-1, (height, width))
 
 
-class FrozenBatchNorm2d(nn.Module):
-    """Batch normalisation with fixed statistics: an affine map per channel, nothing to train."""
-
-    weight: Tensor
-    bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int, eps: float = 1e-5):
-        super().__init__()
-        self.eps = eps
-        self.register_buffer("weight", torch.ones(channels))
-        self.register_buffer("bias", torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        shift = self.bias - self.running_mean * scale
-        # in the input's precision: under autocast a float32 scale would widen every feature map
-        scale, shift = scale.to(x.dtype).view(1, -1, 1, 1), shift.to(x.dtype).view(1, -1, 1, 1)
-        return torch.addcmul(shift, x, scale)
-
-
 class BasicBlock(nn.Module):
     expansion = 1
 
@@ -126,9 +103,9 @@ class BasicBlock(nn.Module):
         self.downsample = _shortcut(inputs, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.relu(self.bn2(self.conv2(x)) + shortcut)
+        shortcut = _shortcut_of(self.downsample, x)
+        x = norm_relu(self.bn1, self.conv1(x))
+        return norm_relu(self.bn2, self.conv2(x), shortcut)
 
 
 class Bottleneck(nn.Module):
@@ -147,16 +124,39 @@ class Bottleneck(nn.Module):
         self.downsample = _shortcut(inputs, outputs, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        return self.relu(self.bn3(self.conv3(x)) + shortcut)
+        shortcut = _shortcut_of(self.downsample, x)
+        x = norm_relu(self.bn1, self.conv1(x))
+        x = norm_relu(self.bn2, self.conv2(x))
+        return norm_relu(self.bn3, self.conv3(x), shortcut)
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module | None:
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(Conv2d(inputs, outputs, 1, stride), norm(outputs))
+
+
+def _shortcut_of(downsample: nn.Module | None, x: Tensor) -> Tensor:
+    if downsample is None:
+        return x
+    convolution, norm = downsample.children()
+    return norm_relu(norm, convolution(x), relu=False)
+
+
+def forward_layers(layers: nn.Module, x: Tensor) -> Tensor:
+    """`layers` has the children of a ResNet, in their order."""
+    convolution, norm, _, _, *stages = layers.children()
+    x = norm_relu_pool(norm, convolution(x))
+    for stage in stages:
+        x = stage(x)
+    return x
+
+
+class UnnamedResNet(nn.Sequential):
+    """The layers of a ResNet under numbers instead of names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return forward_layers(self, x)
 
 
 class ResNet(nn.Module):
@@ -197,10 +197,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
-        for stage in range(4):
-            x = self.get_submodule(f"layer{stage + 1}")(x)
-        return x
+        return forward_layers(self, x)
 
     def feature_map_size(self, height: int, width: int) -> tuple[int, int]:
         """Size of the output for a given input: every stride of two rounds up."""
