@@ -68,6 +68,7 @@ def test_the_average_moves_although_each_step_is_too_small_for_bfloat16():
     ema = EMA(net, decay=0.999)
     ema.updates = 100_000
     nn.init.constant_(net.weight, 1.0078125)  # the next number in bfloat16
+    ema.begin_step()
     ema.update(net)
     assert ema.average["weight"].item() == pytest.approx(1.0000078, abs=1e-7)
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schedules import build_scheduler
@@ -218,10 +219,18 @@ def make_policy(config: TrainConfig) -> Policy:
     if config.weights_dtype == "bf16":
         _lower_weights(policy)
     if config.channels_last:
-        policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        _channels_last(policy)
     if config.lora.r:
         add_adapters(policy, config.lora, config.seed)
     return policy
+
+
+def _channels_last(policy: Policy) -> None:
+    """The memory layout that NVIDIA's convolutions compute in. In another one they transpose every weight."""
+    policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    for module in policy.modules():
+        if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+            module.weight.data = module.weight.data.mT.contiguous().mT
 
 
 def _lower_weights(policy: Policy) -> None:

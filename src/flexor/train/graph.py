@@ -2,7 +2,7 @@
 
 The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and
 replayed from there on. Before each replay the batch, the learning rates, the keys of the noise and the seed of dropout
-are copied to where the graph reads them. `begin_step` of the policy, the schedule and the moving average stay outside.
+are copied to where the graph reads them. `begin_step` of the policy and the schedule stay outside.
 A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
 phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.
 """
@@ -33,6 +33,7 @@ from flexor.train.step import (
     finish_step,
     forward_backward,
     seed_dropout,
+    set_rates,
     update_weights,
 )
 
@@ -172,7 +173,7 @@ class GraphStep:
     def _replay(self, found: _Captured, batches: list[Batch]) -> StepFigures:
         state = self.state
         found.keys.write(state.config.seed, state.step)
-        state.engine.set_learning_rates(state.optimizer)
+        set_rates(state)
         total = torch.zeros_like(found.passes[0][1])
         for micro, batch in enumerate(batches):
             _copy(batch, found.batch)

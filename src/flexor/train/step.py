@@ -47,7 +47,7 @@ def compute_step(
     state: TrainState, micro_batches: list[dict[str, Any]], preprocessor: Pipeline | None = None
 ) -> StepFigures:
     """What the device does, operation by operation. `preprocessor`: what is left to do of the run's."""
-    state.engine.set_learning_rates(state.optimizer)
+    set_rates(state)
     total = torch.zeros((), device=state.engine.device)
     parts: dict[str, Tensor] = {}
     for micro, batch in enumerate(micro_batches):
@@ -61,6 +61,13 @@ def compute_step(
         for name, part in found.items():
             parts[name] = parts[name] + part if name in parts else part
     return StepFigures(total, update_weights(state), parts)
+
+
+def set_rates(state: TrainState) -> None:
+    """Write what changes from step to step to where the step reads it."""
+    state.engine.set_learning_rates(state.optimizer)
+    if state.ema:
+        state.ema.begin_step()
 
 
 def seed_dropout(state: TrainState, micro: int) -> None:
@@ -95,17 +102,17 @@ def forward_backward(
 
 
 def update_weights(state: TrainState) -> Tensor:
-    """Clip and apply the gradient; its norm."""
+    """Clip and apply the gradient, and move the average of the weights; the norm of the gradient."""
     limit = state.config.optimizer.grad_clip_norm
     assert limit is not None
     norm = state.engine.clip_grad_norm(state.optimizer, limit)
     state.engine.step(state.optimizer)
+    if state.ema:
+        state.ema.update(state.policy)
     return norm
 
 
 def finish_step(state: TrainState, figures: StepFigures, meters: Meters) -> None:
     """What follows the update on the host."""
     state.scheduler.step()
-    if state.ema:
-        state.ema.update(state.policy)
     figures.add_to(meters)

@@ -71,17 +71,20 @@ def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny
     assert {name: group[name] for name in expected} == expected
 
 
-def test_moving_average_follows():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_moving_average_follows(device):
     torch.manual_seed(0)
-    model = nn.BatchNorm1d(2)
+    model = nn.BatchNorm1d(2).to(device)
     ema = EMA(model, 0.9)
     with torch.no_grad():
         model.weight.fill_(2.0)
     model.num_batches_tracked.fill_(7)
+    ema.begin_step()
     ema.update(model)
     decay = 2 / 11  # the first update forgets the start
     assert ema.average["weight"].tolist() == pytest.approx([decay + 2 * (1 - decay)] * 2)
     assert int(ema.average["num_batches_tracked"]) == 7
     for _ in range(1000):
+        ema.begin_step()
         ema.update(model)
     assert ema.average["weight"].tolist() == pytest.approx([2.0, 2.0])

@@ -67,10 +67,10 @@ class OperationTracker(TorchDispatchMode):
         if function is aten.add.Tensor and self._summed_in_place(*args[:2]):
             self._note(aten.add_.Tensor, args, [args[0]])
             return args[0]
-        if self.device != "meta":
-            out = function(*args, **kwargs)
-        elif function in WITHOUT_META:
+        if function in WITHOUT_META:
             out = WITHOUT_META[function](*args)
+        elif self.device != "meta":
+            out = function(*args, **kwargs)
         else:
             out = REPEATS.call(function, args, kwargs)
         self._note(function, [*args, *kwargs.values()], list(tensors_in(out)))
@@ -182,6 +182,7 @@ def _amp_update_scale(scale: Tensor, *_: Any) -> Tensor:
 # In-place operators that torch does not implement on the meta device.
 WITHOUT_META: dict[Any, Any] = {
     aten._fused_sgd_.default: lambda *_: None,
+    aten._fused_sgd_.tensor_lr: lambda *_: None,
     aten._amp_update_scale_.default: _amp_update_scale,
 }
 

@@ -94,8 +94,7 @@ def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool:
     if isinstance(norm, FrozenBatchNorm2d) or (isinstance(norm, BatchNorm2d) and not norm.training):
         scale, shift = _fixed(norm)
         return _Affine.apply(x, scale, shift, residual, relu, pool)
-    means = variances = None
-    groups = momentum = 0
+    means, variances, groups, momentum = None, None, 0, 0.0
     if isinstance(norm, BatchNorm2d):
         if not recomputing():
             means, variances, momentum = norm.running_mean, norm.running_var, norm.momentum

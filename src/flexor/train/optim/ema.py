@@ -9,17 +9,31 @@ from flexor.core.tensors import local
 
 
 class EMA:
-    """An exponential moving average of a model's floating-point state, in float32: bfloat16 would lose updates."""
+    """An exponential moving average of a model's floating-point state, in float32: bfloat16 would lose updates.
+
+    A step first calls `begin_step`, then `update`. The second can be part of a CUDA graph.
+    """
 
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.updates = 0
         self.average = {k: _exact(v.detach()).clone() for k, v in model.state_dict().items()}
+        self.weight: float | torch.Tensor = 0.0  # of the model in this step; on a GPU a tensor
+        device = next(iter(self.average.values())).device
+        if device.type in ("cuda", "meta"):
+            self.weight = torch.zeros((), device=device)
+
+    def begin_step(self) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
+        if isinstance(self.weight, torch.Tensor):
+            self.weight.fill_(1 - decay)
+        else:
+            self.weight = 1 - decay
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))  # forget the start quickly
+        """Move the average towards the model by the weight of this step."""
         averages, values = [], []
         state = model.state_dict(keep_vars=True)  # not detached: detaching takes longer than the rest
         for name, value in state.items():
@@ -28,7 +42,30 @@ class EMA:
                 values.append(_exact(local(value)))
             else:
                 self.average[name].copy_(value)
-        torch._foreach_lerp_(averages, values, 1 - decay)
+        if isinstance(self.weight, torch.Tensor):
+            _move(averages, values, self.weight)
+        else:
+            torch._foreach_lerp_(averages, values, self.weight)
+
+
+def _move(averages: list[torch.Tensor], values: list[torch.Tensor], weight: torch.Tensor) -> None:
+    """averages += weight * (values - averages), for many tensors at once and a weight on the GPU.
+
+    No such operation of torch takes the weight as a tensor, except for the step of SGD: the gradient is -values, and
+    the weight decay of 1 adds the averages.
+    """
+    torch._fused_sgd_(
+        averages,
+        values,
+        [],
+        weight_decay=1.0,
+        momentum=0.0,
+        lr=weight,
+        dampening=0.0,
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+    )
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
