@@ -121,7 +121,7 @@ class _Affine(torch.autograd.Function):
         ctx.relu, ctx.pool, ctx.size = relu, pool, x.shape[2:]
         if pool:
             y, index = torch.ops.flexor.norm_pool(x, scale, shift)
-            ctx.save_for_backward(scale, y, index)
+            ctx.save_for_backward(scale, index)
             return y
         y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
         ctx.save_for_backward(scale, y if relu else None)
@@ -132,8 +132,8 @@ class _Affine(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         if ctx.pool:
-            scale, y, index = ctx.saved_tensors
-            dx = torch.ops.flexor.norm_pool_backward(gradient, y, index, None, scale, None, None, *ctx.size)
+            scale, index = ctx.saved_tensors
+            dx = torch.ops.flexor.norm_pool_backward(gradient, index, None, scale, None, None, *ctx.size)
             return dx, None, None, None, None, None
         scale, y = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3]
@@ -164,7 +164,7 @@ class _Normalise(torch.autograd.Function):
         mean, rstd, scale, shift = torch.ops.flexor.norm_statistics(x, weight, bias, groups, *rest)
         if pool:
             y, index = torch.ops.flexor.norm_pool(x, scale, shift)
-            ctx.save_for_backward(x, weight, mean, rstd, scale, shift, y, index)
+            ctx.save_for_backward(x, weight, mean, rstd, index)
             return y
         y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
         # without a residual, x says where ReLU was zero
@@ -209,16 +209,13 @@ def _pool_backward(
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    y: Tensor,
     index: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = torch.ops.flexor.norm_pool_sums(gradient, y, index, x, mean)
+    sums = torch.ops.flexor.norm_pool_sums(gradient, index, x, mean)
     *factors, dweight, dbias = torch.ops.flexor.norm_factors(
         sums, weight, mean, rstd, groups, x[0, 0].numel()
     )
-    dx = torch.ops.flexor.norm_pool_backward(gradient, y, index, x, *factors, *x.shape[2:])
+    dx = torch.ops.flexor.norm_pool_backward(gradient, index, x, *factors, *x.shape[2:])
     return dx, _total(dweight, weight), _total(dbias, weight)
 
 

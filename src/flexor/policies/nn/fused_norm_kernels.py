@@ -27,6 +27,9 @@ from flexor.policies.nn.fused_norm_ops import (
     split,
 )
 
+PIXELS = 32  # of a row of the pooled map, per program
+NO_TAP = tl.constexpr(9)  # no pixel of a window is positive
+
 
 def _stride(per_image: Tensor) -> int:
     """From the statistics of one image to those of the next."""
@@ -42,25 +45,24 @@ def _moments(x, means, squares, pixels, channels, parts, rows, ROWS: tl.constexp
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     x += image.to(tl.int64) * pixels * channels
-    mean = tl.zeros([CHANNELS], tl.float32)
-    square = tl.zeros([CHANNELS], tl.float32)
+    pivot = tl.load(x + part * rows * channels + column).to(
+        tl.float32
+    )  # near the mean: little is lost to rounding
+    one = tl.zeros([ROWS, CHANNELS], tl.float32)
+    two = tl.zeros([ROWS, CHANNELS], tl.float32)
     end = tl.minimum((part + 1) * rows, pixels)
-    count = 0.0
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < end)[:, None]
-        values = tl.load(x + row[:, None] * channels + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        more = tl.minimum(end - first, ROWS).to(tl.float32)
-        here = tl.sum(values, 0) / more
-        away = tl.where(inside, values - here[None, :], 0.0)
-        total = count + more
-        step = here - mean
-        square += tl.sum(away * away, 0) + step * step * (count * more / total)
-        mean += step * (more / total)
-        count = total
+        value = tl.load(x + row[:, None] * channels + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value = tl.where(inside, value - pivot[None, :], 0.0)
+        one += value
+        two += value * value
+    count = (end - part * rows).to(tl.float32)
+    total = tl.sum(one, 0)
     at = tl.program_id(0) * channels + column
-    tl.store(means + at, mean)
-    tl.store(squares + at, square)
+    tl.store(means + at, pivot + total / count)
+    tl.store(squares + at, tl.maximum(tl.sum(two, 0) - total * total / count, 0.0))
 
 
 @triton.jit
@@ -268,15 +270,13 @@ def _pool(
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
         found = tl.where(better, tap, found)
+    found = tl.where(best <= 0, NO_TAP, found)  # ReLU is zero there: nothing flows back
     best = tl.maximum(best, 0.0, propagate_nan=tl.PropagateNan.ALL)
     start = tl.program_id(0).to(tl.int64) * out_width * channels
     at = start + across[:, None] * channels + column[None, :]
     inside = (across < out_width)[:, None]
     tl.store(y + at, best, mask=inside)
     tl.store(index + at, found.to(tl.uint8), mask=inside)
-
-
-PIXELS = 32  # of a row of the pooled map, per program
 
 
 def norm_pool(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -449,8 +449,8 @@ def _sums(
     centre = tl.load(mean + own)[None, :]
     if MASK_X:
         scaled, shifted = tl.load(scale + own)[None, :], tl.load(shift + own)[None, :]
-    one = tl.zeros([CHANNELS], tl.float32)
-    two = tl.zeros([CHANNELS], tl.float32)
+    one = tl.zeros([ROWS, CHANNELS], tl.float32)
+    two = tl.zeros([ROWS, CHANNELS], tl.float32)
     end = tl.minimum((part + 1) * rows, pixels)
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
@@ -463,11 +463,11 @@ def _sums(
             tl.store(masked + at, g, mask=inside)
         if MASK_X:
             g = tl.where(value * scaled + shifted > 0, g, 0.0)
-        one += tl.sum(g, 0)
-        two += tl.sum(g * (value - centre), 0)
+        one += g
+        two += g * (value - centre)
     at = tl.program_id(0) * channels + column
-    tl.store(plain + at, one)
-    tl.store(weighted + at, two)
+    tl.store(plain + at, tl.sum(one, 0))
+    tl.store(weighted + at, tl.sum(two, 0))
 
 
 def _run_sums(
@@ -519,7 +519,6 @@ def norm_sums_residual(gradient: Tensor, x: Tensor, y: Tensor, mean: Tensor) -> 
 @triton.jit
 def _pool_sums(
     gradient,
-    y,
     index,
     x,
     mean,
@@ -540,32 +539,30 @@ def _pool_sums(
     centre = tl.load(mean + image * stride + column)[None, :]
     x += image.to(tl.int64) * height * width * channels
     start = tl.program_id(0).to(tl.int64) * out_width * channels
-    one = tl.zeros([CHANNELS], tl.float32)
-    two = tl.zeros([CHANNELS], tl.float32)
+    one = tl.zeros([PIXELS, CHANNELS], tl.float32)
+    two = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for first in range(0, out_width, PIXELS):
         across = first + tl.arange(0, PIXELS)
-        inside = (across < out_width)[:, None]
         at = start + across[:, None] * channels + column[None, :]
+        tap = tl.load(index + at, mask=(across < out_width)[:, None], other=NO_TAP).to(tl.int32)
+        inside = tap != NO_TAP
         g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
-        tap = tl.load(index + at, mask=inside, other=4).to(tl.int32)
         row = 2 * down - 1 + tap // 3
         pixel = 2 * across[:, None] - 1 + tap % 3
         value = tl.load(x + (row * width + pixel) * channels + column[None, :], mask=inside, other=0.0)
-        one += tl.sum(g, 0)
-        two += tl.sum(g * (value.to(tl.float32) - centre), 0)
+        one += g
+        two += g * (value.to(tl.float32) - centre)
     at = tl.program_id(0) * channels + column
-    tl.store(plain + at, one)
-    tl.store(weighted + at, two)
+    tl.store(plain + at, tl.sum(one, 0))
+    tl.store(weighted + at, tl.sum(two, 0))
 
 
-def norm_pool_sums(gradient: Tensor, y: Tensor, index: Tensor, x: Tensor, mean: Tensor) -> Tensor:
-    images, channels, out_height, out_width = y.shape
+def norm_pool_sums(gradient: Tensor, index: Tensor, x: Tensor, mean: Tensor) -> Tensor:
+    images, channels, out_height, out_width = index.shape
     sums = x.new_empty((2, images, out_height, channels), dtype=torch.float32)
     block = channel_block(channels)
     _pool_sums[(images * out_height, channels // block)](
         gradient,
-        y,
         index,
         x,
         mean,
@@ -584,9 +581,27 @@ def norm_pool_sums(gradient: Tensor, y: Tensor, index: Tensor, x: Tensor, mean: 
 
 
 @triton.jit
+def _from_window(gradient, index, start, down, across, out_height, out_width, channels, column):
+    """The gradient of some windows of a row, and which pixel it belongs to."""
+    inside = ((down < out_height) & (across < out_width))[:, None]
+    at = start + (down * out_width + across)[:, None] * channels + column[None, :]
+    tap = tl.load(index + at, mask=inside, other=NO_TAP).to(tl.int32)
+    return tap, tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_row(g, x, dx, row, pixel, height, width, channels, column, a, b, d, start, USE_X: tl.constexpr):
+    at = start + (row * width + pixel)[:, None] * channels + column[None, :]
+    inside = ((pixel < width) & (row < height))[:, None]
+    result = a * g
+    if USE_X:
+        result += b * tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + d
+    tl.store(dx + at, result, mask=inside)
+
+
+@triton.jit
 def _pool_backward(
     gradient,
-    y,
     index,
     x,
     a,
@@ -603,34 +618,39 @@ def _pool_backward(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """For each row of the map before pooling: adds what the windows around a pixel give it."""
-    image, row = tl.program_id(0) // height, tl.program_id(0) % height
-    pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
+    """For squares of 2 by 2 pixels. Window (i, j) has its centre at (2i, 2j), so four windows reach a square."""
+    image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
+    across = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
-    pooled = image.to(tl.int64) * out_height * out_width * channels
-    g = tl.zeros([PIXELS, CHANNELS], tl.float32)
-    for tap in tl.static_range(9):
-        down, across = (row + 1 - tap // 3) // 2, (pixel + 1 - tap % 3) // 2
-        fits = ((row + 1 - tap // 3) % 2 == 0) & (row + 1 >= tap // 3) & (down < out_height)
-        inside = ((pixel + 1 - tap % 3) % 2 == 0) & (pixel + 1 >= tap % 3) & (across < out_width)
-        inside = (inside & (pixel < width) & fits)[:, None]
-        at = pooled + (down * out_width + across)[:, None] * channels + column[None, :]
-        here = tl.load(index + at, mask=inside, other=9).to(tl.int32) == tap
-        here = here & (tl.load(y + at, mask=inside, other=0.0) > 0)
-        g += tl.where(here, tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+    start = image.to(tl.int64) * out_height * out_width * channels
+    tap0, g0 = _from_window(gradient, index, start, down, across, out_height, out_width, channels, column)
+    tap1, g1 = _from_window(gradient, index, start, down, across + 1, out_height, out_width, channels, column)
+    tap2, g2 = _from_window(gradient, index, start, down + 1, across, out_height, out_width, channels, column)
+    tap3, g3 = _from_window(
+        gradient, index, start, down + 1, across + 1, out_height, out_width, channels, column
+    )
     own = image * stride + column
-    at = tl.program_id(0).to(tl.int64) * width * channels + pixel[:, None] * channels + column[None, :]
-    inside = (pixel < width)[:, None]
-    result = tl.load(a + own)[None, :] * g
+    factor = tl.load(a + own)[None, :]
+    slope, offset = factor, factor
     if USE_X:
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        result += tl.load(b + own)[None, :] * value + tl.load(d + own)[None, :]
-    tl.store(dx + at, result, mask=inside)
+        slope, offset = tl.load(b + own)[None, :], tl.load(d + own)[None, :]
+    start = image.to(tl.int64) * height * width * channels
+    row, pixel = 2 * down, 2 * across
+    g = tl.where(tap0 == 4, g0, 0.0)
+    _store_row(g, x, dx, row, pixel, height, width, channels, column, factor, slope, offset, start, USE_X)
+    g = tl.where(tap0 == 5, g0, 0.0) + tl.where(tap1 == 3, g1, 0.0)
+    _store_row(g, x, dx, row, pixel + 1, height, width, channels, column, factor, slope, offset, start, USE_X)
+    g = tl.where(tap0 == 7, g0, 0.0) + tl.where(tap2 == 1, g2, 0.0)
+    _store_row(g, x, dx, row + 1, pixel, height, width, channels, column, factor, slope, offset, start, USE_X)
+    g = tl.where(tap0 == 8, g0, 0.0) + tl.where(tap1 == 6, g1, 0.0)
+    g += tl.where(tap2 == 2, g2, 0.0) + tl.where(tap3 == 0, g3, 0.0)
+    _store_row(
+        g, x, dx, row + 1, pixel + 1, height, width, channels, column, factor, slope, offset, start, USE_X
+    )
 
 
 def norm_pool_backward(
     gradient: Tensor,
-    y: Tensor,
     index: Tensor,
     x: Tensor | None,
     a: Tensor,
@@ -639,12 +659,11 @@ def norm_pool_backward(
     height: int,
     width: int,
 ) -> Tensor:
-    images, channels = gradient.shape[:2]
+    images, channels, out_height, out_width = gradient.shape
     dx = empty_map(gradient, height, width)
     block = channel_block(channels)
-    _pool_backward[(images * height, triton.cdiv(width, PIXELS), channels // block)](
+    _pool_backward[(images * out_height, triton.cdiv(out_width, PIXELS), channels // block)](
         gradient,
-        y,
         index,
         x,
         a,
@@ -653,8 +672,8 @@ def norm_pool_backward(
         dx,
         height,
         width,
-        gradient.shape[2],
-        gradient.shape[3],
+        out_height,
+        out_width,
         channels,
         _stride(a),
         x is not None,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-PROGRAMS = 2048  # that a kernel is split into, if the map is large enough
+PROGRAMS = 1024  # that a kernel is split into, if the map is large enough
 ROWS = 64  # of a tile
 
 
@@ -109,8 +109,10 @@ _operator(
 )
 _operator(
     "norm_pool_sums",
-    "(Tensor gradient, Tensor y, Tensor index, Tensor x, Tensor mean) -> Tensor",
-    lambda gradient, y, *_: y.new_empty((2, y.shape[0], y.shape[2], y.shape[1]), dtype=torch.float32),
+    "(Tensor gradient, Tensor index, Tensor x, Tensor mean) -> Tensor",
+    lambda gradient, *_: gradient.new_empty(
+        (2, gradient.shape[0], gradient.shape[2], gradient.shape[1]), dtype=torch.float32
+    ),
 )
 _operator(
     "norm_factors",
@@ -130,7 +132,7 @@ _operator(
 )
 _operator(
     "norm_pool_backward",
-    "(Tensor gradient, Tensor y, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
+    "(Tensor gradient, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
     "-> Tensor",
-    lambda gradient, y, index, x, a, b, d, height, width: empty_map(gradient, height, width),
+    lambda gradient, index, x, a, b, d, height, width: empty_map(gradient, height, width),
 )
