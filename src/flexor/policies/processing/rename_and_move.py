@@ -68,5 +68,5 @@ class ToDevice(ProcessingStep):
         else:
             value = value.to(self.device)  # waits: an action must not be read before it is copied
         if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
-            return value.to(dtype) / 255
+            return torch.div(value, 255).to(dtype)  # bytes become float32 in the same pass
         return value.to(dtype) if value.is_floating_point() else value
