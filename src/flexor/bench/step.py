@@ -173,10 +173,11 @@ def _row(config: TrainConfig, way: Way, steps: int, split: Split, device: torch.
 
 def _too_large(split: Split, device: torch.device) -> str:
     free, total = torch.cuda.mem_get_info(device)
+    available = free + torch.cuda.memory_reserved(device)
     return (
-        f"batch_size={split.batch_size} does not fit into the memory of {name_of(device)}: it has {gigabytes(total)}, "
-        f"of which other programs use {gigabytes(total - free - torch.cuda.memory_reserved(device))}. Use a smaller "
-        "--batch_size, --precision=bf16 or --activation_checkpointing=true. `flexor plan` shows what fits."
+        f"batch_size={split.batch_size} does not fit into the memory of {name_of(device)} ({gigabytes(total)}, of "
+        f"which {gigabytes(available)} are available). Use a smaller --batch_size, --precision=bf16 or "
+        "--activation_checkpointing=true. `flexor plan` shows what fits."
     )
 
 
