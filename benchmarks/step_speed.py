@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexor.bench.step import RepeatedStep
 from flexor.config.parse import load_config
 from flexor.plan.data.imagined_robot import Robot
-from flexor.plan.speed.measure import Stopwatch
-from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
-from flexor.train.graph import GraphStep
 
 WARM_UP, STEPS, WINDOWS = 6, 10, 3
 
@@ -78,13 +76,10 @@ def timed(step: Callable[[], Any]) -> dict[str, float]:
 
 
 def flexor(case: Case, flags: list[str]) -> dict[str, float]:
-    config = load_config([f"--policy.type={case.policy}", "--dataset.repo_id=made/up", *flags])
+    settings = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
+    config = load_config([*settings, *flags])
     config.policy = case.robot.fill_in(config.policy)
-    run = Rehearsal(config, case.batch, 1, Stopwatch(), torch.device("cuda", 0))
-    run.state.engine.captures = True
-    run.state.step = run.steps_to_see()[-1]
-    batches, step = run._load(), GraphStep(run.state)
-    return timed(lambda: step(batches, run.meters))
+    return timed(RepeatedStep(config, torch.device("cuda", 0)))
 
 
 def lerobot(case: Case, bf16: bool) -> dict[str, float]:

@@ -282,6 +282,15 @@ def test_plan_page_names_every_flag():
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
 
 
+def test_bench_page_names_every_flag_of_step(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "step", "--help"])
+    flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
+    section = (ROOT / "docs/bench.md").read_text().partition("\n## flexor bench step\n")[2]
+    rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
+    assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
+
+
 def test_multi_gpu_page_says_what_the_code_does():
     text = (ROOT / "docs/multi_gpu.md").read_text()
     for field in fields(ParallelConfig):

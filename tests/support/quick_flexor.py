@@ -47,7 +47,9 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
     if verb in ("train", "demo"):
         words += ["--num_workers=0", "--batch_size=4", "--log_freq=1", "--policy.device=cpu"]
         words += [] if "steps" in given else ["--steps=2"]
-    if verb in ("train", "demo", "plan"):
+    if verb == "bench" and words[0] == "step":
+        words.append("--policy.device=cpu")
+    if verb in ("train", "demo", "plan") or (verb == "bench" and words[0] == "step"):
         words += [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if _is_act(words) else []
     return [verb, *words]
 

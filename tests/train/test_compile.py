@@ -1,6 +1,7 @@
 """Compiled blocks compute what the blocks compute, and change nothing else about a run."""
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from flexor.cli.main import main
+from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError
-from flexor.train.compile import _check_compiler
+from flexor.policies.base import Policy
+from flexor.train.build import make_policy
+from flexor.train.compile import CompileTime, _check_compiler, compile_blocks
 from support import ranks, runs
 from support.own_policy import own_policy
 
@@ -57,6 +61,52 @@ def test_the_same_run_and_bitwise_so_after_a_resume(own, lowdim, tmp_path, monke
     cut = runs.cut_back(compiled, tmp_path / "cut", 2)
     assert main(["resume", str(cut)]) == 0
     runs.assert_same(compiled, cut, 4)
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_the_code_of_the_first(own, lowdim, tmp_path, monkeypatch, log_lines):
+    """With the C++ compiler: its code is what is kept."""
+    from torch._dynamo import reset
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what the run sets is taken back at the end
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache/compiled"
+    said = []
+    for name in ("first", "second"):
+        reset()  # what this process has compiled is forgotten, as in a new one
+        log_lines.clear()
+        runs.train(lowdim, tmp_path / name, own, "--steps=3", "--compile")
+        said.append(told(log_lines))
+    (first,), (second,) = said  # one line each, though there are three steps
+    assert first.startswith("compiled 1 block(s) in ")
+    assert first.endswith(f"; the next run with the same settings takes them from the cache ({folder})")
+    assert second.startswith(f"took 1 compiled block(s) from the cache ({folder}) in ")
+
+
+@pytest.mark.slow
+def test_compiling_again_is_told_and_the_users_folder_is_kept(own, lowdim, tmp_path, monkeypatch, log_lines):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    policy = make_own(own, lowdim)
+    compile_blocks(policy, torch.device("cpu"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
+    compiling = CompileTime(policy)
+    for batch in (4, 4, 5, 6):
+        policy.block(torch.zeros(batch, 2)).sum().backward()
+        compiling.tell()
+    first, again = told(log_lines)  # the third size is compiled for any
+    assert first.startswith("compiled 1 block(s) in ") and again.endswith(" (again, for other inputs)")
+    assert compiling.seconds > 0
+
+
+def told(lines: list[str]) -> list[str]:
+    return [line for line in lines if "block(s)" in line]
+
+
+def make_own(own: list[str], data: Path) -> Policy:
+    config = load_config([*own, f"--dataset.root={data}"])
+    return make_policy(config)
 
 
 @pytest.mark.gpu

@@ -133,6 +133,15 @@ def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, 
 
 
 @pytest.mark.gpu
+def test_compiled_blocks_are_captured(dataset, tiny_act, tmp_path, replays):
+    """They are compiled in the eager steps before the capture."""
+    eager = train(dataset, tmp_path / "eager", tiny_act, f"--steps={STEPS}", "--step=eager", "--compile=true")
+    graph = train(dataset, tmp_path / "graph", tiny_act, f"--steps={STEPS}", "--step=graph", "--compile=true")
+    assert replays == list(range(WARM_UP, STEPS))
+    assert_same(eager, graph)
+
+
+@pytest.mark.gpu
 def test_a_resumed_run_is_the_uninterrupted_one(small, tmp_path, replays):
     data, policy = small
     whole = train(

@@ -1,32 +1,53 @@
-"""`flexor bench`: how fast batches are loaded, and how fast the hardware could load them."""
+"""`flexor bench`: how fast batches are loaded, how fast a step is, and how fast the hardware could be."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from flexor.cli.flags import described_run, names_dataset, robot_flags
 from flexor.core.console import print_result
 from flexor.core.log import log
 
+if TYPE_CHECKING:
+    from flexor.config.schema import TrainConfig
+
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="flexor bench",
+        description="Measure a part of training by itself, and compare it with the limits of the hardware.",
+        allow_abbrev=False,
+    )
+    measures = flags.add_subparsers(dest="what", required=True, metavar="data|step")
+    _add_data(measures)
+    _add_step(measures)
+    return flags
+
 
 def run(arguments: list[str]) -> int:
+    parsed, settings = parser().parse_known_args(arguments)
+    own = vars(parsed)
+    return {"data": _data, "step": _step}[own.pop("what")](parsed, settings)
+
+
+def _add_data(measures: Any) -> None:
     import torch
 
-    from flexor.bench import data as bench_data
-    from flexor.bench.report import render, write
-    from flexor.config.parse import load_config, parse_flags
+    from flexor.bench.data import MODES
 
-    parser = argparse.ArgumentParser(
-        prog="flexor bench data",
+    parser = measures.add_parser(
+        "data",
+        help="how fast batches are loaded, and how fast the hardware could load them",
         description="Load a dataset without a model, and compare the speed with the limits of the hardware. "
         "Settings of `flexor train` are accepted: --dataset.*, --batch_size, --num_workers, --seed, --policy.*.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("what", choices=("data",), help="what to measure")
     parser.add_argument(
         "--mode",
-        choices=bench_data.MODES,
+        choices=MODES,
         default="single",
         help="contents of a sample: one frame of all cameras (single), eight steps one second apart (sarm), or the "
         "observations and actions that --policy.type trains on (policy)",
@@ -51,9 +72,15 @@ def run(arguments: list[str]) -> int:
         "--output", type=Path, help="folder or FILE.json for the report; a CSV file is written next to it"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parsed, settings = parser.parse_known_args(arguments)
+
+
+def _data(parsed: argparse.Namespace, settings: list[str]) -> int:
+    from flexor.bench import data as bench_data
+    from flexor.bench.report import render, write
+    from flexor.config.parse import load_config, parse_flags
+
     own = vars(parsed)
-    output, as_json, _ = own.pop("output"), own.pop("json"), own.pop("what")
+    output, as_json = own.pop("output"), own.pop("json")
     options, config = bench_data.Options(**own), load_config(settings)
     if "num_workers" not in parse_flags(settings):
         config.num_workers = bench_data.threads_per_rank(parsed.ranks)
@@ -62,3 +89,46 @@ def run(arguments: list[str]) -> int:
         log.info("wrote %s", path)
     print_result(report, as_json, render(report))
     return 0
+
+
+def _add_step(measures: Any) -> None:
+    text = "how fast the training step of a policy is, and how fast the hardware could compute it"
+    parser = measures.add_parser(
+        "step",
+        help=text,
+        description="Measure the training step of a policy without data, on made-up batches that lie on this machine's "
+        "GPU: eager, and as one CUDA graph. The result is compared with the highest rates of this GPU, which are "
+        "measured too. All settings of `flexor train` are accepted; --step=eager or --step=graph measures only that. "
+        "Without a dataset, describe the robot with the flags below.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="steps in a measurement; the median of three counts (default 20, on a CPU 2)",
+    )
+    robot_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _step(parsed: argparse.Namespace, settings: list[str]) -> int:
+    from flexor.bench.step import WAYS, bench_step
+    from flexor.bench.step_report import render_step
+    from flexor.config.parse import parse_flags
+
+    config = _config_of_step(parsed, settings)
+    asked = config.step if "step" in parse_flags(settings) else "auto"
+    report = bench_step(config, [way for way in WAYS if asked in ("auto", way)], parsed.steps)
+    print_result(report, parsed.json, render_step(report))
+    return 0
+
+
+def _config_of_step(parsed: argparse.Namespace, settings: list[str]) -> TrainConfig:
+    """The settings with the features of the dataset, or of the robot described."""
+    if not names_dataset(parsed, settings):
+        return described_run(parsed, settings)[0]
+    from flexor.config.parse import load_config
+    from flexor.plan.data.from_dataset import open_for_plan
+
+    return open_for_plan(load_config(settings))[0]

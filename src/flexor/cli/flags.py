@@ -1,13 +1,21 @@
-"""Flags that several verbs share: their spelling, and the number of processes they request."""
+"""Flags that several verbs share: their spelling, the number of processes they request, a robot without a dataset."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 from flexor.core.errors import ConfigError
 from flexor.launch.local import flexor_command, supervise
+
+if TYPE_CHECKING:
+    from flexor.config.schema import TrainConfig
+    from flexor.plan.data.imagined_robot import Robot
+
+ROBOT = ("cameras", "state", "action")
 
 
 def take_flag(arguments: list[str], *flags: str) -> bool:
@@ -91,3 +99,44 @@ def read_count(flag: str, text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{flag}={text} must be an integer of at least {least}.")
     return int(text)
+
+
+def robot_flags(group: Any) -> None:
+    """The flags that describe a robot, for verbs that need no dataset."""
+    group.add_argument(
+        "--cameras", metavar="NxHxW", help="number of cameras, height, width (default 2x480x640)"
+    )
+    group.add_argument(
+        "--state", type=int, metavar="N", help="number of values in the robot's state (default 14)"
+    )
+    group.add_argument("--action", type=int, metavar="N", help="number of values in an action (default 14)")
+
+
+def names_dataset(
+    parsed: argparse.Namespace, settings: list[str], describing: Collection[str] = ROBOT
+) -> bool:
+    """Whether the settings name a dataset. To describe one as well, with the flags `describing`, is an error."""
+    from flexor.config.parse import parse_flags
+
+    if not {"config", "dataset.repo_id", "dataset.root"} & parse_flags(settings).keys():
+        return False
+    described = [name for name in describing if getattr(parsed, name) is not None]
+    if described:
+        raise ConfigError(
+            f"--{min(described)} describes a dataset that is not recorded yet, but a dataset is given too. "
+            "Leave out one of them."
+        )
+    return True
+
+
+def described_run(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Robot]:
+    """The settings of a run without a dataset, with the policy's features filled in, and the robot described."""
+    from dataclasses import replace
+
+    from flexor.config.parse import load_config
+    from flexor.plan.data.imagined_robot import Robot, parse_cameras
+
+    state, action = (14 if size is None else size for size in (parsed.state, parsed.action))
+    robot = Robot(*parse_cameras(parsed.cameras or "2x480x640"), state, action)
+    config = load_config([*settings, "--dataset.repo_id=planned/dataset"])
+    return replace(config, policy=robot.fill_in(config.policy)), robot

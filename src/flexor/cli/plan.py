@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.plan.data import FPS, FRAMES
@@ -44,13 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     data = flags.add_argument_group("a dataset that is not recorded yet")
     data.add_argument("--frames", type=int, metavar="N", help=f"number of frames (default {FRAMES})")
-    data.add_argument(
-        "--cameras", metavar="NxHxW", help="number of cameras, height, width (default 2x480x640)"
-    )
-    data.add_argument(
-        "--state", type=int, metavar="N", help="number of values in the robot's state (default 14)"
-    )
-    data.add_argument("--action", type=int, metavar="N", help="number of values in an action (default 14)")
+    robot_flags(data)
     data.add_argument("--fps", type=float, metavar="HZ", help=f"frames per second (default {FPS:g})")
     robot = flags.add_argument_group("the robot that runs the policy")
     robot.add_argument(
@@ -147,45 +142,16 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
 
 def _job(parsed: argparse.Namespace, settings: list[str]) -> tuple[TrainConfig, Data, str]:
     """The settings with the policy's features filled in, the data, and what was assumed about the data."""
-    from flexor.config.parse import load_config, parse_flags
-
-    given = parse_flags(settings)
-    described = {"frames", "cameras", "state", "action", "fps"} & {
-        k for k, v in vars(parsed).items() if v is not None
-    }
-    if {"config", "dataset.repo_id", "dataset.root"} & given.keys():
-        if described:
-            raise ConfigError(
-                f"--{min(described)} describes a dataset that is not recorded yet, but a dataset is given too. "
-                "Leave out one of them."
-            )
+    if names_dataset(parsed, settings, ("frames", "fps", *ROBOT)):
+        from flexor.config.parse import load_config
         from flexor.plan.data.from_dataset import open_for_plan
 
         return *open_for_plan(load_config(settings)), ""
-    config = load_config([*settings, "--dataset.repo_id=planned/dataset"])
-    return _described(parsed, config)
+    from flexor.plan.data.imagined_robot import imagined_data
 
-
-def _described(parsed: argparse.Namespace, config: TrainConfig) -> tuple[TrainConfig, Data, str]:
-    from dataclasses import replace
-
-    from flexor.plan.data.imagined_robot import Robot, imagined_data, parse_cameras
-
-    number, height, width = parse_cameras(parsed.cameras or "2x480x640")
-    robot = Robot(
-        number,
-        height,
-        width,
-        14 if parsed.state is None else parsed.state,
-        14 if parsed.action is None else parsed.action,
-    )
-    policy = robot.fill_in(config.policy)
+    config, robot = described_run(parsed, settings)
     frames = parsed.frames or FRAMES
-    said = (
-        f"{frames:,} frames, {number} camera(s) of {height}x{width}, a state of {robot.state} values, "
-        f"actions of {robot.action} values"
-    )
-    return replace(config, policy=policy), imagined_data(policy, frames), said
+    return config, imagined_data(config.policy, frames), f"{frames:,} frames, {robot.describe()}"
 
 
 def _gpus(names: str | None, hardware: Hardware) -> tuple[list[GPU], bool]:

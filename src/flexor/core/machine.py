@@ -62,3 +62,8 @@ def let_gpu_memory_grow() -> None:
     set_by_user = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if sys.platform.startswith("linux") and not set_by_user:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def keep_compiled_code() -> None:
+    """Call before torch compiles: later runs find the code, also after a reboot. The user's own setting is kept."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))

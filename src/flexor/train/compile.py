@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from contextlib import AbstractContextManager
 
 import torch
 
 from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.machine import keep_compiled_code
 from flexor.policies.base import Policy
 
 SHAPES = 8  # input shapes that a block may be compiled for, before torch gives up
@@ -14,6 +18,7 @@ SHAPES = 8  # input shapes that a block may be compiled for, before torch gives 
 
 def compile_blocks(policy: Policy, device: torch.device) -> None:
     """Compile each block of the policy, at its first step. Code between blocks, such as noise, is not compiled."""
+    keep_compiled_code()
     import torch._dynamo.config
     import torch._inductor.config
 
@@ -29,6 +34,56 @@ def compile_blocks(policy: Policy, device: torch.device) -> None:
     for block in blocks:
         # not block.compile(): it would also compile FSDP's hooks, and stop at them
         block.forward = torch.compile(block.forward)
+
+
+class CompileTime:
+    """Logs how long blocks took to compile, after the steps in which they did."""
+
+    def __init__(self, policy: Policy):
+        self.blocks = len(policy.shard_units())
+        self.seconds = 0.0
+        """Of all steps so far."""
+        self._spent, self._found = _spent(), _found()
+
+    def tell(self) -> None:
+        """Call after each step. It logs a line only if the step compiled something."""
+        seconds = _spent() - self._spent
+        if seconds <= 0:
+            return
+        found = _found()
+        line = _told(self.blocks, seconds, found - self._found)
+        log.info("%s%s", line, " (again, for other inputs)" if self.seconds else "")
+        self.seconds += seconds
+        self._spent, self._found = self._spent + seconds, found
+
+
+def _told(blocks: int, seconds: float, found: Counter[str]) -> str:
+    took = f"{seconds:.{0 if seconds >= 10 else 1}f} s"
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if found["bypass"] or not (found["hit"] or found["miss"]):
+        return f"compiled {blocks} block(s) in {took}"
+    if not found["miss"]:
+        return f"took {blocks} compiled block(s) from the cache ({folder}) in {took}"
+    return (
+        f"compiled {blocks} block(s) in {took}; the next run with the same settings takes them from the cache "
+        f"({folder})"
+    )
+
+
+def _spent() -> float:
+    """Seconds that this process has spent compiling, forward and backward."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent().get("total_wall_time", 0.0)
+
+
+def _found() -> Counter[str]:
+    """What was in the cache (hit), what was not (miss), and what can't be there (bypass)."""
+    from torch._dynamo.utils import counters
+
+    return Counter(
+        {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss", "bypass")}
+    )
 
 
 def _check_compiler(device: torch.device) -> None:

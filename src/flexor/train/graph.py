@@ -41,6 +41,14 @@ WARM_UP = 3  # eager steps of a kind before it is captured
 MOST_KINDS = 4  # graphs that are kept; each keeps its memory
 
 
+class NoGraph(ConfigError):
+    """step=graph was asked for, and the step can't be captured. `reason` says why, without more."""
+
+    def __init__(self, reason: str, advice: str = ""):
+        super().__init__(f"step=graph: {reason}{advice}")
+        self.reason = reason
+
+
 def why_not(state: TrainState) -> str | None:
     """What keeps this run from having its steps captured; None if nothing is known to."""
     engine, config = state.engine, state.config
@@ -79,7 +87,7 @@ class GraphStep:
         self.captured: dict[Hashable, _Captured] = {}
         wanted, reason = state.config.step, why_not(state)
         if reason is not None and wanted == "graph":
-            raise ConfigError(f"step=graph: {reason}. Leave --step out to run without a graph.")
+            raise NoGraph(reason, ". Leave --step out to run without a graph.")
         self.gave_up = wanted == "eager" or reason is not None
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
@@ -136,7 +144,7 @@ class GraphStep:
             cause = _first(error)
             message = f"the step can't be captured in a CUDA graph: {_said(cause)}{_line(cause)}"
             if state.config.step == "graph":
-                raise ConfigError(f"step=graph: {message}") from error
+                raise NoGraph(message) from error
             log.warning("%s. It runs operation by operation instead.", message)
         finally:
             state.optimizer.zero_grad(set_to_none=True)

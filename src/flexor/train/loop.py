@@ -32,6 +32,7 @@ from flexor.train.checkpoint.resume import check_same_run, continued_config, new
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
+from flexor.train.compile import CompileTime
 from flexor.train.engine.base import check_devices, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.ranks.processes import Processes, find_processes
@@ -185,6 +186,7 @@ def fit(
     meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
+    compiling = CompileTime(state.policy) if config.compile else None
     state.policy.train()
 
     with (
@@ -201,6 +203,8 @@ def fit(
 
             dog.beat(state.step, "computing")
             loss, norm = step(micro_batches, meters)
+            if compiling:
+                compiling.tell()
             state.step += 1
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
             meters.samples += loader.global_batch

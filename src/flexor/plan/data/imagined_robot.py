@@ -36,6 +36,12 @@ class Robot:
         policy.validate()
         return policy
 
+    def describe(self) -> str:
+        return (
+            f"{self.cameras} camera(s) of {self.height}x{self.width}, a state of {self.state} values, "
+            f"actions of {self.action} values"
+        )
+
 
 USUAL = (Robot(), Robot(cameras=1), Robot(cameras=1, height=480, width=480))
 

@@ -28,6 +28,7 @@ from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.build import make_policy
 from flexor.train.checkpoint.state import TrainState
+from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
@@ -54,8 +55,8 @@ class WatchedEngine(Engine):
 
     captures = False
 
-    def __init__(self, device: torch.device, precision: str, tracker: Watcher):
-        super().__init__(device, precision)
+    def __init__(self, device: torch.device, precision: str, tracker: Watcher, deterministic: bool = False):
+        super().__init__(device, precision, deterministic)
         self.tracker = tracker
 
     @contextlib.contextmanager
@@ -101,10 +102,14 @@ class Rehearsal:
         self.policy = policy_on(config, device)
         tracker.name(self.policy.buffers(), "buffers")
         tracker.name(self.policy.parameters(), "weights")
-        engine = WatchedEngine(device, config.precision, tracker)
+        engine = WatchedEngine(
+            device, config.precision, tracker, deterministic=config.deterministic and device != META
+        )
         on_paper = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
         made = build_optimizer(optimizer, self.policy, make=on_paper)
         engine.prepare(self.policy, made)
+        if config.compile and device != META:
+            compile_blocks(self.policy, device)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None
         if ema:
             tracker.name(list(ema.average.values()), "ema")
@@ -136,7 +141,7 @@ class Rehearsal:
         tracker = self.tracker
         step = StepEvents(number, start=len(tracker.events))
         tracker.phase = "load"
-        self.batches = self._load()  # while those of the previous step are still in memory
+        self.batches = self.load()  # while those of the previous step are still in memory
         step.loaded = len(tracker.events)
         tracker.phase = "batch"
         self.state.step = number
@@ -146,7 +151,7 @@ class Rehearsal:
         step.end = len(tracker.events)
         return step
 
-    def _load(self) -> list[Batch]:
+    def load(self) -> list[Batch]:
         """As the loader does it: on a separate stream."""
         if self.host is None:
             self.host = host_batch(self.config.policy, self.split.batch_size, self.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.batch import ENV_STATE, STATE, Batch
+from flexor.core.machine import keep_compiled_code
 from flexor.core.rng import NoiseSource
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.diffusion.unet import ConditionalUnet1d
@@ -78,6 +79,8 @@ class DiffusionModel(nn.Module):
             config.use_film_scale_modulation,
         )
         self.unet_blocks = unet.blocks()  # a plain list: their names are the U-Net's
+        if config.compile_model:
+            keep_compiled_code()
         self.unet: Any = torch.compile(unet, mode=config.compile_mode) if config.compile_model else unet
 
     def encoders(self) -> list[RgbEncoder]:

@@ -1,0 +1,79 @@
+"""Measures what a device can do at most: a large matrix product for arithmetic, a large copy for memory bandwidth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flexor.train.engine.base import DTYPES
+
+WINDOWS = 5  # the best one counts: other load on the machine can only make it slower
+WINDOW_S = 0.2
+GPU_EDGE, CPU_EDGE = 8192, 1024  # rows and columns of the matrices
+GPU_COPY, CPU_COPY = 1 << 30, 256 << 20  # bytes: more than any cache
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The highest rates that were measured."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    """Read and written."""
+    arithmetic: str
+    """The type of the matrix product: TF32, float32, bf16 or fp16."""
+
+
+def measure_ceilings(device: torch.device, precision: str) -> Ceilings:
+    """Measure with the settings of torch (such as TF32) that a run on this device has made."""
+    return Ceilings(
+        _arithmetic(device, DTYPES[precision]), _bandwidth(device), arithmetic_of(device, precision)
+    )
+
+
+def arithmetic_of(device: torch.device, precision: str) -> str:
+    if precision != "no":
+        return precision
+    allowed = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return "TF32" if allowed and torch.cuda.get_device_capability(device) >= (8, 0) else "float32"
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seconds_each(work: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds per call, over `count` calls without waiting in between."""
+    wait_for(device)
+    started = time.perf_counter()
+    for _ in range(count):
+        work()
+    wait_for(device)
+    return (time.perf_counter() - started) / count
+
+
+def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+    edge = CPU_EDGE if device.type == "cpu" else GPU_EDGE
+    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device)
+
+
+def _bandwidth(device: torch.device) -> float:
+    size = CPU_COPY if device.type == "cpu" else GPU_COPY
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
+
+
+def _best(work: Callable[[], object], device: torch.device) -> float:
+    work()  # libraries initialise themselves
+    count = max(1, int(WINDOW_S / max(seconds_each(work, 1, device), 1e-9)))
+    return min(seconds_each(work, count, device) for _ in range(WINDOWS))
