@@ -162,6 +162,8 @@ class CudaOnMeta(TorchFunctionMode):
                 )
             for module in (torch, torch.amp, torch.amp.autocast_mode):
                 stack.enter_context(mock.patch.object(module, "autocast", self._autocast_class()))
+            for function in (self._is_autocast_enabled(), self._get_autocast_dtype()):
+                stack.enter_context(mock.patch.object(torch, function.__name__, function))
             name = "_checkpoint_without_reentrant_generator"
             again = self._recomputing(getattr(checkpoint, name), checkpoint.noop_context_fn)
             stack.enter_context(mock.patch.object(checkpoint, name, again))
@@ -205,6 +207,22 @@ class CudaOnMeta(TorchFunctionMode):
                 return self.inner.__exit__(*error)
 
         return Autocast
+
+    def _is_autocast_enabled(self) -> Callable:
+        original = torch.is_autocast_enabled
+
+        def is_autocast_enabled(*device: str) -> bool:
+            return self.lower is not None if device == (self.device,) else original(*device)
+
+        return is_autocast_enabled
+
+    def _get_autocast_dtype(self) -> Callable:
+        original = torch.get_autocast_dtype
+
+        def get_autocast_dtype(device: str) -> torch.dtype:
+            return self.lower if device == self.device and self.lower is not None else original(device)
+
+        return get_autocast_dtype
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if isinstance(value, list | tuple):

@@ -211,6 +211,10 @@ class _Layer(nn.Module):
         for i in (1, 2, 3) if cross_attention else (1, 2):
             self.add_module(f"norm{i}", nn.LayerNorm(dim))
 
+    def _attend(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
+        placed = x + positions
+        return self.self_attn(placed, placed, x, attend)
+
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
@@ -223,7 +227,7 @@ class _Layer(nn.Module):
 
 class EncoderLayer(_Layer):
     def forward(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
-        x = self._residual(1, x, lambda h: self.self_attn(h + positions, h + positions, h, attend))
+        x = self._residual(1, x, lambda h: self._attend(h, positions, attend))
         return self._residual(2, x, self._feed_forward)
 
 
@@ -233,6 +237,6 @@ class DecoderLayer(_Layer):
 
     def forward(self, x: Tensor, positions: Tensor, memory: Tensor, memory_positions: Tensor) -> Tensor:
         keys = memory + memory_positions
-        x = self._residual(1, x, lambda h: self.self_attn(h + positions, h + positions, h))
+        x = self._residual(1, x, lambda h: self._attend(h, positions))
         x = self._residual(2, x, lambda h: self.multihead_attn(h + positions, keys, memory))
         return self._residual(3, x, self._feed_forward)

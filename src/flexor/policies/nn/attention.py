@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.autocast import autocast_type
+
 
 class Attention(nn.Module):
     """Multi-head attention, batch first, with `nn.MultiheadAttention`'s parameters.
@@ -26,16 +28,27 @@ class Attention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Tensor | None = None) -> Tensor:
         """query [B, Q, D], key and value [B, K, D], attend [B, K] (False hides a key) -> [B, Q, D]."""
-        weights = self.in_proj_weight.chunk(3)
-        biases = self.in_proj_bias.chunk(3)
+        projected = self._project(query, key, value)
         q, k, v = (
-            F.linear(x, w, b).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, S, D/heads]
-            for x, w, b in zip((query, key, value), weights, biases)
-        )
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projected
+        )  # [B, heads, S, D/heads]
         mask = None if attend is None else attend[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Each through its part of the weights; inputs that are the same tensor go through together."""
+        dtype = autocast_type(query)  # cast as a whole: autocast would cast each part
+        weight, bias = self.in_proj_weight.to(dtype), self.in_proj_bias.to(dtype)
+        if query is key is value:
+            return F.linear(query, weight, bias).chunk(3, -1)
+        weights, biases = weight.chunk(3), bias.chunk(3)
+        last = F.linear(value, weights[2], biases[2])
+        if query is key:
+            width = 2 * query.shape[-1]
+            return (*F.linear(query, weight[:width], bias[:width]).chunk(2, -1), last)
+        return F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1]), last
 
 
 def sinusoidal_positions(count: int, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
+from flexor.policies.nn.autocast import autocast_type
 from flexor.policies.nn.fused_norm import FrozenBatchNorm2d, norm_relu, norm_relu_pool
 
 
@@ -106,8 +107,8 @@ class FirstConv2d(Conv2d):
 def squares_of_image(x: Tensor) -> Tensor:
     """Images [B, 3, H, W] -> [B, 16, H/2 + 3, W/2 + 3], with the zeros around the image that the kernel reaches."""
     batch, _, height, width = x.shape
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    out = torch.zeros((batch, height // 2 + 3, width // 2 + 3, 16), dtype=dtype, device=x.device)
+    shape = (batch, height // 2 + 3, width // 2 + 3, 16)
+    out = torch.zeros(shape, dtype=autocast_type(x), device=x.device)
     squares = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, 3, H/2, 2, W/2, 2]
     out[:, 2:-1, 2:-1, :12].unflatten(3, (3, 2, 2)).copy_(squares.permute(0, 2, 4, 1, 3, 5))
     return out.permute(0, 3, 1, 2)
