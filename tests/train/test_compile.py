@@ -15,6 +15,7 @@ from flexor.policies.base import Policy
 from flexor.train.build import make_policy
 from flexor.train.compile import CompileTime, _check_compiler, compile_blocks
 from support import ranks, runs
+from support.limits import LIMIT_S
 from support.own_policy import own_policy
 
 OWN = own_policy(
@@ -64,30 +65,32 @@ def test_the_same_run_and_bitwise_so_after_a_resume(own, lowdim, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_the_code_of_the_first(own, lowdim, tmp_path, monkeypatch, log_lines):
-    """With the C++ compiler: its code is what is kept."""
-    from torch._dynamo import reset
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what the run sets is taken back at the end
+@pytest.mark.ranks
+def test_a_second_run_finds_the_code_of_the_first(own, lowdim, tmp_path, monkeypatch):
+    """With the C++ compiler, in processes of their own, as a user starts them: torch's imports must not choose the
+    folder."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # may have been set in this process
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "cache/compiled"
     said = []
     for name in ("first", "second"):
-        reset()  # what this process has compiled is forgotten, as in a new one
-        log_lines.clear()
-        runs.train(lowdim, tmp_path / name, own, "--steps=3", "--compile")
-        said.append(told(log_lines))
+        flags = runs.flags(lowdim, tmp_path / name, own, "--steps=3", "--compile")
+        process = runs.start("train", *flags)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+        said.append(told(errors.splitlines()))
     (first,), (second,) = said  # one line each, though there are three steps
-    assert first.startswith("compiled 1 block(s) in ")
+    assert "compiled 1 block(s) in " in first
     assert first.endswith(f"; the next run with the same settings takes them from the cache ({folder})")
-    assert second.startswith(f"took 1 compiled block(s) from the cache ({folder}) in ")
+    assert f"took 1 compiled block(s) from the cache ({folder}) in " in second
 
 
 @pytest.mark.slow
 def test_compiling_again_is_told_and_the_users_folder_is_kept(own, lowdim, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    torch._dynamo.reset()  # other tests compile the same policy
     policy = make_own(own, lowdim)
     compile_blocks(policy, torch.device("cpu"))
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "own")
@@ -124,9 +127,12 @@ def test_a_policy_without_blocks_is_refused(own, lowdim, tmp_path, capsys):
     assert "has no blocks to compile" in capsys.readouterr().err
 
 
-def test_no_compiler_is_named_before_the_first_step(monkeypatch):
+def test_no_compiler_is_named_before_the_first_step():
     import torch._inductor.config
 
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match="install g\\+\\+"):
+    # not monkeypatch, after which torch no longer knows the setting
+    with (
+        torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),
+        pytest.raises(ConfigError, match="install g\\+\\+"),
+    ):
         _check_compiler(torch.device("cpu"))

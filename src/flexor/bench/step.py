@@ -7,6 +7,7 @@ bytes are those of the planner's trace.
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -208,6 +209,8 @@ def _kernels(step: RepeatedStep, seconds: float, device: torch.device) -> dict[s
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    # CUPTI, which counts the kernels, may crash with graphs if it is shut down between two profiles.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     wait_for(device)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):

@@ -66,4 +66,9 @@ def let_gpu_memory_grow() -> None:
 
 def keep_compiled_code() -> None:
     """Call before torch compiles: later runs find the code, also after a reboot. The user's own setting is kept."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    # torch sets the variable itself when its compiler is imported, to a temporary folder
+    if os.environ.get(name) in (None, default_cache_dir()):
+        os.environ[name] = str(cache_folder() / "compiled")
