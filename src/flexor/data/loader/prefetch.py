@@ -91,7 +91,6 @@ class Prefetcher(Generic[T]):
         result = step.result.result()
         with self.changed:
             self.taken = step.number + 1
-            self.changed.notify_all()
         self._advance()
         return result
 

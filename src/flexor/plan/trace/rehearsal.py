@@ -232,7 +232,8 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: 
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)
     count = batch_size * int(np.prod(steps, dtype=int))
-    index = torch.arange(count, pin_memory=device.type == "cuda").reshape(batch_size, *steps)
+    index = torch.arange(count).reshape(batch_size, *steps)
+    index = index.pin_memory() if device.type == "cuda" else index
     return Staged(format, index, _values((count, format.nbytes), torch.uint8, device))
 
 
