@@ -190,6 +190,7 @@ def fit(
     with (
         Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
         _progress_bar(state) as bar,
+        saver,
     ):
         batches = loader.steps(state.step, config.steps)
         stop.stepping = True
