@@ -182,7 +182,8 @@ def fit(
 ) -> TrainResult:
     """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
-    meters, watch, saver = Meters(engine.device), Watch(run, engine), Saver(state, run)
+    meters, saver = Meters(engine.device), Saver(state, run)
+    watch = Watch(run, engine, saver.complete)
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
     state.policy.train()

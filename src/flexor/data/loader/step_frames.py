@@ -75,6 +75,7 @@ class FrameFinder:
             broken |= self._decode_late(step, stand_ins)
         if broken and self.on_bad_frame == "skip":
             self._skip(order, broken, step.number)
+            stand_ins = {camera: _moved(found, order) for camera, found in stand_ins.items()}
         elif broken:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
@@ -159,3 +160,15 @@ class FrameFinder:
             if not store.decode(camera, np.array([other]), [planes].__getitem__):
                 return planes
         raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")
+
+
+def _moved(
+    stand_ins: dict[tuple[int, int], np.ndarray], order: np.ndarray
+) -> dict[tuple[int, int], np.ndarray]:
+    """The replacements of the samples that are now at each position."""
+    return {
+        (position, t): planes
+        for position, sample in enumerate(order.tolist())
+        for (i, t), planes in stand_ins.items()
+        if i == sample
+    }

@@ -87,9 +87,14 @@ class Saver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.complete()
+
+    def complete(self) -> None:
         """After an error elsewhere, the thread completes its checkpoint, if the other ranks still take part."""
-        if isinstance(error, Exception) and self.thread is not None:
+        if self.thread is not None:
             self.thread.join(OTHERS_S if self.processes.world_size > 1 else None)
+            self.thread = None
             if self.error is not None:
                 log.error("%s", self.error)
 
