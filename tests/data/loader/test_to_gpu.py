@@ -125,3 +125,32 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
     assert order.tolist() == [0, 2, 2] and counters["skipped_samples"] == 1
     found = torch.stack([torch.as_tensor(shots.planes(store, i, 0)) for i in range(3)])
     assert torch.equal(found, planes_of(open_dataset(root=root), TOP, np.array([0, 30, 30])))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["stream", "ram", "gpu"])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_batches_on_a_gpu(root, windows, tier):
+    """Images and columns arrive. Once frames are cached, nothing waits for the GPU on the way."""
+    deltas, device = {"action": [0, 1, 2], **WINDOWS[windows]}, torch.device("cuda", 0)
+    dataset, plain = open_dataset(root=root), open_dataset(root=root)
+    settings = DatasetConfig(cache=CacheConfig(tier=tier), decoder="cpu")
+    loader = open_loader(
+        dataset, settings, deltas, cameras=[TOP, WRIST], batch_size=6, seed=7, num_workers=2, device=device
+    )
+    assert loader.tier == tier
+    steps = loader.steps(0, 24)
+    for number in range(24):
+        torch.cuda.set_sync_debug_mode("error" if tier != "stream" and number >= 12 else "default")
+        try:
+            (batch,) = next(steps)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        columns = plain.read(batch[SAMPLE_ID].cpu().numpy(), deltas, [TOP, WRIST])
+        for name, column in columns.items():
+            if name in (TOP, WRIST):
+                near = (batch[name].cpu().int() - torch.from_numpy(column).int()).abs() <= 1
+                assert near.all(), (number, name)
+            elif isinstance(column, np.ndarray) and column.dtype != object:
+                assert batch[name].is_cuda and torch.equal(batch[name].cpu(), torch.from_numpy(column)), name
+    loader.close()
