@@ -75,6 +75,20 @@ def test_auto_keeps_the_global_batch_and_what_is_given(
     assert smaller.split.batch_size * smaller.split.accumulation == 512
 
 
+def test_auto_gives_each_rank_its_share_of_the_threads(
+    dataset: Path, tiny_act: list[str], gpu: list[GPU], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 10_000)
+    config, training = run_of(dataset, tiny_act, "--auto=true", "--batch_size=512")
+    four = Processes(world_size=4, local_world_size=4)
+    planner = preflight.RunPlanner(config, training, four)
+    large = [replace(camera, height=960, width=1280) for camera in planner.data.cameras]
+    planner.data = replace(planner.data, cameras=tuple(large))
+    chosen = preflight.choose(config, planner)
+    threads = planner.plan(chosen).pace.first.threads
+    assert threads > 4 and 0 <= 4 * chosen.num_workers - threads < 4
+
+
 def test_nothing_is_planned_without_a_gpu(dataset: Path, tiny_act: list[str]) -> None:
     config, training = run_of(dataset, tiny_act, "--auto=true")
     before = replace(config)

@@ -247,7 +247,7 @@ def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, cameras: Sequ
     for batch in batches:
         pictures = [batch[camera] for camera in cameras]
         stretch.frames += sum(
-            p.index.size if isinstance(p, Staged) else p.shape[:-3].numel() for p in pictures
+            p.index.numel() if isinstance(p, Staged) else p.shape[:-3].numel() for p in pictures
         )
         tensors = [v.host if isinstance(v, Staged) else v for v in batch.values()]
         stretch.bytes += sum(v.numel() * v.element_size() for v in tensors if torch.is_tensor(v))

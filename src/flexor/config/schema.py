@@ -111,8 +111,9 @@ class CheckpointConfig:
     """Keep only this many of the newest checkpoints; default: keep all."""
     keep_every: int | None = setting(None, at_least=1)
     """Always keep checkpoints whose step is a multiple of this."""
-    asynchronous: bool = False
-    """Continue training while a checkpoint is written; needs extra host memory of the checkpoint's size."""
+    asynchronous: bool = True
+    """Continue training while a checkpoint is written; needs extra host memory of the checkpoint's size. If there is
+    too little, training waits."""
     export: bool = True
     """fsdp, hsdp: gather the weights for pretrained_model/ at every checkpoint. false: only at the last one;
     `flexor export` creates it for any other checkpoint."""

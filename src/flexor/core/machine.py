@@ -25,6 +25,11 @@ def free_memory() -> int:
     return free
 
 
+def pinned_bytes(size: int) -> int:
+    """Bytes of RAM that torch takes for a pinned tensor of this size: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def usable_cores() -> int:
     """Cores this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS

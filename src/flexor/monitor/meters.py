@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flexor.monitor.data_wait import DataWait
+
 
 def as_json(values: dict[str, Any]) -> dict[str, Any]:
     """Values that JSON can represent. JSON has no infinity, but fp16 sometimes has infinite gradient norms."""
@@ -26,7 +28,8 @@ class Ranks(Protocol):
 class Meters:
     """Collects values on their device, so that the loop never waits for the GPU to measure something."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.data = DataWait(device)
         self.reset()
 
     def reset(self) -> None:
@@ -35,7 +38,6 @@ class Meters:
         self.parts: set[str] = set()
         self.samples = 0
         self.started = time.perf_counter()
-        self.waited = 0.0
 
     def add(self, name: str, value: Tensor, summed: bool = False) -> None:
         """`summed`: the value is this rank's part of a sum over ranks."""
@@ -46,14 +48,19 @@ class Meters:
             self.parts.add(name)
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """Means since the last reset, samples per second, and the share of time spent waiting for data."""
+        """Means since the last reset, samples per second, and shares of the time.
+
+        `data_wait`: the slowest rank waited for data. `gpu_busy`, with a GPU: the least busy one had a step to work on.
+        """
         elapsed = ranks.max(time.perf_counter() - self.started)
         parts = sorted(self.parts)
         if parts:
             over_all = ranks.sum(torch.stack([self.sums[name].float() for name in parts]))
             self.sums |= dict(zip(parts, over_all))
-        return {
-            **{name: float(total) / self.counts[name] for name, total in self.sums.items()},
-            "samples_per_s": self.samples / max(elapsed, 1e-9),
-            "data_wait": ranks.max(self.waited) / max(elapsed, 1e-9),
-        }
+        values = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
+        waited, idle = self.data.take()
+        values["samples_per_s"] = self.samples / max(elapsed, 1e-9)
+        values["data_wait"] = ranks.max(waited) / max(elapsed, 1e-9)
+        if self.data.device is not None:
+            values["gpu_busy"] = max(0.0, 1 - ranks.max(idle) / max(elapsed, 1e-9))
+        return values

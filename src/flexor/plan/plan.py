@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
+from flexor.core.machine import pinned_bytes
 from flexor.plan.data.disk import CheckpointCounts, Disk, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import (
     Data,
@@ -248,7 +249,7 @@ def make_plan(
     kept = checkpoints_kept(
         config.steps, config.save_freq, config.checkpoint.keep_last, config.checkpoint.keep_every
     )
-    beside = saved // (site.nodes if sharded else 1) if config.checkpoint.asynchronous else 0
+    beside = _copied(trace, config, memory.share.parts) * (site.gpus if sharded else 1) if saved else 0
     on_host = host_memory(data, loading, config.dataset.cache, beside)
     return Plan(
         config=config,
@@ -292,14 +293,27 @@ def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
     )
 
 
+def _copied(trace: Trace, config: TrainConfig, parts: int) -> int:
+    """Bytes of host memory from which one process saves in the background: see `checkpoint.saver.HostCopy`."""
+    if not config.checkpoint.asynchronous:
+        return 0
+    weights = _sizes(trace, "weights") * (2 if config.ema.enable else 1)
+    return sum(pinned_bytes(-(-size // parts)) for size in weights + _sizes(trace, "optimizer"))
+
+
 def _stays(trace: Trace, category: Category) -> int:
     """Bytes of a category that are never freed."""
+    return sum(_sizes(trace, category))
+
+
+def _sizes(trace: Trace, category: Category) -> list[int]:
+    """Bytes of each tensor of a category that is never freed."""
     dead = {event.storage for event in trace.events if event.what == "dies"}
-    return sum(
+    return [
         event.nbytes
         for event in trace.events
         if event.what == "born" and event.storage not in dead and trace.category[event.storage] == category
-    )
+    ]
 
 
 def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:

@@ -160,8 +160,10 @@ def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
     config = _fitting(config, planner)
     if config.num_workers == DEFAULT.num_workers:
         plan = planner.plan(config)
-        cores = max(1, planner.site.host.cores // planner.site.gpus - 1)
-        config.num_workers = max(1, min(plan.pace.first.threads, cores))
+        gpus = planner.site.gpus
+        cores = max(1, planner.site.host.cores // gpus - 1)
+        each = -(-plan.pace.first.threads // gpus)  # the plan counts the threads of all ranks
+        config.num_workers = max(1, min(each, cores))
         log.info("auto: num_workers=%d, to load %.0f samples/s", config.num_workers, plan.pace.first.wanted)
     return config
 

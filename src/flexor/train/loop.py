@@ -183,7 +183,8 @@ def fit(
 ) -> TrainResult:
     """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
-    meters, watch, saver = Meters(), Watch(run, engine), Saver(state, run)
+    meters, saver = Meters(engine.device), Saver(state, run)
+    watch = Watch(run, engine, saver.complete)
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
@@ -192,6 +193,7 @@ def fit(
     with (
         Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
         _progress_bar(state) as bar,
+        saver,
     ):
         batches = loader.steps(state.step, config.steps)
         stop.stepping = True
@@ -199,7 +201,7 @@ def fit(
             dog.beat(state.step, "reading data")
             waiting = time.perf_counter()
             micro_batches = next(batches)
-            meters.waited += time.perf_counter() - waiting
+            meters.data.got(time.perf_counter() - waiting)
 
             dog.beat(state.step, "computing")
             loss, norm = step(micro_batches, meters)
@@ -207,6 +209,7 @@ def fit(
                 compiling.tell()
             state.step += 1
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
+            meters.data.queued()
             meters.samples += loader.global_batch
             saver.check()
             bar.update()
@@ -261,7 +264,7 @@ def _log(
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
     log.info(
-        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s",
+        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s",
         state.step,
         values["loss"],
         values["grad_norm"],
@@ -269,6 +272,7 @@ def _log(
         values["samples_per_s"],
         epoch,
         100 * values["data_wait"],
+        f"  GPU busy {100 * values['gpu_busy']:.0f} %" if "gpu_busy" in values else "",
         "".join(f"  {name.replace('_', ' ')} {count}" for name, count in troubles.items()),
     )
     return as_json(values)

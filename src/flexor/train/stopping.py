@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ class Watch:
     and before anything is saved. They are summed over all ranks, so all ranks see the same values.
     """
 
-    def __init__(self, run: Run, engine: Engine):
-        self.run, self.engine = run, engine
+    def __init__(self, run: Run, engine: Engine, complete: Callable[[], None]):
+        """`complete`: completes the checkpoint that is being written, if there is one."""
+        self.run, self.engine, self.complete = run, engine, complete
         # fp16 overflows now and then by design: the scaler skips that step and lowers its scale
         self.overflows_left = self.overflows_allowed = 30 if engine.precision == "fp16" else 0
         self.seen: tuple[int, list[dict[str, Any]], OnTheWay] | None = None
@@ -157,6 +159,7 @@ class Watch:
         named = "; ".join(
             f"rank {rank} on {host}: {ids}" if len(ranks) > 1 else f"{ids}" for rank, host, _, ids in bad
         )
+        self.complete()  # it is the last good one
         error = Diverged(
             f"The {what} of step {step} is {value}, so the run stopped. Sample ids of that batch: {named}. "
             f"Last good checkpoint: {checkpoint.newest(self.run.checkpoints) or 'none yet'}. "

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.data.order.decode_units import Units, build_units
-from flexor.data.order.order import Permutation, StreamingOrder, StreamOnceOrder, UniformOrder, permute_within
+from flexor.data.order.order import (
+    BLOCK,
+    Permutation,
+    StreamingOrder,
+    StreamOnceOrder,
+    UniformOrder,
+    permute_within,
+)
 from flexor.data.order.shuffle_quality import shuffle_quality
 
 
@@ -305,3 +312,15 @@ def test_training_does_not_notice_the_streaming_shuffle(gop, deltas, held, lanes
     assert found.episodes > found.episodes_uniform * (0.95 if one_each else 0.85)
     assert found.near_next < 20 + found.near_next_uniform
     assert abs(found.correlation) < 0.12
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, 3 * BLOCK + 17])
+@pytest.mark.parametrize("count", [1, 64, 2 * BLOCK + 1])
+def test_blocks_do_not_show(size, count):
+    order = UniformOrder(size, seed=3)
+    positions = [*range(0, 2 * size, 1 + size // 10), size - 1, size - size % BLOCK]
+    epochs = range(3 + count // size)
+    expected = np.concatenate([Permutation(size, "order", 3, epoch)(np.arange(size)) for epoch in epochs])
+    for position in positions:
+        assert np.array_equal(order.samples(position, count), expected[position : position + count])
+        assert np.array_equal(order.picks(position, count).sample, expected[position : position + count])

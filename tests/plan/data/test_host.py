@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexor.core.machine import pinned_bytes
 from flexor.data.settings import CacheConfig
 from flexor.plan.data.host import (
     Camera,
@@ -22,7 +23,6 @@ from flexor.plan.data.host import (
     host_memory,
     loading_seconds,
     measured_speed,
-    pinned,
     pool_bytes,
     prefetched_steps,
     step_bytes,
@@ -66,12 +66,12 @@ def test_the_tier_is_what_has_room() -> None:
 
 
 def test_pinned_memory_comes_in_powers_of_two() -> None:
-    assert [pinned(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [0, 1, 2, 4, 4, 8, 1024]
+    assert [pinned_bytes(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [0, 1, 2, 4, 4, 8, 1024]
 
 
 @given(st.integers(1, 2**45))
 def test_pinned_is_less_than_twice_as_much(size: int) -> None:
-    assert size <= pinned(size) < 2 * size or size == pinned(size) == 1
+    assert size <= pinned_bytes(size) < 2 * size or size == pinned_bytes(size) == 1
 
 
 def test_a_step_of_batches() -> None:

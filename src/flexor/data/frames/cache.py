@@ -128,6 +128,11 @@ class FrameCache:
         assert self._ready[frame], f"frame {frame} is not in the cache"
         return self.planes[frame] if self._sizes is None else self.planes[frame, : self._sizes[frame]]
 
+    def gather(self, ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy cached frames to `out`, uint8 [n, slot]; only if they are not JPEGs. Releases the GIL."""
+        assert not self.jpeg and self._ready[ids].all()
+        np.take(self.planes, ids, axis=0, out=out, mode="clip")  # any other mode copies twice
+
     def put(self, ids: np.ndarray, frames: np.ndarray | Sequence[bytes]) -> None:
         """Cache frames: planes uint8 [n, slot], or n JPEGs. If there is no space left, they are not cached."""
         for frame, content in zip(ids.tolist(), frames):

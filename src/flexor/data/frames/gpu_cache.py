@@ -27,9 +27,9 @@ class GPUFrames:
     def have(self, ids: np.ndarray) -> np.ndarray:
         return self._rows[ids] >= 0
 
-    def row(self, frame: int) -> int:
-        """The row of a frame in `planes`; -1 if it is not cached."""
-        return int(self._rows[frame])
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """The rows of frames in `planes`; -1 for those that are not cached."""
+        return self._rows[ids]
 
     def view(self, frame: int) -> np.ndarray:
         """A copy in host memory, for random access."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import Repeats
+from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.clips import Clip, FrameRule, VideoClip
 from flexor.data.frames.gpu_cache import GPUFrames
 from flexor.data.frames.slots import Slot
@@ -128,6 +129,15 @@ class FrameStore:
         planes = np.empty(format.nbytes, np.uint8)
         decode_jpeg(format, data, planes)
         return planes
+
+    def gather(self, camera: str, ids: np.ndarray, out: np.ndarray) -> None:
+        """Copy the planes of cached frames to `out`, uint8 [n, nbytes]."""
+        cache = self.caches[camera]
+        if isinstance(cache, FrameCache) and not cache.jpeg:
+            cache.gather(ids, out)
+            return
+        for row, frame in zip(out, ids.tolist()):
+            row[:] = self.view(camera, frame)
 
     def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
         """Cache decoded frames, if there is a cache."""

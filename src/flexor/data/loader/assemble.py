@@ -18,10 +18,13 @@ from torch import Tensor
 from flexor.core.batch import VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
+from flexor.data.loader.packed import Packed, pack
 from flexor.data.loader.step import Step
 from flexor.data.loader.step_frames import FrameFinder, StepFrames
 from flexor.data.loader.to_gpu import Job, Staged, Stager
 from flexor.data.video.planes import to_rgb
+
+COLUMNS = "/columns"  # in a batch on its way to a GPU. No feature has this name: LeRobot allows no slash
 
 
 class Batcher:
@@ -60,7 +63,8 @@ class Batcher:
         batches = []
         valid = self.valid_steps(step.number)
         for number, rows in enumerate(np.split(step.rows, self.accumulation)):
-            batch = to_tensors(self.dataset.read(rows, self.deltas, []), self.stream is not None)
+            columns = self.dataset.read(rows, self.deltas, [])
+            batch = to_tensors(columns) if self.stream is None else packed(columns)
             if valid is not None:
                 batch[VALID_STEPS] = valid
             for camera, pictures in step.pictures.items():
@@ -73,7 +77,9 @@ class Batcher:
         if self.stream is None or self.device is None:
             return batch
         with torch.cuda.stream(self.stream):
-            moved = {key: self._moved(value, self.device) for key, value in batch.items()}
+            moved: Batch = {}
+            for key, value in batch.items():
+                moved |= value.on(self.device) if isinstance(value, Packed) else {key: self._moved(value)}
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for value in moved.values():
@@ -81,11 +87,9 @@ class Batcher:
                 value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
 
-    @staticmethod
-    def _moved(value: Any, device: torch.device) -> Any:
-        if isinstance(value, Staged):
-            return value.on(device)
-        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    def _moved(self, value: Any) -> Any:
+        assert self.device is not None
+        return value.on(self.device) if isinstance(value, Staged) else value
 
     def _fill(self, step: Step, shots: StepFrames) -> list[Job]:
         camera, samples = shots.camera, np.arange(len(shots.ids))
@@ -121,13 +125,17 @@ class Batcher:
                 seen[frame] = t
 
 
-def to_tensors(batch: Mapping[str, Any], pin_memory: bool = False) -> Batch:
-    """numpy arrays as tensors (in pinned memory for a GPU); everything else unchanged."""
-    out: Batch = {}
-    for key, value in batch.items():
-        if isinstance(value, np.ndarray) and value.dtype != object:
-            value = torch.from_numpy(value)
-            if pin_memory:
-                value = value.pin_memory()
-        out[key] = value
-    return out
+def to_tensors(batch: Mapping[str, Any]) -> Batch:
+    """numpy arrays as tensors; everything else unchanged."""
+    return {key: torch.from_numpy(value) if _is_tensor(value) else value for key, value in batch.items()}
+
+
+def packed(batch: Mapping[str, Any]) -> Batch:
+    """numpy arrays in one piece, for a GPU; everything else unchanged."""
+    arrays = {key: value for key, value in batch.items() if _is_tensor(value)}
+    others = {key: value for key, value in batch.items() if key not in arrays}
+    return {COLUMNS: pack(arrays), **others}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype != object

@@ -239,8 +239,10 @@ def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequenc
     if ACTION not in deltas:
         return None
     episodes, which = dataset.episodes, dataset.episode_of(rows)
-    _, is_pad = window_rows(rows, deltas[ACTION], episodes.start[which], episodes.end[which])
-    return float((~is_pad).sum(1).mean())
+    steps = np.sort(np.asarray(deltas[ACTION], np.int64))
+    before_end = np.searchsorted(steps, episodes.end[which] - rows)
+    before_start = np.searchsorted(steps, episodes.start[which] - rows)
+    return float((before_end - before_start).mean())
 
 
 def sample_rows(dataset: Dataset, drop_last_frames: int) -> np.ndarray:

@@ -91,7 +91,6 @@ class Prefetcher(Generic[T]):
         result = step.result.result()
         with self.changed:
             self.taken = step.number + 1
-            self.changed.notify_all()
         self._advance()
         return result
 
@@ -127,19 +126,27 @@ class Prefetcher(Generic[T]):
     def _plan(self, number: int) -> Step[T] | None:
         """The step, with its pieces submitted for decoding; None if the feed closes in the meantime."""
         rows, ids, units = self.planner.plan(number)
+        cached = self._cached(ids, len(rows))
         pieces: list[Piece | None] = []
         waits: list[Piece] = []
         for i, key in enumerate(units):
             piece = self.pieces.get(key) if key is not None else None
-            if piece is None and key is not None:
-                piece = self._open(key, number)
-            if piece is None:
-                piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
+            if piece is None and not cached[i]:
+                piece = self._open(key, number) if key is not None else None
+                if piece is None:
+                    piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
             if self.closing:
                 return None
             pieces.append(piece)
         self._start()
         return Step(number, rows, ids, pieces, waits)
+
+    def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> list[bool]:
+        """Which samples have all their frames in a cache: they need no piece."""
+        found = np.ones(count, bool)
+        for camera, frames in ids.items():
+            found &= self.store.kept(camera, frames.ravel()).reshape(frames.shape).all(axis=1)
+        return found.tolist()
 
     def _open(self, key: tuple, step: int) -> Piece | None:
         """Start to decode a unit as soon as there is room for it; None if there will be none."""
@@ -271,8 +278,8 @@ class Prefetcher(Generic[T]):
                 due.append(step)
             for _ in due:
                 self.planned.popleft()
-        for step in due:
-            self._assemble(step)
+        for step in due:  # by a reader thread: the loop has other work to do
+            self.crew.submit((step.number, 0), partial(self._assemble, step))
 
     def _assemble(self, step: Step[T]) -> None:
         try:
@@ -299,8 +306,9 @@ class Prefetcher(Generic[T]):
             if last and not step.result.done():
                 self._complete(step)
 
-        for job in jobs:
-            self.crew.submit((step.number, 0), lambda job=job: run(job))  # type: ignore[misc]
+        for job in jobs[1:]:
+            self.crew.submit((step.number, 0), partial(run, job))
+        run(jobs[0])
 
     def _complete(self, step: Step[T]) -> None:
         try:

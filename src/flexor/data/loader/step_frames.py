@@ -6,8 +6,10 @@ nearest frame of the same episode replaces the bad frame. Both are counted and l
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -28,6 +30,11 @@ class StepFrames:
     stand_ins: dict[tuple[int, int], np.ndarray]
     """Planes that replace a frame, by sample and step of its window."""
 
+    @cached_property
+    def all_cached(self) -> bool:
+        """Whether all frames are in the store's cache: nothing was decoded or replaced for this step."""
+        return not self.stand_ins and not any(piece is not None for piece in self.pieces)
+
     def planes(self, store: FrameStore, i: int, t: int) -> Slot:
         """The planes of a frame; read-only."""
         if (i, t) in self.stand_ins:
@@ -47,9 +54,14 @@ class FrameFinder:
     def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
         self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
         self._told: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
 
     def find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
         """The sample at each position of the step [b], and the frames of each camera."""
+        with self._lock:  # several threads assemble steps, and all count here
+            return self._find(step)
+
+    def _find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
         order = np.arange(len(step.rows))
         stand_ins: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
         broken: set[int] = set()
@@ -63,6 +75,7 @@ class FrameFinder:
             broken |= self._decode_late(step, stand_ins)
         if broken and self.on_bad_frame == "skip":
             self._skip(order, broken, step.number)
+            stand_ins = {camera: _moved(found, order) for camera, found in stand_ins.items()}
         elif broken:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
@@ -147,3 +160,15 @@ class FrameFinder:
             if not store.decode(camera, np.array([other]), [planes].__getitem__):
                 return planes
         raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")
+
+
+def _moved(
+    stand_ins: dict[tuple[int, int], np.ndarray], order: np.ndarray
+) -> dict[tuple[int, int], np.ndarray]:
+    """The replacements of the samples that are now at each position."""
+    return {
+        (position, t): planes
+        for position, sample in enumerate(order.tolist())
+        for (i, t), planes in stand_ins.items()
+        if i == sample
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,18 +22,23 @@ from flexor.data.loader.step_frames import StepFrames
 from flexor.data.video.planes import PlaneFormat, rgb_on_device
 
 Job = Callable[[], None]
+HOST, DECODED, KEPT = range(3)  # where a frame is: in host memory, in a slot of the GPU, in the GPU's cache
+COPY_BYTES = 4 << 20  # least bytes that are worth a job of their own
 
 
 @dataclass(eq=False)
 class Staged:
-    """One camera's images of a batch. The distinct frames are those of `host`, `decoded` and `kept`, in order."""
+    """One camera's images of a batch. The distinct frames are those of `host`, `decoded` and `kept`, in order.
+
+    What will be transferred is in pinned memory: from other memory, the copy would wait for the GPU.
+    """
 
     format: PlaneFormat
-    index: np.ndarray  # [b] or [b, T] index of the distinct frame
-    host: Tensor  # uint8 [h, nbytes], pinned if it will be transferred
+    index: Tensor  # int64 [b] or [b, T] index of the distinct frame
+    host: Tensor  # uint8 [h, nbytes]
     decoded: Tensor | None = None  # uint8 [d, nbytes], on the GPU
     keeper: GPUFrames | None = None
-    kept: np.ndarray | None = None  # rows of the GPU's frame cache
+    kept: Tensor | None = None  # int64 [k] rows of the GPU's frame cache
 
     def on(self, device: torch.device) -> Tensor:
         """RGB uint8 [b, (T,) C, H, W] on the device."""
@@ -40,15 +46,9 @@ class Staged:
         if self.decoded is not None:
             parts.append(self.decoded)
         if self.keeper is not None and self.kept is not None:
-            parts.append(self.keeper.planes[_index_on(device, self.kept)])
+            parts.append(self.keeper.planes[self.kept.to(device, non_blocking=True)])
         planes = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return rgb_on_device(self.format, planes)[_index_on(device, self.index)]
-
-
-def _index_on(device: torch.device, index: np.ndarray) -> Tensor:
-    """The index on the device. From unpinned memory, the copy would wait for all earlier work on the GPU."""
-    host = torch.from_numpy(index)
-    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        return rgb_on_device(self.format, planes)[self.index.to(device, non_blocking=True)]
 
 
 class Stager:
@@ -60,70 +60,93 @@ class Stager:
 
     def stage(self, shots: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
         """The images of some samples of a step, and the jobs that fill them in."""
-        places, index = self._distinct(shots, samples)
         keeper = self.store.caches.get(shots.camera)
         keeper = keeper if isinstance(keeper, GPUFrames) else None
-        kinds = [self._kind(shots, keeper, *place) for place in places]
-        order = np.argsort(kinds, kind="stable")  # host 0, decoded 1, kept 2
-        rank = np.empty(len(order), np.int64)
+        places, index = self._distinct(shots, samples)
+        kinds = self._kinds(shots, places, HOST if keeper is None else KEPT)
+        order = np.argsort(kinds, kind="stable")
+        rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        sorted_places = [places[k] for k in order.tolist()]
-        host, decoded = kinds.count(0), kinds.count(1)
+        places = places[order]
+        host, decoded, kept = np.bincount(kinds, minlength=3).tolist()
         format = self.store.format(shots.camera)
         # the maximum size, so that the next batch can reuse it
         memory = self._memory(index.size, format.nbytes) if host else torch.empty((0, 0), dtype=torch.uint8)
-        staged = Staged(format, rank[index], memory[:host])
+        staged = Staged(format, self._pinned(rank[index]), memory[:host])
         jobs: list[Job] = [
-            partial(
-                self._copy, shots, [sorted_places[k] for k in some.tolist()], staged.host[some[0] :].numpy()
-            )
-            for some in np.array_split(np.arange(host), self.jobs)
-            if len(some)
+            partial(self._copy, shots, places[some], staged.host[some].numpy())
+            for some in self._parts(shots.camera, host)
         ]
         if decoded:
-            jobs.append(partial(self._gather, shots, sorted_places[host : host + decoded], staged))
-        if keeper is not None and len(places) > host + decoded:
+            jobs.append(partial(self._gather, shots, places[host : host + decoded], staged))
+        if kept:
+            assert keeper is not None
             staged.keeper = keeper
-            staged.kept = np.array([keeper.row(int(shots.ids[p])) for p in sorted_places[host + decoded :]])
+            staged.kept = self._pinned(keeper.rows(shots.ids[tuple(places[host + decoded :].T)]))
         return staged, jobs
 
-    def _distinct(self, shots: StepFrames, samples: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-        """A position [sample, step] of each distinct frame, and the frame of each position; replacements count."""
-        found: dict[tuple, int] = {}
-        places: list[tuple[int, int]] = []
-        index = np.empty((len(samples), shots.ids.shape[1]), np.int64)
-        for row, i in enumerate(samples.tolist()):
-            for t, frame in enumerate(shots.ids[i].tolist()):
-                key = (i, t) if (i, t) in shots.stand_ins else (frame,)
-                index[row, t] = found.setdefault(key, len(places))
-                if len(found) > len(places):
-                    places.append((i, t))
-        return places, index
+    def _distinct(self, shots: StepFrames, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A position (sample, step) of each distinct frame [n, 2], and the frame of each position [b, T].
 
-    def _kind(self, shots: StepFrames, keeper: GPUFrames | None, i: int, t: int) -> int:
+        Each replacement counts as a frame of its own."""
+        ids = shots.ids[samples]
+        for number, (i, t) in enumerate(shots.stand_ins):
+            ids[samples == i, t] = -1 - number
+        _, first, index = np.unique(ids, return_index=True, return_inverse=True)
+        row, step = np.divmod(first, ids.shape[1])
+        return np.stack([samples[row], step], axis=1), index.reshape(ids.shape)
+
+    def _kinds(self, shots: StepFrames, places: np.ndarray, cached: int) -> np.ndarray:
+        """Where each frame is; `cached` is where cached ones are. [n]"""
+        if shots.all_cached:
+            return np.full(len(places), cached)
+        return np.array([self._kind(shots, cached, i, t) for i, t in places.tolist()])
+
+    def _kind(self, shots: StepFrames, cached: int, i: int, t: int) -> int:
         if (i, t) in shots.stand_ins:
-            return 0
+            return HOST
         slot = shots.decoded(i, t)
-        if slot is not None:
-            return 1 if isinstance(slot, Tensor) else 0
-        return 0 if keeper is None else 2
+        if slot is None:
+            return cached
+        return DECODED if isinstance(slot, Tensor) else HOST
 
     def _memory(self, rows: int, nbytes: int) -> Tensor:
         if self.stream is None:
             return torch.from_numpy(self.buffers.take((rows, nbytes)))
         return torch.empty((rows, nbytes), dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, shots: StepFrames, places: list[tuple[int, int]], out: np.ndarray) -> None:
-        for k, place in enumerate(places):
-            np.copyto(out[k], np.asarray(shots.planes(self.store, *place)))
+    def _pinned(self, values: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(values)
+        return tensor if self.stream is None else tensor.pin_memory()
 
-    def _gather(self, shots: StepFrames, places: list[tuple[int, int]], staged: Staged) -> None:
+    def _parts(self, camera: str, count: int) -> list[slice]:
+        """The frames to copy, in parts for the threads. A small copy costs less than handing it to a thread."""
+        most, cache = self.jobs, self.store.caches.get(camera)
+        if cache is None or not cache.jpeg:
+            most = min(most, -(-count * self.store.format(camera).nbytes // COPY_BYTES))
+        return _slices(count, most)
+
+    def _copy(self, shots: StepFrames, places: np.ndarray, out: np.ndarray) -> None:
+        if shots.all_cached:
+            self.store.gather(shots.camera, shots.ids[tuple(places.T)], out)
+            return
+        for row, (i, t) in zip(out, places.tolist()):
+            np.copyto(row, np.asarray(shots.planes(self.store, i, t)))
+
+    def _gather(self, shots: StepFrames, places: np.ndarray, staged: Staged) -> None:
         """Gather frames that the GPU decoded, before their slots are reused."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             # NVDEC's frames are complete for later work on the default stream
             self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
             staged.decoded = torch.stack(
-                [torch.as_tensor(shots.planes(self.store, *place)) for place in places]
+                [torch.as_tensor(shots.planes(self.store, i, t)) for i, t in places.tolist()]
             )
             self.stream.synchronize()
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """range(count) in at most so many parts of about equal size."""
+    parts = max(1, min(count, most))
+    edges = [count * part // parts for part in range(parts + 1)]
+    return [slice(*edge) for edge in pairwise(edges)] if count else []

@@ -145,19 +145,33 @@ class UniformOrder:
     def __init__(self, size: int, seed: int):
         self.size = size
         self.seed = seed
+        # a step is planned long before its batch is made: each may be in two blocks
+        self._block = lru_cache(maxsize=4)(self._block_samples)
 
     def samples(self, position: int, count: int) -> np.ndarray:
-        return self.picks(position, count).sample
+        parts: list[np.ndarray] = []
+        while count:
+            epoch, offset = divmod(position, self.size)
+            parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:count])
+            position, count = position + len(parts[-1]), count - len(parts[-1])
+        return np.concatenate(parts)
 
     def picks(self, position: int, count: int) -> Picks:
         positions = np.arange(position, position + count)
-        epochs, offsets = np.divmod(positions, self.size)
-        out = np.empty(count, np.int64)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            out[chosen] = Permutation(self.size, "order", self.seed, int(epoch))(offsets[chosen])
         nowhere = np.full(count, -1)
-        return Picks(positions, out, epochs, lane=nowhere, pool=nowhere, unit=nowhere)
+        return Picks(
+            positions,
+            self.samples(position, count),
+            positions // self.size,
+            lane=nowhere,
+            pool=nowhere,
+            unit=nowhere,
+        )
+
+    def _block_samples(self, epoch: int, number: int) -> np.ndarray:
+        """The samples at BLOCK positions of an epoch (fewer at its end), in order."""
+        offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
+        return Permutation(self.size, "order", self.seed, epoch)(offsets)
 
     def epoch(self, position: int) -> float:
         return position / self.size

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from flexor.core.machine import pinned_bytes
 from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, UNITS_WANTED
 from flexor.data.loader.loader import PREFETCH_BYTES, PREFETCH_STEPS
 from flexor.data.loader.open import JPEG_SHARE
@@ -147,7 +148,7 @@ class HostMemory:
 
 
 def host_memory(data: Data, loading: Loading, cache: CacheConfig, saved_beside: int = 0) -> HostMemory:
-    """What one machine needs. `saved_beside`: bytes of its part of a checkpoint with checkpoint.async, else 0."""
+    """What one machine needs. `saved_beside`: bytes of the copy that checkpoint.async saves from, else 0."""
     data, rgb = data.scaled(cache), not loading.gpu
     kinds = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
     largest = sorted(kinds.values())[-KEPT_DECODERS:]
@@ -186,12 +187,7 @@ def prefetched_steps(data: Data, loading: Loading) -> int:
 def step_bytes(data: Data, loading: Loading) -> int:
     """Bytes of the images of one optimizer step of one rank, as prefetched in memory."""
     sizes = [c.kept_bytes(not loading.gpu) * c.steps * loading.batch_size for c in data.cameras]
-    return loading.accumulation * sum(pinned(size) if loading.gpu else size for size in sizes)
-
-
-def pinned(size: int) -> int:
-    """Bytes that torch allocates for a pinned buffer of this size: the next power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
+    return loading.accumulation * sum(pinned_bytes(size) if loading.gpu else size for size in sizes)
 
 
 def gpu_cache_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:

@@ -236,8 +236,10 @@ def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: 
     if channels == 3 and not (height % 2 or width % 2):
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)
-    index = np.arange(batch_size * int(np.prod(steps, dtype=int))).reshape(batch_size, *steps)
-    return Staged(format, index, _values((index.size, format.nbytes), torch.uint8, device))
+    count = batch_size * int(np.prod(steps, dtype=int))
+    index = torch.arange(count).reshape(batch_size, *steps)
+    index = index.pin_memory() if device.type == "cuda" else index
+    return Staged(format, index, _values((count, format.nbytes), torch.uint8, device))
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

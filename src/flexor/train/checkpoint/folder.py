@@ -60,19 +60,30 @@ class Folder:
 
 
 def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
-    kept = newest(checkpoints)
-    full = getattr(error, "errno", None) == errno.ENOSPC or any(
-        sign in str(error) for sign in ("os error 28", "No space left")
-    )
+    kept, full = newest(checkpoints), _no_room(error)
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
-    cause = f"the disk is full{free}" if full else f"{error}"
+    cause = f"{full}{free}" if full else f"{error}"
+    fix = "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints)" if full else "Fix that"
     return CheckpointError(
-        f"Can't save the checkpoint of step {step} in {checkpoints}: {cause}. "
+        f"Can't save the checkpoint of step {step} in {checkpoints}: {cause.rstrip('.')}. "
         + (f"The last good checkpoint is {kept}. " if kept else "There is no earlier checkpoint. ")
-        + "Free some disk space (--checkpoint.keep_last=2 keeps fewer checkpoints) and continue with `flexor resume`."
+        + f"{fix} and continue with `flexor resume`."
     )
+
+
+NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+
+def _no_room(error: Exception) -> str | None:
+    """What has no room left; None for another error. Errors of other libraries or ranks have only a text."""
+    text = str(error)
+    for number, what in NO_ROOM.items():
+        signs = (f"os error {number})", os.strerror(number))
+        if getattr(error, "errno", None) == number or any(sign in text for sign in signs):
+            return what
+    return None
 
 
 def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:

@@ -1,13 +1,15 @@
 """Saving checkpoints from all ranks, in the training loop or in a thread beside it.
 
 Rank 0 creates the checkpoint's folder and renames it into place. A sharded run writes its tensors with torch's
-distributed checkpoint: each rank writes its own shard, so nothing is gathered. With `checkpoint.async` the loop
-waits only until all tensors are copied to host memory; a thread writes them to disk.
+distributed checkpoint: each rank writes its own shard, so nothing is gathered. With `checkpoint.async`, the default,
+the loop waits only until all tensors are copied to host memory; a thread writes them to disk. A rank without enough
+memory for the copy writes in the loop, whatever the others do.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flexor.core.log import log
+from flexor.core.machine import free_memory, gigabytes, pinned_bytes
 from flexor.core.run_files import SHARDS, TRAINING_STATE
 from flexor.core.tensors import as_part, is_sharded, local
 from flexor.train.checkpoint import folder as checkpoint
@@ -23,6 +26,8 @@ from flexor.train.checkpoint.run_folder import Run
 from flexor.train.checkpoint.state import Snapshot, TrainState
 from flexor.train.checkpoint.tensors import failures_as_oserror
 from flexor.train.ranks.processes import FOREVER
+
+OTHERS_S = 60  # to complete a checkpoint after an error: the watchdog ends the other ranks then
 
 
 class Saver:
@@ -33,6 +38,7 @@ class Saver:
         self.processes = state.engine.processes
         self.newest = checkpoint.newest(run.checkpoints)
         self.thread: threading.Thread | None = None
+        self.started = 0.0  # when the loop began to wait
         self.error: BaseException | None = None
         self.group: Any = self.processes.control
         self.room = HostCopy(state) if state.config.checkpoint.asynchronous else None
@@ -42,19 +48,33 @@ class Saver:
 
     def save(self) -> None:
         """Save a checkpoint. All ranks must call this at the same step."""
+        self.started = time.perf_counter()
         self.wait()
         state, config = self.state, self.state.config
         snapshot = state.snapshot(export=config.checkpoint.export or state.step == config.steps)
         folder = checkpoint.Folder(self.run.checkpoints, state.step, config.steps)
-        if not self.room:
+        if not self._copy(snapshot):
             self._write(snapshot, folder)
             return
-        if state.engine.sharded or self.processes.is_main:
-            snapshot.tensors = self.room.copy(snapshot.tensors)
+        held = time.perf_counter() - self.started
         self.thread = threading.Thread(
-            target=self._write_quietly, args=(snapshot, folder), name="save", daemon=True
+            target=self._write_quietly, args=(snapshot, folder, held), name="save", daemon=True
         )
         self.thread.start()
+
+    def _copy(self, snapshot: Snapshot) -> bool:
+        """Whether the loop may go on: what this rank will write is now a copy."""
+        if self.room is None:
+            return False
+        if self._writes_tensors:
+            copied = self.room.copy(snapshot.tensors)
+            snapshot.tensors = copied or snapshot.tensors
+            return copied is not None
+        return True
+
+    @property
+    def _writes_tensors(self) -> bool:
+        return self.state.engine.sharded or self.processes.is_main
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
@@ -63,15 +83,31 @@ class Saver:
             self.thread = None
         self.check()
 
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, Exception):
+            self.complete()
+
+    def complete(self) -> None:
+        """After an error elsewhere, the thread completes its checkpoint, if the other ranks still take part."""
+        if self.thread is not None:
+            self.thread.join(OTHERS_S if self.processes.world_size > 1 else None)
+            self.thread = None
+            if self.error is not None:
+                log.error("%s", self.error)
+
     def check(self) -> None:
         """Once per step: raise an error of the thread that saves."""
-        if self.room and (self.state.engine.sharded or self.processes.is_main):
+        if self.room and self._writes_tensors:
             self.room.reserve(self.state.tensors)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
 
-    def _write(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
+    def _write(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float | None = None) -> None:
+        """`held`: how long the loop waited; None: it still waits."""
         with folder.failures_named():
             if self.processes.is_main:
                 folder.open()
@@ -80,7 +116,8 @@ class Saver:
             if self.processes.is_main:
                 snapshot.write(folder.aside)
                 folder.finish(hashes)
-                log.info("saved %s", folder.final)
+                held = time.perf_counter() - self.started if held is None else held
+                log.info("saved %s (held the loop for %.1f s)", folder.final, held)
                 self._prune()
         self._together()
         self.newest = folder.final
@@ -98,9 +135,9 @@ class Saver:
         dist.all_gather_object(gathered, hashes, group=self.group)
         return {name: value for part in gathered for name, value in part.items()}
 
-    def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
+    def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float) -> None:
         try:
-            self._write(snapshot, folder)
+            self._write(snapshot, folder, held)
         except BaseException as error:
             self.error = error
 
@@ -119,11 +156,15 @@ class HostCopy:
     """A copy of a run's tensors in host memory. The next checkpoint reuses the memory.
 
     If the tensors are on a GPU, the memory is pinned: copying to it is ten times as fast, but allocating it is slow.
-    So a thread allocates it as soon as the optimizer has a state, long before the first checkpoint.
+    So a thread allocates it as soon as the optimizer has a state, long before the first checkpoint. `refused` says
+    why there is no copy: it must leave half of the free memory to the rest of the run, such as its frame cache.
     """
 
     def __init__(self, state: TrainState):
         self.pinned = state.engine.device.type == "cuda"
+        processes = state.engine.processes
+        self.copies = processes.local_world_size if state.engine.sharded else 1  # on this machine
+        self.refused: str | None = None
         self.tensors: dict[str, Tensor] = {}
         self.getting: threading.Thread | None = None
         self.mesh = self._mesh(next((p for p in state.policy.parameters() if is_sharded(p)), None))
@@ -144,16 +185,33 @@ class HostCopy:
             self.getting.start()
 
     def _get(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name not in self.tensors:
-                own = local(tensor)
-                self.tensors[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=self.pinned)
+        new = {name: local(tensor) for name, tensor in tensors.items() if name not in self.tensors}
+        sizes = [tensor.nbytes for tensor in new.values()]
+        need = self.copies * sum(pinned_bytes(size) if self.pinned else size for size in sizes)
+        free = free_memory()
+        if self.refused is None and need > free / 2:
+            self._refuse(f"{gigabytes(need)} of memory, and {gigabytes(free)} are free")
+        if self.refused is not None:
+            return
+        try:
+            for name, tensor in new.items():
+                self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        except RuntimeError as error:  # a limit on pinned memory
+            self._refuse(f"{gigabytes(need)} of memory: {str(error).splitlines()[0]}")
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        self.tensors.clear()
+        log.warning("training waits while checkpoints are written: a copy would take %s", why)
 
     @torch.no_grad()
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """The copy, or None if there is no memory for it."""
         if self.getting is not None:
             self.getting.join()
         self._get(tensors)
+        if self.refused is not None:
+            return None
         for name, tensor in tensors.items():
             self.tensors[name].copy_(local(tensor), non_blocking=True)
         if self.pinned:
