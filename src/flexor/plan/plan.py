@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.plan.data.disk import CheckpointCounts, Disk, checkpoint_bytes, checkpoints_kept, disk_needed
@@ -304,7 +304,7 @@ def _stays(trace: Trace, category: Category) -> int:
 
 def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:
     """The settings as the trainer will resolve them for this number of processes."""
-    config = copy.copy(config)
+    config = settle_for_gpu(config, site.gpu.compute_capability)
     split = split_batch(config, site.world_size)
     config.steps = steps_of(config, data.frames)
     return config, split

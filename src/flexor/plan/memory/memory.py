@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import ParallelConfig, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.trace.cuda_on_meta import Card
@@ -99,10 +100,11 @@ class MemoryPlanner:
         expandable: bool = True,
         traces: Traces | None = None,
     ):
-        self.config, self.gpu, self.expandable = config, gpu, expandable
+        self.config = settle_for_gpu(config, gpu.compute_capability)
+        self.gpu, self.expandable = gpu, expandable
         self.world_size = world_size
         self.local_world_size = local_world_size or world_size
-        self.traces = traces or Traces(config)
+        self.traces = traces or Traces(self.config)
 
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
         """The trace of a step with this many samples per pass, in a single process."""
@@ -193,7 +195,7 @@ def plan_memory(
         config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
     )
     batch_size = batch_size or split_batch(replace(config), world_size).batch_size
-    return planner.plan(trace_step(config, batch_size, gpu, planner.accumulation(batch_size)))
+    return planner.plan(trace_step(planner.config, batch_size, gpu, planner.accumulation(batch_size)))
 
 
 def context_of(gpu: Card, world_size: int = 1) -> int:

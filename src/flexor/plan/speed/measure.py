@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.events import Category, Event, Trace
@@ -64,6 +65,7 @@ class Measured:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self.watch = Stopwatch()
+        config = settle_for_gpu(config, torch.cuda.get_device_capability(self.device))
         self.run = Rehearsal(config, batch_size, accumulation, self.watch, self.device)
         self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
         for number in self.run.steps_to_see():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.memory.memory import Share
 from flexor.plan.site.hardware import GPU
@@ -86,7 +87,7 @@ def step_time(
     """
     speeds = speeds or load(gpu) or assumed()
     calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
-    share = share or Share()
+    share, config = share or Share(), settle_for_gpu(config, gpu.compute_capability)
     clocks = _play(trace, gpu, speeds, config)
     communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
     seconds = max(clocks.seconds, clocks.loading) + exposed

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
@@ -259,6 +260,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     """
     from flexor.plan.trace.rehearsal import Rehearsal
 
+    config = settle_for_gpu(config, gpu.compute_capability)
     _make_tables(config.policy)
     tracker = OperationTracker("meta", gpu.compute_capability)
     dialect = CudaOnMeta(gpu.compute_capability)
