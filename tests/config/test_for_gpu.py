@@ -81,7 +81,7 @@ def test_a_run_from_before_these_settings_stays_as_it_was(lowdim, tiny_act, tmp_
 def forget(file: Path) -> None:
     """As written by a version without these settings."""
     whole = json.loads(file.read_text()) if file.suffix == ".json" else yaml.safe_load(file.read_text())
-    settings = whole["config"] if "config" in whole else whole
+    settings = whole.get("config", whole)
     for name in ("step", "channels_last"):
         del settings[name]
     file.write_text(json.dumps(whole) if file.suffix == ".json" else yaml.safe_dump(whole))
@@ -89,4 +89,3 @@ def forget(file: Path) -> None:
 
 def saved(run: Path) -> dict:
     return json.loads((run / "checkpoints/last/training_state/flexor.json").read_text())["config"]
-

@@ -36,6 +36,19 @@ def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.03)
 
 
+@pytest.mark.parametrize(
+    "name", ["act 8 graph", "diffusion 32 graph, bf16", "tdmpc 256 graph, bf16, channels last"]
+)
+def test_memory_of_graphs_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from step_memory import DEFAULT, peaks
+
+    found = list(peaks(DEFAULT, name))
+    assert found
+    for peak in found:
+        assert peak.planned == pytest.approx(peak.measured, rel=0.005), peak
+
+
 def test_the_page_says_what_the_results_say():
     summary = json.loads(MEASURED.read_text())["summary"]
     page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()

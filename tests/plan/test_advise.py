@@ -140,4 +140,6 @@ def test_weights_in_bf16_bring_their_precision_along() -> None:
 
     assert settings() == ["--precision=bf16 --weights_dtype=bf16"]
     assert settings(precision="bf16") == ["--weights_dtype=bf16"]
-    assert not [c for c in possible_changes(TrainConfig(precision="no"), HARDWARE.find("T4")) if c.name == "weights"]
+    assert not [
+        c for c in possible_changes(TrainConfig(precision="no"), HARDWARE.find("T4")) if c.name == "weights"
+    ]

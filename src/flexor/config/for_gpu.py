@@ -1,4 +1,4 @@
-"""Settings whose default depends on the GPU: precision and memory format. They are settled once, before a run starts."""
+"""Settings whose default depends on the GPU: precision and memory format. They are settled before a run starts."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
@@ -271,14 +269,8 @@ def make_plan(
         money=costs(site, pace.hours, pace.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
-        waits=_waits(trace),
+        waits=trace.waits,
     )
-
-
-def _waits(trace: Trace) -> tuple[str, ...]:
-    """Built-in policies wait only in the first step (`tests/train/test_waiting.py`), so they are not listed."""
-    ours = str(Path(__file__).parents[1]) + os.sep
-    return tuple(dict.fromkeys(str(a) for a in trace.asked if a.file and not a.file.startswith(ours)))
 
 
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:

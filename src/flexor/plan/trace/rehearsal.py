@@ -126,6 +126,7 @@ class Rehearsal:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.host: Batch | None = None
         self.batches: list[Batch] = []
+        self.inputs: tuple[int, ...] = ()  # bytes of each tensor of a pass's batch
 
     def steps_to_see(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
@@ -138,9 +139,11 @@ class Rehearsal:
         tracker.phase = "load"
         self.batches = self._load()  # while those of the previous step are still in memory
         step.loaded = len(tracker.events)
+        self.inputs = tuple(value.nbytes for value in self.batches[0].values() if isinstance(value, Tensor))
         tracker.phase = "batch"
         self.state.step = number
         optimizer_step(self.state, self.batches[: self.passes], self.meters)
+        step.graph_key = self.policy.graph_key()
         if self.device == META:
             self.batches = []
         step.end = len(tracker.events)

@@ -56,7 +56,6 @@ class Traces:
             self._settled[key] = _SettledTraces(config, self.scalable)
         return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)
 
-
     @property
     def made(self) -> list[tuple[int, int, Capability]]:
         """Batch size, passes and GPU of every trace that was made."""

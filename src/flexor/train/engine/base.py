@@ -62,7 +62,7 @@ def lowest_capability(processes: Processes, device: torch.device) -> tuple[int, 
     """CUDA compute capability of the oldest GPU of the run; None if a process has no NVIDIA GPU."""
     own = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     found = processes.gather(own)
-    return None if None in found else min(found)
+    return min((each for each in found if each is not None), default=None) if None not in found else None
 
 
 def check_devices(processes: Processes, device: torch.device, backend: str) -> None:
