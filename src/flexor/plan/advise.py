@@ -266,6 +266,11 @@ def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
     )
 
 
+def would_be_captured(plan: Plan) -> bool:
+    """Whether `--step=auto` would make an eager run faster, because the host launches operations too slowly."""
+    return plan.pace.step.bound == "host" and plan.config.step == "eager" and plan.capturable
+
+
 # Settings that do not change what one pass computes.
 SAME_PASS = {
     "batch_size",
@@ -273,6 +278,7 @@ SAME_PASS = {
     "parallel.strategy",
     "dataset.cache.tier",
     "dataset.decoder",
+    "step",
 }
 
 

@@ -24,7 +24,7 @@ from flexor.plan.data.host import (
     loading_seconds,
     supply,
 )
-from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, usable
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, is_captured, usable
 from flexor.plan.site import money
 from flexor.plan.site.hardware import GPU, Flavor, Hardware
 from flexor.plan.site.network import Exchange, exchange
@@ -184,6 +184,8 @@ class Plan:
     money: Money
     parameters: int
     trained: int
+    capturable: bool
+    """Whether a step can be a CUDA graph on this site, whatever `config.step` is."""
     waits: tuple[str, ...]
     """Where a policy of the user's own makes the host wait for the GPU."""
 
@@ -269,6 +271,7 @@ def make_plan(
         money=costs(site, pace.hours, pace.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
+        capturable=is_captured(replace(config, step="auto"), site.gpu, trace, site.world_size),
         waits=trace.waits,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from flexor.core.console import table
 from flexor.core.machine import gigabytes
-from flexor.plan.advise import Change, Harm
+from flexor.plan.advise import Change, Harm, would_be_captured
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
@@ -150,10 +150,11 @@ def _time(plan: Plan) -> str:
             f"Compiled blocks: memory and time above are those of the uncompiled policy, which is the maximum. If the "
             f"compiler fuses everything it can, a step takes {ms(step.compiled_at_best)} ms at best."
         )
+    elif step.graph:
+        lines.append("Steps are replayed as a CUDA graph, so the host launches each with one call.")
     elif step.bound == "host":
-        lines.append(
-            f"Without launch overhead, as with CUDA graphs, a step would take {ms(step.at_best)} ms."
-        )
+        how = "With --step=auto, as a CUDA graph" if would_be_captured(plan) else "Without launch overhead"
+        lines.append(f"{how}, a step would take {ms(step.at_best)} ms.")
     return "\n".join(lines)
 
 

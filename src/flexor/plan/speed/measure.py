@@ -17,7 +17,7 @@ from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.events import Category, Event, Trace
-from flexor.plan.trace.ops import Op, Phase
+from flexor.plan.trace.ops import OWN, Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
 
 WINDOWS = 3  # time windows to measure
@@ -157,8 +157,8 @@ def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, 
     waiting.sort(key=lambda e: e.time_range.start, reverse=True)
     while waiting:
         event = waiting.pop()
-        space, _, name = event.name.partition("::")
-        if space == "aten" and name in names:
+        name = event.name.removeprefix("aten::")  # Flexor's own operators keep their namespace
+        if name in names and event.name.startswith(("aten::", OWN)):
             shape = next((tuple(s) for s in event.input_shapes or [] if s), None)
             yield name, () if shape is None else (shape,), event.device_time_total * 1e-6
         else:

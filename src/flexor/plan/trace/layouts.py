@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.plan.trace.ops import nbytes
-
 aten = torch.ops.aten
 
 
 def channels_last(x: Tensor) -> bool:
     """Whether torch takes a tensor for a channels-last one."""
-    x = _flat(x)
+    x = as_image(x)
     return x.dim() == 4 and torch._prims_common.suggest_memory_format(x) == torch.channels_last
 
 
-def _flat(x: Tensor) -> Tensor:
+def as_image(x: Tensor) -> Tensor:
+    """[B, C, L] as a flat image [B, C, 1, L]."""
     return x.unsqueeze(2) if x.dim() == 3 else x
 
 
@@ -31,16 +30,9 @@ def computes_channels_last(x: Tensor, weight: Tensor) -> bool:
     return x.dtype != torch.float64 and (channels_last(weight) or (x.dim() == 4 and channels_last(x)))
 
 
-def copies_to_channels_last(x: Tensor, others: list[Tensor]) -> int:
-    """Bytes that a convolution in channels-last format copies: its input, and its weight or the result's gradient."""
-    contiguous = nbytes(x) if x.dim() == 3 and not x.is_contiguous() else 0
-    if x.dim() == 3:
-        x = x.new_empty(x.shape)
-    return contiguous + sum(
-        nbytes(each)
-        for each in (x, *others)
-        if not _flat(each).is_contiguous(memory_format=torch.channels_last)
-    )
+def is_copied(x: Tensor) -> bool:
+    """Whether a convolution in channels-last format copies its input."""
+    return x.dim() == 3 or not as_image(x).is_contiguous(memory_format=torch.channels_last)
 
 
 def with_layout(function: Any, args: Any, out: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexor.plan.trace.cuda_on_meta import HALF
-from flexor.plan.trace.layouts import computes_channels_last, copies_to_channels_last
+from flexor.plan.trace.layouts import as_image, computes_channels_last, is_copied
 from flexor.plan.trace.ops import OVER_ROWS, Op, nbytes
 
 # As in CUBLAS_WORKSPACE_CONFIG, in KiB: number of buffers of each size.
@@ -67,7 +67,7 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     backward = op.detail[0] == "backward"
     y, x, weight = (args[0], args[1], args[2]) if backward else (outs[0], args[0], args[1])
     if computes_channels_last(x, weight):
-        return copies_to_channels_last(x, [weight, y] if backward else [weight])
+        return _to_channels_last(x, [weight, y] if backward else [weight])
     taps = math.prod(weight.shape[2:])
     if taps == 1 and not backward and (x.shape[2:] == y.shape[2:] or x.shape[1] <= 64):
         return 0  # a matrix product without copies
@@ -80,6 +80,20 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     if backward:
         copies += min(PARTS * nbytes(weight), MULTIPROCESSORS * TILE)
     return copies
+
+
+def _to_channels_last(x: Tensor, others: Sequence[Tensor]) -> int:
+    """Copies of what is not in the channels-last format; of one dimension, the input is first made contiguous."""
+    twice = nbytes(x) if x.dim() == 3 and not x.is_contiguous() else 0
+    return (
+        twice
+        + nbytes(x) * is_copied(x)
+        + sum(
+            nbytes(each)
+            for each in others
+            if not as_image(each).is_contiguous(memory_format=torch.channels_last)
+        )
+    )
 
 
 def share_at_once(op: Op) -> float:
