@@ -91,7 +91,7 @@ def _memory(plan: Plan) -> str:
     where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
     lines = [
         table(rows),
-        f"The peak is in: {where}. Batch size {split.batch_size}"
+        f"The peak is in: {where}. Batch size {split.batch_size} in {precision_of(plan)}"
         + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
         + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
         + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
@@ -110,6 +110,10 @@ def _memory(plan: Plan) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def precision_of(plan: Plan) -> str:
+    return "float32" if plan.config.precision == "no" else plan.config.precision
 
 
 BOUNDS = {

@@ -31,6 +31,7 @@ NEIGHBOURS = 3
 BLUR = 0.1  # squared distance (in log2 of an extent) below which neighbours have about equal weight
 VIEW = 0.4  # host time of a view, relative to an operation that computes
 UNITS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+KIND = "any of this kind"  # a kind may have the name of one of its operations
 LAYOUTS: tuple[Layout, ...] = ("", "nhwc", "to nhwc")
 GAP = 1e-6  # GPU seconds between two kernels of a CUDA graph, if it was not measured
 REFERENCE = "speeds.json"  # shipped with Flexor: measured on the project's reference GPU
@@ -136,7 +137,7 @@ class Speeds:
         groups: dict[tuple, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             kind = kind_of(sample)
-            for key in ((sample.name, sample.dtype), (sample.name,), (kind, sample.dtype), (kind,)):
+            for key in ((sample.name, sample.dtype), (sample.name,), (KIND, kind, sample.dtype), (KIND, kind)):
                 groups[key].append(sample)
         return {
             key: (np.array([s.extents for s in some]), np.array([s.times for s in some]))
@@ -150,7 +151,7 @@ def _keys(op: Op) -> Iterator[tuple[str, ...]]:
     names = [named(op.name, layout) for layout in sorted(LAYOUTS, key=lambda each: each != op.layout)]
     yield from ((name, _type(op)) for name in names)
     yield from ((name,) for name in names)
-    yield from ((op.kind, _type(op)), (op.kind,))
+    yield from ((KIND, op.kind, _type(op)), (KIND, op.kind))
 
 
 def kind_of(sample: Sample) -> str:
