@@ -30,7 +30,6 @@ from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
-from flexor.train.graph import GraphStep
 
 WARM_UP, STEPS, WINDOWS = 6, 10, 3
 
@@ -82,10 +81,9 @@ def flexor(case: Case, flags: list[str]) -> dict[str, float]:
     config = load_config([f"--policy.type={case.policy}", "--dataset.repo_id=made/up", *flags])
     config.policy = case.robot.fill_in(config.policy)
     run = Rehearsal(config, case.batch, 1, Stopwatch(), torch.device("cuda", 0))
-    run.state.engine.captures = True
     run.state.step = run.steps_to_see()[-1]
-    batches, step = run._load(), GraphStep(run.state)
-    return timed(lambda: step(batches, run.meters))
+    batches = run._load()
+    return timed(lambda: run.run_step(batches, run.meters))
 
 
 def lerobot(case: Case, bf16: bool) -> dict[str, float]:

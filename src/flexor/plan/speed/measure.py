@@ -19,9 +19,11 @@ from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.events import Category, Event, Trace
 from flexor.plan.trace.ops import OWN, Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.train import graph
 
 WINDOWS = 3  # time windows to measure
-WARM_UP = 3  # steps, in which cuDNN chooses its kernels and the allocator reaches a steady state
+# Steps in which cuDNN chooses its kernels, the allocator reaches a steady state, and a step is captured.
+WARM_UP = graph.WARM_UP + 1
 
 
 class Stopwatch:
@@ -58,7 +60,7 @@ class Memory:
 
 
 class Measured:
-    """A run on the GPU, to be measured. Its memory is freed at the end."""
+    """A run on the GPU, to be measured, eager or as a CUDA graph as its settings say. Its memory is freed at the end."""
 
     def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -118,8 +120,24 @@ class Measured:
             torch.cuda.synchronize()
         return {phase: seconds / count for phase, seconds in self.watch.seconds.items() if phase != "build"}
 
+    def capture(self) -> None:
+        """From here on, steps are replayed as a CUDA graph."""
+        self.run.capture()
+        self.window(WARM_UP)
+
     def operations(self, trace: Trace) -> tuple[list[tuple[Op, float]], float]:
-        """The operations of a trace with their GPU seconds, and their share of the step's total GPU time."""
+        """The operations of a trace with their GPU seconds, and their share of the step's total GPU time.
+
+        Steps must be eager: a profile of a graph shows kernels, but not which operations they belong to.
+        """
+        return pair(list(steps_ops(trace)), self._profiled())
+
+    def kernels(self) -> tuple[int, float]:
+        """The number of kernels of an eager step, and their GPU seconds."""
+        durations = [kernel.duration for event in self._profiled() for kernel in event.kernels]
+        return len(durations), sum(durations) * 1e-6
+
+    def _profiled(self) -> list[Any]:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(
@@ -127,8 +145,7 @@ class Measured:
         ) as profiled:
             self.run.step(self.number)
             torch.cuda.synchronize()
-        events = list(profiled.events())
-        return pair(list(steps_ops(trace)), events)
+        return list(profiled.events())
 
 
 def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:

@@ -137,7 +137,12 @@ class Speeds:
         groups: dict[tuple, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             kind = kind_of(sample)
-            for key in ((sample.name, sample.dtype), (sample.name,), (KIND, kind, sample.dtype), (KIND, kind)):
+            for key in (
+                (sample.name, sample.dtype),
+                (sample.name,),
+                (KIND, kind, sample.dtype),
+                (KIND, kind),
+            ):
                 groups[key].append(sample)
         return {
             key: (np.array([s.extents for s in some]), np.array([s.times for s in some]))
