@@ -67,6 +67,17 @@ class Case:
     def __str__(self) -> str:
         return " ".join(filter(None, [self.policy, str(self.batch), self.robot, self.flags]))
 
+    @staticmethod
+    def named(name: str) -> Case:
+        """The case of a name in results."""
+        words = name.split()
+        robot = words[2] if len(words) > 2 and not words[2].startswith("--") else ""
+        return Case(words[0], int(words[1]), " ".join(words[3 if robot else 2 :]), robot)
+
+    def after(self, flags: str) -> Case:
+        """The same with flags before its own."""
+        return replace(self, flags=f"{flags} {self.flags}".strip())
+
     def config(self) -> TrainConfig:
         flags = [f"--policy.type={self.policy}", "--dataset.repo_id=made/up", *self.flags.split()]
         if self.policy == "multi_task_dit":
@@ -125,7 +136,6 @@ CASES = [
     Case("multi_task_dit", 32, f"{BF16} --policy.vision_encoder_lr_multiplier=0"),
 ]
 TOGETHER = 8  # cases that are timed again in one process
-BY_NAME = {str(case): case for case in CASES}
 LARGEST = [
     Case("act", 0, BF16),
     Case("diffusion", 0, BF16),
@@ -259,7 +269,7 @@ def another_round(rows: list[Row], number: int) -> Iterator[list[Row]]:
     ]
     for at in range(0, len(left), TOGETHER):
         some = left[at : at + TOGETHER]
-        found = in_own_process(times_of, [BY_NAME[row["case"]] for row in some])
+        found = in_own_process(times_of, [Case.named(row["case"]) for row in some])
         if isinstance(found, dict):
             sys.exit(f"Could not be measured again: {found['error']}")
         for row, times in zip(some, found):
@@ -371,7 +381,8 @@ def replan(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
     result = json.loads(args.replan.read_text())
     rows = [row for row in result["rows"] if args.only in row["case"]]
     gpu, speeds = load_hardware().find(result["gpu"]), read(args.speeds or beside(args.replan))
-    for row, plan in zip(rows, plans(gpu, [BY_NAME[row["case"]] for row in rows], speeds, pool)):
+    cases = [Case.named(row["case"]).after(result.get("flags", "")) for row in rows]
+    for row, plan in zip(rows, plans(gpu, cases, speeds, pool)):
         row["planned"] = plan
         print(line(row))
     result |= {"rows": rows, "summary": summary(rows)}

@@ -47,11 +47,12 @@ CASES = [
     Case("vqbet", 8, Robot(cameras=1, height=96, width=96)),
     Case("tdmpc", 256, Robot(cameras=1, height=84, width=84)),
 ]
+PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
-    "eager, float32": [],
-    "eager, bf16": ["--precision=bf16"],
-    "graph, float32": ["--step=graph"],
-    "graph, bf16": ["--step=graph", "--precision=bf16"],
+    "eager, float32": PLAIN,
+    "eager, bf16": [*PLAIN, "--precision=bf16"],
+    "graph, float32": [*PLAIN, "--step=graph"],
+    "graph, bf16": [*PLAIN, "--step=graph", "--precision=bf16"],
     "graph, bf16, channels last": ["--step=graph", "--precision=bf16", "--channels_last=true"],
 }
 
@@ -155,12 +156,14 @@ def main() -> None:
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
+        "workspaces": "cleared",
         "cases": [],
     }
     for case in (case for case in CASES if case.policy in given.policies):
         found: dict[str, Any] = {}
         for name, measure in ways.items():
             gc.collect()
+            torch._C._cuda_clearCublasWorkspaces()  # of the streams of the previous way
             torch.cuda.empty_cache()
             try:
                 found[name] = measure(case)

@@ -36,7 +36,8 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 
 
 def test_the_answer_comes_first(capsys):
-    assert cli.main(["plan", *JOB, "--policy.vision_backbone=resnet18", "--gpu=4090"]) == 0
+    images = ["--policy.vision_backbone=resnet18", "--batch_size=64"]
+    assert cli.main(["plan", *JOB, *images, "--gpu=4090"]) == 0
     out = capsys.readouterr().out
     assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at peak\.\nA step takes ", out)
     for part in (
@@ -50,6 +51,30 @@ def test_the_answer_comes_first(capsys):
     ):
         assert part in out
     assert "No dataset is given. Assumed: 1,000 frames, 1 camera(s) of 64x64" in out
+
+
+def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
+    _, graph = plan(capsys, "--gpu=4090")
+    _, eager = plan(capsys, "--gpu=4090", "--step=eager")
+    assert (graph["time"]["graph"], graph["time"]["bound"]) == (True, "gpu")
+    assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
+    assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
+    said = []
+    for more in ([], ["--step=eager"], ["--step=eager", "--activation_checkpointing=true"]):
+        cli.main(["plan", *JOB, "--gpu=4090", *more])
+        said.append(capsys.readouterr().out)
+    assert "Steps are replayed as a CUDA graph" in said[0] and "--step=auto" not in said[0]
+    assert "With --step=auto, as a CUDA graph, a step would take" in said[1]
+    assert "Without launch overhead, a step would take" in said[2] and "--step=auto" not in said[2]
+
+
+def test_the_precision_is_that_of_the_gpu(capsys):
+    for gpu, precision in (("4090", "bf16"), ("T4", "float32")):
+        cli.main(["plan", *JOB, f"--gpu={gpu}"])
+        assert f"Batch size 8 in {precision}" in capsys.readouterr().out
+    _, given = plan(capsys, "--gpu=4090", "--precision=no")
+    _, auto = plan(capsys, "--gpu=4090")
+    assert auto["memory"]["activations_bytes"] < given["memory"]["activations_bytes"]
 
 
 def test_compiled_blocks_have_bounds(capsys):

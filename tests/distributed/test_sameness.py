@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from support import ranks, runs
+from support.small_policies import SMALL
 
 pytestmark = pytest.mark.ranks
 
@@ -49,3 +50,16 @@ def test_any_number_of_processes_computes_the_same_run(way, alone, lowdim, tiny_
     assert found == pytest.approx(expected, rel=LOSS_TOLERANCE)
     difference = ranks.apart(ranks.weights(tmp_path / "run", STEPS), ranks.weights(alone / "run", STEPS))
     assert difference < WEIGHT_TOLERANCE
+
+
+@pytest.mark.slow
+def test_shards_of_weights_that_lie_channels_last(lowdim, tmp_path):
+    """FSDP cuts a weight's memory into pieces, and rank 0 sends it as it lies."""
+    small = ["--policy.type=diffusion", *(f"--policy.{setting}" for setting in SMALL["diffusion"])]
+    for run, count, more in (
+        ("one", 1, ["--batch_size=4"]),
+        ("two", 2, ["--batch_size=2", "--parallel.strategy=fsdp", "--channels_last=true"]),
+    ):
+        settings = runs.flags(lowdim, tmp_path / run, small, "--steps=4", *more)
+        ranks.run(tmp_path / f"ranks of {run}", count, ["train", *settings])
+    assert ranks.losses(tmp_path / "two") == pytest.approx(ranks.losses(tmp_path / "one"), rel=1e-4)

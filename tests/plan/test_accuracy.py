@@ -25,14 +25,28 @@ CASES = [
 def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the description of a CLIP
-    from plan_accuracy import BY_NAME, planned
+    from plan_accuracy import Case, planned
 
     from flexor.plan.site.hardware import load_hardware
 
-    rows = {row["case"]: row["measured"] for row in json.loads(MEASURED.read_text())["rows"]}
-    plan = planned(BY_NAME[name], load_hardware().find("H200"), None)
+    results = json.loads(MEASURED.read_text())
+    rows = {row["case"]: row["measured"] for row in results["rows"]}
+    plan = planned(Case.named(name).after(results["flags"]), load_hardware().find("H200"), None)
     assert plan["allocated"] == pytest.approx(rows[name]["allocated"], rel=0.005)
     assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name", ["act 8 graph", "diffusion 32 graph, bf16", "tdmpc 256 graph, bf16, channels last"]
+)
+def test_memory_of_graphs_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from step_memory import DEFAULT, peaks
+
+    found = list(peaks(DEFAULT, name))
+    assert found
+    for peak in found:
+        assert peak.planned == pytest.approx(peak.measured, rel=0.005), peak
 
 
 def test_the_page_says_what_the_results_say():

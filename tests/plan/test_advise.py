@@ -90,7 +90,7 @@ def test_changes_of_the_same_setting_do_not_go_together() -> None:
 
 def test_changes_fit_the_run() -> None:
     gpu = HARDWARE.find("RTX 4090")
-    config = TrainConfig(batch_size=8)
+    config = TrainConfig(batch_size=8, precision="no")
     proposed = {c.name: c for c in possible_changes(config, gpu)}
     assert proposed["accumulation"].setting == "--batch_size=4 --gradient_accumulation_steps=2"
     assert proposed["precision"].setting == "--precision=bf16"
@@ -122,10 +122,10 @@ def test_accumulation_keeps_the_step() -> None:
 
 
 def test_a_gpu_without_bf16_is_offered_fp16() -> None:
-    names = {c.setting for c in possible_changes(TrainConfig(), HARDWARE.find("T4"))}
+    names = {c.setting for c in possible_changes(TrainConfig(precision="no"), HARDWARE.find("T4"))}
     assert "--precision=fp16" in names
     neither = replace(HARDWARE.find("T4"), tflops={"fp32": 8.1})
-    assert not any(c.name == "precision" for c in possible_changes(TrainConfig(), neither))
+    assert not any(c.name == "precision" for c in possible_changes(TrainConfig(precision="no"), neither))
 
 
 def test_every_kind_has_its_harm() -> None:
@@ -140,4 +140,6 @@ def test_weights_in_bf16_bring_their_precision_along() -> None:
 
     assert settings() == ["--precision=bf16 --weights_dtype=bf16"]
     assert settings(precision="bf16") == ["--weights_dtype=bf16"]
-    assert not [c for c in possible_changes(TrainConfig(), HARDWARE.find("T4")) if c.name == "weights"]
+    assert not [
+        c for c in possible_changes(TrainConfig(precision="no"), HARDWARE.find("T4")) if c.name == "weights"
+    ]

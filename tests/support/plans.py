@@ -10,6 +10,7 @@ from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
 from support import small_resnet
 
+PLAIN: dict[str, Any] = {"precision": "no", "step": "eager", "channels_last": False}
 CAMERA = {"vision_backbone": small_resnet.NAME}
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ H200 = Gpu()
 def settings(
     kind: str = "act", size: tuple[int, int] = (64, 64), policy: dict[str, Any] | None = None, **more: Any
 ) -> TrainConfig:
-    """A run of a policy on one camera, a state and actions of six numbers."""
+    """A run of a policy on one camera, a state and actions of six numbers: in float32, operation by operation."""
     made = policy_class(kind).Config(
         input_features={
             "observation.images.top": PolicyFeature(Kind.VISUAL, (3, *size)),
@@ -51,4 +52,4 @@ def settings(
         output_features={"action": PolicyFeature(Kind.ACTION, (6,))},
         **{**SMALL.get(kind, {}), **(policy or {})},
     )
-    return TrainConfig(policy=made, **more)
+    return TrainConfig(policy=made, **(PLAIN | more))

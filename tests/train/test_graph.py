@@ -1,6 +1,7 @@
 """A step as a CUDA graph: the same run as without one, bitwise, and what can't be captured runs all the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,16 @@ import torch
 from safetensors.torch import load_file
 
 from flexor.cli.main import main
+from flexor.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
+from flexor.core.errors import ConfigError
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.data.loader.loader import Loader
-from flexor.train.graph import WARM_UP, GraphStep
+from flexor.policies.act.config import ACTConfig
+from flexor.train.build import captures_steps
+from flexor.train.engine.base import Engine, takes_tensor_rates
+from flexor.train.engine.fsdp import ShardedEngine
+from flexor.train.graph import WARM_UP, GraphStep, wants_graph, why_not
+from flexor.train.optim.optimizers import CLASSES
 from parity.multi_task_dit.clips import make_clips
 from support import runs
 from support.own_policy import own_policy
@@ -51,6 +59,41 @@ def test_a_graph_without_a_gpu_is_refused_by_name(lowdim, tiny_act, tmp_path, ca
     flags = runs.flags(lowdim, tmp_path / "run", tiny_act, "--step=graph", "--steps=1")
     assert main(["train", *flags]) == 2
     assert "step=graph: the run does not use an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_what_a_plan_asks_is_what_the_trainer_asks():
+    """Without an engine and an optimizer."""
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    for kind, make in CLASSES.items():
+        config = TrainConfig(optimizer=OptimizerConfig(type=kind, lr=1e-3), policy=ACTConfig())
+        assert (why_not(config, on_nvidia=True) is None) == takes_tensor_rates(make(weights))
+    config = TrainConfig(policy=ACTConfig())
+    assert captures_steps(config) == Engine.captures
+    for strategy in ("fsdp", "hsdp"):
+        sharded = replace(config, parallel=ParallelConfig(strategy=strategy))
+        assert captures_steps(sharded) == ShardedEngine.captures
+        assert (
+            why_not(sharded, on_nvidia=True, strategy=strategy, captures=False)
+            == f"{strategy} can't be captured"
+        )
+
+
+@pytest.mark.parametrize(
+    ("where", "more", "reason"),
+    [
+        ({"on_nvidia": False}, {}, "NVIDIA"),
+        ({"on_nvidia": True, "world_size": 2}, {}, "2 processes"),
+        ({"on_nvidia": True}, {"optimizer": OptimizerConfig(type="adamw_8bit")}, "adamw_8bit"),
+        ({"on_nvidia": True}, {"activation_checkpointing": True}, "activation_checkpointing"),
+    ],
+)
+def test_runs_without_a_graph(where, more, reason):
+    config = TrainConfig(policy=ACTConfig(), **more)
+    found = why_not(config, **where)
+    assert found is not None and reason in found and not wants_graph(config, found)
+    with pytest.raises(ConfigError, match="step=graph"):
+        wants_graph(replace(config, step="graph"), found)
+    assert wants_graph(config, None) and not wants_graph(replace(config, step="eager"), None)
 
 
 # On a GPU
@@ -108,9 +151,9 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
 @pytest.mark.parametrize(
     "more",
     [
-        [],
+        ["--precision=no", "--channels_last=false"],
         ["--precision=bf16", "--ema.enable=true", "--channels_last=true"],
-        ["--gradient_accumulation_steps=2"],
+        ["--gradient_accumulation_steps=2", "--precision=no"],
         ["--precision=fp16"],
         [
             "--scheduler.type=cosine",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flexor.bench.ceilings import Ceilings, measure_ceilings, seconds_each, wait_for
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, Batch
 from flexor.core.devices import find_device
@@ -45,18 +46,16 @@ class RepeatedStep:
     def __init__(self, config: TrainConfig, device: torch.device):
         split = split_batch(config, 1)
         self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device)
-        state = self.run.state
-        state.engine.captures = True  # as the trainer's engine does
-        state.step = self.run.steps_to_see()[-1]
+        self.run.state.step = self.run.steps_to_see()[-1]
         self.batches = [made_up(batch) for batch in self.run.load()]
-        self.graph = GraphStep(state)
 
     def __call__(self) -> None:
-        self.graph(self.batches, self.run.meters)
+        self.run.run_step(self.batches, self.run.meters)
 
     def check_captured(self) -> None:
         """After the first steps: with step=graph, they must have been captured."""
-        if self.run.config.step == "graph" and not self.graph.captured:
+        step = self.run.run_step
+        if self.run.config.step == "graph" and isinstance(step, GraphStep) and not step.captured:
             raise NoGraph("the policy asks to run these steps eagerly (its graph_key() is None)")
 
 
@@ -91,6 +90,7 @@ def bench_step(config: TrainConfig, ways: Sequence[Way] = WAYS, steps: int | Non
     let_gpu_memory_grow()
     device = find_device(config.policy.device)
     on_gpu = device.type == "cuda"
+    config = settle_for_gpu(config, torch.cuda.get_device_capability(device) if on_gpu else None)
     if not on_gpu and "eager" in ways:
         ways = ("eager",)
     split = split_batch(replace(config), 1)

@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     faces.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine's GPU and host for two or three minutes; later plans use the result",
+        help="measure this machine's GPU and host for a few minutes; later plans use the result",
     )
     flags.add_argument(
         "--bench",

@@ -181,26 +181,28 @@ class TrainConfig:
     """Factor on all learning rates; default: 1, or the factor from scale_lr."""
     num_workers: int = setting(4, at_least=0, may_change=True)
     """Threads that read and decode ahead of training; 0: the training loop reads the data itself."""
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler."""
+    precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Mixed precision: no (float32), bf16, or fp16 with a gradient scaler. auto: bf16 if the GPU computes in it (NVIDIA
+    since Ampere) and the policy trains as well in it, else no."""
     weights_dtype: Literal["float32", "bf16"] = "float32"
     """Data type of the weights, their gradients and the optimizer state; bf16 takes half of the memory."""
     deterministic: bool = False
     """Use only deterministic GPU kernels: repeated and resumed runs are bitwise equal; a little slower."""
     activation_checkpointing: bool = setting(False, may_change=True)
     """Recompute each block in the backward pass instead of storing its activations: less memory, more time."""
-    step: Literal["auto", "graph", "eager"] = setting("eager", may_change=True)
+    step: Literal["auto", "graph", "eager"] = setting("auto", may_change=True)
     """How an NVIDIA GPU runs a step: eager launches every operation by itself; graph replays one CUDA graph, which
     takes the host almost no time; auto uses a graph if the run allows it."""
-    channels_last: bool = False
-    """Store the weights of convolutions in channels-last memory format: faster on NVIDIA GPUs, above all in bf16."""
+    channels_last: bool | None = None
+    """Store the weights of convolutions in channels-last memory format: faster on NVIDIA GPUs, above all in bf16.
+    Default: only there."""
     compile: bool = False
     """Compile each block of the policy with torch.compile: faster steps after a slow first one."""
     plan: bool = setting(True, may_change=True)
     """On a GPU: log a plan of memory and time before the first step, and compare it with the run at the end."""
     auto: bool = setting(False, may_change=True)
-    """On a GPU: let the plan choose batch_size (the global batch stays the same), precision, activation_checkpointing
-    and num_workers, unless they are given."""
+    """On a GPU: let the plan choose batch_size (the global batch stays the same), activation_checkpointing and
+    num_workers, unless they are given."""
     log_freq: int = setting(200, at_least=1, may_change=True)
     """Steps between two log lines of metrics."""
     save_checkpoint: bool = setting(True, may_change=True)
@@ -262,7 +264,7 @@ def validate(config: TrainConfig) -> None:
 def validate_weights(config: TrainConfig) -> None:
     """Raise an error if this policy does not support LoRA or bf16 weights as set."""
     lower = config.weights_dtype == "bf16"
-    if lower and config.precision != "bf16":
+    if lower and config.precision not in ("auto", "bf16"):  # auto is checked again when the GPU is known
         raise ConfigError(
             f"weights_dtype=bf16 does not work with precision={config.precision}: bf16 weights are multiplied in "
             "bf16. Set --precision=bf16."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +34,12 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor. Avoids the slow import (seconds): before that import no DTensor can exist."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def make_contiguous(model: nn.Module) -> None:
+    """Give each parameter the usual memory layout: what cuts parameters into pieces requires it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def local(tensor: Tensor) -> Tensor:

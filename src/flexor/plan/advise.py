@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.parse import parse_flags
 from flexor.config.schema import TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
@@ -239,6 +240,7 @@ def advise(
 
     `config` holds the requested settings, before the plan resolved batch size and steps; `traces` are the plan's.
     """
+    config = settle_for_gpu(config, plan.site.gpu.compute_capability)
     tried = [
         (change, with_changes(plan, hardware, config, traces, [change]))
         for change in possible_changes(config, plan.site.gpu, plan.site.world_size, _at_a_time(plan, config))
@@ -264,6 +266,11 @@ def _at_a_time(plan: Plan, config: TrainConfig) -> int | None:
     )
 
 
+def would_be_captured(plan: Plan) -> bool:
+    """Whether `--step=auto` would make an eager run faster, because the host launches operations too slowly."""
+    return plan.pace.step.bound == "host" and plan.config.step == "eager" and plan.capturable
+
+
 # Settings that do not change what one pass computes.
 SAME_PASS = {
     "batch_size",
@@ -271,6 +278,7 @@ SAME_PASS = {
     "parallel.strategy",
     "dataset.cache.tier",
     "dataset.decoder",
+    "step",
 }
 
 

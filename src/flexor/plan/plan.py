@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.core.machine import pinned_bytes
@@ -27,7 +25,7 @@ from flexor.plan.data.host import (
     loading_seconds,
     supply,
 )
-from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, usable
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner, is_captured, usable
 from flexor.plan.site import money
 from flexor.plan.site.hardware import GPU, Flavor, Hardware
 from flexor.plan.site.network import Exchange, exchange
@@ -187,6 +185,8 @@ class Plan:
     money: Money
     parameters: int
     trained: int
+    capturable: bool
+    """Whether a step can be a CUDA graph on this site, whatever `config.step` is."""
     waits: tuple[str, ...]
     """Where a policy of the user's own makes the host wait for the GPU."""
 
@@ -272,14 +272,9 @@ def make_plan(
         money=costs(site, pace.hours, pace.busy, hardware),
         parameters=trace.parameters,
         trained=trace.trained,
-        waits=_waits(trace),
+        capturable=is_captured(replace(config, step="auto"), site.gpu, trace, site.world_size),
+        waits=trace.waits,
     )
-
-
-def _waits(trace: Trace) -> tuple[str, ...]:
-    """Built-in policies wait only in the first step (`tests/train/test_waiting.py`), so they are not listed."""
-    ours = str(Path(__file__).parents[1]) + os.sep
-    return tuple(dict.fromkeys(str(a) for a in trace.asked if a.file and not a.file.startswith(ours)))
 
 
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
@@ -318,7 +313,7 @@ def _sizes(trace: Trace, category: Category) -> list[int]:
 
 def settled(config: TrainConfig, site: Site, data: Data) -> tuple[TrainConfig, Split]:
     """The settings as the trainer will resolve them for this number of processes."""
-    config = copy.copy(config)
+    config = settle_for_gpu(config, site.gpu.compute_capability)
     split = split_batch(config, site.world_size)
     config.steps = steps_of(config, data.frames)
     return config, split

@@ -38,11 +38,11 @@ class RunPlanner:
         nodes = processes.world_size // processes.local_world_size
         self.site = site_of(self.hardware, gpu, processes.local_world_size, nodes, host=host)
         self.data = facts_of(training, list(config.policy.images), deltas_of(config.policy))
-        self._traces: dict[tuple[str, bool], Traces] = {}
+        self._traces: dict[bool, Traces] = {}
 
     def plan(self, config: TrainConfig) -> Plan:
-        """The plan of a run with these settings. Batch sizes of the same precision share their traces."""
-        traces = self._traces.setdefault((config.precision, config.activation_checkpointing), Traces(config))
+        """The plan of a run with these settings. All batch sizes share their traces."""
+        traces = self._traces.setdefault(config.activation_checkpointing, Traces(config))
         return make_plan(config, self.data, self.site, self.hardware, traces=traces, search=False)
 
 
@@ -138,10 +138,9 @@ def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[s
     return figures
 
 
-# `auto`: the plan chooses settings; precision and num_workers only if they have their default value.
+# `auto`: the plan chooses settings; num_workers only if it has its default value.
 
 CHOSEN = (
-    "precision",
     "activation_checkpointing",
     "batch_size",
     "gradient_accumulation_steps",
@@ -153,11 +152,7 @@ DEFAULT = TrainConfig()
 
 def choose(config: TrainConfig, planner: RunPlanner) -> TrainConfig:
     """The fastest settings that fit, with the same global batch size. Logs the reason of each choice."""
-    config = replace(config)
-    if config.precision == DEFAULT.precision and "bf16" in planner.site.gpu.tflops:
-        config.precision = "bf16"
-        log.info("auto: precision=bf16, the fastest on the %s", planner.site.gpu.name)
-    config = _fitting(config, planner)
+    config = _fitting(replace(config), planner)
     if config.num_workers == DEFAULT.num_workers:
         plan = planner.plan(config)
         gpus = planner.site.gpus

@@ -70,7 +70,7 @@ class Ranking:
         self.config, self.data, self.hardware = config, data, hardware
         self.speeds, self.speed, self.calibrated = speeds, speed, calibrated
         self.traces = traces or Traces(config)
-        self._plans: dict[tuple[int | None, int, int, Share], MemoryPlan] = {}
+        self._plans: dict[tuple[int | None, tuple[str, bool | None], int, int, Share], MemoryPlan] = {}
 
     def choices(self, gpus: Iterable[GPU], counts: Sequence[int] = COUNTS) -> list[Choice]:
         """All choices: the cheapest first, then those without a price, the fastest first; those that do not fit last.
@@ -119,7 +119,8 @@ class Ranking:
         share = planner.share(trace)
         capability = site.gpu.compute_capability
         context = context_of(site.gpu, site.world_size)
-        key = (None if capability is None else context, trace.batch_size, trace.accumulation, share)
+        settled = (planner.config.precision, planner.config.channels_last)
+        key = (None if capability is None else context, settled, trace.batch_size, trace.accumulation, share)
         if key not in self._plans:
             self._plans[key] = planner.plan(trace)
         return self._plans[key]

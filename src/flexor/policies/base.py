@@ -40,6 +40,9 @@ class PolicyConfig:
     type: ClassVar[str]
     calibration: ClassVar[Calibration | None] = None
     """None: calibration skips the policy."""
+    trains_in_bf16: ClassVar[bool] = False
+    """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
+    GPUs that support it."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""

@@ -92,6 +92,11 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
     return Engine(*settings)
 
 
+def captures_steps(config: TrainConfig) -> bool:
+    """The `captures` of the engine that the run will have: plans have none."""
+    return not started_by_accelerate() and config.parallel.strategy not in ("fsdp", "hsdp")
+
+
 def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
     """The engine that the run's settings and the Accelerate config ask for."""
     from flexor.train.engine.accelerate import AccelerateEngine, AccelerateShardedEngine

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexor.config.optimizer import resolve_optimizer
+from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -26,7 +28,6 @@ from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.monitor.meters import Meters
 from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
-from flexor.train.engine.base import takes_tensor_rates
 from flexor.train.step import (
     StepFigures,
     compute_step,
@@ -39,6 +40,7 @@ from flexor.train.step import (
 
 WARM_UP = 3  # eager steps of a kind before it is captured
 MOST_KINDS = 4  # graphs that are kept; each keeps its memory
+CAPTURABLE = ("adam", "adamw")  # optimizers that torch can capture
 
 
 class NoGraph(ConfigError):
@@ -49,20 +51,37 @@ class NoGraph(ConfigError):
         self.reason = reason
 
 
-def why_not(state: TrainState) -> str | None:
-    """What keeps this run from having its steps captured; None if nothing is known to."""
-    engine, config = state.engine, state.config
-    if engine.device.type != "cuda":
+def why_not(
+    config: TrainConfig,
+    *,
+    on_nvidia: bool,
+    world_size: int = 1,
+    strategy: str = "one process",
+    captures: bool = True,
+) -> str | None:
+    """What keeps a run from having its steps captured; None if nothing is known to. Plans ask too.
+
+    `strategy`, `captures`: those of its engine.
+    """
+    if not on_nvidia:
         return "the run does not use an NVIDIA GPU"
-    if engine.world_size > 1:
-        return f"{engine.world_size} processes exchange gradients"
-    if not engine.captures:
-        return f"{engine.strategy} can't be captured"
-    if not takes_tensor_rates(state.optimizer):
-        return f"optimizer.type={config.optimizer.type} can't be captured; adam and adamw can"
+    if world_size > 1:
+        return f"{world_size} processes exchange gradients"
+    if not captures:
+        return f"{strategy} can't be captured"
+    optimizer = resolve_optimizer(config.optimizer, config.policy).type
+    if optimizer not in CAPTURABLE:
+        return f"optimizer.type={optimizer} can't be captured; {' and '.join(CAPTURABLE)} can"
     if config.activation_checkpointing:
         return "activation_checkpointing=true asks for the state of dropout, which a graph does not have"
     return None
+
+
+def wants_graph(config: TrainConfig, reason: str | None) -> bool:
+    """Whether a run tries to capture its steps, given what `why_not` says. Refuses `step=graph` where it can't be."""
+    if reason is not None and config.step == "graph":
+        raise NoGraph(reason, ". Leave --step out to run without a graph.")
+    return config.step != "eager" and reason is None
 
 
 @dataclass
@@ -85,10 +104,15 @@ class GraphStep:
         self.state = state
         self.seen: Counter[Hashable] = Counter()
         self.captured: dict[Hashable, _Captured] = {}
-        wanted, reason = state.config.step, why_not(state)
-        if reason is not None and wanted == "graph":
-            raise NoGraph(reason, ". Leave --step out to run without a graph.")
-        self.gave_up = wanted == "eager" or reason is not None
+        engine = state.engine
+        reason = why_not(
+            state.config,
+            on_nvidia=engine.device.type == "cuda",
+            world_size=engine.world_size,
+            strategy=engine.strategy,
+            captures=engine.captures,
+        )
+        self.gave_up = not wants_graph(state.config, reason)
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
             self.on_host, self.on_gpu = state.preprocessor.split()

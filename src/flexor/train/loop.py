@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from tqdm import tqdm
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import log, set_rank
@@ -33,7 +34,7 @@ from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, re
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
-from flexor.train.engine.base import check_devices, pick_device
+from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
@@ -98,6 +99,7 @@ def _take_part(
     with _watchdog(config, processes) as dog:
         check_devices(processes, device, config.parallel.backend)
         config, begun = _settle_folder(config, resume, processes)
+        config = settle_for_gpu(config, lowest_capability(processes, device))
         assert config.output_dir is not None
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None

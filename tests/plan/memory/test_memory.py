@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 from flexor.config.schema import EMAConfig, ParallelConfig
+from flexor.core.errors import ConfigError
 from flexor.plan.memory.allocator import MIB, CachingAllocator, replay
-from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, plan_memory, usable
+from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, is_captured, plan_memory, usable
 from flexor.plan.trace.events import Event, StepEvents, Trace
 from flexor.plan.trace.trace import trace_step
+from support.own_policy import own_policy
 from support.plans import H200, Gpu, settings
 
 
@@ -63,6 +65,90 @@ def test_two_batches_are_there_while_the_next_one_comes():
     trace = by_hand([("born", 1, 512), ("born", 2, 40 * MIB), ("dies", 2, 0)], built=1, loaded=2)
     assert replay(trace, steps=1).allocated == 512 + 40 * MIB
     assert replay(trace, steps=2).allocated == 512 + 80 * MIB
+
+
+GRAPH = [
+    ("born", 1, 40 * MIB),  # a weight
+    ("born", 2, 12 * MIB),  # a batch
+    ("born", 3, 32 * MIB),  # a workspace of cuBLAS, which stays
+    ("born", 4, 60 * MIB),
+    ("dies", 4, 0),
+    ("born", 5, 20 * MIB),  # kept, as the optimizer's state is
+    ("dies", 2, 0),
+]
+
+
+def with_workspace(events: list[tuple]) -> Trace:
+    trace = by_hand(events, built=1, loaded=2)
+    trace.category[3], trace.inputs = "workspaces", (12 * MIB,)
+    return trace
+
+
+def test_a_graph_has_a_copy_of_the_batch_and_takes_the_place_of_eager_memory():
+    trace = with_workspace(GRAPH)
+    eager, graph = replay(trace), replay(trace, graph=True)
+    assert eager.allocated == (40 + 12 + 32 + 20 + 60) * MIB
+    assert graph.allocated == eager.allocated + 12 * MIB
+    assert graph.by_category["batch"] == 24 * MIB and graph.by_category["workspaces"] == 32 * MIB
+    # eager memory is returned before the graph takes its own
+    assert graph.reserved < eager.reserved + (12 + 32 + 60) * MIB
+
+
+def test_phases_with_the_same_key_share_a_graph():
+    trace = with_workspace(GRAPH)
+    start = len(trace.events)
+    trace.events += [
+        Event(what, storage and storage + 10, nbytes, -1)
+        for what, storage, nbytes in GRAPH[1:]
+        if storage != 3
+    ]
+    trace.category |= {12: "batch", 14: "activations", 15: "optimizer"}
+    trace.steps.append(StepEvents(9, start, start + 1, len(trace.events)))
+    once = replay(with_workspace(GRAPH), graph=True)
+    assert replay(trace, graph=True).allocated == once.allocated
+    trace.steps[1].graph_key = "another"
+    assert replay(trace, graph=True).allocated == once.allocated + (12 + 20) * MIB  # its copy, and its state
+    trace.steps[1].graph_key = None
+    assert replay(trace, graph=True).allocated == once.allocated + 20 * MIB
+
+
+@pytest.mark.parametrize(
+    ("more", "captured"),
+    [
+        ({"step": "auto"}, True),
+        ({"step": "graph"}, True),
+        ({"step": "eager"}, False),
+        ({"step": "auto", "activation_checkpointing": True}, False),
+        ({"step": "auto", "parallel": ParallelConfig(strategy="fsdp")}, False),
+    ],
+)
+def test_plans_know_which_runs_have_a_graph(more: dict, captured: bool):
+    config = settings(**more)
+    trace = trace_step(config, 2, H200)
+    assert is_captured(config, H200, trace, 1) == captured
+    assert not is_captured(replace(config, step="auto"), H200, trace, 2)
+    assert not is_captured(replace(config, step="auto"), Gpu(compute_capability=None), trace, 1)
+
+
+def test_a_policy_that_reads_values_has_no_graph(tmp_path):
+    (tmp_path / "own.py").write_text(
+        own_policy(
+            """\
+        self.layer = torch.nn.Linear(6, 6)
+    def loss(self, batch, noise):
+        error = (self.layer(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1)
+        return Loss(error, {"largest": error + error.max().item()})
+"""
+        )
+    )
+    config = settings(f"{tmp_path / 'own.py'}:Own", step="auto")
+    assert not is_captured(config, H200, trace_step(config, 2, H200), 1)
+
+
+def test_a_run_that_can_not_have_the_graph_it_asks_for_is_refused():
+    config = settings(step="graph", activation_checkpointing=True)
+    with pytest.raises(ConfigError, match="step=graph: activation_checkpointing"):
+        plan_memory(config, H200, 2)
 
 
 @pytest.fixture(scope="module")

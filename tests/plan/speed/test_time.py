@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,6 +12,7 @@ from flexor.plan.memory.memory import Share
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.speed.calibrate import merged, per_operation
 from flexor.plan.speed.speeds import (
+    GAP,
     KERNEL,
     UNCALIBRATED_GPU,
     Sample,
@@ -90,6 +92,32 @@ def test_the_nearest_sample_of_the_same_name_and_type_counts() -> None:
     assert known.times(product(4096, torch.float32)) == pytest.approx(7)
 
 
+def test_a_sample_of_the_same_memory_format_counts(h200: GPU) -> None:
+    def convolution(layout: str) -> Op:
+        made = Op("convolution", "convolution", "forward", 1e9, 1, 1, torch.float32, (64, 64, 64))
+        made.layout = layout
+        return made
+
+    slow, quick = (
+        sample_of(convolution(layout), times * limit(convolution(layout), h200), h200)
+        for layout, times in (("", 4.0), ("nhwc", 2.0))
+    )
+    assert (slow.name, quick.name) == ("convolution", "convolution nhwc")
+    both, old, new = (speeds(samples=samples) for samples in ((slow, quick), (slow,), (quick,)))
+    assert [both.times(convolution(layout)) for layout in ("", "nhwc", "to nhwc")] == pytest.approx([4, 2, 4])
+    assert old.times(convolution("nhwc")) == pytest.approx(
+        4
+    )  # a calibration from before formats were told apart
+    assert new.times(convolution("")) == pytest.approx(2)
+
+
+def test_an_old_calibration_is_read(tmp_path, h200: GPU) -> None:
+    plain = asdict(speeds())
+    del plain["gap"]
+    (tmp_path / "old.json").write_text(json.dumps(plain))
+    assert read(tmp_path / "old.json").gap == GAP
+
+
 def test_speeds_come_back_from_their_file_as_they_were(tmp_path, h200: GPU) -> None:
     known = speeds(
         {"any": {"forward": 1e-5, "optimizer": 2e-5, "step": 1e-3}}, (Sample("mm", "x", (1.0, 2.0), 3.0),)
@@ -122,15 +150,34 @@ def test_a_step_that_the_host_bounds_is_what_issuing_takes(trace: Trace, h200: G
     time = step_time(trace, h200, config=settings("act"), speeds=speeds(slow))
     assert time.bound == "host" and time.seconds == pytest.approx(time.host_seconds)
     assert time.host["step"] == 0.5
-    assert time.at_best == pytest.approx(time.gpu_seconds)
+    assert time.at_best == pytest.approx(time.gpu_seconds + time.gaps)
 
 
 def test_compiling_can_save_no_more_than_what_the_passes_move(trace: Trace, h200: GPU) -> None:
     time = step_time(trace, h200, config=settings("act"), speeds=speeds())
     passes = [op for op in steps_ops(trace) if op.phase in ("forward", "backward")]
     moved = sum(limit(op, h200) for op in passes if op.kind == "memory")
-    assert time.compiled_at_best == pytest.approx(time.gpu_seconds - moved)
+    assert time.compiled_at_best == pytest.approx(time.gpu_seconds + time.gaps - moved)
     assert time.compiled_at_best > sum(seconds for kind, seconds in time.gpu.items() if kind != "memory")
+
+
+def test_a_graph_takes_the_gpu_time_and_a_gap_for_each_kernel(trace: Trace, h200: GPU) -> None:
+    slow = {"any": {"step": 0.0, **dict.fromkeys(PHASES, 1e-5)}}
+    time = step_time(trace, h200, config=settings("act", step="auto"), speeds=speeds(slow))
+    eager = step_time(trace, h200, config=settings("act"), speeds=speeds(slow))
+    kernels = sum(op.kernels for op in steps_ops(trace) if op.kind != "view" and op.phase != "load")
+    assert (time.graph, time.bound, eager.graph, eager.bound) == (True, "gpu", False, "host")
+    assert time.gaps == pytest.approx(kernels * GAP)
+    assert time.seconds == pytest.approx(eager.gpu_seconds + time.gaps) == pytest.approx(eager.at_best)
+    assert time.host_seconds < 0.2 * eager.host_seconds and time.at_best == time.seconds
+    assert {"load", "replay"} <= time.host.keys() and "forward" not in time.host
+
+
+def test_fp16_does_not_wait_in_a_graph(trace: Trace, h200: GPU) -> None:
+    config = settings("act", precision="fp16", step="auto")
+    assert step_time(trace, h200, config=config, speeds=speeds()).seconds == pytest.approx(
+        step_time(trace, h200, config=replace(config, precision="bf16"), speeds=speeds()).seconds
+    )
 
 
 def test_fp16_waits_before_the_optimizer(trace: Trace, h200: GPU) -> None:

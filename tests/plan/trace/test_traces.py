@@ -22,7 +22,7 @@ def test_a_shared_trace_is_the_cards_own(precision: str, cards: list):
     config = settings("act", (32, 32), policy={"use_vae": False}, precision=precision)
     traces = Traces(config)
     shared = {card: traces.at(2, 1, CARDS[card]) for card in cards}
-    assert len(traces._made) < 2 * len(cards)  # LOW and HIGH, for each kind of card
+    assert len(traces.made) < 2 * len(cards)  # LOW and HIGH, for each kind of card
     for card in cards:
         own = trace_step(config, 2, CARDS[card])
         assert replay(shared[card]) == replay(own), card
@@ -36,7 +36,7 @@ def test_passes_beyond_the_second_are_not_traced():
     assert (scaled.accumulation, scaled.passes) == (own.accumulation, own.passes)
     peaks = [replay(trace) for trace in (scaled, own)]
     assert len({(peak.allocated, peak.reserved, str(peak.by_category)) for peak in peaks}) == 1
-    assert {accumulation for _, accumulation, _ in traces._made} == {2}
+    assert {accumulation for _, accumulation, _ in traces.made} == {2}
 
 
 def test_no_trace_is_made_twice():
@@ -45,4 +45,16 @@ def test_no_trace_is_made_twice():
     for batch in (2, 3, 4, 30):
         for card in ((8, 6), (8, 9), (12, 0), (9, 0)):
             traces.at(batch, 1, CARDS[card])
-    assert sorted(batch for batch, _, _ in traces._made) == [2, 4]
+    assert sorted(batch for batch, _, _ in traces.made) == [2, 4]
+
+
+def test_gpus_get_the_settings_that_are_left_to_them():
+    config = settings("act", (32, 32), precision="auto", channels_last=None)
+    traces = Traces(config)
+    for card, given in {
+        (9, 0): {"precision": "bf16", "channels_last": True},
+        (7, 5): {"precision": "no", "channels_last": True},
+        None: {"precision": "no", "channels_last": False},
+    }.items():
+        own = trace_step(settings("act", (32, 32), **given), 2, CARDS[card])
+        assert replay(traces.at(2, 1, CARDS[card])) == replay(own)

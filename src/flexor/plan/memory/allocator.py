@@ -3,13 +3,14 @@
 A process reserves more memory than the sum of its tensors: torch's caching allocator rounds requests, reserves
 memory in segments, splits and merges blocks, and returns nothing to the driver. Its rules are few and deterministic,
 so they are simulated here instead of being approximated by a factor. Not modelled: blocks that another stream still
-uses when they are freed (torch waits for that stream), and memory pools of CUDA graphs.
+uses when they are freed (torch waits for that stream).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,9 @@ class CachingAllocator:
     expandable: bool = False
     """PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: one segment per pool, which grows at its end."""
 
+    private: set[int] = field(default_factory=set)
+    """Streams whose memory belongs to CUDA graphs: it is never returned to the driver."""
+
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -97,6 +101,10 @@ class CachingAllocator:
             self._take(block.before)
             block = self._merge(block.before, block)
         insort(self._free[block.pool], (block.size, block))
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache`."""
+        self._give_back()
 
     def forget_peaks(self) -> None:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
@@ -195,7 +203,7 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         """Return completely free segments to the driver; of expandable segments, the completely free pages."""
-        for pool, free in self._free.items():
+        for pool, free in ((pool, free) for pool, free in self._free.items() if pool[0] not in self.private):
             blocks = [block for _, block in free]
             if self.expandable:
                 for block in blocks:
@@ -239,7 +247,9 @@ class Peak:
     retries: int = 0
 
 
-COPYING = 1  # the stream that copies batches to the GPU; computation is on stream 0
+# Streams: eager runs compute on stream 0. A run with CUDA graphs computes its first steps on the stream that captures,
+# and a captured step takes memory from the graphs' own pool.
+COMPUTING, COPYING, CAPTURING, IN_GRAPH = range(4)
 
 
 class _Player:
@@ -250,25 +260,32 @@ class _Player:
         self.blocks: dict[int, MemoryBlock | None] = {}
         self.held: dict[str, int] = defaultdict(int)
         self.batches: list[int] = []  # storages of the last step's batches
+        self.stream = COMPUTING
         self.peak = Peak(0, 0, {}, 0, 0, [])
 
     def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
         """Without `fresh`, memory that already exists, such as the optimizer's state, is not allocated again."""
-        trace, blocks = self.trace, self.blocks
         for event in events:
             if event.what == "dies":
-                self._free(event.storage, blocks)
+                self._free(event.storage, self.blocks)
             elif event.what == "scratch":
-                block = self.memory.malloc(event.nbytes)
+                block = self.memory.malloc(event.nbytes, self._stream_of(event))
                 self._look(event.op, step, 0 if block is None else block.size)
                 self.memory.free(block)
-            elif fresh or event.storage not in blocks:
-                loading = event.op >= 0 and trace.ops[event.op].phase == "load"
-                block = self.memory.malloc(event.nbytes, COPYING if loading else 0)
-                blocks[event.storage] = block
-                if block is not None:
-                    self.held[trace.category[event.storage]] += block.size
+            elif fresh or event.storage not in self.blocks:
+                self._born(event.storage, event.nbytes, self._stream_of(event))
                 self._look(event.op, step)
+
+    def _stream_of(self, event: Event) -> int:
+        phase = self.trace.ops[event.op].phase if event.op >= 0 else "build"
+        if phase == "load":
+            return COPYING
+        return COMPUTING if phase == "ema" else self.stream  # the moving average is not part of a graph
+
+    def _born(self, storage: int, nbytes: int, stream: int) -> None:
+        block = self.blocks[storage] = self.memory.malloc(nbytes, stream)
+        if block is not None:
+            self.held[self.trace.category[storage]] += block.size
 
     def _free(self, storage: int, blocks: dict[int, MemoryBlock | None]) -> None:
         block = blocks.pop(storage, None)
@@ -285,16 +302,41 @@ class _Player:
         self.peak.timeline.append((op, self.memory.allocated))
 
     def step(self, step: StepEvents, again: bool) -> None:
-        """One optimizer step. Its batches are loaded while those of the previous step are still in memory."""
-        events = self.trace.events
+        """One optimizer step."""
+        self.load(step)
+        self.play(self.trace.events[step.loaded : self._last_use(step)], step.number, fresh=not again)
+
+    def load(self, step: StepEvents) -> None:
+        """Load a step's batches while those of the previous step are still in memory."""
         old = {key: self.blocks.pop(key) for key in self.batches if key in self.blocks}
         self.peak.timeline.clear()
-        self.play(events[step.start : step.loaded], step.number)
+        self.play(self.trace.events[step.start : step.loaded], step.number)
         for storage in list(old):
             self._free(storage, old)
         self.batches = self._batches(step)
-        until = self._last_use(step)
-        self.play(events[step.loaded : until], step.number, fresh=not again)
+
+    def capture(self, step: StepEvents) -> None:
+        """Capture a step in a CUDA graph, as `train.graph` does: eager memory is returned, and the graph gets its own.
+
+        Then a batch is loaded for its replay.
+        """
+        self.load(step)
+        workspaces = [n for n in self.blocks if self.trace.category[n] == "workspaces"]
+        sizes = [0 if block is None else block.size for block in map(self.blocks.get, workspaces)]
+        for storage in workspaces:
+            self._free(storage, self.blocks)
+        self.memory.empty_cache()
+        for nbytes in self.trace.inputs:
+            block = self.memory.malloc(nbytes)
+            self.held["batch"] += 0 if block is None else block.size
+        self.stream = IN_GRAPH
+        self.memory.private.add(IN_GRAPH)
+        for storage, nbytes in zip(workspaces, sizes):
+            self._born(storage, nbytes, IN_GRAPH)
+        self.play(self.trace.events[step.loaded : self._last_use(step)], step.number, fresh=False)
+        self.stream, captured = CAPTURING, list(self.peak.timeline)
+        self.load(step)
+        self.peak.timeline = captured
 
     def _batches(self, step: StepEvents) -> list[int]:
         """Storages of the step's batches: those that remain after loading."""
@@ -314,17 +356,44 @@ class _Player:
         return at
 
 
-def replay(trace: Trace, steps: int = 3, *, capacity: int | None = None, expandable: bool = False) -> Peak:
-    """The peak of a run's first steps; from the third on, all are equal. Raises `OutOfMemory` above the capacity."""
+def replay(
+    trace: Trace,
+    steps: int = 3,
+    *,
+    capacity: int | None = None,
+    expandable: bool = False,
+    graph: bool = False,
+) -> Peak:
+    """The peak of a run's first steps; from the third on, all are equal. Raises `OutOfMemory` above the capacity.
+
+    `graph`: after these steps of each phase, one is captured in a CUDA graph, which is replayed from there on.
+    """
     memory = CachingAllocator(capacity, expandable)
     player = _Player(trace, memory)
     player.play(trace.events[: trace.built], 0)
-    for number in range(max(steps, len(trace.steps))):
-        seen = min(number, len(trace.steps) - 1)
-        player.step(trace.steps[seen], again=number > seen)
+    if graph:
+        _play_graphs(player, steps)
+    else:
+        for number in range(max(steps, len(trace.steps))):
+            seen = min(number, len(trace.steps) - 1)
+            player.step(trace.steps[seen], again=number > seen)
     player.peak.reserved, player.peak.retries = memory.peak_reserved, memory.retries
     player.peak.by_category = {key: value for key, value in player.peak.by_category.items() if value}
     return player.peak
+
+
+def _play_graphs(player: _Player, eager: int) -> None:
+    """Some eager steps of each phase, then a captured one. A phase with a graph key of an earlier one needs none."""
+    player.stream = CAPTURING
+    captured: set[Hashable] = set()
+    for step in player.trace.steps:
+        if step.graph_key in captured:
+            continue
+        for number in range(eager):
+            player.step(step, again=number > 0)
+        if step.graph_key is not None:
+            captured.add(step.graph_key)
+            player.capture(step)
 
 
 def _up(nbytes: int, multiple: int) -> int:

@@ -1,5 +1,8 @@
 """How much GPU memory a run needs, for what, and when: a trace replayed on the allocator, plus memory outside of it.
 
+A run with CUDA graphs takes its first steps eagerly and then captures one, which has memory of its own: the peak is in
+whichever of the two needs more.
+
 Outside the allocator are the CUDA context with its kernels, and NCCL's buffers for several processes. Multi-process
 strategies change a trace by rules: sharded memory shrinks, and temporarily gathered memory is added.
 """
@@ -9,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import ParallelConfig, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.trace.cuda_on_meta import Card
-from flexor.plan.trace.events import Category, Event, StepEvents, Trace
+from flexor.plan.trace.events import Category, Event, Trace
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
+from flexor.train.build import captures_steps
+from flexor.train.graph import WARM_UP, wants_graph, why_not
 from flexor.train.ranks.split import hsdp_sizes, split_batch
 
 MOST = 4096  # samples per pass; larger batch sizes are not searched
@@ -99,10 +105,11 @@ class MemoryPlanner:
         expandable: bool = True,
         traces: Traces | None = None,
     ):
-        self.config, self.gpu, self.expandable = config, gpu, expandable
+        self.config = settle_for_gpu(config, gpu.compute_capability)
+        self.gpu, self.expandable = gpu, expandable
         self.world_size = world_size
         self.local_world_size = local_world_size or world_size
-        self.traces = traces or Traces(config)
+        self.traces = traces or Traces(self.config)
 
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
         """The trace of a step with this many samples per pass, in a single process."""
@@ -118,8 +125,16 @@ class MemoryPlanner:
 
     def plan(self, trace: Trace) -> MemoryPlan:
         share = self.share(trace)
-        peak = replay(shared_out(trace, share, self.config), expandable=self.expandable)
-        return self._described(trace, peak, share)
+        return self._described(trace, self._replayed(trace, share), share)
+
+    def _replayed(self, trace: Trace, share: Share, capacity: int | None = None) -> Peak:
+        return replay(
+            shared_out(trace, share, self.config),
+            WARM_UP,
+            capacity=capacity,
+            expandable=self.expandable,
+            graph=is_captured(self.config, self.gpu, trace, share.world_size),
+        )
 
     def share(self, trace: Trace) -> Share:
         return share_of(self.config, self.gpu, trace, self.world_size, self.local_world_size)
@@ -145,11 +160,7 @@ class MemoryPlanner:
         trace = self.trace(batch_size, accumulation, costs=False)
         capacity = usable(self.gpu) - context_of(self.gpu, self.world_size)
         try:
-            replay(
-                shared_out(trace, self.share(trace), self.config),
-                capacity=capacity,
-                expandable=self.expandable,
-            )
+            self._replayed(trace, self.share(trace), capacity)
         except OutOfMemory:
             return False
         return True
@@ -193,7 +204,7 @@ def plan_memory(
         config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
     )
     batch_size = batch_size or split_batch(replace(config), world_size).batch_size
-    return planner.plan(trace_step(config, batch_size, gpu, planner.accumulation(batch_size)))
+    return planner.plan(trace_step(planner.config, batch_size, gpu, planner.accumulation(batch_size)))
 
 
 def context_of(gpu: Card, world_size: int = 1) -> int:
@@ -207,6 +218,18 @@ def context_of(gpu: Card, world_size: int = 1) -> int:
 def usable(gpu: Card) -> int:
     """Bytes that a process may use. Some stay free: allocators leave gaps, and other programs need memory too."""
     return round(gpu.memory * (1 - SPARE))
+
+
+def is_captured(config: TrainConfig, gpu: Card, trace: Trace, world_size: int) -> bool:
+    """Whether the trainer replays the steps of the run's last phase as a CUDA graph. The settings are settled."""
+    reason = why_not(
+        config,
+        on_nvidia=gpu.compute_capability is not None,
+        world_size=world_size,
+        strategy=config.parallel.strategy,
+        captures=captures_steps(config),
+    )
+    return wants_graph(config, reason) and trace.steps[-1].graph_key is not None and not trace.waits
 
 
 # Many processes.
@@ -334,5 +357,5 @@ def _rewritten(
         events += change(trace.events[step.start : step.loaded])
         loaded = len(events)
         events += change(trace.events[step.loaded : step.end])
-        steps.append(StepEvents(step.number, start, loaded, len(events)))
+        steps.append(replace(step, start=start, loaded=loaded, end=len(events)))
     return replace(trace, events=events, category=category, built=built, steps=steps)

@@ -69,6 +69,7 @@ def _time(plan: Plan) -> dict[str, Any]:
         "spread": step.spread,
         "calibrated": step.calibrated,
         "bound": step.bound,
+        "graph": step.graph,
         "gpu_s": step.gpu,
         "host_s": step.host,
         "communication_s": step.communication,

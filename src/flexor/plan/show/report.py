@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from flexor.core.console import table
 from flexor.core.machine import gigabytes
-from flexor.plan.advise import Change, Harm
+from flexor.plan.advise import Change, Harm, would_be_captured
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MOST
 from flexor.plan.plan import HOURS_PER_MONTH, Plan
@@ -91,7 +91,7 @@ def _memory(plan: Plan) -> str:
     where = memory.phase + (f", in {memory.module}" if memory.module else "") + f" ({memory.operation})"
     lines = [
         table(rows),
-        f"The peak is in: {where}. Batch size {split.batch_size}"
+        f"The peak is in: {where}. Batch size {split.batch_size} in {precision_of(plan)}"
         + (f" in {split.accumulation} passes" if split.accumulation > 1 else "")
         + (f", {memory.share.strategy} on {split.world_size} GPUs" if split.world_size > 1 else "")
         + f"; {plan.trained / 1e6:.1f} of {plan.parameters / 1e6:.1f} million parameters are trained.",
@@ -110,6 +110,10 @@ def _memory(plan: Plan) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def precision_of(plan: Plan) -> str:
+    return "float32" if plan.config.precision == "no" else plan.config.precision
 
 
 BOUNDS = {
@@ -150,10 +154,11 @@ def _time(plan: Plan) -> str:
             f"Compiled blocks: memory and time above are those of the uncompiled policy, which is the maximum. If the "
             f"compiler fuses everything it can, a step takes {ms(step.compiled_at_best)} ms at best."
         )
+    elif step.graph:
+        lines.append("Steps are replayed as a CUDA graph, so the host launches each with one call.")
     elif step.bound == "host":
-        lines.append(
-            f"Without launch overhead, as with CUDA graphs, a step would take {ms(step.at_best)} ms."
-        )
+        how = "With --step=auto, as a CUDA graph" if would_be_captured(plan) else "Without launch overhead"
+        lines.append(f"{how}, a step would take {ms(step.at_best)} ms.")
     return "\n".join(lines)
 
 

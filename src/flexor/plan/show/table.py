@@ -13,7 +13,7 @@ from flexor.plan.data import FRAMES
 from flexor.plan.data.imagined_robot import Robot, imagined_data, usual_robot
 from flexor.plan.plan import Plan, make_plan, site_of
 from flexor.plan.rank import Choice, Ranking, cheapest, fastest
-from flexor.plan.show.report import duration, gb
+from flexor.plan.show.report import duration, gb, precision_of
 from flexor.plan.site.hardware import Hardware
 from flexor.plan.speed.speeds import assumed
 from flexor.plan.trace.traces import Traces
@@ -96,7 +96,7 @@ def _line(row: Row, hardware: Hardware) -> str:
     cells = [
         row.kind,
         f"{robot.cameras} of {robot.height}x{robot.width}",
-        "float32" if plan.config.precision == "no" else plan.config.precision,
+        precision_of(plan),
         f"{plan.parameters / 1e6:.1f} M",
         gb(plan.peak),
         buy,

@@ -1,10 +1,11 @@
-"""Measure this machine's GPU and host for two or three minutes, so that plans use its real speed.
+"""Measure this machine's GPU and host for a few minutes, so that plans use its real speed.
 
 The built-in policies train for some steps on synthetic batches. A profile of a step shows how long each operation took;
 these times are the samples that other operations are compared with (see `speeds.py`). Steps on tiny images, with
 almost no GPU work, show how long the host takes to launch an operation. They are measured repeatedly during the
-calibration, because other programs use the host too, and the speed of a shared host varies by a factor of two. Then
-whole steps are predicted from these measurements. The error of the prediction is the uncertainty of later plans.
+calibration, because other programs use the host too, and the speed of a shared host varies by a factor of two. The
+same steps as CUDA graphs show how long the GPU pauses between kernels. Then whole steps, eager and as CUDA graphs, are
+predicted from these measurements. The error of the prediction is the uncertainty of later plans.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import date
 from typing import Any, NamedTuple
@@ -61,7 +62,6 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
     kinds = calibrations()
     samples: list[Sample] = []
     checks: list[Check] = []
-    room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
     say("preparing the measurement of the host")
     with contextlib.ExitStack() as stack:
         hosts = [
@@ -71,28 +71,61 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
         ]
         for kind in kinds:
             for precision in PRECISIONS:
-                config = settings(kind, precision)
-                planner = MemoryPlanner(config, room, traces=Traces(config, scalable=False))
-                for batch in (size for size in BATCHES if planner.fits(size)):
-                    say(f"{kind}, {'float32' if precision == 'no' else precision}, batch {batch}")
-                    trace = planner.trace(batch)
-                    with Measured(config, batch) as run:
-                        checks.append(Check(config, trace, run.steps(STEPS)))
-                        timed, _ = run.operations(trace)
-                    samples += [sample_of(op, seconds, gpu) for op, seconds in timed if seconds > 0]
-                for host in hosts:
-                    host.look()
+                for config, batch in _runs(kind, precision, gpu):
+                    last = ", channels last" if config.channels_last else ""
+                    say(f"{kind}, {'float32' if precision == 'no' else precision}{last}, batch {batch}")
+                    _measure(config, batch, gpu, samples, checks)
+            for host in hosts:
+                host.look()
+        gaps = [host.gap() for host in hosts]
     costs = {kind: _mean(host.costs() for host in hosts if host.kind == kind) for kind in kinds}
     costs["any"] = _mean(costs.values())
-    speeds = Speeds(gpu.name, torch.__version__, str(date.today()), tuple(merged(samples)), costs)
+    speeds = Speeds(
+        gpu.name,
+        torch.__version__,
+        str(date.today()),
+        tuple(merged(samples)),
+        costs,
+        gap=statistics.median(gaps),
+    )
     return _with_errors(speeds, gpu, checks)
 
 
-def settings(kind: str, precision: str = "no", robot: Robot | None = None, **changes: Any) -> TrainConfig:
-    """A run of a policy with its defaults, except for `changes`."""
+def _runs(kind: str, precision: str, gpu: GPU) -> Iterator[tuple[TrainConfig, int]]:
+    """What is measured of a policy: each batch size that fits in channels-last format, the largest in both formats."""
+    room = replace(gpu, memory_gib=gpu.memory_gib - HOSTS_GIB)
+    config = settings(kind, precision, channels_last=True)
+    planner = MemoryPlanner(replace(config, step="graph"), room, traces=Traces(config, scalable=False))
+    fitting = [size for size in BATCHES if planner.fits(size)]
+    for batch in fitting:
+        yield config, batch
+    if fitting:
+        yield replace(config, channels_last=False), fitting[-1]
+
+
+def _measure(config: TrainConfig, batch: int, gpu: GPU, samples: list[Sample], checks: list[Check]) -> None:
+    """The operations of a step, and the time of whole steps, eager and as a CUDA graph."""
+    trace = trace_step(config, batch, gpu)
+    with Measured(config, batch) as run:
+        checks.append(Check(config, trace, run.steps(STEPS)))
+        timed, _ = run.operations(trace)
+        samples += [sample_of(op, seconds, gpu) for op, seconds in timed if seconds > 0]
+        run.capture()
+        checks.append(Check(replace(config, step="graph"), trace, run.steps(STEPS)))
+
+
+def settings(
+    kind: str,
+    precision: str = "no",
+    robot: Robot | None = None,
+    *,
+    channels_last: bool = False,
+    **changes: Any,
+) -> TrainConfig:
+    """A run of a policy with eager steps and its defaults, except for `changes`."""
     robot = robot or Robot(*calibrations()[kind][:3])
     policy = robot.fill_in(policy_class(kind).Config(**changes))
-    return TrainConfig(policy=policy, precision=precision)  # type: ignore[arg-type]
+    return TrainConfig(policy=policy, precision=precision, step="eager", channels_last=channels_last)  # type: ignore[arg-type]
 
 
 def merged(samples: Iterable[Sample]) -> list[Sample]:
@@ -110,7 +143,7 @@ class HostMeasurement(Measured):
         self.kind = kind
         usual = calibrations()[kind]
         tiny = Robot(usual.cameras, min(usual.height, 96), min(usual.width, 96))
-        config = settings(kind, precision, tiny, **usual.narrow)
+        config = settings(kind, precision, tiny, channels_last=True, **usual.narrow)
         self.ops = list(steps_ops(trace_step(config, 2, gpu)))
         self.seen: list[dict[str, float]] = []
         super().__init__(config, 2)
@@ -120,6 +153,12 @@ class HostMeasurement(Measured):
         seconds, phases = self.window(FEW), self.host(FEW)
         pace = seconds / sum(phases.values())  # `host` waits after each step, which slows the host down
         self.seen.append({phase: pace * time for phase, time in phases.items()})
+
+    def gap(self) -> float:
+        """GPU seconds between two kernels of these steps as a CUDA graph. From here on, they are one."""
+        count, seconds = self.kernels()
+        self.capture()
+        return max(0.0, self.steps(FEW) - seconds) / count
 
     def costs(self) -> dict[str, float]:
         """Host seconds per common operation, by phase of a step."""

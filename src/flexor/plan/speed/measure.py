@@ -13,14 +13,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.events import Category, Event, Trace
-from flexor.plan.trace.ops import Op, Phase
+from flexor.plan.trace.ops import OWN, Op, Phase
 from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.train import graph
 
 WINDOWS = 3  # time windows to measure
-WARM_UP = 3  # steps, in which cuDNN chooses its kernels and the allocator reaches a steady state
+# Steps in which cuDNN chooses its kernels, the allocator reaches a steady state, and a step is captured.
+WARM_UP = graph.WARM_UP + 1
 
 
 class Stopwatch:
@@ -57,13 +60,14 @@ class Memory:
 
 
 class Measured:
-    """A run on the GPU, to be measured. Its memory is freed at the end."""
+    """A run on the GPU, to be measured: eager or as a CUDA graph, by its settings. Its memory is freed at the end."""
 
     def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
         self.device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self.watch = Stopwatch()
+        config = settle_for_gpu(config, torch.cuda.get_device_capability(self.device))
         self.run = Rehearsal(config, batch_size, accumulation, self.watch, self.device)
         self.number = self.run.steps_to_see()[-1]  # of a step in the last phase
         for number in self.run.steps_to_see():
@@ -116,8 +120,24 @@ class Measured:
             torch.cuda.synchronize()
         return {phase: seconds / count for phase, seconds in self.watch.seconds.items() if phase != "build"}
 
+    def capture(self) -> None:
+        """From here on, steps are replayed as a CUDA graph."""
+        self.run.capture()
+        self.window(WARM_UP)
+
     def operations(self, trace: Trace) -> tuple[list[tuple[Op, float]], float]:
-        """The operations of a trace with their GPU seconds, and their share of the step's total GPU time."""
+        """The operations of a trace with their GPU seconds, and their share of the step's total GPU time.
+
+        Steps must be eager: a profile of a graph shows kernels, but not which operations they belong to.
+        """
+        return pair(list(steps_ops(trace)), self._profiled())
+
+    def kernels(self) -> tuple[int, float]:
+        """The number of kernels of an eager step, and their GPU seconds."""
+        durations = [kernel.duration for event in self._profiled() for kernel in event.kernels]
+        return len(durations), sum(durations) * 1e-6
+
+    def _profiled(self) -> list[Any]:
         from torch.profiler import ProfilerActivity, profile
 
         with profile(
@@ -125,8 +145,7 @@ class Measured:
         ) as profiled:
             self.run.step(self.number)
             torch.cuda.synchronize()
-        events = list(profiled.events())
-        return pair(list(steps_ops(trace)), events)
+        return list(profiled.events())
 
 
 def pair(ops: list[Op], events: list[Any]) -> tuple[list[tuple[Op, float]], float]:
@@ -155,8 +174,8 @@ def _profiled(events: list[Any], names: set[str]) -> Iterator[tuple[str, tuple, 
     waiting.sort(key=lambda e: e.time_range.start, reverse=True)
     while waiting:
         event = waiting.pop()
-        space, _, name = event.name.partition("::")
-        if space == "aten" and name in names:
+        name = event.name.removeprefix("aten::")  # Flexor's own operators keep their namespace
+        if name in names and event.name.startswith(("aten::", OWN)):
             shape = next((tuple(s) for s in event.input_shapes or [] if s), None)
             yield name, () if shape is None else (shape,), event.device_time_total * 1e-6
         else:

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -23,13 +24,16 @@ import torch
 from flexor.core.errors import ConfigError
 from flexor.core.machine import cache_folder
 from flexor.plan.site.hardware import GPU
-from flexor.plan.trace.ops import Op
+from flexor.plan.trace.ops import Layout, Op
 
 KERNEL = 2e-6  # GPU seconds of the smallest kernel
 NEIGHBOURS = 3
 BLUR = 0.1  # squared distance (in log2 of an extent) below which neighbours have about equal weight
 VIEW = 0.4  # host time of a view, relative to an operation that computes
 UNITS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+KIND = "any of this kind"  # a kind may have the name of one of its operations
+LAYOUTS: tuple[Layout, ...] = ("", "nhwc", "to nhwc")
+GAP = 1e-6  # GPU seconds between two kernels of a CUDA graph, if it was not measured
 REFERENCE = "speeds.json"  # shipped with Flexor: measured on the project's reference GPU
 
 # Expected relative error of the step time without a calibration, if the GPU or the host is the bottleneck.
@@ -54,6 +58,7 @@ class Sample(NamedTuple):
     """A measured operation."""
 
     name: str
+    """The operation, and its memory format unless that is the usual one: `convolution nhwc`."""
     dtype: str
     extents: tuple[float, ...]
     times: float
@@ -61,7 +66,11 @@ class Sample(NamedTuple):
 
 
 def sample_of(op: Op, seconds: float, gpu: GPU) -> Sample:
-    return Sample(op.name, _type(op), extents(op), round(seconds / limit(op, gpu), 3))
+    return Sample(named(op.name, op.layout), _type(op), extents(op), round(seconds / limit(op, gpu), 3))
+
+
+def named(name: str, layout: str) -> str:
+    return f"{name} {layout}".strip()
 
 
 def _type(op: Op) -> str:
@@ -84,6 +93,8 @@ class Speeds:
     """Largest relative error for whole steps with the GPU as the bottleneck."""
     spread_host: float = UNCALIBRATED_HOST
     """The same with the host as the bottleneck."""
+    gap: float = GAP
+    """GPU seconds between two kernels of a CUDA graph."""
     elsewhere: bool = False
     """Measured on another machine, so the host differs even if the GPU is the same."""
 
@@ -98,13 +109,13 @@ class Speeds:
 
     def times(self, op: Op) -> float:
         """The operation's time relative to its limit."""
-        at = (op.name, _type(op), extents(op))
+        at = (op.name, op.layout, _type(op), extents(op))
         if at not in self._known:
-            self._known[at] = self._looked_up(op, np.array(at[2]))
+            self._known[at] = self._looked_up(op, np.array(at[-1]))
         return self._known[at]
 
     def _looked_up(self, op: Op, place: np.ndarray) -> float:
-        for key in ((op.name, _type(op)), (op.name,), (op.kind, _type(op)), (op.kind,)):
+        for key in _keys(op):
             if key in self._by:
                 places, times = self._by[key]
                 if places.shape[1] == len(place):
@@ -126,13 +137,26 @@ class Speeds:
         groups: dict[tuple, list[Sample]] = defaultdict(list)
         for sample in self.samples:
             kind = kind_of(sample)
-            for key in ((sample.name, sample.dtype), (sample.name,), (kind, sample.dtype), (kind,)):
+            for key in (
+                (sample.name, sample.dtype),
+                (sample.name,),
+                (KIND, kind, sample.dtype),
+                (KIND, kind),
+            ):
                 groups[key].append(sample)
         return {
             key: (np.array([s.extents for s in some]), np.array([s.times for s in some]))
             for key, some in groups.items()
             if len({len(s.extents) for s in some}) == 1
         }
+
+
+def _keys(op: Op) -> Iterator[tuple[str, ...]]:
+    """Where to look for samples like an operation: in its own memory format first, then in others."""
+    names = [named(op.name, layout) for layout in sorted(LAYOUTS, key=lambda each: each != op.layout)]
+    yield from ((name, _type(op)) for name in names)
+    yield from ((name,) for name in names)
+    yield from ((KIND, op.kind, _type(op)), (KIND, op.kind))
 
 
 def kind_of(sample: Sample) -> str:

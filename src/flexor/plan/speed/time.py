@@ -1,6 +1,7 @@
 """How long a training step takes: the GPU executes operations one after the other, and the host launches them.
 
 The host launches a step's operations ahead of the GPU. Over many steps, the slower of the two determines the step time.
+A CUDA graph launches all operations of a step at once: then the GPU determines it, with a small gap before each kernel.
 Communication between GPUs overlaps with the backward pass (DDP) or with all GPU work (sharding) as far as possible.
 """
 
@@ -12,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
-from flexor.plan.memory.memory import Share
+from flexor.plan.memory.memory import Share, is_captured
 from flexor.plan.site.hardware import GPU
 from flexor.plan.speed.speeds import UNCALIBRATED_GPU, UNCALIBRATED_HOST, Speeds, assumed, limit, load
 from flexor.plan.trace.events import Trace
@@ -23,6 +25,11 @@ LINK = 0.75  # share of the bandwidth between GPUs that collectives reach
 HIDDEN = 0.9  # share of the work that communication can overlap with
 MORE_LINKS = 0.15  # extra relative error of a step that consists only of communication
 
+GAPS = "gaps between kernels"
+# Calls of the host to replay a step, as in `train.graph`: seed of dropout, replay, sum; keys of the noise, learning
+# rates, zeros, norm, parts of the loss. All other calls copy inputs.
+CALLS_PER_PASS, CALLS_PER_STEP = 3, 10
+
 Bound = Literal["gpu", "host", "network"]
 
 
@@ -31,7 +38,7 @@ class StepTime:
     """The time of one optimizer step with all its passes, in seconds."""
 
     gpu: dict[str, float]
-    """GPU work by kind: matmul, convolution, attention, memory."""
+    """GPU work by kind: matmul, convolution, attention, memory; and the gaps between kernels of a CUDA graph."""
     fusible: float
     """The part of `gpu` that a compiler could fuse at most: memory-bound operations in both passes."""
     host: dict[str, float]
@@ -45,6 +52,10 @@ class StepTime:
     spread: float
     """Relative: the step takes `seconds` times 1 - spread to 1 + spread."""
     bound: Bound
+    graph: bool
+    """Whether a step is replayed as a CUDA graph."""
+    gaps: float
+    """GPU seconds between the kernels of a step in a CUDA graph; part of `gpu` if it has one."""
     flops: float
     """FLOPs of one GPU in a step."""
     mfu: float
@@ -62,7 +73,7 @@ class StepTime:
     @property
     def at_best(self) -> float:
         """Step time without launch overhead, as with CUDA graphs."""
-        return self.gpu_seconds + self.exposed
+        return self.gpu_seconds + (0.0 if self.graph else self.gaps) + self.exposed
 
     @property
     def compiled_at_best(self) -> float:
@@ -86,8 +97,9 @@ def step_time(
     """
     speeds = speeds or load(gpu) or assumed()
     calibrated = speeds.gpu == gpu.name and not speeds.elsewhere
-    share = share or Share()
-    clocks = _play(trace, gpu, speeds, config)
+    share, config = share or Share(), settle_for_gpu(config, gpu.compute_capability)
+    graph = is_captured(config, gpu, trace, share.world_size)
+    clocks = _play(trace, gpu, speeds, config, graph)
     communication, exposed = _traffic(trace, share, config, clocks, (link or gpu.peer_link) * LINK)
     seconds = max(clocks.seconds, clocks.loading) + exposed
     return StepTime(
@@ -99,6 +111,8 @@ def step_time(
         seconds=seconds,
         spread=_spread(speeds if calibrated else None, clocks) + MORE_LINKS * exposed / seconds,
         bound=_bound(clocks, exposed, seconds),
+        graph=graph,
+        gaps=clocks.gaps,
         flops=clocks.flops,
         mfu=clocks.flops / seconds / gpu.flops(_unit(config)),
         calibrated=calibrated,
@@ -118,8 +132,14 @@ class Clocks:
     fusible: float
     loading: float
     """Seconds to copy batches to the GPU, on a separate stream."""
+    gaps: float
     flops: float
     seconds: float
+    graph: bool
+
+    @property
+    def host_bound(self) -> bool:
+        return not self.graph and sum(self.host.values()) > sum(self.gpu.values())
 
 
 def steps_ops(trace: Trace) -> Iterator[Op]:
@@ -158,17 +178,19 @@ def _different(trace: Trace, speeds: Speeds) -> list[tuple[Op, int, float]]:
     thousands of operations are distinct."""
     groups: dict[tuple, tuple[Op, int]] = {}
     for op in steps_ops(trace):
-        costs = (op.name, op.phase, op.dtype, op.extent, op.flops, op.read, op.written, op.kernels, op.host)
+        place = (op.name, op.layout, op.phase, op.dtype, op.extent)
+        costs = (*place, op.flops, op.read, op.written, op.kernels, op.host)
         groups[costs] = (op, groups[costs][1] + 1 if costs in groups else 1)
     return [(op, count, speeds.times(op)) for op, count in groups.values()]
 
 
-def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks:
+def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig, graph: bool) -> Clocks:
     kinds: dict[str, float] = defaultdict(float)
     phases: dict[str, float] = defaultdict(float)  # host seconds by phase
     work: dict[str, float] = defaultdict(float)  # GPU seconds by phase
     phases["step"] = speeds.around(config.policy.type)
     flops = fusible = 0.0
+    kernels = 0
     for op, count, times in _different(trace, speeds):
         phases[op.phase] += count * speeds.issue(op, config.policy.type)
         flops += count * op.flops
@@ -177,18 +199,33 @@ def _play(trace: Trace, gpu: GPU, speeds: Speeds, config: TrainConfig) -> Clocks
             work[op.phase] += seconds
             if op.phase != "load":
                 kinds[op.kind] += seconds
+                kernels += count * op.kernels
             if op.kind == "memory" and op.phase in ("forward", "backward"):
                 fusible += seconds
-    loading = work.pop("load", 0.0)
+    loading, gaps = work.pop("load", 0.0), kernels * speeds.gap
+    if graph:
+        phases = _replaying(trace, speeds, config, phases)
+        kinds[GAPS] = gaps
     # The GPU may be a step behind the host. Over many steps, the slower clock determines the step time.
-    host, device = sum(phases.values()), sum(work.values())
+    host, device = sum(phases.values()), sum(kinds.values())
     seconds = max(host, device)
-    if config.precision == "fp16":
+    if config.precision == "fp16" and not graph:
         # before the optimizer step, the scaler waits for the GPU to check that gradients are finite
         after = ("optimizer", "ema")
         late_host, late_device = (sum(of[phase] for phase in after) for of in (phases, work))
         seconds = max(host - late_host, device - late_device) + max(late_host, late_device)
-    return Clocks(dict(kinds), dict(phases), work["backward"], fusible, loading, flops, seconds)
+    backward = work["backward"]
+    return Clocks(dict(kinds), dict(phases), backward, fusible, loading, gaps, flops, seconds, graph)
+
+
+def _replaying(
+    trace: Trace, speeds: Speeds, config: TrainConfig, eager: dict[str, float]
+) -> dict[str, float]:
+    """Host seconds by phase if a step is replayed: its inputs are copied, and all of its operations are one launch."""
+    once = Op("copy_", "memory", "batch")
+    calls = trace.accumulation * (len(trace.inputs) + CALLS_PER_PASS) + CALLS_PER_STEP
+    outside = {phase: eager[phase] for phase in ("step", "load", "ema")}
+    return defaultdict(float, **outside, replay=calls * speeds.issue(once, config.policy.type))
 
 
 def _traffic(
@@ -216,11 +253,10 @@ def _traffic(
 def _bound(clocks: Clocks, exposed: float, seconds: float) -> Bound:
     if exposed > seconds / 2:
         return "network"
-    return "host" if sum(clocks.host.values()) > sum(clocks.gpu.values()) else "gpu"
+    return "host" if clocks.host_bound else "gpu"
 
 
 def _spread(calibration: Speeds | None, clocks: Clocks) -> float:
-    by_host = sum(clocks.host.values()) > sum(clocks.gpu.values())
     if calibration is None:
-        return UNCALIBRATED_HOST if by_host else UNCALIBRATED_GPU
-    return calibration.spread_host if by_host else calibration.spread_gpu
+        return UNCALIBRATED_HOST if clocks.host_bound else UNCALIBRATED_GPU
+    return calibration.spread_host if clocks.host_bound else calibration.spread_gpu

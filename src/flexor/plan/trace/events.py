@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 from flexor.plan.trace.cuda_on_meta import Asked
@@ -46,6 +49,8 @@ class StepEvents:
     start: int
     loaded: int = 0
     end: int = 0
+    graph_key: Hashable | None = "step"
+    """Steps with the same key can be replayed as one CUDA graph; None: they can't."""
 
 
 @dataclass(eq=False)
@@ -68,9 +73,20 @@ class Trace:
     """Parameters of each separately sharded block, and how many are trained; the rest of the policy comes last."""
     gradients: int = 0
     """Bytes of all gradients."""
+    inputs: tuple[int, ...] = ()
+    """Bytes of each tensor of one pass's batch, of which a CUDA graph has a copy."""
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""
+
+    @property
+    def waits(self) -> tuple[str, ...]:
+        """Where a policy of the user's own makes the host wait for the GPU, in every step.
+
+        Built-in policies wait only in the first step (`tests/train/test_waiting.py`), so they are not listed.
+        """
+        ours = str(Path(__file__).parents[2]) + os.sep
+        return tuple(dict.fromkeys(str(a) for a in self.asked if a.file and not a.file.startswith(ours)))
 
     def nbytes(self, category: Category) -> int:
         """Bytes allocated in a category, for memory that is never freed, such as weights; gradients: of one step."""

@@ -11,7 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flexor.plan.trace.layouts import channels_last, computes_channels_last, is_copied
+
 Kind = Literal["matmul", "convolution", "attention", "memory", "view"]
+Layout = Literal["", "nhwc", "to nhwc"]
 Phase = Literal["build", "load", "batch", "forward", "backward", "clip", "optimizer", "ema"]
 
 
@@ -42,9 +45,12 @@ class Op:
     """Bytes of workspace memory while the kernel runs, in addition to its results."""
     module: str = ""
     """The module of the policy that it belongs to."""
+    layout: Layout = ""
+    """nhwc: it reads images in channels-last format; to nhwc: a convolution that copies its input to that format."""
 
 
 OVER_ROWS = ("over rows",)
+OWN = "flexor::"  # namespace of Flexor's own kernels
 
 # Operators that only allocate or make views, and compute nothing.
 NOTHING = {
@@ -80,6 +86,9 @@ def describe(
     dtype = next((x.dtype for x in ins if x.is_floating_point()), None)
     op = Op(name, "memory", phase, 0, read, written, dtype, shapes=tuple(tuple(x.shape) for x in ins[:3]))
     op.kernels = KERNELS.get(name, 1)
+    op.layout = _layout(ins)
+    if name.startswith(OWN):
+        op.written += sum(map(nbytes, _changed(function, args)))
     if name == "_to_copy":
         op.host = HOST_OF_A_CAST
     if name in ("mm", "addmm", "bmm", "baddbmm"):
@@ -99,7 +108,21 @@ def describe(
 
 @functools.cache
 def operator_name(function: Any) -> str:
-    return str(function._schema.name.split("::")[-1])
+    """Without its namespace, unless it is one of Flexor's own kernels."""
+    name = str(function._schema.name)
+    return name if name.startswith(OWN) else name.split("::")[-1]
+
+
+def _layout(ins: Sequence[Tensor]) -> Layout:
+    images = (x for x in ins if x.dim() == 4 and x.stride(1) == 1)
+    return "nhwc" if any(map(channels_last, images)) else ""
+
+
+def _changed(function: Any, args: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors that an operator changes."""
+    for argument, value in zip(function._schema.arguments, args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from tensors_in(value)
 
 
 @functools.cache
@@ -143,13 +166,21 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> tuple[
 
 def _convolution(op: Op, x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
     op.kind, op.dtype, op.detail = "convolution", x.dtype, ("forward",)
+    op.layout = _layout_of_convolution(x, weight)
     op.extent = _product(x, weight, out, transposed)
     op.flops = 2.0 * math.prod(op.extent)
+
+
+def _layout_of_convolution(x: Tensor, weight: Tensor) -> Layout:
+    if not computes_channels_last(x, weight):
+        return ""
+    return "to nhwc" if is_copied(x) else "nhwc"
 
 
 def _convolution_backward(op: Op, args: Sequence[Any]) -> None:
     gradient, x, weight, wanted = args[0], args[1], args[2], args[10]
     op.kind, op.dtype, op.detail = "convolution", x.dtype, ("backward",)
+    op.layout = _layout_of_convolution(x, weight)
     op.extent = _product(x, weight, gradient, bool(args[7]))
     op.kernels = max(1, sum(map(bool, wanted)))
     op.flops = 2.0 * math.prod(op.extent) * (bool(wanted[0]) + bool(wanted[1]))

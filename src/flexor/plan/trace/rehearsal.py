@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from flexor.train.build import make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
+from flexor.train.graph import GraphStep
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.ranks.split import Split
@@ -52,8 +54,6 @@ class Watcher(Protocol):
 
 class WatchedEngine(Engine):
     """The engine of one process, which reports the current phase of the step."""
-
-    captures = False
 
     def __init__(self, device: torch.device, precision: str, tracker: Watcher, deterministic: bool = False):
         super().__init__(device, precision, deterministic)
@@ -128,9 +128,13 @@ class Rehearsal:
             split=self.split,
         )
         self.meters = Meters()
+        self.run_step: Callable = functools.partial(optimizer_step, self.state)
+        if device != META:
+            self.run_step = GraphStep(self.state)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.host: Batch | None = None
         self.batches: list[Batch] = []
+        self.inputs: tuple[int, ...] = ()  # bytes of each tensor of a pass's batch
 
     def steps_to_see(self) -> list[int]:
         """The first step; a policy that is trained in phases may need more memory in the last."""
@@ -143,9 +147,11 @@ class Rehearsal:
         tracker.phase = "load"
         self.batches = self.load()  # while those of the previous step are still in memory
         step.loaded = len(tracker.events)
+        self.inputs = tuple(value.nbytes for value in self.batches[0].values() if isinstance(value, Tensor))
         tracker.phase = "batch"
         self.state.step = number
-        optimizer_step(self.state, self.batches[: self.passes], self.meters)
+        self.run_step(self.batches[: self.passes], self.meters)
+        step.graph_key = self.policy.graph_key()
         if self.device == META:
             self.batches = []
         step.end = len(tracker.events)
@@ -165,6 +171,11 @@ class Rehearsal:
         for tensor in (t for batch in batches for t in batch.values() if isinstance(t, Tensor)):
             tensor.record_stream(current)
         return batches
+
+    def capture(self) -> None:
+        """From here on, steps become a CUDA graph, after a few eager ones."""
+        self.state.config = replace(self.config, step="graph")
+        self.run_step = GraphStep(self.state)
 
     def units(self) -> list[tuple[int, int]]:
         """The number of parameters of each block, and how many are trained; the rest of the policy comes last."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from flexor.config.schema import TrainConfig
-from flexor.plan.trace.events import Event, StepEvents, Trace
+from flexor.plan.trace.events import Event, Trace
 from flexor.plan.trace.ops import OVER_ROWS, Op
 from flexor.plan.trace.trace import trace_loading
 from flexor.plan.trace.workspaces import partial_sums, share_at_once
@@ -35,7 +35,14 @@ def rescale(low: Trace, high: Trace, batch_size: int, config: TrainConfig, *, co
         if event.what == "scratch" and _counted_anew(low.ops[event.op]):
             events[at] = event._replace(nbytes=line.op(low.ops[event.op], high.ops[event.op]).scratch)
     ops = [line.op(a, b) for a, b in zip(low.ops, high.ops)] if costs else low.ops
-    scaled = replace(low, events=events, ops=ops, category=dict(low.category), batch_size=batch_size)
+    scaled = replace(
+        low,
+        events=events,
+        ops=ops,
+        category=dict(low.category),
+        batch_size=batch_size,
+        inputs=line.shape(low.inputs, high.inputs),
+    )
     return _load_anew(scaled, config)
 
 
@@ -117,8 +124,10 @@ def _splice(trace: Trace, index: int, loading: list[Event]) -> None:
     trace.events[step.start : step.loaded] = new
     loaded = step.loaded + len(new) - len(old)
     by = len(new) - len(old) + len(more)
-    later = [StepEvents(s.number, s.start + by, s.loaded + by, s.end + by) for s in trace.steps[index + 1 :]]
-    changed = StepEvents(step.number, step.start, loaded, step.end + by)
+    later = [
+        replace(s, start=s.start + by, loaded=s.loaded + by, end=s.end + by) for s in trace.steps[index + 1 :]
+    ]
+    changed = replace(step, loaded=loaded, end=step.end + by)
     trace.steps = [*trace.steps[:index], changed, *later]
 
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.plan.trace.cuda_on_meta import Card, CudaOnMeta
 from flexor.plan.trace.events import Category, Event, Trace, What
+from flexor.plan.trace.layouts import with_layout
 from flexor.plan.trace.ops import OVER_ROWS, Op, Phase, describe, is_view, operator_name, tensors_in
 from flexor.plan.trace.shortcuts import CachedResults, without_compiler
 from flexor.plan.trace.workspaces import cublas_workspace, scratch
@@ -72,7 +74,7 @@ class OperationTracker(TorchDispatchMode):
         elif self.device != "meta":
             out = function(*args, **kwargs)
         else:
-            out = REPEATS.call(function, args, kwargs)
+            out = with_layout(function, args, REPEATS.call(function, args, kwargs))
         self._note(function, [*args, *kwargs.values()], list(tensors_in(out)))
         return out
 
@@ -260,6 +262,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     """
     from flexor.plan.trace.rehearsal import Rehearsal
 
+    config = settle_for_gpu(config, gpu.compute_capability)
     _make_tables(config.policy)
     tracker = OperationTracker("meta", gpu.compute_capability)
     dialect = CudaOnMeta(gpu.compute_capability)
@@ -285,6 +288,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
         trained=sum(p.numel() for p in policy.parameters() if p.requires_grad),
         units=rehearsal.units(),
         gradients=sum(p.nbytes for p in policy.parameters() if p.requires_grad),
+        inputs=rehearsal.inputs,
         attention=dict(dialect.attention),
         asked=dialect.asked,
     )

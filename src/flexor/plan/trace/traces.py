@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.plan.trace.cuda_on_meta import HALF, Card
 from flexor.plan.trace.events import Trace
@@ -32,16 +33,14 @@ class StandIn:
 
 
 class Traces:
-    """Traces of a run's steps, by batch size, passes and GPU.
+    """Traces of a run's steps, by batch size, passes and GPU. Settings that were left to the GPU are settled for each.
 
     Without `scalable`, each batch size is traced separately, which is faster if there is only one.
     """
 
     def __init__(self, config: TrainConfig, scalable: bool = True):
-        self.config = config
-        self._made: dict[tuple[int, int, Capability], Trace] = {}
-        self._scaled: dict[tuple[int, int, Capability], Trace] = {}
-        self.scalable = scalable
+        self.config, self.scalable = config, scalable
+        self._settled: dict[tuple[str, bool | None], _SettledTraces] = {}
 
     def at(
         self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True, exact: bool = True
@@ -51,6 +50,28 @@ class Traces:
         Without `costs`, the costs of operations may be those of another batch size. Without `exact`, a pass of one
         sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
         """
+        config = settle_for_gpu(self.config, gpu.compute_capability)
+        key = (config.precision, config.channels_last)
+        if key not in self._settled:
+            self._settled[key] = _SettledTraces(config, self.scalable)
+        return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)
+
+    @property
+    def made(self) -> list[tuple[int, int, Capability]]:
+        """Batch size, passes and GPU of every trace that was made."""
+        return [key for settled in self._settled.values() for key in settled._made]
+
+
+class _SettledTraces:
+    """Traces of settings that do not depend on the GPU."""
+
+    def __init__(self, config: TrainConfig, scalable: bool):
+        self.config = config
+        self._made: dict[tuple[int, int, Capability], Trace] = {}
+        self._scaled: dict[tuple[int, int, Capability], Trace] = {}
+        self.scalable = scalable
+
+    def at(self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool, exact: bool) -> Trace:
         single = (batch_size < LOW and exact) or not self.scalable
         key = (batch_size, accumulation, self._stand_in(gpu.compute_capability, exact))
         if single:

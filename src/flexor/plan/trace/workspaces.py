@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flexor.plan.trace.cuda_on_meta import HALF
+from flexor.plan.trace.layouts import as_image, computes_channels_last, is_copied
 from flexor.plan.trace.ops import OVER_ROWS, Op, nbytes
 
 # As in CUBLAS_WORKSPACE_CONFIG, in KiB: number of buffers of each size.
@@ -65,8 +66,8 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     """
     backward = op.detail[0] == "backward"
     y, x, weight = (args[0], args[1], args[2]) if backward else (outs[0], args[0], args[1])
-    if channels_last(x):
-        return 0
+    if computes_channels_last(x, weight):
+        return _to_channels_last(x, [weight, y] if backward else [weight])
     taps = math.prod(weight.shape[2:])
     if taps == 1 and not backward and (x.shape[2:] == y.shape[2:] or x.shape[1] <= 64):
         return 0  # a matrix product without copies
@@ -81,6 +82,20 @@ def _convolution(op: Op, args: Sequence[Any], outs: Sequence[Tensor]) -> int:
     return copies
 
 
+def _to_channels_last(x: Tensor, others: Sequence[Tensor]) -> int:
+    """Copies of what is not in the channels-last format; of one dimension, the input is first made contiguous."""
+    twice = nbytes(x) if x.dim() == 3 and not x.is_contiguous() else 0
+    return (
+        twice
+        + nbytes(x) * is_copied(x)
+        + sum(
+            nbytes(each)
+            for each in others
+            if not as_image(each).is_contiguous(memory_format=torch.channels_last)
+        )
+    )
+
+
 def share_at_once(op: Op) -> float:
     """Share of the samples that a convolution processes at once: torch splits tensors too large for cuDNN's indices.
 
@@ -92,10 +107,6 @@ def share_at_once(op: Op) -> float:
         numbers.append(op.extent[0] * op.extent[1])  # its result
     each = max(numbers) // samples
     return min(samples, max(1, LARGEST // each)) / samples
-
-
-def channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def partial_sums(op: Op) -> int:

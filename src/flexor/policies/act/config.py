@@ -22,6 +22,7 @@ class ACTConfig(PolicyConfig):
     """Defaults are those of the paper's bimanual tasks, as LeRobot sets them."""
 
     type: ClassVar[str] = "act"
+    trains_in_bf16: ClassVar[bool] = True
     calibration = Calibration()
 
     chunk_size: int = 100

@@ -17,6 +17,7 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
     """Defaults are LeRobot's."""
 
     type: ClassVar[str] = "diffusion"
+    trains_in_bf16: ClassVar[bool] = True
     calibration = Calibration(narrow={"down_dims": (64, 128, 256)})
 
     drop_n_last_frames: int = 7

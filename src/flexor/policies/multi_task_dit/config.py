@@ -21,6 +21,7 @@ class MultiTaskDiTConfig(DenoisingConfig):
     """Defaults are LeRobot's. The settings of diffusion apply with policy.objective=diffusion."""
 
     type: ClassVar[str] = "multi_task_dit"
+    trains_in_bf16: ClassVar[bool] = True
 
     horizon: int = 32
     n_action_steps: int = 24

@@ -26,6 +26,8 @@ def may_change(key: str) -> bool:
 
 
 CHANGEABLE = changeable(TrainConfig)
+# What runs did before these settings existed; today's defaults depend on the GPU.
+EARLIER = {"precision": "no", "channels_last": False}
 
 
 def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
@@ -33,7 +35,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     changes = parse_flags(argv)
     if "output_dir" in changes:
         raise ConfigError(f"A run resumes in its own folder, {folder}: leave output_dir out.")
-    saved = flatten(read_run(folder))
+    saved = {**EARLIER, **flatten(read_run(folder))}
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
     allowed = sorted({*CHANGEABLE} - {"output_dir"})
@@ -52,7 +54,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
 
 def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
     """The settings of a run that has started, when the same command is given again."""
-    saved, now = flatten(read_run(folder)), flatten(wanted.to_dict())
+    saved, now = {**EARLIER, **flatten(read_run(folder))}, flatten(wanted.to_dict())
     default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
     settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
     # a run chooses some settings itself (order, features, global batch): its command does not give them
@@ -89,7 +91,7 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
             "differ). Restore that dataset, or start a new run with --policy.path."
         )
     # settings that did not exist when the run started count as their defaults
-    default = flatten(TrainConfig(policy=type(config.policy)()).to_dict())
+    default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
     differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
     if differing:

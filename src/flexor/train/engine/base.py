@@ -58,6 +58,13 @@ def _own_gpu(processes: Processes) -> int:
     return processes.local_rank
 
 
+def lowest_capability(processes: Processes, device: torch.device) -> tuple[int, int] | None:
+    """CUDA compute capability of the oldest GPU of the run; None if a process has no NVIDIA GPU."""
+    own = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    found = processes.gather(own)
+    return min((each for each in found if each is not None), default=None) if None not in found else None
+
+
 def check_devices(processes: Processes, device: torch.device, backend: str) -> None:
     """Refuse two ranks on one GPU: they would hang, or fail with an obscure error."""
     if device.type != "cuda" or backend == "gloo":

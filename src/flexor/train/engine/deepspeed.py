@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flexor.config.accelerate_flags import deepspeed_settings
 from flexor.core.errors import ConfigError
+from flexor.core.tensors import make_contiguous
 from flexor.policies.base import Policy
 from flexor.train.engine.accelerate import AccelerateEngine
 from flexor.train.engine.base import DTYPES, Engine
@@ -67,6 +68,7 @@ class DeepSpeedEngine(AccelerateEngine):
         return {"deepspeed_plugin": plugin, "mixed_precision": "no", "cpu": False}
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        make_contiguous(policy)
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
         if self.precision != "no":
             cast = torch.autocast(self.device.type, DTYPES[self.precision])

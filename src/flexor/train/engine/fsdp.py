@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from flexor.core.errors import ConfigError
-from flexor.core.tensors import as_part, copy_part, local
+from flexor.core.tensors import as_part, copy_part, local, make_contiguous
 from flexor.policies.base import Policy
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import load_weights
@@ -65,6 +65,7 @@ class ShardedEngine(Engine):
     def build(self, make: Any, weights: Path | str | None) -> Policy:
         with parameters_without_memory():
             policy: Policy = make()
+        make_contiguous(policy)
         self._shard(policy)
         parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
         # parameters have no memory yet; buffers already have their values, and are moved
@@ -115,6 +116,7 @@ class ShardedEngine(Engine):
         source: dict[str, Tensor] = {}
         if self.processes.is_main:
             whole: Policy = make()
+            make_contiguous(whole)
             whole.load_backbone()
             source = whole.state_dict()
         self.processes.barrier()  # downloading may take longer than a collective's timeout
