@@ -164,7 +164,11 @@ def fake_cuda(recorder: OnFakeCuda) -> Iterator[None]:
             (torch.autograd, "_engine_run_backward", run),
             (rehearsal, "_values", lambda shape, dtype, _: torch.empty(shape, dtype=dtype)),
             (rehearsal, "policy_on", policy_on),
-            (rehearsal.WatchedEngine, "captures", False),  # else learning rates are tensors, which a plan leaves out
+            (
+                rehearsal.WatchedEngine,
+                "captures",
+                False,
+            ),  # else learning rates are tensors, which a plan leaves out
             (Tensor, "pin_memory", lambda tensor: tensor),
         ):
             stack.enter_context(mock.patch.object(module, name, instead))
