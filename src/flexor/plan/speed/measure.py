@@ -60,7 +60,7 @@ class Memory:
 
 
 class Measured:
-    """A run on the GPU, to be measured: eager or as a CUDA graph, by its settings. Its memory is freed at the end."""
+    """A run on the GPU, eager or as a CUDA graph, as its settings say. Its memory is freed at the end."""
 
     def __init__(self, config: TrainConfig, batch_size: int, accumulation: int = 1):
         self.device = torch.device("cuda", torch.cuda.current_device())
