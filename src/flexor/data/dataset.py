@@ -126,7 +126,7 @@ class Dataset:
             batch[name] = column[at.get(name, rows)]
         for name, texts in self.strings.items():
             batch[name] = _pick(texts, at.get(name, rows))
-        batch["task"] = [self._task(index) for index in self.columns["task_index"][rows].tolist()]
+        batch["task"] = self._tasks(self.columns["task_index"][rows])
         return batch
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -197,9 +197,10 @@ class Dataset:
         pixels = self.store.get(camera, self.frame_ids(rows.ravel()))
         return np.moveaxis(pixels.reshape(*rows.shape, *pixels.shape[1:]), -1, -3)
 
-    def _task(self, index: float) -> str:
-        """The task of an index in a column, which is an integer in every valid dataset."""
-        return self.tasks[int(index)] if 0 <= index < len(self.tasks) else ""
+    def _tasks(self, column: np.ndarray) -> list[str]:
+        """The tasks of the indices in a column, which are integers in every valid dataset."""
+        tasks, count = self.tasks, len(self.tasks)
+        return [tasks[int(index)] if 0 <= index < count else "" for index in column.tolist()]
 
     def _checked_rows(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, np.int64)

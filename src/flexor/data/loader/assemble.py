@@ -62,7 +62,7 @@ class Batcher:
         """The micro-batches, including images; for a GPU they still have to be transferred."""
         batches = []
         valid = self.valid_steps(step.number)
-        for number, rows in enumerate(np.split(step.rows, self.accumulation)):
+        for number, rows in enumerate(step.rows.reshape(self.accumulation, -1)):
             columns = self.dataset.read(rows, self.deltas, [])
             batch = to_tensors(columns) if self.stream is None else packed(columns)
             if valid is not None:
@@ -96,7 +96,7 @@ class Batcher:
         if self.stager is None:
             return self._fill_on_cpu(step, shots, samples)
         step.pictures[camera], jobs = [], []
-        for part in np.split(samples, self.accumulation):
+        for part in samples.reshape(self.accumulation, -1):
             staged, more = self.stager.stage(shots, part)
             if camera not in self.deltas:
                 staged.index = staged.index[:, 0]

@@ -23,7 +23,7 @@ from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
-from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
+from flexor.data.order.order import Picks, SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
@@ -180,10 +180,15 @@ class Loader(StepPlanner):
         picks = self.order.picks(step * self.global_batch, self.global_batch)
         picks = picks[self.rank * share : (self.rank + 1) * share]
         rows = self.rows[picks.sample]
+        return rows, self._frames(rows), self._units(picks)
+
+    def _units(self, picks: Picks) -> list[tuple | None]:
+        if not self.cameras or (picks.unit < 0).all():
+            return [None] * len(picks)
         keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
-        units = [key if key[-1] >= 0 and self.cameras else None for key in keys]
+        units = [key if key[-1] >= 0 else None for key in keys]
         self._look_up_pools({key[:3] for key in units if key is not None})
-        return rows, self._frames(rows), units
+        return units
 
     def unit(self, key: tuple, step: int) -> Wanted:
         plan = self._pools[key[:3]]

@@ -12,7 +12,7 @@ shuffles slightly less well; shuffle_quality.py measures how much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -72,11 +72,13 @@ class Picks:
         return len(self.sample)
 
     def __getitem__(self, index: slice | np.ndarray) -> Picks:
-        return Picks(*(getattr(self, field.name)[index] for field in fields(self)))
+        return Picks(*(array[index] for array in vars(self).values()))
 
     @staticmethod
     def join(parts: Sequence[Picks]) -> Picks:
-        return Picks(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Picks)))
+        if len(parts) == 1:
+            return parts[0]
+        return Picks(*(np.concatenate(arrays) for arrays in zip(*(vars(part).values() for part in parts))))
 
 
 @dataclass(frozen=True, eq=False)
