@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_ops import (
+from flexor.policies.nn.fused_norm_shapes import (
     ROWS,
     channel_block,
     empty_factors,

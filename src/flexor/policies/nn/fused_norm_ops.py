@@ -6,64 +6,17 @@ A plan runs them on the meta device, on machines that have neither a GPU nor Tri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
-PROGRAMS = 1024  # that a kernel is split into, if the map is large enough
-ROWS = 64  # of a tile
-
-
-class Split(NamedTuple):
-    """How the pixels of an image are divided among programs."""
-
-    parts: int
-    rows: int
-    """Pixels per part; the last one may have fewer."""
-    channels: int
-    """Channels per program."""
-
-
-def split(images: int, channels: int, pixels: int) -> Split:
-    width = channel_block(channels)
-    parts = max(1, PROGRAMS // (images * (channels // width)))
-    rows = ROWS * -(-pixels // (parts * ROWS))
-    return Split(-(-pixels // rows), rows, width)
-
-
-def channel_block(channels: int) -> int:
-    return next(size for size in (64, 32, 16) if channels % size == 0)
-
-
-def shape_of(x: Tensor) -> tuple[int, int, int]:
-    """Images, channels and pixels of a map [N, C, H, W]."""
-    images, channels, height, width = x.shape
-    return images, channels, height * width
-
-
-def empty_sums(x: Tensor) -> Tensor:
-    images, channels, pixels = shape_of(x)
-    return x.new_empty((2, images, split(images, channels, pixels).parts, channels), dtype=torch.float32)
-
-
-def empty_map(like: Tensor, height: int, width: int) -> Tensor:
-    size = (*like.shape[:2], height, width)
-    return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
-
-
-def empty_pooled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """For the largest values of windows of 3 by 3 pixels at every second pixel, and for their places."""
-    y = empty_map(x, *((size - 1) // 2 + 1 for size in x.shape[2:]))
-    return y, torch.empty_like(y, dtype=torch.uint8)
-
-
-def empty_statistics(x: Tensor, groups: int) -> Tensor:
-    return x.new_empty((4, x.shape[0] if groups else 1, x.shape[1]), dtype=torch.float32)
-
-
-def empty_factors(sums: Tensor, groups: int) -> Tensor:
-    return sums.new_empty((5, sums.shape[1] if groups else 1, sums.shape[3]))
+from flexor.policies.nn.fused_norm_shapes import (
+    empty_factors,
+    empty_map,
+    empty_pooled,
+    empty_statistics,
+    empty_sums,
+)
 
 
 def _operator(name: str, schema: str, empty: Callable[..., Any]) -> None:
