@@ -195,7 +195,8 @@ class HostCopy:
             return
         try:
             for name, tensor in new.items():
-                self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+                own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+                self.tensors[name] = own.zero_()  # memory is taken when it is first written
         except RuntimeError as error:  # a limit on pinned memory
             self._refuse(f"{gigabytes(need)} of memory: {str(error).splitlines()[0]}")
 
