@@ -1,6 +1,6 @@
 """Time and peak memory of a training step on this GPU: LeRobot's, and Flexor's eager and as one CUDA graph.
 
-    python benchmarks/step_speed.py [--policies act diffusion vqbet tdmpc] [--output FILE.json]
+    python benchmarks/step_speed.py [--policies act diffusion vqbet tdmpc] [--compile] [--output FILE.json]
 
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
@@ -55,6 +55,7 @@ WAYS = {
     "graph, bf16": [*PLAIN, "--step=graph", "--precision=bf16"],
     "graph, bf16, channels last": ["--step=graph", "--precision=bf16", "--channels_last=true"],
 }
+COMPILED = {"the same, compiled": [*WAYS["graph, bf16, channels last"], "--compile=true"]}
 
 
 def timed(step: Callable[[], Any]) -> dict[str, float]:
@@ -143,6 +144,7 @@ def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--policies", nargs="*", default=["act", "diffusion", "vqbet", "tdmpc"])
+    parser.add_argument("--compile", action="store_true", help="also with compiled blocks: minutes more")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     ways: dict[str, Callable[[Case], dict[str, float]]] = {}
@@ -151,7 +153,8 @@ def main() -> None:
             "LeRobot, float32": lambda case: lerobot(case, False),
             "LeRobot, bf16": lambda case: lerobot(case, True),
         }
-    ways |= {name: lambda case, flags=flags: flexor(case, flags) for name, flags in WAYS.items()}
+    mine = {**WAYS, **(COMPILED if given.compile else {})}
+    ways |= {name: lambda case, flags=flags: flexor(case, flags) for name, flags in mine.items()}
     report: dict[str, Any] = {
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),

@@ -84,7 +84,7 @@ def test_buffers_and_vectors_stay_exact(kind):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--weights_dtype=bf16"], "Set --precision=bf16"),
+        (["--weights_dtype=bf16", "--precision=no"], "Set --precision=bf16"),
         (["--weights_dtype=bf16", "--precision=fp16"], "precision=fp16"),
         ([*LOWER, "--policy.type=tdmpc"], "updates some of its weights itself"),
     ],

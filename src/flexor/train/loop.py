@@ -99,7 +99,8 @@ def _take_part(
     with _watchdog(config, processes) as dog:
         check_devices(processes, device, config.parallel.backend)
         config, begun = _settle_folder(config, resume, processes)
-        config = settle_for_gpu(config, lowest_capability(processes, device))
+        settled = settle_for_gpu(config, lowest_capability(processes, device))
+        config.precision, config.channels_last = settled.precision, settled.channels_last
         assert config.output_dir is not None
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None

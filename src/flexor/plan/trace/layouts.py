@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 def channels_last(x: Tensor) -> bool:
     """Whether torch takes a tensor for a channels-last one."""
     x = as_image(x)
-    return x.dim() == 4 and torch._prims_common.suggest_memory_format(x) == torch.channels_last
+    return x.dim() == 4 and suggest_memory_format(x) == torch.channels_last
 
 
 def as_image(x: Tensor) -> Tensor:
