@@ -101,12 +101,7 @@ def clip_folder() -> Path:
     return folder
 
 
-<<<<<<< HEAD
-# Flags that a case does not name: the defaults. On a new GPU these are a CUDA graph, channels last,
-# and bf16 for policies that train in it.
-=======
 # Flags that a case does not name: the defaults, which mean a CUDA graph, channels last, and bf16 for some policies.
->>>>>>> plan
 FLAGS = "--precision=auto --step=auto --channels_last=null"
 FLOAT32, BF16 = "--precision=no", "--precision=bf16"
 EAGER, NCHW = "--step=eager", "--channels_last=false"
