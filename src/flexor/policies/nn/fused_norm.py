@@ -8,7 +8,6 @@ batch normalisation over several ranks, runs the plain version.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 import flexor.policies.nn.fused_norm_ops  # noqa: F401 (defines the operators)
 from flexor.policies.nn.batchnorm import BatchNorm2d, recomputing
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,14 +66,9 @@ def norm_relu_pool(norm: nn.Module, x: Tensor) -> Tensor:
     return F.max_pool2d(F.relu(norm(x), inplace=True), 3, 2, 1)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _fused(norm: nn.Module, x: Tensor) -> bool:
     """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
-    usable = _has_triton() if x.device.type == "cuda" else x.device.type == "meta"
+    usable = HAS_TRITON if x.device.type == "cuda" else x.device.type == "meta"
     if not usable or x.dtype not in TYPES or x.shape[1] % 16:
         return False
     if not x.is_contiguous(memory_format=torch.channels_last):
