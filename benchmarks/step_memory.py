@@ -1,9 +1,6 @@
 """The planned peak memory of eager steps and of CUDA graphs, against what `step_speed.py` measured. Needs no GPU.
 
-    python benchmarks/step_memory.py benchmarks/results/step_speed_h200_2026-11-17.json
-
-Results from before 2026-11-18 have no entry "workspaces": there, workspaces of cuBLAS that an earlier case had made on
-another stream were still allocated while a case ran, until it captured a graph. They are added to the plan.
+python benchmarks/step_memory.py benchmarks/results/step_speed_h200_2026-11-17.json
 """
 
 import argparse
@@ -19,7 +16,6 @@ from flexor.config.parse import load_config
 from flexor.plan.memory.allocator import replay
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.trace.trace import trace_step
-from flexor.plan.trace.workspaces import cublas_workspace
 
 DEFAULT = Path(__file__).parent / "results" / "step_speed_h200_2026-11-17.json"
 
@@ -38,33 +34,20 @@ class Peak(NamedTuple):
 def peaks(results: Path, only: str = "") -> Iterator[Peak]:
     report = json.loads(results.read_text())
     gpu = load_hardware().find(report["gpu"])
-    for number, measured in enumerate(report["cases"]):
+    for measured in report["cases"]:
         case = next(c for c in CASES if (c.policy, c.batch) == (measured["policy"], measured["batch"]))
         for way in WAYS:
             name = f"{case.policy} {case.batch} {way}"
             if only in name and "peak_mb" in measured["ways"].get(way, {}):
-                pairs = 0 if "workspaces" in report else left_over(number, way)
-                planned = planned_peak(case, way, gpu, 2 * pairs * cublas_workspace(gpu.compute_capability))
-                yield Peak(name, planned / 1e6, measured["ways"][way]["peak_mb"])
+                yield Peak(name, planned_peak(case, way, gpu) / 1e6, measured["ways"][way]["peak_mb"])
 
 
-def left_over(number: int, way: str) -> int:
-    """Pairs of workspaces (of the forward and the backward pass) that earlier cases and ways left on other streams.
-
-    A way that captures clears those of all streams, and leaves those of its graph. LeRobot and eager steps share those
-    of the default stream, which are there before the first way with a graph.
-    """
-    if way.startswith("eager"):
-        return int(number > 0)
-    return int(number > 0) + 1 if way == "graph, float32" else 1
-
-
-def planned_peak(case: Case, way: str, gpu: GPU, left: int) -> int:
-    """Bytes. What is left over is allocated during the eager steps before a graph, and freed when it is captured."""
+def planned_peak(case: Case, way: str, gpu: GPU) -> int:
+    """Bytes. A run with a graph has eager steps before it."""
     config = load_config([f"--policy.type={case.policy}", "--dataset.repo_id=made/up", *WAYS[way]])
     config.policy = case.robot.fill_in(config.policy)
     trace = trace_step(config, case.batch, gpu)
-    eager = replay(trace).allocated + left
+    eager = replay(trace).allocated
     return max(eager, replay(trace, graph=True).allocated) if way.startswith("graph") else eager
 
 

@@ -159,7 +159,6 @@ def main() -> None:
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "workspaces": "cleared",
         "cases": [],
     }
     for case in (case for case in CASES if case.policy in given.policies):
