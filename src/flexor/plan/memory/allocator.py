@@ -278,9 +278,7 @@ class _Player:
 
     def _stream_of(self, event: Event) -> int:
         phase = self.trace.ops[event.op].phase if event.op >= 0 else "build"
-        if phase == "load":
-            return COPYING
-        return COMPUTING if phase == "ema" else self.stream  # the moving average is not part of a graph
+        return COPYING if phase == "load" else self.stream
 
     def _born(self, storage: int, nbytes: int, stream: int) -> None:
         block = self.blocks[storage] = self.memory.malloc(nbytes, stream)

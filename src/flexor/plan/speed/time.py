@@ -224,7 +224,7 @@ def _replaying(
     """Host seconds by phase if a step is replayed: its inputs are copied, and all of its operations are one launch."""
     once = Op("copy_", "memory", "batch")
     calls = trace.accumulation * (len(trace.inputs) + CALLS_PER_PASS) + CALLS_PER_STEP
-    outside = {phase: eager[phase] for phase in ("step", "load", "ema")}
+    outside = {phase: eager[phase] for phase in ("step", "load")}
     return defaultdict(float, **outside, replay=calls * speeds.issue(once, config.policy.type))
 
 
