@@ -32,7 +32,7 @@ def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["act 8", "diffusion 32"])
+@pytest.mark.parametrize("name", ["act 8", "diffusion 32", "tdmpc 256"])
 def test_memory_of_eager_steps_and_graphs_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from step_memory import DEFAULT, peaks

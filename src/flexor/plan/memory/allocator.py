@@ -329,12 +329,22 @@ class _Player:
             self.held["batch"] += 0 if block is None else block.size
         self.stream = IN_GRAPH
         self.memory.private.add(IN_GRAPH)
-        for storage, nbytes in zip(workspaces, sizes):
-            self._born(storage, nbytes, IN_GRAPH)
-        self.play(self.trace.events[step.loaded : self._last_use(step)], step.number, fresh=False)
+        events = self.trace.events[step.loaded : self._last_use(step)]
+        begin = self._backward(events)
+        # cuBLAS has one for each of the two threads, from its first matrix product on
+        for part, own in ((events[:begin], slice(0, 1)), (events[begin:], slice(1, None))):
+            for storage, nbytes in zip(workspaces[own], sizes[own]):
+                self._born(storage, nbytes, IN_GRAPH)
+            self.play(part, step.number, fresh=False)
         self.stream, captured = CAPTURING, list(self.peak.timeline)
         self.load(step)
         self.peak.timeline = captured
+
+    def _backward(self, events: list[Event]) -> int:
+        """Index of the first event of a backward pass."""
+        ops = self.trace.ops
+        found = (n for n, e in enumerate(events) if e.op >= 0 and ops[e.op].phase == "backward")
+        return next(found, len(events))
 
     def _batches(self, step: StepEvents) -> list[int]:
         """Storages of the step's batches: those that remain after loading."""
