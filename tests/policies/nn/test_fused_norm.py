@@ -171,3 +171,20 @@ def test_a_plan_sees_the_shapes_of_the_kernels(name, kind):
         y.sum().backward()
     for parameter in planned.parameters():
         assert parameter.grad is not None and parameter.grad.shape == parameter.shape
+
+
+def test_without_a_compiler_for_the_kernels_one_warning_says_so(log_lines):
+    cpu = torch.device("cpu")  # which Triton does not compile for
+    fused_norm.kernels_compile.cache_clear()
+    assert not fused_norm.kernels_compile(cpu) and not fused_norm.kernels_compile(cpu)
+    assert len([line for line in log_lines if "Triton can't compile Flexor's kernels" in line]) == 1
+
+
+@pytest.mark.gpu
+def test_without_kernels_torchs_are_used(monkeypatch):
+    x = maps((2, 32, 8, 8), torch.float32)
+    norm = made("batch", 32, "cuda")
+    expected = plain(copy.deepcopy(norm), x, None, True)
+    monkeypatch.setattr(fused_norm, "kernels_compile", lambda device: False)
+    used = kernels_used(monkeypatch)
+    assert far(norm_relu(norm, x), expected) < 1e-5 and not used

@@ -8,7 +8,8 @@ batch normalisation over several ranks, runs the plain version.
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flexor.policies.nn.fused_norm_ops  # noqa: F401 (defines the operators)
+from flexor.core.log import log
 from flexor.policies.nn.batchnorm import BatchNorm2d, recomputing
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -66,10 +67,28 @@ def norm_relu_pool(norm: nn.Module, x: Tensor) -> Tensor:
     return F.max_pool2d(F.relu(norm(x), inplace=True), 3, 2, 1)
 
 
+@functools.cache
+def kernels_compile(device: torch.device) -> bool:
+    """Whether Triton can compile for this device: it needs a C compiler on the machine. Warns once if it can't."""
+    ones = torch.ones((1, 16), device=device)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            torch.ops.flexor.norm_apply(ones.view(1, 16, 1, 1), ones, ones, None, True)
+    except Exception as error:  # whatever stops Triton, torch has kernels too
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        log.warning(
+            "Triton can't compile Flexor's kernels for image encoders (%s): PyTorch's are used, which are slower.",
+            reason[0].rstrip("."),
+        )
+        return False
+    return True
+
+
 def _fused(norm: nn.Module, x: Tensor) -> bool:
     """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
-    usable = HAS_TRITON if x.device.type == "cuda" else x.device.type == "meta"
-    if not usable or x.dtype not in TYPES or x.shape[1] % 16:
+    if x.device.type not in ("cuda", "meta") or x.dtype not in TYPES or x.shape[1] % 16:
+        return False
+    if x.is_cuda and not torch.compiler.is_compiling() and not kernels_compile(x.device):
         return False
     if not x.is_contiguous(memory_format=torch.channels_last):
         return False
