@@ -88,12 +88,13 @@ def _fused(norm: nn.Module, x: Tensor) -> bool:
     """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
     if x.device.type not in ("cuda", "meta") or x.dtype not in TYPES or x.shape[1] % 16:
         return False
-    if x.is_cuda and not torch.compiler.is_compiling() and not kernels_compile(x.device):
+    if not x.is_contiguous(memory_format=torch.channels_last) or not _known(norm):
         return False
-    if not x.is_contiguous(memory_format=torch.channels_last):
-        return False
-    if isinstance(norm, FrozenBatchNorm2d):
-        return True
+    return not x.is_cuda or torch.compiler.is_compiling() or kernels_compile(x.device)
+
+
+def _known(norm: nn.Module) -> bool:
+    """Whether there are kernels for this normalisation, as it is used now."""
     if isinstance(norm, BatchNorm2d):
         if not norm.training:
             return not torch.is_grad_enabled()
@@ -101,7 +102,7 @@ def _fused(norm: nn.Module, x: Tensor) -> bool:
     if isinstance(norm, nn.GroupNorm):
         group = norm.num_channels // norm.num_groups
         return norm.affine and group & (group - 1) == 0
-    return False
+    return isinstance(norm, FrozenBatchNorm2d)
 
 
 def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
