@@ -67,7 +67,8 @@ def test_single_has_every_figure(root, tmp_path, capsys):
     assert report["decoded"] >= 2 * FRAMES and report["frames_decoded_per_frame_delivered"] < 1.3
     assert report["bytes_delivered"] > report["frames"] * 32 * 48 * 3 // 2  # planes
     limits = [report[f"{what}_limit_frames_per_s"] for what in ("decode", "memory")]
-    assert report["limit_frames_per_s"] == pytest.approx(min(limits))  # which is decoding's, unless others use the machine
+    # which is decoding's, unless others use the machine
+    assert report["limit_frames_per_s"] == pytest.approx(min(limits))
     assert report["of_limit"] == pytest.approx(report["frames_per_s_node"] / report["limit_frames_per_s"])
 
 
