@@ -40,14 +40,16 @@ class FrozenBatchNorm2d(nn.Module):
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
 
-    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        scale = self.weight * (self.running_var + self.eps).rsqrt()
-        return scale, self.bias - self.running_mean * scale
-
     def forward(self, x: Tensor) -> Tensor:  # [B, C, H, W]
         # in the input's precision: under autocast a float32 scale would widen every feature map
-        scale, shift = (each.to(x.dtype).view(1, -1, 1, 1) for each in self.scale_and_shift())
+        scale, shift = (each.to(x.dtype).view(1, -1, 1, 1) for each in scale_and_shift(self))
         return torch.addcmul(shift, x, scale)
+
+
+def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
+    """Batch normalisation by running statistics is x * scale + shift, per channel."""
+    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+    return scale, norm.bias - norm.running_mean * scale
 
 
 def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
@@ -107,7 +109,8 @@ def _known(norm: nn.Module) -> bool:
 
 def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
     if isinstance(norm, FrozenBatchNorm2d) or (isinstance(norm, BatchNorm2d) and not norm.training):
-        scale, shift = _fixed(norm)
+        with torch.no_grad():
+            scale, shift = (each[None] for each in scale_and_shift(norm))
         return _Affine.apply(x, scale, shift, residual, relu, pool)
     means, variances, groups, momentum = None, None, 0, 0.0
     if isinstance(norm, BatchNorm2d):
@@ -120,12 +123,6 @@ def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool:
     return _Normalise.apply(x, norm.weight, norm.bias, residual, relu, pool, settings)
 
 
-def _fixed(norm: Any) -> tuple[Tensor, Tensor]:
-    with torch.no_grad():
-        scale = norm.weight.float() * (norm.running_var + norm.eps).rsqrt()
-        return scale[None], (norm.bias.float() - norm.running_mean * scale)[None]
-
-
 class _Affine(torch.autograd.Function):
     """relu(x * scale + shift + residual), with scale and shift [1, C] that are not trained."""
 
@@ -133,7 +130,7 @@ class _Affine(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, relu: bool, pool: bool
     ) -> Tensor:
-        ctx.relu, ctx.pool, ctx.size = relu, pool, x.shape[2:]
+        ctx.pool, ctx.size = pool, x.shape[2:]
         if pool:
             y, index = torch.ops.flexor.norm_pool(x, scale, shift)
             ctx.save_for_backward(scale, index)
@@ -206,15 +203,8 @@ class _Normalise(torch.autograd.Function):
         )
         dx = torch.ops.flexor.norm_backward(masked, None, x, *factors, scale if relu else None, shift)
         wanted = ctx.residual and ctx.needs_input_grad[3]
-        return (
-            dx,
-            dweight.sum(0).to(weight.dtype),
-            dbias.sum(0).to(weight.dtype),
-            masked if wanted else None,
-            None,
-            None,
-            None,
-        )
+        trained = _total(dweight, weight), _total(dbias, weight)
+        return dx, *trained, masked if wanted else None, None, None, None
 
 
 def _pool_backward(
