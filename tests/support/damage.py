@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from flexor.data.video.decode import index_video
 from support.written import TOP
 
 DATA = "data/chunk-000/file-000.parquet"
@@ -75,3 +76,12 @@ def patched(path: Path, target: Path, box: bytes, offset: int, value: bytes) -> 
     data[at : at + len(value)] = value
     target.write_bytes(data)
     return target
+
+
+def overwrite_packets(video: Path, packets: range) -> None:
+    """Replace packets of a video by noise: their frames do not decode."""
+    index, data = index_video(video), bytearray(video.read_bytes())
+    for packet in packets:
+        at, size = int(index.packets.offset[packet]), int(index.packets.size[packet])
+        data[at : at + size] = b"\xff" * size
+    video.write_bytes(bytes(data))

@@ -20,6 +20,7 @@ from flexor.data.order.decode_units import Units
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from flexor.data.video.decode import index_video
 from support import runs, selection
+from support.damage import overwrite_packets
 from support.limits import LIMIT_S
 from support.samples import LENGTHS, write_sample
 
@@ -226,11 +227,7 @@ def broken(root, tmp_path):
     """The second group of pictures of the first video is noise from its second packet on."""
     copy = shutil.copytree(root, tmp_path / "broken")
     video = sorted(copy.glob(f"videos/{TOP}/**/*.mp4"))[0]
-    index, data = index_video(video), bytearray(video.read_bytes())
-    for packet in range(5, 8):
-        at, size = int(index.packets.offset[packet]), int(index.packets.size[packet])
-        data[at : at + size] = b"\xff" * size
-    video.write_bytes(bytes(data))
+    overwrite_packets(video, range(5, 8))
     return copy
 
 

@@ -17,8 +17,8 @@ from flexor.data.loader.step import Piece, Step
 from flexor.data.loader.step_frames import FrameFinder
 from flexor.data.loader.to_gpu import Stager
 from flexor.data.settings import CacheConfig, DatasetConfig
-from flexor.data.video.decode import index_video
 from flexor.data.video.planes import rgb_on_device
+from support.damage import overwrite_packets
 from support.samples import write_sample
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -113,11 +113,7 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
     """Nothing is cached, although the step waited for it: its frames are decoded now, and one of them is bad."""
     copy = shutil.copytree(root, tmp_path / "broken")
     video = sorted(copy.glob(f"videos/{TOP}/**/*.mp4"))[0]
-    index, data = index_video(video), bytearray(video.read_bytes())
-    for packet in range(5, 8):
-        at, size = int(index.packets.offset[packet]), int(index.packets.size[packet])
-        data[at : at + size] = b"\xff" * size
-    video.write_bytes(bytes(data))
+    overwrite_packets(video, range(5, 8))
 
     store, counters = open_dataset(root=copy).store, Counter()
     step = Step(0, np.arange(3), {TOP: np.array([[0], [6], [30]])}, [None] * 3, waits=[Piece({}, {}, 0)])
