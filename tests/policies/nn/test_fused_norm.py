@@ -122,6 +122,23 @@ def test_pooling_is_the_same_as_torchs(kind, shape, dtype, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", NORMS)
+def test_compiled_it_is_the_same(kind):
+    torch.manual_seed(0)
+    norm = made(kind, 32, "cuda")
+    compiled = copy.deepcopy(norm)
+    x = maps((2, 32, 12, 10), torch.float32)
+    same = x.detach().clone().requires_grad_()
+    norm_relu_pool(norm, norm_relu(norm, x)).sum().backward()
+    torch.compile(lambda x: norm_relu_pool(compiled, norm_relu(compiled, x)))(same).sum().backward()
+    assert far(same.grad, x.grad) < 1e-5
+    if kind != "frozen":
+        assert far(compiled.weight.grad, norm.weight.grad) < 1e-5
+    if kind == "batch":
+        assert far(compiled.running_var, norm.running_var) < 1e-5
+
+
+@pytest.mark.gpu
 def test_values_far_from_zero_lose_no_variance():
     torch.manual_seed(0)
     norm = made("batch", 32, "cuda")

@@ -112,15 +112,14 @@ def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool:
         with torch.no_grad():
             scale, shift = (each[None] for each in scale_and_shift(norm))
         return _Affine.apply(x, scale, shift, residual, relu, pool)
-    means, variances, groups, momentum = None, None, 0, 0.0
-    if isinstance(norm, BatchNorm2d):
-        if not recomputing():
-            means, variances, momentum = norm.running_mean, norm.running_var, norm.momentum
-            norm.num_batches_tracked.add_(1)
-    else:
+    groups: int = 0
+    running: tuple[Any, ...] = ()
+    if isinstance(norm, nn.GroupNorm):
         groups = norm.num_groups
-    settings = (groups, norm.eps, means, variances, momentum)
-    return _Normalise.apply(x, norm.weight, norm.bias, residual, relu, pool, settings)
+    elif not recomputing():
+        running = norm.running_mean, norm.running_var, norm.momentum
+        norm.num_batches_tracked.add_(1)
+    return _Normalise.apply(x, norm.weight, norm.bias, residual, relu, pool, groups, norm.eps, *running)
 
 
 class _Affine(torch.autograd.Function):
@@ -169,11 +168,16 @@ class _Normalise(torch.autograd.Function):
         residual: Tensor | None,
         relu: bool,
         pool: bool,
-        settings: tuple[Any, ...],
+        groups: int,  # 0: over the batch
+        eps: float,
+        *running: Any,  # running_mean, running_var and momentum, if they are kept
     ) -> Tensor:
-        groups, *rest = settings
         ctx.relu, ctx.pool, ctx.groups, ctx.residual = relu, pool, groups, residual is not None
-        mean, rstd, scale, shift = torch.ops.flexor.norm_statistics(x, weight, bias, groups, *rest)
+        if running:
+            statistics = torch.ops.flexor.norm_running_statistics(x, weight, bias, eps, *running)
+        else:
+            statistics = torch.ops.flexor.norm_statistics(x, weight, bias, groups, eps)
+        mean, rstd, scale, shift = statistics
         if pool:
             y, index = torch.ops.flexor.norm_pool(x, scale, shift)
             ctx.save_for_backward(x, weight, mean, rstd, index)
@@ -189,7 +193,7 @@ class _Normalise(torch.autograd.Function):
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         if ctx.pool:
             dx, dweight, dbias = _pool_backward(gradient, ctx.groups, *ctx.saved_tensors)
-            return dx, dweight, dbias, None, None, None, None
+            return dx, dweight, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
         x, weight, mean, rstd, scale, shift, y = ctx.saved_tensors
         masked = gradient
         relu = ctx.relu
@@ -204,7 +208,7 @@ class _Normalise(torch.autograd.Function):
         dx = torch.ops.flexor.norm_backward(masked, None, x, *factors, scale if relu else None, shift)
         wanted = ctx.residual and ctx.needs_input_grad[3]
         trained = _total(dweight, weight), _total(dbias, weight)
-        return dx, *trained, masked if wanted else None, None, None, None
+        return dx, *trained, masked if wanted else None, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
 def _pool_backward(

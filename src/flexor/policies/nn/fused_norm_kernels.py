@@ -133,9 +133,9 @@ def norm_statistics(
     bias: Tensor,
     groups: int,
     eps: float,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    momentum: float = 0.0,
 ) -> Tensor:
     """Mean, 1/std, scale and shift: [4, S, C]. `groups`: per image and group of channels; 0: over the batch."""
     images, channels, pixels = shape_of(x)
@@ -170,6 +170,19 @@ def norm_statistics(
         block,
     )
     return out
+
+
+def norm_running_statistics(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+) -> Tensor:
+    """The same over the batch; also moves the running statistics."""
+    return norm_statistics(x, weight, bias, 0, eps, running_mean, running_var, momentum)
 
 
 # Forward.

@@ -36,9 +36,14 @@ def _operator(name: str, schema: str, empty: Callable[..., Any]) -> None:
 
 _operator(
     "norm_statistics",
-    "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, Tensor(a!)? running_mean, "
-    "Tensor(b!)? running_var, float momentum) -> Tensor",
-    lambda x, weight, bias, groups, *_: empty_statistics(x, groups),
+    "(Tensor x, Tensor weight, Tensor bias, int groups, float eps) -> Tensor",
+    lambda x, weight, bias, groups, eps: empty_statistics(x, groups),
+)
+_operator(  # an operator of its own: torch.compile fails on one that may change arguments and is given None for them
+    "norm_running_statistics",
+    "(Tensor x, Tensor weight, Tensor bias, float eps, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "float momentum) -> Tensor",
+    lambda x, *_: empty_statistics(x, 0),
 )
 _operator(
     "norm_apply",
