@@ -98,24 +98,31 @@ class Noise:
 
 
 class NoiseKeys:
-    """The keys of a step's noise in the memory of a GPU: what a CUDA graph reads instead of the numbers themselves.
+    """The keys of noise in the memory of a GPU: what a CUDA graph reads instead of the numbers themselves.
 
     Which names a policy draws by is found out while the graph is captured; `write` then sets their keys for a step.
+    `rows`: the samples have a step each, not one for all.
     """
 
-    MOST = 256  # names
+    MOST = 4096  # names
 
-    def __init__(self, device: torch.device):
-        self.names: list[str] = []
-        self.values = torch.zeros(self.MOST, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, rows: int | None = None):
+        self.places: dict[str, int] = {}
+        self.values = torch.zeros(
+            self.MOST, *([] if rows is None else [rows]), dtype=torch.int64, device=device
+        )
 
     def of(self, name: str) -> Tensor:
-        if name not in self.names:
-            self.names.append(name)
-        return self.values[self.names.index(name)]
+        place = self.places.setdefault(name, len(self.places))
+        if place >= self.MOST:
+            raise RuntimeError(f"noise is drawn under more than {self.MOST} names")
+        return self.values[place]
 
-    def write(self, seed: int, step: int) -> None:
-        keys = torch.tensor([_signed(key_of(seed, step, name)) for name in self.names], dtype=torch.int64)
+    def write(self, seed: int, step: int | Sequence[int]) -> None:
+        steps = [step] if isinstance(step, int) else list(step)
+        by_step = {step: [_signed(key_of(seed, step, name)) for name in self.places] for step in {*steps}}
+        keys = torch.tensor([by_step[step] for step in steps], dtype=torch.int64).mT  # [names, rows]
+        keys = keys.reshape(len(self.places), *self.values.shape[1:])
         if keys.numel():
             pinned = keys.pin_memory() if self.values.is_cuda else keys
             self.values[: len(keys)].copy_(pinned, non_blocking=True)

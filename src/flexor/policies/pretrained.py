@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from flexor.policies import policy_class
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
+from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
@@ -86,7 +88,12 @@ class Pretrained:
     @torch.inference_mode()
     def predict(self, batch: Batch, noise: Noise) -> Tensor:
         """The policy's prediction, normalised."""
-        return self.policy.predict(batch, noise)
+        on_gpu = noise.sample_ids.is_cuda
+        return self.graphs(batch, noise) if on_gpu else self.policy.predict(batch, noise)
+
+    @functools.cached_property
+    def graphs(self) -> PredictGraphs:
+        return PredictGraphs(self.policy)
 
 
 def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:

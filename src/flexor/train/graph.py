@@ -9,11 +9,9 @@ phase of training, other frozen parameters) gets a graph of its own; if there ar
 
 from __future__ import annotations
 
-import traceback
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor
 from flexor.config.optimizer import resolve_optimizer
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.cuda_graphs import why_not_captured
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
@@ -165,8 +164,7 @@ class GraphStep:
             self.captured[kind] = self._capture(batches[0], len(batches))
         except RuntimeError as error:
             self.gave_up = True
-            cause = _first(error)
-            message = f"the step can't be captured in a CUDA graph: {_said(cause)}{_line(cause)}"
+            message = f"the step can't be captured in a CUDA graph: {why_not_captured(error, __file__)}"
             if state.config.step == "graph":
                 raise NoGraph(message) from error
             log.warning("%s. It runs operation by operation instead.", message)
@@ -237,25 +235,3 @@ def _copy(batch: Batch, into: Batch) -> None:
             target.fill_(batch[name])
         else:
             target.copy_(batch[name], non_blocking=True)
-
-
-def _first(error: BaseException) -> BaseException:
-    """Ending a capture that went wrong fails too, and says less."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
-
-
-def _said(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
-
-
-def _line(error: BaseException) -> str:
-    """The line of the policy that could not be captured: the last that is not torch's or the trainer's."""
-    inside = Path(torch.__file__).parent
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if inside not in Path(frame.filename).parents and Path(frame.filename) != Path(__file__)
-    ]
-    return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -1,0 +1,124 @@
+"""A prediction as one CUDA graph: the host launches all its kernels at once instead of one by one.
+
+A diffusion policy runs its network up to 100 times for one chunk of actions, and a small network's kernels take the GPU
+less time than the host needs to launch them. The first prediction of a kind runs eagerly, the second is captured, later
+ones are replayed. A graph runs the kernels of the eager prediction, so it computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.core.batch import MEMORY, Batch
+from flexor.core.cuda_graphs import why_not_captured
+from flexor.core.log import log
+from flexor.core.rng import GraphNoise, Noise, NoiseKeys
+from flexor.policies.base import Policy
+
+MOST_KINDS = 8  # graphs that are kept; each keeps its memory
+
+
+@dataclass
+class _CapturedPrediction:
+    """The graph, and the memory that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    keys: NoiseKeys
+    sample_ids: Tensor
+    actions: Tensor
+    memory: dict[str, Tensor]  # what the policy writes to its memory
+
+
+class PredictGraphs:
+    """`policy.predict` on an NVIDIA GPU, as a graph where that works. Call it in inference mode."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.captured: dict[Hashable, _CapturedPrediction] = {}
+        self.seen: set[Hashable] = set()
+        self.gave_up = False
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self, batch: Batch, noise: Noise) -> Tensor:
+        if self.gave_up:
+            return self.policy.predict(batch, noise)
+        inputs = _tensors(batch)
+        kind = self._kind(inputs, noise)
+        if kind not in self.captured and kind in self.seen and len(self.captured) < MOST_KINDS:
+            self._try_to_capture(kind, inputs, noise)
+        if kind in self.captured:
+            return _replay(self.captured[kind], inputs, noise, batch.get(MEMORY))
+        self.seen.add(kind)
+        # on the stream that will capture: there libraries set up what a capture then finds
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            actions = self.policy.predict(batch, noise)
+        current.wait_stream(self.stream)
+        return actions
+
+    def _kind(self, inputs: dict[str, Tensor], noise: Noise) -> Hashable:
+        """What predictions have in common that can share a graph."""
+        shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
+        weights = tuple(tensor.data_ptr() for tensor in (*self.policy.parameters(), *self.policy.buffers()))
+        rounding = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        lower = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        return shapes, isinstance(noise.step, int), weights, rounding, lower
+
+    def _try_to_capture(self, kind: Hashable, inputs: dict[str, Tensor], noise: Noise) -> None:
+        try:
+            self.captured[kind] = self._capture(inputs, noise)
+        except Exception as error:  # whatever the policy does that can't be captured, it can do eagerly
+            self.gave_up = True
+            log.info(
+                "Predictions can't be captured in a CUDA graph: %s. They run operation by operation, which is slower.",
+                why_not_captured(error, __file__),
+            )
+
+    def _capture(self, like: dict[str, Tensor], noise: Noise) -> _CapturedPrediction:
+        """Nothing is computed here."""
+        device = noise.sample_ids.device
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # the graph gets its own
+        inputs = {name: torch.empty_like(value) for name, value in like.items()}
+        ids = torch.empty_like(noise.sample_ids)
+        keys = NoiseKeys(device, None if isinstance(noise.step, int) else len(ids))
+        batch, graph = _as_batch(inputs), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            actions = self.policy.predict(batch, GraphNoise(keys, ids))
+        return _CapturedPrediction(graph, inputs, keys, ids, actions, dict(batch[MEMORY]))
+
+
+def _tensors(batch: Batch) -> dict[str, Tensor]:
+    """What a graph reads: everything else, such as the words of a task, is not for a GPU."""
+    memory: dict[str, Any] = {f"{MEMORY}/{name}": value for name, value in batch.get(MEMORY, {}).items()}
+    return {name: value for name, value in {**batch, **memory}.items() if isinstance(value, Tensor)}
+
+
+def _as_batch(tensors: dict[str, Tensor]) -> Batch:
+    """The reverse."""
+    inner = f"{MEMORY}/"
+    batch: Batch = {name: value for name, value in tensors.items() if not name.startswith(inner)}
+    batch[MEMORY] = {
+        name.removeprefix(inner): value for name, value in tensors.items() if name.startswith(inner)
+    }
+    return batch
+
+
+def _replay(
+    found: _CapturedPrediction, inputs: dict[str, Tensor], noise: Noise, memory: Batch | None
+) -> Tensor:
+    for name, target in found.inputs.items():
+        target.copy_(inputs[name], non_blocking=True)
+    found.sample_ids.copy_(noise.sample_ids, non_blocking=True)
+    found.keys.write(noise.seed, noise.step)
+    found.graph.replay()
+    if memory is not None:
+        memory.update({name: value.clone() for name, value in found.memory.items()})
+    return found.actions.clone()
