@@ -1,35 +1,39 @@
-"""`flexor bench`: how fast batches are loaded, how fast a step is, and how fast the hardware could be."""
+"""`flexor bench`: how fast batches are loaded, a step is, a policy predicts, and how fast the hardware could be."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexor.cli.flags import described_run, names_dataset, robot_flags
 from flexor.core.console import print_result
+from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
 if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
+    from flexor.policies.pretrained import Pretrained
 
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
         prog="flexor bench",
-        description="Measure a part of training by itself, and compare it with the limits of the hardware.",
+        description="Measure a part of training or the prediction of actions by itself.",
         allow_abbrev=False,
     )
-    measures = flags.add_subparsers(dest="what", required=True, metavar="data|step")
+    measures = flags.add_subparsers(dest="what", required=True, metavar="data|step|policy")
     _add_data(measures)
     _add_step(measures)
+    _add_policy(measures)
     return flags
 
 
 def run(arguments: list[str]) -> int:
     parsed, settings = parser().parse_known_args(arguments)
     own = vars(parsed)
-    return {"data": _data, "step": _step}[own.pop("what")](parsed, settings)
+    return {"data": _data, "step": _step, "policy": _policy}[own.pop("what")](parsed, settings)
 
 
 def _add_data(measures: Any) -> None:
@@ -132,3 +136,65 @@ def _config_of_step(parsed: argparse.Namespace, settings: list[str]) -> TrainCon
     from flexor.plan.data.from_dataset import open_for_plan
 
     return open_for_plan(load_config(settings))[0]
+
+
+def _add_policy(measures: Any) -> None:
+    parser = measures.add_parser(
+        "policy",
+        help="how long a policy takes to predict a chunk of actions",
+        description="Measure how long a policy takes from observations to a chunk of actions, both in host memory, "
+        "with its processing: eagerly, and on an NVIDIA GPU as one CUDA graph. Give a checkpoint; or --policy.type and "
+        "other settings of `flexor train`, for a policy with random weights and the robot described with the flags "
+        "below.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="robots that are predicted for at once (default 1 8)",
+    )
+    parser.add_argument(
+        "--calls", type=int, metavar="N", help="predictions to measure (default 30, on a CPU 3)"
+    )
+    robot_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _policy(parsed: argparse.Namespace, settings: list[str]) -> int:
+    from flexor.bench.policy import BATCHES, bench_policy, render_policy
+
+    report = bench_policy(_policies(parsed, settings), parsed.batches or BATCHES, parsed.calls)
+    print_result(report, parsed.json, render_policy(report))
+    return 0
+
+
+def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretrained]:
+    """That of a checkpoint, or an untrained one for each number of cameras up to that of the robot described."""
+    from flexor.bench.policy import trained, untrained
+    from flexor.plan.data.imagined_robot import parse_cameras
+
+    if parsed.checkpoint is not None:
+        yield trained(parsed.checkpoint, _device(settings))
+        return
+    count, height, width = parse_cameras(parsed.cameras or "2x480x640")
+    for cameras in range(min(1, count), count + 1):
+        parsed.cameras = f"{cameras}x{height}x{width}"
+        yield untrained(described_run(parsed, settings)[0].policy)
+
+
+def _device(settings: list[str]) -> str | None:
+    """The only setting that a checkpoint leaves open."""
+    from flexor.config.parse import parse_flags
+
+    given = dict(parse_flags(settings))
+    device = given.pop("policy.device", None)
+    if given:
+        raise ConfigError(
+            f"--{min(given)}: a checkpoint has its own settings. Only --policy.device can be given with it."
+        )
+    return device

@@ -205,14 +205,19 @@ def _without_memory(config: TrainConfig) -> Policy:
 
 def rehearsed_processing(policy: PolicyConfig, device: torch.device = META) -> Pipeline:
     """The policy's own processing, without files; its statistics do not change values."""
+    return rehearsed_pipelines(policy, device)[0]
+
+
+def rehearsed_pipelines(policy: PolicyConfig, device: torch.device) -> tuple[Pipeline, Pipeline]:
+    """The same before and after the policy."""
     features = {**policy.input_features, **policy.output_features}
     shapes = {n: (f.shape[0], 1, 1) if f.type is Kind.VISUAL else f.shape for n, f in features.items()}
     stats = {
         name: {key: np.full(shape, value, np.float32) for key, value in STATISTICS.items()}
         for name, shape in shapes.items()
     }
-    before, _ = policy.pipelines(stats, str(device))
-    return replace(before, rehearsal=True)
+    before, after = policy.pipelines(stats, str(device))
+    return replace(before, rehearsal=True), after
 
 
 def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
