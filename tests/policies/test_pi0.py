@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from flexor.policies.nn.gemma import GemmaDecoder
 from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
 from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
-from flexor.policies.pretrained import load_weights, read_config, save_pretrained
+from flexor.policies.pretrained import load_pretrained, load_weights, read_config, save_pretrained
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from support import runs, small_pi
 from support.tokenizers import make_tokenizer
@@ -174,6 +175,24 @@ def test_other_cameras_and_sizes_are_told_in_a_line_each(caplog):
     assert "it sees observation.images.wrist, observation.images.top" in said[0]
     assert "observation.state has 32 values in the policy's weights and 6 in the dataset" in said[1]
     assert "action has 32 values in the policy's weights and 7 in the dataset" in said[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_base_is_fine_tuned_for_another_robot(kind, dataset, tmp_path, capsys):
+    """And its checkpoint acts."""
+    base = make_policy(kind, cameras=("observation.images.base", WRIST), state=32, action=32)
+    before, after = base.config.pipelines({}, "cpu")
+    save_pretrained(tmp_path / "base", base.config, base.state_dict(), before, after)
+    flags = [f"--policy.path={tmp_path / 'base'}", "--policy.device=cpu"]
+    flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path / 'tokenizer')}")
+    run = runs.train(dataset, tmp_path / "run", flags, "--steps=1", "--optimizer.lr=0")
+    assert "from now on it sees" in capsys.readouterr().err
+    tuned = load_pretrained(str(run))
+    mine, theirs = base.state_dict(), tuned.policy.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    config = tuned.policy.config
+    seen = {name: np.zeros((1, *feature.shape), np.float32) for name, feature in config.observed.items()}
+    assert tuned.chunk(seen, ["pick up the cube"]).shape == (1, 6, config.action.shape[0])
 
 
 def test_cameras_that_are_there_are_kept(caplog):
