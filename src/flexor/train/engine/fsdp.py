@@ -97,8 +97,8 @@ class ShardedEngine(Engine):
             )
         if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
             raise ConfigError(
-                f"weights_dtype=bf16: parallel.strategy={self.strategy} can't shard trained weights of several "
-                "dtypes. Train adapters (--lora.r=16), use ddp, or leave weights_dtype out."
+                f"weights_dtype=bf16 or policy.dtype=bfloat16: parallel.strategy={self.strategy} can't shard trained "
+                "weights of several dtypes. Train adapters (--lora.r=16), use ddp, or leave that setting out."
             )
         for unit in policy.shard_units():
             fully_shard(unit, **settings)
