@@ -16,6 +16,7 @@ POLICIES = {
     "vqbet": "flexor.policies.vqbet.policy:VQBeT",
     "tdmpc": "flexor.policies.tdmpc.policy:TDMPC",
     "multi_task_dit": "flexor.policies.multi_task_dit.policy:MultiTaskDiT",
+    "smolvla": "flexor.policies.smolvla.policy:SmolVLA",
 }
 
 

@@ -43,6 +43,9 @@ class PolicyConfig:
     trains_in_bf16: ClassVar[bool] = False
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
+    takes_any_features: ClassVar[bool] = False
+    """Whether the network takes any cameras, and states and actions of any size up to a limit. Then a trained policy
+    is fitted to the features of another dataset, instead of requiring those it was trained on."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""

@@ -43,10 +43,9 @@ class NoiseFlow:
 
     def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
         """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
-        x = noise.normal("x", shape).to(like)
+        x, pace = noise.normal("x", shape).to(like), 1 / self.steps
         for step in range(self.steps):
-            time = x.new_full((len(x),), 1 - step / self.steps)
-            x = x - network(x, time) / self.steps
+            x = x - pace * network(x, x.new_full((len(x),), 1 - step * pace))
         return x
 
 

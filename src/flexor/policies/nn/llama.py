@@ -32,6 +32,11 @@ class LlamaSize:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
 
+    @property
+    def shared(self) -> int:
+        """Query heads that share keys and values."""
+        return self.heads // self.kv_heads
+
     def scaled(self, factor: float) -> LlamaSize:
         """The same heads in a narrower or wider Llama, whose feed-forward layers have Llama's usual width."""
         width = int(self.width * factor)
@@ -65,7 +70,7 @@ def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rota
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Channels i and i + half of x [B, S, heads, head_width] are a point in a plane, rotated by its position's angle."""
+    """Channels i and i + half of x [B, S, heads, head_width] are a point in a plane, rotated by the position's angle."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * by.cos - second * by.sin, second * by.cos + first * by.sin), -1).to(x.dtype)
 
@@ -97,15 +102,14 @@ class LlamaAttention(nn.Module):
         return x.unflatten(-1, (-1, self.size.head_width))
 
     def forward(self, queries: Tensor, to: KeysValues, attend: Tensor) -> Tensor:
-        """queries [B, Q, heads, head_width], attend [B or 1, 1, 1 or Q, K] (False hides a key) -> [B, Q, width].
+        """queries [B, Q, heads, head_width] -> [B, Q, width]. `attend` [B, 1, 1 or `shared` * Q, K] is False for hidden
+        keys.
 
-        The queries that share keys and values are stacked as more rows of one head, instead of copying keys and values
-        for each of them.
+        Query heads that share keys and values become more rows of one head, instead of copying keys and values for each
+        of them. So a mask whose rows differ is repeated, once for all layers.
         """
-        kv_heads, shared = self.size.kv_heads, self.size.heads // self.size.kv_heads
-        stacked = queries.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        if attend.shape[2] > 1 and shared > 1:
-            attend = attend.repeat(1, 1, shared, 1)
+        shared = self.size.shared
+        stacked = queries.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         keys, values = to.keys.transpose(1, 2), to.values.transpose(1, 2)
         out = F.scaled_dot_product_attention(
             stacked.to(values.dtype), keys.to(values.dtype), values, attn_mask=attend
@@ -142,7 +146,7 @@ class LlamaLayer(nn.Module):
         before: KeysValues | None = None,
         only_keys: bool = False,
     ) -> tuple[Tensor, KeysValues]:
-        """x [B, S, width], attend [B, 1, 1 or S, before + S] -> the same shape, and the keys and values of x.
+        """x [B, S, width] -> the same shape, and the keys and values of x. `attend` is as for `LlamaAttention`.
 
         `only_keys`: nobody reads the output, so it is not computed.
         """
