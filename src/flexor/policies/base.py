@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -43,9 +43,6 @@ class PolicyConfig:
     trains_in_bf16: ClassVar[bool] = False
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
-    takes_any_features: ClassVar[bool] = False
-    """Whether the network takes any cameras, and states and actions of any size up to a limit. Then a trained policy
-    is fitted to the features of another dataset, instead of requiring those it was trained on."""
 
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""
@@ -68,6 +65,14 @@ class PolicyConfig:
             if value is not None and not low <= value <= high:
                 wanted = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
                 raise ConfigError(f"policy.{name}={value} must be {wanted}.")
+
+    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
+        """These settings with a dataset's features, unless they have features already."""
+        return replace(
+            self,
+            input_features=self.input_features or inputs,
+            output_features=self.output_features or outputs,
+        )
 
     def without_hub(self, folder: Path) -> Self:
         """These settings for a plan without network access: `folder` replaces the models of the Hub."""

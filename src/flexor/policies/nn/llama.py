@@ -70,7 +70,7 @@ def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rota
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Channels i and i + half of x [B, S, heads, head_width] are a point in a plane, rotated by the position's angle."""
+    """Channels i and i + half of x [B, S, heads, width] are points in a plane, rotated by the position's angle."""
     first, second = x.float().chunk(2, -1)
     return torch.cat((first * by.cos - second * by.sin, second * by.cos + first * by.sin), -1).to(x.dtype)
 

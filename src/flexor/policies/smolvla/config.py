@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from flexor.core.batch import STATE
+from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError
+from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
-from flexor.policies.features import Kind, Normalization
+from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLine
 from flexor.policies.processing.tokenize import Tokenize
@@ -21,7 +23,6 @@ class SmolVLAConfig(PolicyConfig):
 
     type: ClassVar[str] = "smolvla"
     trains_in_bf16: ClassVar[bool] = True
-    takes_any_features: ClassVar[bool] = True
 
     chunk_size: int = 50
     """Number of actions predicted at once."""
@@ -85,7 +86,8 @@ class SmolVLAConfig(PolicyConfig):
     prefix_length: int = -1
     """Pad images, task and state to this number of tokens; -1 does not."""
     pad_language_to: Literal["longest", "max_length"] = "longest"
-    """Pad tasks to the longest of the batch, or to policy.tokenizer_max_length."""
+    """How tasks are padded when the policy acts: to the longest of the batch, or to policy.tokenizer_max_length. In
+    training it is always the latter, so that all steps have the same shapes."""
     num_expert_layers: int = -1
     """Layers of the expert, a divisor of the language model's; -1 for as many as the language model has."""
     num_vlm_layers: int = 16
@@ -132,7 +134,7 @@ class SmolVLAConfig(PolicyConfig):
                 f"SmolVLA requires {STATE} and a camera (observation.images...); the dataset has "
                 f"{', '.join(self.input_features)}."
             )
-        sizes = {"max_state_dim": self.state, "max_action_dim": self.output_features.get("action")}
+        sizes = {"max_state_dim": self.state, "max_action_dim": self.output_features.get(ACTION)}
         for name, feature in sizes.items():
             if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > getattr(self, name)):
                 raise ConfigError(
@@ -141,11 +143,50 @@ class SmolVLAConfig(PolicyConfig):
                     f"--policy.{name}={max(feature.shape)}."
                 )
 
+    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
+        """With a dataset's features, even if others were trained on: cameras are read one by one, and states and actions
+        are padded."""
+        images = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
+        if self.images and self.images.keys() <= images.keys():
+            others = {name: feature for name, feature in inputs.items() if name not in images}
+            inputs = {**others, **{name: images[name] for name in self.images}}
+        changed = replace(self, input_features=inputs, output_features=outputs)
+        if self.input_features:
+            self._say_what_changed(changed)
+        return changed
+
+    def _say_what_changed(self, changed: Self) -> None:
+        for name in (STATE, ACTION):
+            before, now = (
+                {**config.input_features, **config.output_features}.get(name) for config in (self, changed)
+            )
+            if before and now and before.shape != now.shape:
+                log.info(
+                    "%s has %d values in the dataset and %d in the policy: both are padded to the same size",
+                    *(name, now.shape[0], before.shape[0]),
+                )
+        for camera, trained in zip_longest(changed.images, self.images):
+            if camera is None:
+                log.info("the dataset has no camera in the place of the policy's %s: it sees fewer", trained)
+            elif trained is None:
+                log.info("%s is a camera more than the policy had", camera)
+            elif camera != trained:
+                log.info("%s takes the place of the policy's camera %s", camera, trained)
+
+    @property
+    def images(self) -> dict[str, PolicyFeature]:
+        """The cameras that there are."""
+        return {name: feature for name, feature in super().images.items() if name not in self._empty}
+
+    @property
+    def _empty(self) -> list[str]:
+        """Cameras that no dataset has: LeRobot adds them to the inputs."""
+        return [f"observation.images.empty_camera_{number}" for number in range(self.empty_cameras)]
+
     @property
     def cameras(self) -> list[str]:
-        """All cameras, with those that no dataset has: LeRobot adds them to the inputs."""
-        extra = [f"observation.images.empty_camera_{number}" for number in range(self.empty_cameras)]
-        return list(dict.fromkeys([*self.images, *extra]))
+        """All cameras, those that no dataset has at the end."""
+        return [*self.images, *self._empty]
 
     @property
     def action_deltas(self) -> list[int]:

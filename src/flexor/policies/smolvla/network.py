@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
-from flexor.policies.nn.flow_matching import embed_time
+from flexor.policies.nn.flow import time_embedding
 from flexor.policies.nn.llama import KeysValues, LlamaSize, rotation
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.expert import ActionExpert, Chunk, layers_apart, place_chunk
@@ -102,7 +102,7 @@ class SmolVLANetwork(nn.Module):
     def velocity(self, x: Tensor, time: Tensor, context: Context) -> Tensor:
         """A noisy chunk [B, H, A] and its time [B] -> noise minus actions [B, H, A]."""
         actions = self.action_in_proj(x)
-        embedded = embed_time(time, actions.shape[-1], self.config.min_period, self.config.max_period)
+        embedded = time_embedding(time, actions.shape[-1], self.config.min_period, self.config.max_period)
         times = embedded.to(actions.dtype)[:, None].expand_as(actions)
         hidden = F.silu(self.action_time_mlp_in(torch.cat((actions, times), -1)))
         tokens = self.action_time_mlp_out(hidden)

@@ -19,7 +19,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
-from flexor.policies.nn.flow_matching import NoiseFlow
+from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
@@ -34,7 +34,7 @@ class SmolVLA(Policy):
     def __init__(self, config: SmolVLAConfig):
         super().__init__(config)
         self.model = SmolVLANetwork(config)
-        self.flow = NoiseFlow(config.num_steps)
+        self.flow = FlowToNoise(config.num_steps)
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = _padded(batch[ACTION], self.config.max_action_dim)

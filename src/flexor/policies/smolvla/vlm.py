@@ -65,7 +65,6 @@ class SmolVLMVision(SiglipVision):
         for layer in self.encoder.layers:
             assert isinstance(layer, nn.Module)
             _reorder(layer, "self_attn", "layer_norm1", "mlp", "layer_norm2")
-            _reorder(layer.get_submodule("self_attn"), "k_proj", "v_proj", "q_proj", "out_proj")
 
     def forward(self, images: Tensor) -> Tensor:
         if self.nearest is None:
