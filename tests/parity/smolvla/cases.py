@@ -62,7 +62,7 @@ CASES = {
     "truncated": case(ONE, tokenizer_max_length=3),
     "large_images": case(ONE, resize_imgs_with_padding=(64, 64)),
     "small_images": case(TWO, resize_imgs_with_padding=(16, 16)),
-    "as_it_is": case(STATE | camera("top", 32, 32), resize_imgs_with_padding=None),
+    "right_size": case(STATE | camera("top", 32, 32)),
 }
 
 

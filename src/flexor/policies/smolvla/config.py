@@ -144,7 +144,7 @@ class SmolVLAConfig(PolicyConfig):
                 )
 
     def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
-        """With a dataset's features, even if others were trained on: cameras are read one by one, and states and actions
+        """With a dataset's features, even if others were trained on: cameras are read one by one, states and actions
         are padded."""
         images = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
         if self.images and self.images.keys() <= images.keys():
