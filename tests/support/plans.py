@@ -28,6 +28,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "vqbet": {**CAMERA, "crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
     "tdmpc": {},
     "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
+    "smolvla": {
+        "num_vlm_layers": 4,
+        "chunk_size": 8,
+        "n_action_steps": 4,
+        "resize_imgs_with_padding": (32, 32),
+    },
 }
 
 
