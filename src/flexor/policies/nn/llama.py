@@ -117,6 +117,14 @@ class LlamaAttention(nn.Module):
         return self.o_proj(out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).flatten(2))
 
 
+class LlamaNorm(nn.RMSNorm):
+    """In float32, whatever the types of input and weight: autocast does not see to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+
+
 class LlamaMLP(nn.Module):
     def __init__(self, size: LlamaSize):
         super().__init__()
@@ -135,8 +143,8 @@ class LlamaLayer(nn.Module):
         super().__init__()
         self.self_attn = LlamaAttention(size, kv_input)
         self.mlp = LlamaMLP(size)
-        self.input_layernorm = nn.RMSNorm(size.width, eps=size.eps)
-        self.post_attention_layernorm = nn.RMSNorm(size.width, eps=size.eps)
+        self.input_layernorm = LlamaNorm(size.width, eps=size.eps)
+        self.post_attention_layernorm = LlamaNorm(size.width, eps=size.eps)
 
     def forward(
         self,

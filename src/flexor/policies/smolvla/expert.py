@@ -18,6 +18,7 @@ from flexor.policies.nn.llama import (
     CrossLayer,
     KeysValues,
     LlamaLayer,
+    LlamaNorm,
     LlamaSize,
     Rotation,
     rotation,
@@ -60,7 +61,7 @@ class ActionExpert(nn.Module):
             CrossLayer(size, kv_input) if cross and not is_joint(number, self_every) else LlamaLayer(size)
             for number in range(size.depth)
         )
-        self.norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.norm = LlamaNorm(size.width, eps=size.eps)
         start_llama(self)
 
     def forward(self, x: Tensor, chunk: Chunk, prefix: Sequence[KeysValues]) -> Tensor:

@@ -82,7 +82,7 @@ class SmolVLANetwork(nn.Module):
         nothing has to be kept of the many other tokens for the backward pass.
         """
         seen, valid = self._embed(observed)
-        state = self.state_proj(observed.state)[:, None]
+        state = self.state_proj(observed.state)[:, None].to(seen.dtype)
         last = torch.ones_like(valid[:, :1])
         whole = torch.cat((valid, last), 1)
         language = self.vlm_with_expert.vlm.model.text_model
@@ -96,7 +96,7 @@ class SmolVLANetwork(nn.Module):
             sees_state = torch.arange(whole.shape[1], device=whole.device) == valid.shape[1]
             attend = whole[:, None, None] & (sees_state[:, None] | ~sees_state)
             rows = attend.repeat(1, 1, self.text.shared, 1)
-            layers = language(torch.cat((seen, state.to(seen.dtype)), 1), turn, rows, self.used)
+            layers = language(torch.cat((seen, state), 1), turn, rows, self.used)
         return Context(layers[:: self.apart], place_chunk(self.text, whole, self.config.chunk_size))
 
     def velocity(self, x: Tensor, time: Tensor, context: Context) -> Tensor:
@@ -105,7 +105,7 @@ class SmolVLANetwork(nn.Module):
         embedded = time_embedding(time, actions.shape[-1], self.config.min_period, self.config.max_period)
         times = embedded.to(actions.dtype)[:, None].expand_as(actions)
         hidden = F.silu(self.action_time_mlp_in(torch.cat((actions, times), -1)))
-        tokens = self.action_time_mlp_out(hidden)
+        tokens = self.action_time_mlp_out(hidden).to(x.dtype)
         return self.action_out_proj(self.vlm_with_expert.lm_expert(tokens, context.chunk, context.prefix))
 
     def _embed(self, observed: Observed) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,9 @@ class SmolVLANetwork(nn.Module):
         Nobody attends to the images of missing cameras, so they have no tokens.
         """
         vlm, batch = self.vlm_with_expert.vlm, len(observed.words)
-        words = vlm.read(observed.words)
+        words = vlm.read(observed.words).to(
+            observed.state.dtype
+        )  # autocast and bfloat16 weights would round sums
         images = vlm.see(torch.cat(observed.images)).unflatten(0, (-1, batch)).to(words.dtype)
         there = observed.word_mask.new_ones(batch, images.shape[2])
         parts, masks = [], []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
-from flexor.policies.nn.llama import KeysValues, LlamaLayer, LlamaSize, Rotation, start_llama
+from flexor.policies.nn.llama import KeysValues, LlamaLayer, LlamaNorm, LlamaSize, Rotation, start_llama
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
 from flexor.policies.smolvla.vlm_size import VlmSize
 
@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocabulary, size.width)
         self.layers = nn.ModuleList(LlamaLayer(size) for _ in range(size.depth))
-        self.norm = nn.RMSNorm(size.width, eps=size.eps)
+        self.norm = LlamaNorm(size.width, eps=size.eps)
         start_llama(self)
 
     def forward(

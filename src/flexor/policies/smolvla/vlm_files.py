@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flexor.core.errors import ConfigError
 from flexor.core.tensors import described_in, fill
+from flexor.data.storage.source import is_repo_id
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -23,6 +24,11 @@ def find_file(name: str, file: str) -> Path:
         if not path.is_file():
             raise ConfigError(f"policy.vlm_model_name={name}: there is no {file} in this folder.")
         return path
+    if not is_repo_id(name):
+        raise ConfigError(
+            f"policy.vlm_model_name={name}: there is no such folder, and it is not the name of a Hub repository "
+            "(user/name)."
+        )
     from huggingface_hub import hf_hub_download
 
     try:
@@ -53,28 +59,17 @@ def load_vlm(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
     """The file of each tensor: one for all, or as the index of several says."""
-    if not _is_split(name):
-        file = find_file(name, WEIGHTS)
-        return dict.fromkeys(tensors, file)
-    index = json.loads(find_file(name, INDEX).read_text())["weight_map"]
+    try:
+        return dict.fromkeys(tensors, find_file(name, WEIGHTS))
+    except ConfigError as absent:
+        try:
+            index = json.loads(find_file(name, INDEX).read_text())["weight_map"]
+        except ConfigError:
+            raise absent from None
     missing = [each for each in tensors if each not in index]
     if missing:
         raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {_listed(missing)}.")
     return {each: find_file(name, index[each]) for each in tensors}
-
-
-def _is_split(name: str) -> bool:
-    if Path(name).is_dir():
-        return not (Path(name) / WEIGHTS).is_file() and (Path(name) / INDEX).is_file()
-    try:
-        find_file(name, WEIGHTS)
-        return False
-    except ConfigError:
-        try:
-            find_file(name, INDEX)
-            return True
-        except ConfigError:
-            return False
 
 
 def _listed(names: list[str], limit: int = 5) -> str:
