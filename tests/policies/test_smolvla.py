@@ -8,15 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexor.config.parse import load_config
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.pretrained import load_pretrained, load_weights, save_pretrained
+from flexor.policies.processing.tokenize import TASK_TOKENS, Tokenize
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.policy import SmolVLA
 from flexor.policies.smolvla.vlm_size import KNOWN, read_size
+from flexor.sim.task import describe
 from parity.flexor_side import make_config, make_policy, tensors
 from parity.inputs import TASKS
 from parity.kinds import cases_of
@@ -407,3 +410,12 @@ def test_an_unknown_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no-vlm: there is no such folder"):
         read_size(str(tmp_path / "no-vlm"))
     assert read_size(next(iter(KNOWN))).text.width == 960
+
+
+def test_the_model_that_comes_along_reads_the_built_in_task():
+    config = load_config(["--config=smolvla_place"]).policy
+    assert read_size(config.vlm_model_name).text.depth == 4
+    step = Tokenize(config.vlm_model_name, max_length=config.tokenizer_max_length)
+    tokens = step({"task": [f"{describe(colour)}\n" for colour in range(2)]})[TASK_TOKENS]
+    unknown = 1
+    assert not (tokens == unknown).any() and (tokens[0] != tokens[1]).sum() == 1

@@ -74,10 +74,10 @@ class SmolVLA(Policy):
     def load_backbone(self) -> None:
         name = self.config.vlm_model_name
         if not self.config.load_vlm_weights:
-            frozen = "and stays so (policy.train_expert_only)" if self.config.train_expert_only else ""
+            frozen = " and stays so (policy.train_expert_only)" if self.config.train_expert_only else ""
             log.warning(
-                "policy.load_vlm_weights=false: the vision-language model is random %s: it knows nothing "
-                "of images and words",
+                "policy.load_vlm_weights=false: the vision-language model is random%s, and knows nothing of images "
+                "and words",
                 frozen,
             )
             return

@@ -13,12 +13,14 @@ from torch import Tensor
 from flexor.core.errors import ConfigError
 from flexor.core.tensors import described_in, fill
 from flexor.data.storage.source import is_repo_id
+from flexor.policies.hf_transformers import located
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def find_file(name: str, file: str) -> Path:
     """A file of the model, downloaded if it is in a Hub repository."""
+    name = located(name)
     if Path(name).is_dir():
         path = Path(name) / file
         if not path.is_file():
