@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.autocast import autocast_type
+
 
 @dataclass(frozen=True)
 class LlamaSize:
@@ -118,11 +120,15 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaNorm(nn.RMSNorm):
-    """In float32, whatever the types of input and weight: autocast does not see to it."""
+    """In float32, whatever the types of input and weight: autocast does not see to it.
+
+    The output has the type that autocast wants for matrix products: cast once, for all layers that get it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+        normed = F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
+        return normed.to(autocast_type(x))
 
 
 class LlamaMLP(nn.Module):
