@@ -4,10 +4,12 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
@@ -25,6 +27,7 @@ from parity.inputs import TASKS
 from parity.kinds import cases_of
 from parity.smolvla.cases import training_batch
 from parity.smolvla.vlms import make_vlms
+from support import runs
 
 VLM = "model.vlm_with_expert.vlm."
 
@@ -338,6 +341,34 @@ def test_other_cameras_states_and_actions(vlms, log_lines):
     assert "observation.images.front takes the place of the policy's camera observation.images.wrist" in said
     assert "no camera in the place of the policy's observation.images.above" in said
     SmolVLA(fitted).load_state_dict(SmolVLA(trained).state_dict())  # the same network
+
+
+def test_fine_tunes_on_another_robot(vlms, dataset, tmp_path, log_lines):
+    """Two cameras and a state of four values become one camera under another name and three values."""
+    made, _ = batch_of("two_cameras", vlms)
+    parts = made.policy.config, made.policy.state_dict(), made.preprocessor, made.postprocessor
+    save_pretrained(tmp_path / "base", *parts)
+    flags = [f"--policy.path={tmp_path / 'base'}", "--policy.device=cpu"]
+    run = runs.train(dataset, tmp_path / "run", flags, "--steps=1")
+    assert "observation.image takes the place of the policy's camera observation.images.wrist" in log_lines
+    tuned = load_pretrained(str(run))
+    assert list(tuned.policy.config.images) == ["observation.image"]
+    frozen = f"{VLM}model.text_model.embed_tokens.weight"
+    assert torch.equal(tuned.policy.state_dict()[frozen], made.policy.state_dict()[frozen])
+    seen = {
+        "observation.image": np.zeros((1, 3, 32, 32), np.uint8),
+        "observation.state": np.zeros((1, 3), np.float32),
+    }
+    assert tuned.chunk(seen, ["open the drawer"]).shape == (1, 8, 3)
+
+
+def test_a_run_from_scratch_asks_for_it(vlms, dataset, tmp_path, capsys):
+    shutil.copytree(vlms / "tiny-vlm", folder := tmp_path / "vlm")
+    (folder / "model.safetensors").unlink()
+    flags = ["--policy.type=smolvla", f"--policy.vlm_model_name={folder}", "--policy.num_vlm_layers=2"]
+    flags += ["--policy.resize_imgs_with_padding=[32,32]", "--policy.device=cpu"]
+    assert main(["train", *runs.flags(dataset, tmp_path / "run", flags, "--steps=1")]) == 2
+    assert "--policy.load_vlm_weights=false" in capsys.readouterr().err
 
 
 def test_the_same_robot_is_left_alone(vlms, log_lines):
