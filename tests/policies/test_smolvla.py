@@ -13,6 +13,7 @@ from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
+from flexor.policies.adapters import LoraConfig, add_adapters
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.flow import FlowToNoise
@@ -292,6 +293,14 @@ def test_no_weights_are_told_and_must_be_asked_for(vlms, tmp_path, log_lines):
     policy.config.load_vlm_weights = False
     policy.load_backbone()
     assert "random and stays so" in log_lines[-1]
+
+
+def test_adapters_are_no_part_of_the_vlms_weights(vlms):
+    policy = SmolVLA(config_of("all", vlms, load_vlm_weights=True))
+    add_adapters(policy, LoraConfig(r=2), seed=0)
+    policy.load_backbone()
+    published = load_file(vlms / "tiny-vlm/model.safetensors")
+    assert torch.equal(policy.state_dict()[f"{VLM}lm_head.weight"], published["lm_head.weight"])
 
 
 def test_weights_are_loaded_unless_told_otherwise():

@@ -18,6 +18,7 @@ from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
+from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.resize import resize_with_padding
@@ -81,8 +82,9 @@ class SmolVLA(Policy):
                 frozen,
             )
             return
+        weights = self.model.vlm_with_expert.vlm.state_dict()
         try:
-            load_vlm(name, self.model.vlm_with_expert.vlm.state_dict())
+            load_vlm(name, {each: weights[each] for each in weights if not is_adapter(each)})
         except ConfigError as error:
             raise ConfigError(
                 f"A new SmolVLA starts from the weights of a vision-language model, which can't be loaded: {error} Put "
