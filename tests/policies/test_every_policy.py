@@ -7,10 +7,8 @@ import pytest
 
 from flexor.cli.main import main
 from flexor.policies import POLICIES
-from parity.multi_task_dit.clips import make_clips
 from support import ranks, runs
-from support.small_policies import SMALL
-from support.tokenizers import make_tokenizer
+from support.small_policies import WITH_CAMERAS, small_flags
 
 STEPS = 4
 
@@ -27,13 +25,8 @@ class Small(NamedTuple):
 )  # tests/train is about ACT
 def small(request, lowdim, dataset, tmp_path_factory) -> Small:
     name = request.param
-    flags = [f"--policy.type={name}", "--policy.device=cpu", *(f"--policy.{each}" for each in SMALL[name])]
-    if name == "multi_task_dit":
-        make_clips(clips := tmp_path_factory.mktemp("clips"))
-        flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
-    if name in ("pi0", "pi05"):
-        flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
-    return Small(dataset if name in ("vqbet", "pi0", "pi05") else lowdim, flags)
+    flags = ["--policy.device=cpu", *small_flags(name, tmp_path_factory.mktemp("models"))]
+    return Small(dataset if name in WITH_CAMERAS else lowdim, flags)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,22 @@ def test_places_instead_of_pictures(tmp_path) -> None:
     )
 
 
+def test_two_targets(tmp_path) -> None:
+    root = record_dataset(
+        tmp_path / "d", episodes=6, targets=2, obs_type="environment_state_agent_pos", seed=40
+    )
+    dataset = open_dataset(root=root)
+    assert dataset.features["observation.environment_state"].names == [
+        *("block_x", "block_y", "green_disc_x", "green_disc_y", "blue_disc_x", "blue_disc_y")
+    ]
+    words = [tasks[0] for tasks in dataset.episodes.tasks]
+    assert set(words) == {"Put the red block on the green disc.", "Put the red block on the blue disc."}
+    env = PlaceEnv(targets=2, obs_type="environment_state_agent_pos")
+    for episode, task in enumerate(words):  # no demonstration of these seeds fails
+        env.reset(seed=40 + episode)
+        assert env.task_description == task
+
+
 def test_what_is_recorded_is_what_the_expert_wanted() -> None:
     clean, disturbed = demonstrate(PlaceEnv(), 5, 0.0), demonstrate(PlaceEnv(), 5, 1.0)
     assert clean is not None and disturbed is not None
@@ -100,6 +116,7 @@ def test_an_interrupted_recording_leaves_nothing(tmp_path) -> None:
         ({"noise": 3.0}, "noise"),
         ({"seed": 1_000_000}, "evaluation"),
         ({"image_size": 33}, "even"),
+        ({"targets": 3}, "targets=3"),
         ({"colour": 1}, "colour"),
     ],
 )

@@ -21,8 +21,10 @@ from flexor.core.errors import FlexorError
 from flexor.sim.expert import Disturbance, expert_action
 from flexor.sim.record import EVAL_SEED_START
 from flexor.sim.task import (
+    DISCS_APART,
     ENV_ID,
     FINGER_SPEED,
+    GOAL_TOLERANCE,
     GRASP_RADIUS,
     SPEED,
     TIME_LIMIT,
@@ -54,7 +56,13 @@ def test_same_seed_and_actions_give_same_states_and_pixels_in_another_process() 
 
 
 def test_gymnasium_accepts_it() -> None:
-    for settings_ in ({}, {"obs_type": "environment_state_agent_pos"}, {"image_size": 96}):
+    for settings_ in (
+        {},
+        {"obs_type": "environment_state_agent_pos"},
+        {"image_size": 96},
+        {"targets": 2},
+        {"targets": 2, "obs_type": "environment_state_agent_pos"},
+    ):
         env = gymnasium.make(ENV_ID, render_mode="rgb_array", **settings_)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -85,6 +93,81 @@ def test_open_closed_and_holding_look_different() -> None:
     for i in range(4):
         for j in range(i):
             assert np.abs(pictures[i] - pictures[j]).max() > 40
+
+
+def test_only_words_tell_the_goal_of_two() -> None:
+    """The same table with the other disc as goal looks the same, also as positions; only the description differs."""
+    for obs_type, key in (
+        ("pixels_agent_pos", "pixels"),
+        ("environment_state_agent_pos", "environment_state"),
+    ):
+        env = PlaceEnv(obs_type=obs_type, targets=2)
+        before, _ = env.reset(seed=3)
+        state, words = env.state, env.task_description
+        assert state.other_disc is not None and math.dist(state.goal, state.other_disc) >= DISCS_APART
+        swapped = replace(
+            state, goal=state.other_disc, other_disc=state.goal, goal_colour=1 - state.goal_colour
+        )
+        env.state = swapped
+        assert np.array_equal(env._observe()[key], before[key])
+        assert {words, env.task_description} == {
+            "Put the red block on the green disc.",
+            "Put the red block on the blue disc.",
+        }
+        env.state = replace(swapped, goal_colour=state.goal_colour)  # the colours exchanged on the table
+        assert not np.array_equal(env._observe()[key], before[key])
+
+
+def test_both_colours_are_asked_for_and_found() -> None:
+    asked = []
+    for seed in range(EVAL_SEED_START, EVAL_SEED_START + 100):
+        state = sample_start(np.random.default_rng(seed), 2)
+        asked.append(state.goal_colour)
+        for _ in range(TIME_LIMIT):
+            state = advance(state, expert_action(state))
+        assert state.success, seed
+        assert state.other_disc is not None and math.dist(state.block, state.other_disc) > GOAL_TOLERANCE
+    assert 35 <= sum(asked) <= 65
+
+
+def test_not_listening_solves_half() -> None:
+    """The best that a policy can do which sees everything and ignores the words."""
+
+    def deaf(state: State) -> State:
+        [(green, _), _] = state.discs
+        return replace(state, goal=green, goal_colour=0, other_disc=None)
+
+    successes = 0
+    for seed in SEEDS:
+        state = sample_start(np.random.default_rng(seed), 2)
+        for _ in range(TIME_LIMIT):
+            if deaf(state).success:
+                break
+            state = advance(state, expert_action(deaf(state)))
+        successes += state.success
+    assert 0.4 <= successes / len(SEEDS) <= 0.6
+
+
+def test_wrong_words() -> None:
+    said = []
+    for wrong in (False, True):
+        env = PlaceEnv(targets=2, wrong_words=wrong)
+        env.reset(seed=1)
+        said.append(env.task_description)
+    assert said[0] != said[1]
+    with pytest.raises(FlexorError, match="wrong words need 2"):
+        PlaceEnv(wrong_words=True)
+    with pytest.raises(FlexorError, match="use 1 or 2 targets"):
+        PlaceEnv(targets=3)
+
+
+def test_one_target_is_what_it_was() -> None:
+    """A second disc changes nothing for those who have none."""
+    env = PlaceEnv()
+    env.reset(seed=0)
+    assert env.task_description == "Put the red block on the green disc." and env.state.other_disc is None
+    assert env.state.gripper == pytest.approx((0.5012323827204359, 0.6604089236443549))
+    assert env.state.goal == pytest.approx((-0.6242760074467752, -0.6575224156812005))
 
 
 unit = st.floats(-1, 1)

@@ -30,6 +30,12 @@ SMALL: dict[str, dict[str, Any]] = {
     "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
     "pi0": small_pi.CONFIG,
     "pi05": small_pi.CONFIG,
+    "smolvla": {
+        "num_vlm_layers": 4,
+        "chunk_size": 8,
+        "n_action_steps": 4,
+        "resize_imgs_with_padding": (32, 32),
+    },
 }
 
 

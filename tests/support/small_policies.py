@@ -1,6 +1,13 @@
-"""Policies small enough for seconds: their settings."""
+"""Policies small enough for seconds: their settings, and the pretrained models that some start from."""
 
+from pathlib import Path
+
+from parity.multi_task_dit.clips import make_clips
+from parity.smolvla.vlms import make_vlms
 from support import small_pi, small_resnet
+from support.tokenizers import make_tokenizer
+
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "smolvla")  # do not work without
 
 SMALL = {
     "diffusion": [
@@ -41,4 +48,26 @@ SMALL = {
     ],
     "pi0": small_pi.SETTINGS,
     "pi05": small_pi.SETTINGS,
+    "smolvla": [
+        "chunk_size=8",
+        "n_action_steps=4",
+        "num_vlm_layers=2",
+        "resize_imgs_with_padding=[32,32]",
+        "tokenizer_max_length=12",
+        "expert_width_multiplier=0.5",
+    ],
 }
+
+
+def small_flags(name: str, folder: Path) -> list[str]:
+    """The flags of a small policy; the models that it starts from are made in a new folder."""
+    flags = [f"--policy.type={name}", *(f"--policy.{each}" for each in SMALL[name])]
+    if name == "multi_task_dit":
+        make_clips(folder)
+        flags += [f"--policy.{kind}_encoder_name={folder / 'tiny-clip'}" for kind in ("vision", "text")]
+    if name in ("pi0", "pi05"):
+        flags += [f"--policy.tokenizer_name={make_tokenizer(folder)}"]
+    if name == "smolvla":
+        make_vlms(folder)
+        flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]
+    return flags

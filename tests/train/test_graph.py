@@ -19,11 +19,9 @@ from flexor.train.engine.base import Engine, takes_tensor_rates
 from flexor.train.engine.fsdp import ShardedEngine
 from flexor.train.graph import WARM_UP, GraphStep, wants_graph, why_not
 from flexor.train.optim.optimizers import CLASSES
-from parity.multi_task_dit.clips import make_clips
 from support import runs
 from support.own_policy import own_policy
-from support.small_policies import SMALL
-from support.tokenizers import make_tokenizer
+from support.small_policies import SMALL, WITH_CAMERAS, small_flags
 
 STEPS = 9
 OWN = own_policy(
@@ -141,13 +139,8 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
     name = request.param
     if name == "act":
         return dataset, [*tiny_act]
-    flags = [f"--policy.type={name}", *(f"--policy.{each}" for each in SMALL[name])]
-    if name == "multi_task_dit":
-        make_clips(clips := tmp_path_factory.mktemp("clips"))
-        flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
-    if name in ("pi0", "pi05"):
-        flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
-    return (dataset if name in ("vqbet", "pi0", "pi05") else lowdim), flags
+    flags = small_flags(name, tmp_path_factory.mktemp("models"))
+    return (dataset if name in WITH_CAMERAS else lowdim), flags
 
 
 @pytest.mark.gpu

@@ -10,11 +10,15 @@ from flexor.plan.trace.trace import trace_step
 from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
 from parity.multi_task_dit.clips import make_clips
+from parity.smolvla.vlms import make_vlms
 from support.plans import H200, settings
 
 
 @pytest.fixture(params=POLICIES)
 def config(request, tmp_path):
+    if request.param == "smolvla":
+        make_vlms(tmp_path)
+        return settings("smolvla", policy={"vlm_model_name": str(tmp_path / "tiny-vlm")}, precision="bf16")
     if request.param != "multi_task_dit":
         return settings(request.param, precision="bf16")
     make_clips(tmp_path)

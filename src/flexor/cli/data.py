@@ -176,8 +176,8 @@ def _address(root: str) -> dict[str, Any]:
     from flexor.data.storage.source import is_repo_id
     from flexor.sim.record import BUILTIN, builtin_dataset
 
-    if root == BUILTIN:
-        return {"repo_id": root, "root": builtin_dataset()}
+    if root in BUILTIN:
+        return {"repo_id": root, "root": builtin_dataset(root)}
     if is_repo_id(root) and not Path(root).exists():
         return {"repo_id": root}
     return {"root": root}

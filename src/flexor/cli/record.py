@@ -34,6 +34,12 @@ def run(arguments: list[str]) -> int:
         default=1.0,
         help="strength of the disturbances that the expert recovers from, 0 (none) to 1.5",
     )
+    parser.add_argument(
+        "--targets",
+        type=int,
+        default=1,
+        help="discs on the table; with 2, a green and a blue one, the task description says which is meant",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed = vars(parser.parse_args(dashed(arguments)))
     root, as_json = parsed.pop("root"), parsed.pop("json")

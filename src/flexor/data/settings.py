@@ -43,7 +43,8 @@ class OrderConfig:
 @dataclass
 class DatasetConfig:
     repo_id: str | None = setting(None, may_change=True)
-    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` is the built-in task's dataset."""
+    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` and
+    `builtin/place_words` are datasets of the built-in task."""
     root: str | None = setting(None, may_change=True)
     """Folder of the dataset, or a URL such as s3://bucket/dataset."""
     revision: str | None = setting(None, may_change=True)

@@ -21,6 +21,16 @@ def import_transformers(needed_for: str) -> Any:
         ) from error
 
 
+BUILTIN = "builtin/"  # names of models that come with Flexor: sizes and tokenizers, no weights
+
+
+def located(name: str) -> str:
+    """The folder of a model that comes with Flexor; any other name as it is."""
+    if not name.startswith(BUILTIN):
+        return name
+    return str(Path(__file__).parent / "models" / name.removeprefix(BUILTIN))
+
+
 def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> Any:
     """What a class of `transformers` loads from a local folder or a Hub repository.
 
@@ -29,7 +39,7 @@ def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> An
     transformers = import_transformers(name)
     try:
         with _quietly(transformers.utils.logging):
-            return getattr(transformers, kind).from_pretrained(name, **options)
+            return getattr(transformers, kind).from_pretrained(located(name), **options)
     except (OSError, ValueError) as error:
         said = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.core.rng import Noise
+from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
     CHECKPOINTS,
     POLICY_CONFIG,
@@ -88,10 +88,11 @@ class Pretrained:
         return chunk
 
     @torch.inference_mode()
-    def predict(self, batch: Batch, noise: Noise) -> Tensor:
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """The policy's prediction, normalised."""
-        on_gpu = noise.sample_ids.is_cuda
-        return self.graphs(batch, noise) if on_gpu else self.policy.predict(batch, noise)
+        if next(self.policy.parameters()).is_cuda and isinstance(noise, Noise):
+            return self.graphs(batch, noise)
+        return self.policy.predict(batch, noise)
 
     @functools.cached_property
     def graphs(self) -> PredictGraphs:

@@ -21,8 +21,8 @@ Colour = tuple[int, int, int]
 FLOOR: Colour = (44, 50, 64)
 TABLE: Colour = (240, 235, 224)
 TABLE_MARK: Colour = (226, 219, 205)
-GOAL: Colour = (72, 190, 132)
-GOAL_RIM: Colour = (22, 128, 84)
+DISCS: tuple[Colour, ...] = ((72, 190, 132), (92, 150, 240))  # green, blue
+DISC_RIMS: tuple[Colour, ...] = ((22, 128, 84), (28, 76, 168))
 GOAL_DONE: Colour = (255, 206, 84)
 BLOCK: Colour = (232, 72, 60)
 BLOCK_TOP: Colour = (246, 116, 98)
@@ -105,7 +105,7 @@ class Canvas:
 
 
 class Painter:
-    """Draws the scene. The table and the goal do not move during an episode, so they are drawn once."""
+    """Draws the scene. The table and the discs do not move during an episode, so they are drawn once."""
 
     def __init__(self, size: int, block_half: float, goal_radius: float):
         self._canvas = Canvas(size)
@@ -113,19 +113,19 @@ class Painter:
         self._goal_radius = goal_radius
         self._table = self._draw_table()
         self._still = self._table
-        self._still_key: tuple[float, float, bool] | None = None
+        self._still_key: object = None
 
     def draw(
         self,
         gripper: tuple[float, float],
         opening: float,
         block: tuple[float, float],
-        goal: tuple[float, float],
+        discs: list[tuple[tuple[float, float], int]],
         held: bool,
-        done: bool,
+        done: tuple[float, float] | None,
     ) -> np.ndarray:
-        """The scene as uint8 [height, width, 3]."""
-        self._draw_still(*goal, done)
+        """The scene as uint8 [height, width, 3]. `discs` have a position and a colour; `done` is the one that glows."""
+        self._draw_still(discs, done)
         self._canvas.paint(self._block(*block, held))
         self._canvas.paint(self._gripper(*gripper, opening, held))
         return self._canvas.pixels()
@@ -139,16 +139,22 @@ class Painter:
                 canvas.paint([disc(float(x), float(y), 0.014, TABLE_MARK)])
         return canvas.rgb.copy()
 
-    def _draw_still(self, x: float, y: float, done: bool) -> None:
-        """Restore the table with the goal on it."""
-        if (x, y, done) != self._still_key:
-            radius = self._goal_radius
-            inner = disc(x, y, radius - 0.035, GOAL_DONE if done else GOAL)
-            glow = [disc(x, y, radius + 0.10, GOAL_DONE, alpha=0.55, soft=0.12)] if done else []
+    def _draw_still(
+        self, discs: list[tuple[tuple[float, float], int]], done: tuple[float, float] | None
+    ) -> None:
+        """Restore the table with the discs on it."""
+        if (discs, done) != self._still_key:
             self._canvas.rgb[:] = self._table
-            self._canvas.paint([*glow, disc(x, y, radius, GOAL_RIM), inner])
-            self._still, self._still_key = self._canvas.rgb.copy(), (x, y, done)
+            for place, colour in discs:
+                self._canvas.paint(self._disc(*place, colour, place == done))
+            self._still, self._still_key = self._canvas.rgb.copy(), (discs, done)
         self._canvas.rgb[:] = self._still
+
+    def _disc(self, x: float, y: float, colour: int, done: bool) -> list[Shape]:
+        radius = self._goal_radius
+        inner = disc(x, y, radius - 0.035, GOAL_DONE if done else DISCS[colour])
+        glow = [disc(x, y, radius + 0.10, GOAL_DONE, alpha=0.55, soft=0.12)] if done else []
+        return [*glow, disc(x, y, radius, DISC_RIMS[colour]), inner]
 
     def _block(self, x: float, y: float, held: bool) -> list[Shape]:
         half = self._block_half

@@ -18,9 +18,10 @@ from flexor.core.log import log
 from flexor.core.machine import cache_folder
 from flexor.data.format.writer import DatasetWriter
 from flexor.sim.expert import Disturbance, expert_action
-from flexor.sim.task import FPS, TASK, TIME_LIMIT, PlaceEnv
+from flexor.sim.task import COLOURS, FPS, TIME_LIMIT, PlaceEnv
 
-BUILTIN = "builtin/place"
+# names of datasets that are recorded on first use -> their settings
+BUILTIN: dict[str, dict[str, Any]] = {"builtin/place": {}, "builtin/place_words": {"targets": 2}}
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration
 
@@ -53,6 +54,8 @@ class RecordSettings:
     crf: int = 12
     # How much the executed actions differ from the expert's; 0: not at all.
     noise: float = 1.0
+    # Discs on the table: with 2, the task description says which one is meant.
+    targets: int = 1
 
     def check(self) -> None:
         if self.episodes < 1:
@@ -63,6 +66,8 @@ class RecordSettings:
             raise ConfigError(f"obs_type={self.obs_type!r}: use {' or '.join(OBSERVED)}")
         if not 0 <= self.noise <= 1.5:
             raise ConfigError(f"noise={self.noise}: use 0 (none) to 1.5; with more, the expert often fails")
+        if self.targets not in (1, 2):
+            raise ConfigError(f"targets={self.targets}: use 1 or 2")
         if self.seed < 0 or self.seed + 2 * self.episodes > EVAL_SEED_START:
             raise ConfigError(
                 f"seed={self.seed}: use 0 to {EVAL_SEED_START - 2 * self.episodes}, so that training does not use "
@@ -70,7 +75,7 @@ class RecordSettings:
             )
 
 
-def features(image_size: int, obs_type: str = PIXELS) -> dict[str, dict[str, Any]]:
+def features(image_size: int, obs_type: str = PIXELS, targets: int = 1) -> dict[str, dict[str, Any]]:
     """The dataset's features in LeRobot's format."""
     axes = ["x", "y", "opening"]
     picture = {
@@ -78,11 +83,9 @@ def features(image_size: int, obs_type: str = PIXELS) -> dict[str, dict[str, Any
         "shape": (image_size, image_size, 3),
         "names": ["height", "width", "channels"],
     }
-    places = {
-        "dtype": "float32",
-        "shape": (4,),
-        "names": ["block_x", "block_y", "disc_x", "disc_y"],
-    }
+    discs = ["disc"] if targets == 1 else [f"{colour}_disc" for colour in COLOURS]
+    names = [f"{thing}_{axis}" for thing in ("block", *discs) for axis in "xy"]
+    places = {"dtype": "float32", "shape": (len(names),), "names": names}
     name, _ = OBSERVED[obs_type]
     return {
         name: picture if obs_type == PIXELS else places,
@@ -131,12 +134,12 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
     A demonstration that fails is left out, and the next seed is tried.
     """
     chosen = _settings(settings)
-    env = PlaceEnv(chosen.image_size, chosen.obs_type)
+    env = PlaceEnv(chosen.image_size, chosen.obs_type, targets=chosen.targets)
     kept, seed = 0, chosen.seed
     with DatasetWriter(
         Path(root),
         FPS,
-        features(chosen.image_size, chosen.obs_type),
+        features(chosen.image_size, chosen.obs_type, chosen.targets),
         robot_type="flexor_place",
         codec=chosen.codec,
         crf=chosen.crf,
@@ -150,7 +153,7 @@ def record_dataset(root: str | Path, *, progress: Progress | None = None, **sett
                 continue
             for frame in frames:
                 writer.add_frame(frame)
-            writer.save_episode(TASK)
+            writer.save_episode(env.task_description)
             kept += 1
             if progress is not None:
                 progress(kept, chosen.episodes)
@@ -187,9 +190,10 @@ def ensure_builtin_dataset(
     return target
 
 
-def builtin_dataset() -> Path:
-    """The dataset with the name `builtin/place`."""
-    return ensure_builtin_dataset(cache_folder() / "datasets", progress=progress("recording"))
+def builtin_dataset(name: str) -> Path:
+    """The dataset with one of the names in BUILTIN."""
+    where = cache_folder() / "datasets"
+    return ensure_builtin_dataset(where, progress=progress("recording"), **BUILTIN[name])
 
 
 def _settings(settings: dict[str, Any]) -> RecordSettings:
@@ -210,7 +214,7 @@ def _key(chosen: RecordSettings) -> str:
     So a change in the physics, the drawing or the expert gives a new dataset, never an outdated one.
     """
     digest = hashlib.sha256(json.dumps([FORMAT_VERSION, asdict(chosen)], sort_keys=True).encode())
-    env = PlaceEnv(chosen.image_size, chosen.obs_type)
+    env = PlaceEnv(chosen.image_size, chosen.obs_type, targets=chosen.targets)
     for frame in demonstrate(env, chosen.seed, chosen.noise) or []:
         for name in sorted(frame):
             digest.update(frame[name].tobytes())

@@ -1,5 +1,7 @@
 """The built-in task: with a gripper on a table, put the block on the disc.
 
+With two targets there is a green and a blue disc, and only the task description says which one is meant.
+
 With it, a first training run needs no download, no simulator and no GPU, and tests can measure success in
 closed loop. The physics is exact and has no randomness after `reset`. The positions of block and disc are
 only visible in the image, so a policy that ignores the image fails.
@@ -12,7 +14,7 @@ units of `agent_pos`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium
@@ -22,7 +24,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.sim.drawing import Painter
 
 ENV_ID = "flexor/Place-v0"
-TASK = "Put the red block on the green disc."
+COLOURS = ("green", "blue")  # of the discs
 FPS = 10
 TIME_LIMIT = 80
 VIDEO_SIZE = 384
@@ -41,6 +43,7 @@ RELEASE_OPENING = 0.3  # a held block is released above this, so a noisy command
 SPAWN = 0.68  # block and disc lie within this
 GRIPPER_SPAWN = 0.8
 FAR_APART = 0.6  # block to disc and block to gripper at the start, so that no episode starts solved
+DISCS_APART = 2 * GOAL_RADIUS + 0.05  # so that they do not touch
 FARTHEST = 2 * math.sqrt(2)
 
 Point = tuple[float, float]
@@ -55,6 +58,18 @@ class State:
     block: Point
     goal: Point
     held: bool = False
+    goal_colour: int = 0
+    """Index in COLOURS."""
+    other_disc: Point | None = None
+    """The disc of the other colour, which the task is not about; None with one target."""
+
+    @property
+    def discs(self) -> list[tuple[Point, int]]:
+        """Position and colour of each disc, in the order of colours, which does not tell the goal."""
+        found = [(self.goal, self.goal_colour)]
+        if self.other_disc is not None:
+            found.append((self.other_disc, 1 - self.goal_colour))
+        return sorted(found, key=lambda disc: disc[1])
 
     @property
     def reach(self) -> float:
@@ -107,17 +122,34 @@ def advance(state: State, action: np.ndarray) -> State:
         # The block moves with the gripper, and keeps the fingers from closing further.
         dx, dy = gripper[0] - state.gripper[0], gripper[1] - state.gripper[1]
         block = _clip(state.block[0] + dx), _clip(state.block[1] + dy)
-        return State(gripper, max(opening, 0.0), block, state.goal, held=opening <= RELEASE_OPENING)
+        held = opening <= RELEASE_OPENING
+        return replace(state, gripper=gripper, opening=max(opening, 0.0), block=block, held=held)
 
     closes_on_block = state.opening > 0 >= opening and math.dist(gripper, state.block) <= GRASP_RADIUS
     if closes_on_block:
         # The fingers close along x, so they push the block to the middle between them.
-        return State(gripper, 0.0, (gripper[0], state.block[1]), state.goal, held=True)
-    return State(gripper, opening, state.block, state.goal, held=False)
+        return replace(state, gripper=gripper, opening=0.0, block=(gripper[0], state.block[1]), held=True)
+    return replace(state, gripper=gripper, opening=opening, held=False)
 
 
-def sample_start(rng: np.random.Generator) -> State:
-    """A random start state; the block is far from gripper and disc."""
+def describe(colour: int) -> str:
+    """The task in words."""
+    return f"Put the red block on the {COLOURS[colour]} disc."
+
+
+def sample_start(rng: np.random.Generator, targets: int = 1) -> State:
+    """A random start state; the block is far from gripper and discs."""
+    start = _sample_scene(rng)
+    if targets == 1:
+        return start
+    while True:
+        x, y = rng.uniform(-SPAWN, SPAWN, 2).tolist()
+        if math.dist((x, y), start.goal) >= DISCS_APART and math.dist((x, y), start.block) >= FAR_APART:
+            return replace(start, goal_colour=int(rng.integers(2)), other_disc=(x, y))
+        start = _sample_scene(rng)  # it may leave no place for another disc
+
+
+def _sample_scene(rng: np.random.Generator) -> State:
     while True:
         block = rng.uniform(-SPAWN, SPAWN, 2).tolist()
         goal = rng.uniform(-SPAWN, SPAWN, 2).tolist()
@@ -130,22 +162,31 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
     """The task as a gymnasium environment with LeRobot's observations: `pixels` and `agent_pos`."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}  # noqa: RUF012
-    task_description = TASK
 
     def __init__(
         self,
         image_size: int = 32,
         obs_type: str = "pixels_agent_pos",
         render_mode: str | None = None,
+        targets: int = 1,
+        wrong_words: bool = False,
     ):
+        """`targets`: discs on the table, 1 or 2. `wrong_words`: the description names the other disc, which shows
+        whether a policy listens."""
         if obs_type not in ("pixels_agent_pos", "environment_state_agent_pos"):
             raise ConfigError(
                 f"{ENV_ID}: obs_type={obs_type!r} is unknown; use 'pixels_agent_pos' or 'environment_state_agent_pos'"
             )
         if image_size < 16:
             raise ConfigError(f"{ENV_ID}: image_size={image_size} is too small; use 16 or more (default 32)")
+        if targets not in (1, 2) or (wrong_words and targets == 1):
+            raise ConfigError(
+                f"{ENV_ID}: targets={targets}, wrong_words={wrong_words}: use 1 or 2 targets; wrong words need 2"
+            )
         self.image_size = image_size
         self.obs_type = obs_type
+        self.targets = targets
+        self.wrong_words = wrong_words
         self.render_mode = render_mode
         self.state = State((0.0, 0.0), 1.0, (0.0, 0.0), (0.0, 0.0))
         self._eye = Painter(image_size, BLOCK_HALF, GOAL_RADIUS)
@@ -156,15 +197,21 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         if obs_type == "pixels_agent_pos":
             spaces["pixels"] = box(0, 255, (image_size, image_size, 3), np.uint8)
         else:
-            spaces["environment_state"] = box(-1, 1, (4,), np.float32)
+            spaces["environment_state"] = box(-1, 1, (2 + 2 * targets,), np.float32)
         self.observation_space = gymnasium.spaces.Dict(spaces)
         self.action_space = box(-1, 1, (3,), np.float32)
+
+    @property
+    def task_description(self) -> str:
+        """The task of the current episode."""
+        colour = self.state.goal_colour
+        return describe(1 - colour if self.wrong_words else colour)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         super().reset(seed=seed)
-        self.state = sample_start(self.np_random)
+        self.state = sample_start(self.np_random, self.targets)
         return self._observe(), {"is_success": False}
 
     def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, bool, dict[str, Any]]:
@@ -184,12 +231,13 @@ class PlaceEnv(gymnasium.Env[Any, np.ndarray]):
         if self.obs_type == "pixels_agent_pos":
             observation["pixels"] = self._draw(self._eye)
         else:
-            observation["environment_state"] = np.array([*state.block, *state.goal], np.float32)
+            places = [value for place, _ in state.discs for value in place]
+            observation["environment_state"] = np.array([*state.block, *places], np.float32)
         return observation
 
     def _draw(self, painter: Painter) -> np.ndarray:
         s = self.state
-        return painter.draw(s.gripper, s.opening, s.block, s.goal, s.held, s.success)
+        return painter.draw(s.gripper, s.opening, s.block, s.discs, s.held, s.goal if s.success else None)
 
     def render(self) -> np.ndarray | None:
         """The scene as the policy sees it, in a larger size for people."""

@@ -42,8 +42,8 @@ from flexor.train.ranks.split import Split
 def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     """The episodes to train on, and those held out."""
     root: str | Path | None = config.root
-    if root is None and config.repo_id == BUILTIN:
-        root = builtin_dataset()
+    if root is None and config.repo_id in BUILTIN:
+        root = builtin_dataset(config.repo_id)
     dataset = open_dataset(
         config.repo_id,
         root,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
-from flexor.core.rng import Noise
+from flexor.core.rng import Noise, NoiseSource
 from flexor.core.tensors import local
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import sample_rows, to_tensors, valid_steps
@@ -119,7 +119,7 @@ class ShardedPretrained(Pretrained):
     state: TrainState
 
     @torch.no_grad()  # not inference mode: sharded weights gathered in it can't be trained afterwards
-    def predict(self, batch: Batch, noise: Noise) -> Tensor:
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         _tell(self.state, (move(batch, "cpu"), noise))
         return self.policy.predict(batch, noise)
 

@@ -15,6 +15,7 @@ from flexor.plan.trace.cuda_on_meta import CudaOnMeta, attention_backend
 from flexor.plan.trace.events import CATEGORIES, Trace
 from flexor.plan.trace.trace import OperationTracker, trace_step
 from parity.multi_task_dit.clips import make_clips
+from parity.smolvla.vlms import make_vlms
 from support.own_policy import own_policy
 from support.plans import H200, SMALL, Gpu, settings
 
@@ -147,7 +148,7 @@ def test_other_optimizers(kind: str, state: int):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
-@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind != "multi_task_dit"])
+@pytest.mark.parametrize("kind", [kind for kind in SMALL if kind not in ("multi_task_dit", "smolvla")])
 def test_every_policy(kind: str, precision: str):
     trace = trace_step(settings(kind, precision=precision), 2, H200)
     assert trace.nbytes("weights") == 4 * trace.parameters
@@ -162,6 +163,15 @@ def test_multi_task_dit(tmp_path: Path):
     trace = trace_step(settings("multi_task_dit", (32, 32), clips), 2, H200)
     assert trace.trained < trace.parameters  # words are never trained
     assert trace.nbytes("optimizer") < 9 * trace.trained
+
+
+def test_smolvla(tmp_path: Path):
+    make_vlms(tmp_path)
+    model = {"vlm_model_name": str(tmp_path / "tiny-vlm")}
+    frozen = trace_step(settings("smolvla", policy=model, precision="bf16"), 2, H200)
+    whole = trace_step(settings("smolvla", policy={**model, "train_expert_only": False}), 2, H200)
+    assert frozen.trained < whole.trained < whole.parameters == frozen.parameters
+    assert frozen.nbytes("optimizer") < 9 * frozen.trained
 
 
 OWN = own_policy(

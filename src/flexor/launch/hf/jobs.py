@@ -157,7 +157,7 @@ def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dic
 
 def _check_dataset(api: HfApi, config: TrainConfig) -> None:
     repo = config.dataset.repo_id
-    on_hub = repo is not None and repo != BUILTIN and config.dataset.root is None
+    on_hub = repo is not None and repo not in BUILTIN and config.dataset.root is None
     if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
         raise ConfigError(
             f"dataset.repo_id={repo} is not a dataset on the Hub that you can read, so the job can't read it. "

@@ -1,0 +1,226 @@
+"""The settings of SmolVLA, under LeRobot's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from flexor.core.batch import ACTION, STATE
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.processing.pipeline import ProcessingStep, Stats
+from flexor.policies.processing.prompt import AddNewLine
+from flexor.policies.processing.tokenize import Tokenize
+
+
+@dataclass
+class SmolVLAConfig(PolicyConfig):
+    """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
+
+    type: ClassVar[str] = "smolvla"
+    trains_in_bf16: ClassVar[bool] = True
+
+    chunk_size: int = 50
+    """Number of actions predicted at once."""
+    n_action_steps: int = 50
+    """Number of actions of a chunk that are executed before the next prediction."""
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    max_state_dim: int = 32
+    """States are padded with zeros to this size."""
+    max_action_dim: int = 32
+    """Actions are padded with zeros to this size."""
+    resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
+    """Width and height that images are resized to, black at their left and top to keep the aspect ratio."""
+    empty_cameras: int = 0
+    """Number of cameras that may be missing, of those that the policy has and of others that no dataset has."""
+    adapt_to_pi_aloha: bool = False
+    """Convert the joints of an Aloha to pi0's conventions. Not supported: must be false."""
+    use_delta_joint_actions_aloha: bool = False
+    """Predict Aloha's joints relative to the current ones. Not supported, as in LeRobot: must be false."""
+    tokenizer_max_length: int = 48
+    """Maximum number of tokens of a task; longer ones are truncated."""
+    num_steps: int = 10
+    """Integration steps at inference. Fewer steps are faster and less accurate."""
+    use_cache: bool = True
+    """No effect: what the language model computed is always used for all integration steps."""
+    freeze_vision_encoder: bool = True
+    """Do not train the image encoder."""
+    train_expert_only: bool = True
+    """Train the action expert only, not the vision-language model."""
+    train_state_proj: bool = True
+    """Train the projection of the state."""
+    optimizer_lr: float = 1e-4
+    """Learning rate (--optimizer.lr takes precedence)."""
+    optimizer_betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's betas (--optimizer.betas takes precedence)."""
+    optimizer_eps: float = 1e-8
+    """Adam's epsilon (--optimizer.eps takes precedence)."""
+    optimizer_weight_decay: float = 1e-10
+    """Weight decay (--optimizer.weight_decay takes precedence)."""
+    optimizer_grad_clip_norm: float = 10.0
+    """Limit of the gradient's norm (--optimizer.grad_clip_norm takes precedence)."""
+    scheduler_warmup_steps: int = 1_000
+    """Warm-up steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
+    scheduler_decay_steps: int = 30_000
+    """Steps until the lowest learning rate (--scheduler.num_decay_steps takes precedence)."""
+    scheduler_decay_lr: float = 2.5e-6
+    """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
+    vlm_model_name: str = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+    """The vision-language model: a Hub repository or a local folder. Its config.json defines the sizes, and its
+    tokenizer reads the task."""
+    load_vlm_weights: bool = True
+    """Start a new policy from the weights of policy.vlm_model_name. LeRobot's default is false: it then trains on a
+    random vision-language model, by default a frozen one. A checkpoint's own weights are always used."""
+    add_image_special_tokens: bool = False
+    """Put the vision-language model's special tokens around each image."""
+    attention_mode: str = "cross_attn"
+    """cross_attn: some layers of the expert attend only to the language model, see policy.self_attn_every_n_layers.
+    Any other value: all its layers attend to the language model and to the actions before."""
+    prefix_length: int = -1
+    """Pad images, task and state to this number of tokens; -1 does not."""
+    pad_language_to: Literal["longest", "max_length"] = "longest"
+    """How tasks are padded when the policy acts: to the longest of the batch, or to policy.tokenizer_max_length. In
+    training it is always the latter, so that all steps have the same shapes."""
+    num_expert_layers: int = -1
+    """Layers of the expert, a divisor of the language model's; -1 for as many as the language model has."""
+    num_vlm_layers: int = 16
+    """Use only this many layers of the language model, from the first on; -1 for all."""
+    self_attn_every_n_layers: int = 2
+    """With cross_attn: every n-th layer of the expert, from the first on, attends to the actions before, too; -1 for
+    none."""
+    expert_width_multiplier: float = 0.75
+    """Width of the expert as a fraction of the language model's."""
+    min_period: float = 4e-3
+    """Shortest period of the sines that encode the time of flow matching."""
+    max_period: float = 4.0
+    """Longest period of them."""
+    rtc_config: dict[str, Any] | None = None
+    """LeRobot's real-time chunking, saved for LeRobot; no effect."""
+    compile_model: bool = False
+    """No effect: use --compile=true."""
+    compile_mode: str = "max-autotune"
+    """No effect."""
+
+    def validate(self) -> None:
+        self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim", "num_steps")
+        self.require(1, "tokenizer_max_length")
+        self.require(0, "empty_cameras")
+        self.require(1e-9, "expert_width_multiplier", "min_period", "max_period")
+        if self.n_obs_steps != 1:
+            raise ConfigError(
+                f"policy.n_obs_steps={self.n_obs_steps}: SmolVLA supports one observation only; set it to 1."
+            )
+        if self.n_action_steps > self.chunk_size:
+            raise ConfigError(
+                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
+                "only predicted actions can be executed."
+            )
+        for name in ("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"):
+            if getattr(self, name):
+                raise ConfigError(f"policy.{name}=true is not supported: leave it out, or use LeRobot.")
+        if self.input_features:
+            self._check_features()
+
+    def _check_features(self) -> None:
+        if not self.state or not self.images:
+            raise ConfigError(
+                f"SmolVLA requires {STATE} and a camera (observation.images...); the dataset has "
+                f"{', '.join(self.input_features)}."
+            )
+        sizes = {"max_state_dim": self.state, "max_action_dim": self.output_features.get(ACTION)}
+        for name, feature in sizes.items():
+            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > getattr(self, name)):
+                raise ConfigError(
+                    f"policy.{name}={getattr(self, name)} is too small for a shape of {list(feature.shape)}. A "
+                    "pretrained policy can't be enlarged: with --policy.path, choose fewer joints; without it, set "
+                    f"--policy.{name}={max(feature.shape)}."
+                )
+
+    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
+        """With a dataset's features, even if others were trained on: cameras are read one by one, states and actions
+        are padded."""
+        images = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
+        if self.images and self.images.keys() <= images.keys():
+            others = {name: feature for name, feature in inputs.items() if name not in images}
+            inputs = {**others, **{name: images[name] for name in self.images}}
+        changed = replace(self, input_features=inputs, output_features=outputs)
+        if self.input_features:
+            self._say_what_changed(changed)
+        return changed
+
+    def _say_what_changed(self, changed: Self) -> None:
+        for name in (STATE, ACTION):
+            before, now = (
+                {**config.input_features, **config.output_features}.get(name) for config in (self, changed)
+            )
+            if before and now and before.shape != now.shape:
+                log.info(
+                    "%s has %d values in the dataset and %d in the policy: both are padded to the same size",
+                    *(name, now.shape[0], before.shape[0]),
+                )
+        for camera, trained in zip_longest(changed.images, self.images):
+            if camera is None:
+                log.info("the dataset has no camera in the place of the policy's %s: it sees fewer", trained)
+            elif trained is None:
+                log.info("%s is a camera more than the policy had", camera)
+            elif camera != trained:
+                log.info("%s takes the place of the policy's camera %s", camera, trained)
+
+    @property
+    def images(self) -> dict[str, PolicyFeature]:
+        """The cameras that there are."""
+        return {name: feature for name, feature in super().images.items() if name not in self._empty}
+
+    @property
+    def _empty(self) -> list[str]:
+        """Cameras that no dataset has: LeRobot adds them to the inputs."""
+        return [f"observation.images.empty_camera_{number}" for number in range(self.empty_cameras)]
+
+    @property
+    def cameras(self) -> list[str]:
+        """All cameras, those that no dataset has at the end."""
+        return [*self.images, *self._empty]
+
+    @property
+    def action_deltas(self) -> list[int]:
+        return list(range(self.chunk_size))
+
+    @property
+    def action_steps(self) -> int:
+        return self.n_action_steps
+
+    def steps_before(self, stats: Stats) -> list[ProcessingStep]:
+        tokenize = Tokenize(
+            self.vlm_model_name, max_length=self.tokenizer_max_length, padding=self.pad_language_to
+        )
+        rename, to_batch, *others = super().steps_before(stats)
+        return [rename, to_batch, AddNewLine(), tokenize, *others]
+
+    def optimizer_preset(self) -> dict[str, Any]:
+        return {
+            "type": "adamw",
+            "lr": self.optimizer_lr,
+            "betas": self.optimizer_betas,
+            "eps": self.optimizer_eps,
+            "weight_decay": self.optimizer_weight_decay,
+            "grad_clip_norm": self.optimizer_grad_clip_norm,
+        }
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        return {
+            "type": "cosine_decay_with_warmup",
+            "peak_lr": self.optimizer_lr,
+            "decay_lr": self.scheduler_decay_lr,
+            "num_warmup_steps": self.scheduler_warmup_steps,
+            "num_decay_steps": self.scheduler_decay_steps,
+        }
+
+    def without_hub(self, folder: Path) -> Self:
+        return self  # the sizes of the default vision-language model are known: see vlm_size.py

@@ -1,0 +1,79 @@
+"""The files of a pretrained vision-language model, in a local folder or a Hub repository."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from flexor.core.errors import ConfigError
+from flexor.core.tensors import described_in, fill
+from flexor.data.storage.source import is_repo_id
+from flexor.policies.hf_transformers import located
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def find_file(name: str, file: str) -> Path:
+    """A file of the model, downloaded if it is in a Hub repository."""
+    name = located(name)
+    if Path(name).is_dir():
+        path = Path(name) / file
+        if not path.is_file():
+            raise ConfigError(f"policy.vlm_model_name={name}: there is no {file} in this folder.")
+        return path
+    if not is_repo_id(name):
+        raise ConfigError(
+            f"policy.vlm_model_name={name}: there is no such folder, and it is not the name of a Hub repository "
+            "(user/name)."
+        )
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except Exception as error:  # the client raises many types; all mean the same to the user
+        said = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise ConfigError(
+            f"policy.vlm_model_name={name} is neither a local folder nor a Hub repository that {file} can be "
+            f"downloaded from: {said}"
+        ) from error
+
+
+def load_vlm(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors, named as in the model's files. Layers of the language model that are not asked for are not read."""
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for tensor, file in _where(name, tensors).items():
+        by_file[file].append(tensor)
+    for file, names in by_file.items():
+        try:
+            there = described_in(file)
+            wrong = [each for each in names if each not in there or there[each].shape != tensors[each].shape]
+            if wrong:
+                raise ConfigError(f"{file} does not fit its config.json: {_listed(wrong)}.")
+            fill({each: tensors[each] for each in names}, file)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"Can't read the weights in {file}: {error}") from error
+
+
+def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
+    """The file of each tensor: one for all, or as the index of several says."""
+    try:
+        return dict.fromkeys(tensors, find_file(name, WEIGHTS))
+    except ConfigError as absent:
+        try:
+            index = json.loads(find_file(name, INDEX).read_text())["weight_map"]
+        except ConfigError:
+            raise absent from None
+    missing = [each for each in tensors if each not in index]
+    if missing:
+        raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {_listed(missing)}.")
+    return {each: find_file(name, index[each]) for each in tensors}
+
+
+def _listed(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(sorted(names)[:limit]) + more

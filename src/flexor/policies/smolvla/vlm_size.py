@@ -1,0 +1,134 @@
+"""The sizes of a SmolVLM, from its config.json. Those of LeRobot's default are known without it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexor.core.errors import ConfigError
+from flexor.policies.nn.llama import LlamaSize
+from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.smolvla.vlm_files import find_file
+
+# what differs from the defaults below
+KNOWN: dict[str, dict[str, Any]] = {
+    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": {
+        "scale_factor": 4,
+        "vision_config": {"hidden_size": 768, "num_attention_heads": 12, "image_size": 512, "patch_size": 16},
+        "text_config": {
+            "vocab_size": 49280,
+            "hidden_size": 960,
+            "intermediate_size": 2560,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 15,
+            "num_key_value_heads": 5,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+        },
+    }
+}
+# of SmolVLM and Llama in `transformers`, which config.json leaves out
+VISION = {
+    "hidden_size": 1152,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+TEXT = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+# what the networks here do; no published SmolVLM does anything else
+ONLY = (
+    ("vision_config", "hidden_act", "gelu_pytorch_tanh"),
+    ("vision_config", "layer_norm_eps", 1e-6),
+    ("text_config", "model_type", "llama"),
+    ("text_config", "hidden_act", "silu"),
+    ("text_config", "mlp_bias", False),
+    ("tie_word_embeddings", None, False),
+)
+
+
+@dataclass(frozen=True)
+class VlmSize:
+    """The size of a vision-language model."""
+
+    vision: SiglipSize
+    text: LlamaSize
+    vocabulary: int
+    shuffle: int
+    """Blocks of so many patches, squared, become one token of the language model."""
+
+    def with_depth(self, layers: int) -> VlmSize:
+        """Only so many layers of the language model; all if not positive."""
+        if layers > self.text.depth:
+            raise ConfigError(
+                f"policy.num_vlm_layers={layers}: the language model has only {self.text.depth} layers."
+            )
+        return replace(self, text=replace(self.text, depth=layers)) if layers > 0 else self
+
+
+def read_size(name: str) -> VlmSize:
+    """The size of the vision-language model in a local folder or a Hub repository."""
+    given = KNOWN[name] if name in KNOWN else _read(name)
+    parts: dict[str, Any] = {
+        "tie_word_embeddings": given.get("tie_word_embeddings", False),
+        "vision_config": {**VISION, **(given.get("vision_config") or {})},
+        "text_config": {**TEXT, **(given.get("text_config") or {})},
+    }
+    for part, key, wanted in ONLY:
+        found = parts[part] if key is None else parts[part][key]
+        if found != wanted:
+            where = part if key is None else f"{part}.{key}"
+            raise ConfigError(
+                f"policy.vlm_model_name={name}: its config.json has {where}={found}; Flexor supports only {wanted}."
+            )
+    vision, text = parts["vision_config"], parts["text_config"]
+    return VlmSize(
+        SiglipSize(
+            width=vision["hidden_size"],
+            depth=vision["num_hidden_layers"],
+            mlp_width=vision["intermediate_size"],
+            heads=vision["num_attention_heads"],
+            image=vision["image_size"],
+            patch=vision["patch_size"],
+        ),
+        LlamaSize(
+            width=text["hidden_size"],
+            depth=text["num_hidden_layers"],
+            mlp_width=text["intermediate_size"],
+            heads=text["num_attention_heads"],
+            kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
+            head_width=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+            eps=text["rms_norm_eps"],
+            bias=text["attention_bias"],
+        ),
+        vocabulary=text["vocab_size"],
+        shuffle=given.get("scale_factor", 2),
+    )
+
+
+def _read(name: str) -> dict[str, Any]:
+    file = find_file(name, "config.json")
+    try:
+        described = json.loads(file.read_text())
+        if described["model_type"] != "smolvlm":
+            raise ConfigError(
+                f"policy.vlm_model_name={name} is a {described['model_type']}: SmolVLA requires a SmolVLM."
+            )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} does not describe a vision-language model: {error!r}") from error
+    return dict(described)

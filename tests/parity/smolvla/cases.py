@@ -1,0 +1,97 @@
+"""The SmolVLAs that are compared, what they are shown and told. Imported by both programs."""
+
+import numpy as np
+
+from parity.inputs import STATE, actions, camera, observation
+from parity.kinds import FOLDER
+from parity.smolvla.vlms import make_vlms
+
+STEPS = 8  # of acting: several chunks
+PARTS = ()
+TINY = {
+    "vlm_model_name": f"{FOLDER}/tiny-vlm",
+    "load_vlm_weights": False,  # all weights are filled in
+    "num_vlm_layers": 4,
+    "chunk_size": 8,
+    "n_action_steps": 4,
+    "num_steps": 4,
+    "max_state_dim": 6,
+    "max_action_dim": 5,
+    "resize_imgs_with_padding": (32, 32),
+    "tokenizer_max_length": 12,
+    "expert_width_multiplier": 0.5,
+}
+MODES = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+
+
+def case(inputs: dict, acts: bool = True, **settings: object) -> dict:
+    return {
+        "inputs": inputs,
+        "settings": {**TINY, "normalization_mapping": MODES, **settings},
+        "acts": acts,
+    }
+
+
+ONE = STATE | camera("top")
+TWO = STATE | camera("wrist", 56, 40) | camera("above")
+ALL = {"train_expert_only": False, "freeze_vision_encoder": False}
+EDGES = {"add_image_special_tokens": True}
+ALWAYS_CROSS = {"self_attn_every_n_layers": -1}
+SELF = {"attention_mode": "self_attn"}
+CASES = {
+    "frozen": case(ONE),
+    "width": case(ONE, expert_width_multiplier=0.75, max_state_dim=32, max_action_dim=32, num_steps=10),
+    "all": case(ONE, **ALL),
+    "frozen_vision": case(TWO, train_expert_only=False),
+    "frozen_state": case(ONE, train_state_proj=False),
+    "two_cameras": case(TWO, prefix_length=30),
+    "one_missing": case(ONE, empty_cameras=1),
+    "two_missing": case(ONE, empty_cameras=2, **EDGES),
+    "special_tokens": case(TWO, **EDGES),
+    "special_tokens_all": case(ONE, prefix_length=40, **EDGES, **ALL),
+    "self_attention": case(ONE, **SELF),
+    "self_attention_all": case(TWO, **SELF, **ALL),
+    "always_cross": case(ONE, **ALWAYS_CROSS),
+    "never_cross": case(ONE, self_attn_every_n_layers=1),
+    "every_third": case(ONE, self_attn_every_n_layers=3, num_vlm_layers=-1),
+    "half_as_many": case(ONE, num_expert_layers=2, **ALWAYS_CROSS),
+    # LeRobot can't act where a layer of self-attention has no layer of the expert
+    "half_as_many_all": case(TWO, False, num_expert_layers=2, **SELF, **ALL),
+    "one_layer_all": case(ONE, False, num_expert_layers=1, **ALL),
+    "padded_words": case(ONE, pad_language_to="max_length"),
+    "truncated": case(ONE, tokenizer_max_length=3),
+    "large_images": case(ONE, resize_imgs_with_padding=(64, 64)),
+    "small_images": case(TWO, resize_imgs_with_padding=(16, 16)),
+    "right_size": case(STATE | camera("top", 32, 32)),
+}
+
+
+make_files = make_vlms
+
+
+def training_batch(case: dict) -> dict[str, np.ndarray]:
+    return {**observation(case["inputs"], "training"), **actions(case["settings"]["chunk_size"], (1, 4))}
+
+
+# of the golden numbers (limits.py): the shortest period of the time's sines is 0.004, and each integration step
+# multiplies what rounding did
+STORED = {"actions": 5e-5}
+
+# the policies that one program trains and the other acts with; what is changed for the second
+TRAINED = {
+    "vlm_model_name": f"{FOLDER}/tiny-vlm",
+    "load_vlm_weights": "false",
+    "num_vlm_layers": 4,
+    "chunk_size": 8,
+    "n_action_steps": 4,
+    "num_steps": 4,
+    "resize_imgs_with_padding": "[32,32]",
+    "tokenizer_max_length": 12,
+}
+TRAINED_OTHERWISE = {
+    "train_expert_only": "false",
+    "freeze_vision_encoder": "false",
+    "self_attn_every_n_layers": -1,
+    "add_image_special_tokens": "true",
+    "num_expert_layers": 2,
+}
