@@ -1,0 +1,52 @@
+"""Steps around vision-language-action policies, and how images are resized. Imported by both programs.
+
+`settings` of a step are what we save of it, so LeRobot is also shown to accept that.
+"""
+
+import numpy as np
+import torch
+
+from parity.fill import uniform
+from parity.records import values
+
+TASKS = ["pick up_the cube\n", "  open the drawer ", "wipe\nthe table\n"]
+EDGES = [-1.5, -1.0, -0.99999994, -0.9921875, -0.5, 0.0, 0.9921874, 0.9921875, 1.0, 7.0]  # of bins
+SIZES = {
+    "wide": ((3, 48, 64), 28, 28),
+    "high": ((3, 65, 30), 28, 42),
+    "enlarged": ((3, 9, 17), 40, 40),
+    "odd border": ((3, 31, 64), 28, 29),
+    "as it is": ((3, 28, 28), 28, 28),
+}
+STORED = {"pixels": 1e-6}
+
+_SETTINGS: dict[str, dict] = {
+    f"{where} {name}": {"shape": shape, "height": height, "width": width, "where": where}
+    for where in ("centre", "left-top")
+    for name, (shape, height, width) in SIZES.items()
+}
+_SETTINGS |= {name: {} for name in ("smolvla_new_line_processor", "pi0_new_line_processor")}
+_SETTINGS |= {
+    name: {"max_state_dim": 32, "task_key": "task"}
+    for name in (
+        "pi05_prepare_state_tokenizer_processor_step",
+        "pi0_fast_prepare_state_tokenizer_processor_step",
+    )
+}
+CASES = {name: {"name": name, "settings": settings} for name, settings in _SETTINGS.items()}
+
+
+def images(shape: tuple[int, ...]) -> np.ndarray:
+    return uniform("images", (2, *shape), 0, 1)
+
+
+def states() -> np.ndarray:
+    """[3, 10] normalised states."""
+    drawn = uniform("state", (3, len(EDGES)), -1.2, 1.2)
+    drawn[0] = EDGES
+    return drawn
+
+
+def some(pixels: torch.Tensor) -> list:
+    """Rows and columns on average, which show where the border is, and every fifth row of one channel."""
+    return [values(pixels.mean(-1)), values(pixels.mean(-2)), values(pixels[0, 0, ::5])]
