@@ -105,7 +105,7 @@ def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.statistics import compute_stats
 
     dataset = open_dataset(root=_local(parsed.root))
-    stats = compute_stats(dataset)
+    stats = compute_stats(dataset, progress=progress("statistics"))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
     print(json.dumps(to_json(stats), indent=None if parsed.json else 2))

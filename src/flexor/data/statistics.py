@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from flexor.core.batch import ACTION, STATE
+from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import Dataset
 from flexor.data.format.stats import (
+    RunningStats,
     Stats,
     aggregate_stats,
     image_stats,
@@ -17,8 +20,14 @@ from flexor.data.format.stats import (
     vector_stats,
 )
 
+CHUNKS_AT_ONCE = (
+    50_000  # as in LeRobot: quantiles depend on it, because a histogram is widened between two parts
+)
 
-def compute_stats(dataset: Dataset, features: Sequence[str] | None = None) -> dict[str, Stats]:
+
+def compute_stats(
+    dataset: Dataset, features: Sequence[str] | None = None, progress: Progress | None = None
+) -> dict[str, Stats]:
     """Statistics of the dataset's episodes; with `features`, only these are read and decoded."""
     known = [*dataset.columns, *dataset.cameras]
     wanted = known if features is None else list(features)
@@ -28,7 +37,46 @@ def compute_stats(dataset: Dataset, features: Sequence[str] | None = None) -> di
             f"can't compute statistics of {', '.join(unknown)}: the dataset's features are {', '.join(known)}."
         )
     episodes = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
-    return aggregate_stats([_episode_stats(dataset, wanted, start, length) for start, length in episodes])
+    found = []
+    for start, length in episodes:
+        found.append(_episode_stats(dataset, wanted, start, length))
+        if progress is not None:
+            progress(len(found), len(dataset.episodes))
+    return aggregate_stats(found)
+
+
+def relative_action_stats(
+    dataset: Dataset, relative: Sequence[bool], chunk: int, progress: Progress | None = None
+) -> Stats:
+    """Statistics of actions relative to the state at the beginning of their chunk, where `relative` says so.
+
+    Over all chunks of so many steps that end within their episode, as in LeRobot. If every episode is shorter, over
+    chunks as long as the longest one.
+    """
+    for name in (ACTION, STATE):
+        if name not in dataset.columns:
+            raise DatasetError(
+                f"can't compute statistics of relative actions: {dataset.repo_id} has no {name}."
+            )
+    actions, states = (dataset.columns[name].astype(np.float32) for name in (ACTION, STATE))
+    actions, states = (x[:, None] if x.ndim == 1 else x for x in (actions, states))
+    chunk = min(chunk, int(dataset.episodes.length.max()))
+    starts = np.concatenate(
+        [
+            np.arange(start, start + length - chunk + 1)
+            for start, length in zip(dataset.episodes.start, dataset.episodes.length)
+        ]
+    )
+    moving = np.flatnonzero(relative)
+    running = RunningStats()
+    for first in range(0, len(starts), CHUNKS_AT_ONCE):
+        some = starts[first : first + CHUNKS_AT_ONCE]
+        chunks = actions[some[:, None] + np.arange(chunk)]  # [n, chunk, A]
+        chunks[..., moving] -= states[some][:, None, moving]
+        running.update(chunks)
+        if progress is not None:
+            progress(min(first + CHUNKS_AT_ONCE, len(starts)), len(starts))
+    return running.result()
 
 
 def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length: int) -> dict[str, Stats]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from flexor.core.batch import ACTION, REWARD
+from flexor.core.batch import ACTION, REWARD, STATE
+from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
-from flexor.data.statistics import compute_stats
+from flexor.data.statistics import compute_stats, relative_action_stats
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.processing.pipeline import Stats
+from flexor.policies.processing.relative_actions import RelativeActionSettings, flat_names
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -51,6 +56,10 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
         input_features=policy.input_features or inputs,
         output_features=policy.output_features or outputs,
     )
+    if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
+        names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
+        named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
+        policy = dataclasses.replace(policy, **named)
     there = {**inputs, **outputs}
     for name, feature in {**policy.observed, ACTION: policy.action}.items():
         if name not in there:
@@ -79,13 +88,32 @@ def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> St
     """The dataset's statistics for the policy's features. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
     cameras = [name for name in policy.images if use_imagenet]
-    missing = [name for name in features if name not in dataset.stats and name not in cameras]
-    if missing:
-        log.info("computing statistics that are missing in the dataset: %s", ", ".join(missing))
-    computed = compute_stats(dataset, missing) if missing else {}
-    stats: dict[str, dict[str, np.ndarray]] = {
-        name: dict({**dataset.stats, **computed}.get(name, {})) for name in features
-    }
+    stats: dict[str, dict[str, np.ndarray]] = {name: dict(dataset.stats.get(name, {})) for name in features}
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
+    if isinstance(policy, RelativeActionSettings) and policy.use_relative_actions:
+        stats[ACTION] = _relative_stats(dataset, policy)
+    missing = {name: lost for name in features if (lost := _missing(policy, features[name], stats[name]))}
+    if missing:
+        lacking = "; ".join(f"{name} ({', '.join(lost)})" for name, lost in missing.items())
+        log.info("computing statistics that are missing in the dataset: %s", lacking)
+        computed = compute_stats(dataset, list(missing), progress("statistics"))
+        stats |= {name: {**computed[name], **stats[name]} for name in missing}
     return stats
+
+
+def _missing(policy: PolicyConfig, feature: PolicyFeature, stats: Mapping[str, np.ndarray]) -> list[str]:
+    """The statistics that a feature's normalisation requires and the dataset does not have."""
+    mode = policy.normalization_mapping.get(feature.type, "IDENTITY")
+    return [name for name in required_statistics(mode) if name not in stats]
+
+
+def _relative_stats(dataset: Dataset, policy: PolicyConfig) -> dict[str, np.ndarray]:
+    """Those of the dataset are of absolute actions, so they are never used for relative ones."""
+    assert isinstance(policy, RelativeActionSettings)
+    step, actions = policy.relative_actions(), policy.action.shape[0]
+    state = dataset.features.get(STATE)
+    step.check(actions, state.shape[0] if state is not None else 0)
+    chunk = len(policy.action_deltas)
+    log.info("computing statistics of actions relative to the state, over chunks of %d steps", chunk)
+    return relative_action_stats(dataset, step.relative(actions), chunk, progress("statistics"))

@@ -205,7 +205,8 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     policy = policy_class(config.type)(config)
     load_weights(policy, folder)
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
-    return Pretrained(policy.to(device).eval(), before, Pipeline.load(folder, POSTPROCESSOR))
+    after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
+    return Pretrained(policy.to(device).eval(), before, after)
 
 
 def load_weights(policy: Policy, folder: Path) -> None:

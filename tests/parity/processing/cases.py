@@ -18,7 +18,8 @@ SIZES = {
     "odd border": ((3, 31, 64), 28, 29),
     "as it is": ((3, 28, 28), 28, 28),
 }
-STORED = {"pixels": 1e-6}
+LENGTHS, CHUNK = (9, 3, 14, 7), 5  # of episodes, of a chunk
+STORED = {"pixels": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
 
 _SETTINGS: dict[str, dict] = {
     f"{where} {name}": {"shape": shape, "height": height, "width": width, "where": where}
@@ -32,6 +33,15 @@ _SETTINGS |= {
         "pi05_prepare_state_tokenizer_processor_step",
         "pi0_fast_prepare_state_tokenizer_processor_step",
     )
+}
+_SETTINGS |= {
+    f"relative {name}": {"enabled": True, "exclude_joints": exclude, "action_names": names}
+    for name, exclude, names in [
+        ("all", [], None),
+        ("without names", ["gripper"], None),
+        ("named", ["GRIP", "wrist"], ["shoulder", "Left_gripper", "wrist.pos", "gripper"]),
+        ("few names", ["gripper"], ["gripper"]),
+    ]
 }
 CASES = {name: {"name": name, "settings": settings} for name, settings in _SETTINGS.items()}
 
@@ -50,3 +60,17 @@ def states() -> np.ndarray:
 def some(pixels: torch.Tensor) -> list:
     """Rows and columns on average, which show where the border is, and every fifth row of one channel."""
     return [values(pixels.mean(-1)), values(pixels.mean(-2)), values(pixels[0, 0, ::5])]
+
+
+def actions(*shape: int) -> np.ndarray:
+    return uniform("action", (3, *shape, 4), -2, 2)
+
+
+def recorded() -> dict[str, np.ndarray]:
+    """The columns of a dataset."""
+    frames = sum(LENGTHS)
+    return {
+        "action": uniform("recorded action", (frames, 4), -2, 2),
+        "observation.state": uniform("recorded state", (frames, 5), -1, 1),
+        "episode_index": np.repeat(np.arange(len(LENGTHS)), LENGTHS),
+    }

@@ -1,10 +1,17 @@
 """Our steps."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import torch
 
+from flexor.data.statistics import relative_action_stats
 from flexor.policies.nn.resize import resize_with_padding
-from flexor.policies.processing.pipeline import STEPS
-from parity.processing.cases import TASKS, images, some, states
+from flexor.policies.processing.pipeline import STEPS, StepContext
+from flexor.policies.processing.relative_actions import AbsoluteActions, RelativeActions
+from parity.processing.cases import CHUNK, LENGTHS, TASKS, actions, images, recorded, some, states
+from parity.records import values
 
 
 def measure(case: dict) -> dict:
@@ -12,6 +19,25 @@ def measure(case: dict) -> dict:
     if "where" in settings:
         given = torch.from_numpy(images(settings.pop("shape")))
         return {"pixels": some(resize_with_padding(given, **settings))}
+    if case["name"].startswith("relative "):
+        return relative(RelativeActions(**settings))
     step = STEPS[case["name"]].from_config(settings)
     assert step.config() == settings
     return {"prompts": step({"task": TASKS, "observation.state": torch.from_numpy(states())})["task"]}
+
+
+def relative(step: RelativeActions) -> dict:
+    seen = {"observation.state": torch.from_numpy(states())}
+    out: dict[str, list] = {"relative": [], "absolute": []}
+    for shape in ((), (CHUNK,)):
+        given = torch.from_numpy(actions(*shape))
+        out["relative"].append(values(step({**seen, "action": given})["action"]))
+        after = AbsoluteActions(True, step)({"action": given}, StepContext(observation=seen))
+        out["absolute"].append(values(after["action"]))
+    start = np.cumsum((0, *LENGTHS))[:-1]
+    dataset: Any = SimpleNamespace(
+        columns=recorded(), episodes=SimpleNamespace(start=start, length=np.array(LENGTHS))
+    )
+    stats = relative_action_stats(dataset, step.relative(4), CHUNK)
+    out["stats"] = [np.asarray(stats[name]).tolist() for name in sorted(stats)]
+    return out

@@ -1,14 +1,18 @@
 """LeRobot's steps."""
 
+import numpy as np
 import torch
 
-from parity.processing.cases import TASKS, images, some, states
+from parity.processing.cases import CHUNK, TASKS, actions, images, recorded, some, states
+from parity.records import values
 
 
 def measure(case: dict) -> dict:
     settings = dict(case["settings"])
     if "where" in settings:
         return {"pixels": some(resize(settings))}
+    if case["name"].startswith("relative "):
+        return relative(settings)
     from lerobot.policies.pi0 import processor_pi0
     from lerobot.policies.pi0_fast import processor_pi0_fast
     from lerobot.policies.pi05 import processor_pi05
@@ -35,3 +39,23 @@ def resize(settings: dict) -> torch.Tensor:
     if settings["where"] == "centre":
         return resize_with_pad_torch(given, *size)
     return resize_with_pad(given, *size, pad_value=0)
+
+
+def relative(settings: dict) -> dict:
+    from lerobot.datasets.compute_stats import compute_relative_action_stats
+    from lerobot.processor import AbsoluteActionsProcessorStep, RelativeActionsProcessorStep, TransitionKey
+
+    step = RelativeActionsProcessorStep(**settings)
+    assert step.get_config() == settings
+    out: dict[str, list] = {"relative": [], "absolute": []}
+    for shape in ((), (CHUNK,)):
+        given = torch.from_numpy(actions(*shape))
+        seen = {"observation.state": torch.from_numpy(states())}
+        done = step({TransitionKey.OBSERVATION: seen, TransitionKey.ACTION: given})
+        out["relative"].append(values(done[TransitionKey.ACTION]))
+        after = AbsoluteActionsProcessorStep(True, step)({TransitionKey.ACTION: given})
+        out["absolute"].append(values(after[TransitionKey.ACTION]))
+    features = {"action": {"shape": (4,), "names": settings["action_names"]}}
+    stats = compute_relative_action_stats(recorded(), features, CHUNK, settings["exclude_joints"])
+    out["stats"] = [np.asarray(stats[name]).tolist() for name in sorted(stats)]
+    return out

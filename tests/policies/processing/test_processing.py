@@ -101,6 +101,13 @@ def test_picture_statistics_apply_per_channel():
     torch.testing.assert_close(out, (batch()["observation.images.top"] / 255 - 0.125) / 0.5)
 
 
+def test_pictures_are_normalised_alike_before_and_after_they_move():
+    """pi0.5 normalises on the host, where pictures are still bytes."""
+    rename, to_batch, to_device, normalize = pipelines()[0].steps
+    early = Pipeline("early", [rename, to_batch, normalize, to_device])(batch())["observation.images.top"]
+    torch.testing.assert_close(early, pipelines()[0](batch())["observation.images.top"])
+
+
 def test_a_single_observation_becomes_a_batch_of_one():
     single = {key: value[0] for key, value in batch().items() if key.startswith("observation")}
     out = ToBatch()({**single, "task": "a"})

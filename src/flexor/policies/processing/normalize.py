@@ -18,6 +18,11 @@ from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, S
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 
 
+def required_statistics(mode: str) -> tuple[str, ...]:
+    """The statistics that a mode uses."""
+    return {"IDENTITY": (), "MEAN_STD": ("mean", "std"), **BOUNDS}[mode]
+
+
 class _Normalization(ProcessingStep):
     """Statistics per feature and how they are applied to each kind of feature."""
 
@@ -43,10 +48,9 @@ class _Normalization(ProcessingStep):
         """Refuse now what would otherwise fail during a run."""
         for key, feature in self.features.items():
             mode = self.norm_map.get(feature.type, "IDENTITY")
-            if mode == "IDENTITY" or not self.stats:
+            if not self.stats:
                 continue
-            needed = ("mean", "std") if mode == "MEAN_STD" else BOUNDS[mode]
-            missing = [name for name in needed if name not in self.stats.get(key, {})]
+            missing = [name for name in required_statistics(mode) if name not in self.stats.get(key, {})]
             if missing:
                 raise ConfigError(
                     f"{key} is normalised by {mode}, but the dataset's statistics lack {', '.join(missing)}: "
@@ -65,6 +69,10 @@ class _Normalization(ProcessingStep):
         mode = self.norm_map.get(feature.type, "IDENTITY")
         if mode == "IDENTITY" or key not in self.stats:
             return x
+        if (
+            x.dtype == torch.uint8 and feature.type is Kind.VISUAL
+        ):  # not yet on the device, where it becomes a float
+            x = torch.div(x, 255)
         if mode == "MEAN_STD":
             mean, std = self._statistics(key, feature, x, "mean", "std")
             return x * std + mean if self.inverse else (x - mean) / (std + self.eps)

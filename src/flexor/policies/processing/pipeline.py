@@ -60,6 +60,9 @@ class ProcessingStep:
     def prepare(self) -> None:
         """Load what the step needs before a run starts, so that a missing file is reported at once."""
 
+    def connect(self, before: Pipeline) -> None:
+        """For steps after the policy: take what they need from the steps before it. Called when both are loaded."""
+
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         """A batch of the same shape, for the planner: computed without files and without reading values."""
         return self(batch, context)
@@ -126,6 +129,12 @@ class Pipeline:
     def prepare(self) -> None:
         for step in self.steps:
             step.prepare()
+
+    def connect(self, before: Pipeline) -> Pipeline:
+        """For the steps after the policy: show them those before it."""
+        for step in self.steps:
+            step.connect(before)
+        return self
 
     def save(self, folder: Path) -> None:
         described = []
