@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from flexor.core.errors import ConfigError
+from flexor.data.storage.source import is_repo_id
 
 
 def import_transformers(needed_for: str) -> Any:
@@ -19,8 +21,11 @@ def import_transformers(needed_for: str) -> Any:
         ) from error
 
 
-def fetch(kind: str, name: str, **options: Any) -> Any:
-    """What a class of `transformers` loads from a local folder or a Hub repository."""
+def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> Any:
+    """What a class of `transformers` loads from a local folder or a Hub repository.
+
+    `files` are those it needs: if they can't be loaded, the error says where to put them.
+    """
     transformers = import_transformers(name)
     try:
         with _quietly(transformers.utils.logging):
@@ -29,7 +34,23 @@ def fetch(kind: str, name: str, **options: Any) -> Any:
         said = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(
             f"Can't load a {kind} from {name!r}, which must be a local folder or a Hub repository: {said}"
+            f"{_where_to_put(name, files) if files else ''}"
         ) from error
+
+
+def _where_to_put(name: str, files: Sequence[str]) -> str:
+    """What to do where the Hub can't be reached, or does not give a repository to everybody."""
+    from huggingface_hub import constants
+
+    listed = ", ".join(files)
+    if Path(name).is_dir() or not is_repo_id(name):
+        return f" The folder must hold {listed}."
+    cache = f"{constants.HF_HUB_CACHE}/models--{name.replace('/', '--')}"
+    return (
+        f" With network access, `hf download {name} {' '.join(files)}` puts its files into {cache}; a repository whose "
+        "licence you must accept also requires `hf auth login`. Without, copy that folder from another machine, or put "
+        f"{listed} into any folder and use its path instead of {name!r}."
+    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flexor.core.batch import Batch
 from flexor.core.errors import FlexorError
+from flexor.core.log import warn_once
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
 
@@ -18,10 +20,18 @@ TASK_TOKENS = "observation.language.tokens"
 TASK_MASK = "observation.language.attention_mask"
 
 
+FILES = ("tokenizer.json", "tokenizer_config.json")  # what most repositories describe a tokenizer with
+
+
 @processing_step("tokenizer_processor")
 @dataclass
 class Tokenize(ProcessingStep):
-    """Turns the task, a sentence per sample, into tokens and a mask that is true for tokens and false for padding."""
+    """Turns the task, a sentence per sample, into tokens and a mask that is true for tokens and false for padding.
+
+    padding="max_length" gives every batch the same shape. padding="longest" pads to the longest task of the batch, but
+    only when a policy acts: in training it pads to `max_length` too, so that every step has the same shapes, as CUDA
+    graphs and compiled code require. To a policy that ignores padding, which all do, it makes no difference.
+    """
 
     on_host = True
     tokenizer_name: str
@@ -31,26 +41,49 @@ class Tokenize(ProcessingStep):
     padding: str = "max_length"
     truncation: bool = True
 
+    _told = False  # that a task is too long
+
     @cached_property
     def _tokenizer(self) -> Any:
-        return fetch("AutoTokenizer", self.tokenizer_name)
+        return fetch("AutoTokenizer", self.tokenizer_name, FILES)
 
     def prepare(self) -> None:
         _ = self._tokenizer
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         tasks = self._tasks(batch)
-        distinct = list(dict.fromkeys(tasks))  # a batch has few, and a tokenizer is slow
+        distinct = {
+            task: n for n, task in enumerate(dict.fromkeys(tasks))
+        }  # a batch has few; tokenizers are slow
         found = self._tokenizer(
-            distinct,
+            list(distinct),
             max_length=self.max_length,
             truncation=self.truncation,
-            padding=self.padding,
+            padding="max_length" if context.training else self.padding,
             padding_side=self.padding_side,
             return_tensors="pt",
         )
-        which = torch.tensor([distinct.index(task) for task in tasks])
-        return _with_tokens(batch, found["input_ids"][which], found["attention_mask"][which].bool())
+        tokens, mask = found["input_ids"], found["attention_mask"].bool()
+        self._check_length(distinct, mask)
+        which = torch.tensor([distinct[task] for task in tasks])
+        return _with_tokens(batch, tokens[which], mask[which])
+
+    def _check_length(self, tasks: Iterable[str], mask: Tensor) -> None:
+        """Say if the end of a task is cut off: in a prompt with the robot's state it may be the state."""
+        if self._told or mask.shape[1] < self.max_length:
+            return
+        full = [task for task, row in zip(tasks, mask.all(1).tolist()) if row]
+        for task, tokens in zip(full, self._tokenizer(full)["input_ids"] if full else []):
+            if len(tokens) > self.max_length and not self._told:
+                self._told = True
+                warn_once(
+                    "The task %r has %d tokens, but the policy's maximum is %d: %s. Use a shorter task, or a larger "
+                    "policy.tokenizer_max_length if the policy has that setting.",
+                    task if len(task) < 200 else f"{task[:200]} ...",
+                    len(tokens),
+                    self.max_length,
+                    "its end is cut off" if self.truncation else "it is not cut off, and may not fit",
+                )
 
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         shape = len(self._tasks(batch)), self.max_length
