@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
 from flexor.policies.meta_init import parameters_without_memory
-from flexor.policies.multi_task_dit.flow import FlowMatching, beta, integrate
+from flexor.policies.nn.flow import FlowMatching, beta, integrate
 from flexor.policies.multi_task_dit.policy import MultiTaskDiT
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.policies.processing.tokenize import Tokenize

@@ -8,6 +8,6 @@ from parity.inputs import BATCH
 
 def measure(case: dict) -> dict:
     with patch(
-        "flexor.policies.multi_task_dit.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))
+        "flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))
     ):
         return flexor_side.measure_policy("multi_task_dit", case)

@@ -22,7 +22,7 @@ from flexor.core.rng import NoiseSource
 from flexor.policies.base import ParamGroup
 from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
 from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
-from flexor.policies.multi_task_dit.flow import FlowMatching
+from flexor.policies.nn.flow import FlowMatching
 from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
 from flexor.policies.nn.camera import center_crop, random_crop
 from flexor.policies.nn.denoising import DenoisingPolicy

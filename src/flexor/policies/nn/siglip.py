@@ -67,9 +67,10 @@ class SiglipAttention(nn.Module):
     def __init__(self, size: SiglipSize):
         super().__init__()
         self.heads = size.heads
-        self.q_proj = nn.Linear(size.width, size.width)
+        # in the order of LeRobot's: its optimizer numbers them
         self.k_proj = nn.Linear(size.width, size.width)
         self.v_proj = nn.Linear(size.width, size.width)
+        self.q_proj = nn.Linear(size.width, size.width)
         self.out_proj = nn.Linear(size.width, size.width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """Flow matching (Lipman et al. 2023, https://arxiv.org/abs/2210.02747): straight paths from noise to actions.
 
-A network learns the velocity at every point of the path. Inference follows it from noise (time 0) to an action
-(time 1). The straighter the learned paths are, the fewer steps are enough. Where several actions are good, paths
+A network learns the velocity at every point of the path. Inference follows it from noise to an action. The straighter the learned paths are, the fewer steps are enough. Where several actions are good, paths
 bend, and too few steps end between these actions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -52,6 +53,45 @@ class FlowMatching:
     def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
         """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
         return integrate(network, noise.normal("x", shape).to(like), self.steps, self.method)
+
+
+@dataclass(frozen=True)
+class FlowToNoise:
+    """The same with time the other way round, as pi0 and its relatives have it: 0 for actions, 1 for noise."""
+
+    steps: int = 10
+    """Integration steps at inference."""
+    time_beta: tuple[float, float] = (1.5, 1.0)
+    """Draw times as `time_scale` x b + `time_offset`, where b has this beta distribution."""
+    time_scale: float = 0.999
+    time_offset: float = 0.001
+
+    def error(self, network: Velocity, actions: Tensor, noise: NoiseSource) -> Tensor:
+        """The squared error [B, H, A] of the velocity the network predicts on a path from actions [B, H, A]."""
+        end = noise.normal("noise", tuple(actions.shape)).to(actions)
+        time = self.times(len(actions), noise).to(actions)
+        t = time[:, None, None]
+        predicted = network(t * end + (1 - t) * actions, time)
+        return F.mse_loss(predicted, end - actions, reduction="none")
+
+    def times(self, batch: int, noise: NoiseSource) -> Tensor:
+        return self.time_scale * beta(noise, "time", batch, *self.time_beta) + self.time_offset
+
+    def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
+        x = noise.normal("x", shape).to(like)
+        for step in range(self.steps):
+            time = x.new_full((len(x),), 1 - step / self.steps)
+            x = x - network(x, time) / self.steps
+        return x
+
+
+def time_embedding(time: Tensor, dim: int, shortest: float, longest: float) -> Tensor:
+    """Times [B] -> [B, dim]: sines, then cosines, with periods from `shortest` to `longest`."""
+    exact = torch.float32 if time.device.type == "mps" else torch.float64  # the fastest turn a thousand times
+    share = torch.linspace(0, 1, dim // 2, dtype=exact, device=time.device)
+    angle = time.to(exact)[:, None] * (2 * math.pi / (shortest * (longest / shortest) ** share))
+    return torch.cat((angle.sin(), angle.cos()), dim=1).to(time.dtype)
 
 
 def integrate(velocity: Velocity, start: Tensor, steps: int, method: Method = "euler") -> Tensor:

@@ -1,0 +1,276 @@
+"""The settings of pi0 and pi0.5, under LeRobot's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
+
+from flexor.core.batch import ACTION, STATE
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.processing.normalize import Normalize, Unnormalize
+from flexor.policies.processing.pipeline import ProcessingStep, Stats
+from flexor.policies.processing.prompt import AddNewLinePi0, StateInPrompt
+from flexor.policies.processing.relative_actions import RelativeActionSettings
+from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
+from flexor.policies.processing.tokenize import Tokenize
+
+TOKENIZER = "google/paligemma-3b-pt-224"
+EMPTY_CAMERA = "observation.images.empty_camera_"
+Variant = Literal["gemma_300m", "gemma_2b"]
+
+
+@dataclass
+class PiConfig(RelativeActionSettings, PolicyConfig):
+    """What both have. Defaults are LeRobot's."""
+
+    trains_in_bf16: ClassVar[bool] = True
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights"})
+    base: ClassVar[str]
+    """The published weights to start from."""
+
+    paligemma_variant: Variant = "gemma_2b"
+    """Size of the language model. The published weights have gemma_2b."""
+    action_expert_variant: Variant = "gemma_300m"
+    """Size of the expert that predicts actions. The published weights have gemma_300m."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of the weights of the language model and the expert. Norms and the image encoder are always float32."""
+    load_vlm_weights: bool = True
+    """Refuse to train from scratch. false starts from random weights, if there is no --policy.path."""
+    chunk_size: int = 50
+    """Number of actions predicted at once."""
+    n_action_steps: int = 50
+    """Number of actions of a chunk that are executed before the next prediction."""
+    max_state_dim: int = 32
+    """The state is padded to this many values."""
+    max_action_dim: int = 32
+    """Actions are padded to this many values."""
+    num_inference_steps: int = 10
+    """Integration steps at inference. Fewer steps are faster and less accurate."""
+    time_sampling_beta_alpha: float = 1.5
+    """Times in training are scale x b + offset, where b has a beta distribution: its alpha."""
+    time_sampling_beta_beta: float = 1.0
+    """The beta of that distribution."""
+    time_sampling_scale: float = 0.999
+    """The scale of times."""
+    time_sampling_offset: float = 0.001
+    """The offset of times: the earliest one."""
+    min_period: float = 4e-3
+    """Shortest period in the embedding of the time."""
+    max_period: float = 4.0
+    """Longest period in the embedding of the time."""
+    rtc_config: dict[str, Any] | None = None
+    """Settings of LeRobot's real-time chunking. Flexor keeps them and does not use them."""
+    image_resolution: tuple[int, int] = (224, 224)
+    """Images are resized to this height and width, without distortion. It must be square."""
+    empty_cameras: int = 0
+    """Number of cameras that the policy has and the robot has not. They are never seen, and cost nothing."""
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    gradient_checkpointing: bool = False
+    """Recompute blocks in the backward pass to save memory, as --activation_checkpointing does."""
+    compile_model: bool = False
+    """Compile the network with torch.compile; --compile=true compiles block by block, which is quicker."""
+    compile_mode: str = "max-autotune"
+    """torch.compile's mode, with policy.compile_model."""
+    freeze_vision_encoder: bool = False
+    """Do not train the image encoder."""
+    train_expert_only: bool = False
+    """Train only the expert and the projections around it, not the vision-language model."""
+    optimizer_lr: float = 2.5e-5
+    """Learning rate (--optimizer.lr takes precedence)."""
+    optimizer_betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's betas (--optimizer.betas takes precedence)."""
+    optimizer_eps: float = 1e-8
+    """Adam's epsilon (--optimizer.eps takes precedence)."""
+    optimizer_weight_decay: float = 0.01
+    """Weight decay (--optimizer.weight_decay takes precedence)."""
+    optimizer_grad_clip_norm: float = 1.0
+    """Largest norm of the gradient (--optimizer.grad_clip_norm takes precedence)."""
+    scheduler_warmup_steps: int = 1_000
+    """Warm-up steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
+    scheduler_decay_steps: int = 30_000
+    """Steps until the lowest learning rate; scaled down if the run is shorter."""
+    scheduler_decay_lr: float = 2.5e-6
+    """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
+    tokenizer_max_length: int = 48
+    """Maximum number of tokens of a prompt. Shorter ones are padded."""
+
+    def validate(self) -> None:
+        self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
+        self.require(1, "num_inference_steps", "tokenizer_max_length", "scheduler_decay_steps")
+        self.require(0, "empty_cameras", "scheduler_warmup_steps", "time_sampling_scale", "time_sampling_offset")
+        self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
+        if self.n_obs_steps != 1:
+            raise ConfigError(
+                f"policy.n_obs_steps={self.n_obs_steps}: {self.type} supports one observation only; set it to 1."
+            )
+        if self.n_action_steps > self.chunk_size:
+            raise ConfigError(
+                f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
+                "only predicted actions can be executed."
+            )
+        height, width = self.image_resolution
+        if height != width or height % 14:
+            raise ConfigError(
+                f"policy.image_resolution={[height, width]} must be square and a multiple of 14, the size of an image "
+                "patch."
+            )
+        if self.input_features:
+            self._check_inputs()
+        if ACTION in self.output_features:
+            self._check_padding(ACTION, self.action, "max_action_dim")
+
+    def _check_inputs(self) -> None:
+        if not self.images:
+            raise ConfigError(
+                f"{self.type} requires a camera (observation.image...); the dataset has "
+                f"{', '.join(self.input_features)}."
+            )
+        if self.state is None:
+            raise ConfigError(
+                f"{self.type} requires {STATE}; the dataset has {', '.join(self.input_features)}."
+            )
+        self._check_padding(STATE, self.state, "max_state_dim")
+
+    def _check_padding(self, name: str, feature: PolicyFeature, limit: str) -> None:
+        if len(feature.shape) != 1 or feature.shape[0] > getattr(self, limit):
+            raise ConfigError(
+                f"{name} has the shape {list(feature.shape)}, but {self.type} supports at most "
+                f"policy.{limit}={getattr(self, limit)} values. A larger policy.{limit} requires other weights than "
+                f"those of {self.base}."
+            )
+
+    def check_untrained(self) -> None:
+        if self.load_vlm_weights:
+            raise ConfigError(
+                f"policy.type={self.type} without --policy.path would train a vision-language model with random "
+                f"weights. Start from published ones with --policy.path={self.base}. If you do want to train from "
+                "scratch, set --policy.load_vlm_weights=false."
+            )
+        frozen = [name for name in ("freeze_vision_encoder", "train_expert_only") if getattr(self, name)]
+        log.warning(
+            "policy.load_vlm_weights=false: the vision-language model starts with random weights%s",
+            f", and policy.{frozen[0]}=true never trains all of them" if frozen else "",
+        )
+
+    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
+        """Cameras are read one by one, and state and actions are padded: others than those trained on are possible."""
+        changed = replace(
+            self,
+            input_features=self._other_cameras(self.input_features, inputs) or inputs,
+            output_features=self.output_features or outputs,
+        )
+        for name, feature in {STATE: changed.state, ACTION: changed.output_features.get(ACTION)}.items():
+            there = inputs.get(name) or outputs.get(name)
+            if feature is None or there is None or feature.shape == there.shape:
+                continue
+            log.info(
+                "%s has %s values in the policy's weights and %s in the dataset: the rest is padding",
+                *(name, feature.shape[0], there.shape[0]),
+            )
+            features = changed.input_features if name == STATE else changed.output_features
+            features[name] = there
+        return changed
+
+    def _other_cameras(
+        self, own: dict[str, PolicyFeature], there: dict[str, PolicyFeature]
+    ) -> dict[str, PolicyFeature]:
+        """The inputs `own`, with the dataset's cameras instead if some of its own are missing or of another size."""
+        theirs = {name: feature for name, feature in there.items() if feature.type is Kind.VISUAL}
+        if not own or not theirs or all(theirs.get(name) == feature for name, feature in self.images.items()):
+            return dict(own)
+        names = [name for name in self.images if name in theirs]
+        if names != list(self.images):
+            names += [name for name in theirs if name not in names]
+            log.info(
+                "the policy's weights were trained with the cameras %s: from now on it sees %s",
+                *(", ".join(self.images), ", ".join(names)),
+            )
+        others = {name: feature for name, feature in own.items() if name not in self.images}
+        return {**others, **{name: theirs[name] for name in names}}
+
+    @property
+    def images(self) -> dict[str, PolicyFeature]:
+        """The cameras that there are."""
+        empty = {f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)}
+        return {name: feature for name, feature in super().images.items() if name not in empty}
+
+    def tokenizer(self) -> Tokenize:
+        return Tokenize(TOKENIZER, max_length=self.tokenizer_max_length)
+
+    def normalizer(self, stats: Stats) -> Normalize:
+        return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)
+
+    def steps_after(self, stats: Stats) -> list[ProcessingStep]:
+        return [
+            Unnormalize(self.output_features, self.normalization_mapping, stats),
+            self.absolute_actions(),
+            ToDevice("cpu"),
+        ]
+
+    def optimizer_preset(self) -> dict[str, Any]:
+        return {
+            "type": "adamw",
+            "lr": self.optimizer_lr,
+            "betas": self.optimizer_betas,
+            "eps": self.optimizer_eps,
+            "weight_decay": self.optimizer_weight_decay,
+            "grad_clip_norm": self.optimizer_grad_clip_norm,
+        }
+
+    def scheduler_preset(self) -> dict[str, Any]:
+        return {
+            "type": "cosine_decay_with_warmup",
+            "num_warmup_steps": self.scheduler_warmup_steps,
+            "num_decay_steps": self.scheduler_decay_steps,
+            "peak_lr": self.optimizer_lr,
+            "decay_lr": self.scheduler_decay_lr,
+        }
+
+    @property
+    def action_deltas(self) -> list[int]:
+        return list(range(self.chunk_size))
+
+    @property
+    def action_steps(self) -> int:
+        return self.n_action_steps
+
+
+@dataclass
+class Pi0Config(PiConfig):
+    type: ClassVar[str] = "pi0"
+    base: ClassVar[str] = "lerobot/pi0_base"
+
+    def steps_before(self, stats: Stats) -> list[ProcessingStep]:
+        return [
+            *(RenameObservations(), ToBatch()),
+            *(AddNewLinePi0(), self.tokenizer()),
+            *(ToDevice(), self.relative_actions(), self.normalizer(stats)),
+        ]
+
+
+@dataclass
+class Pi05Config(PiConfig):
+    """The state is a part of the prompt, which must be written after it is normalised."""
+
+    type: ClassVar[str] = "pi05"
+    base: ClassVar[str] = "lerobot/pi05_base"
+
+    normalization_mapping: dict[Kind, Normalization] = field(
+        default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "QUANTILES", Kind.ACTION: "QUANTILES"}
+    )
+    """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
+    tokenizer_max_length: int = 200
+    """Maximum number of tokens of a prompt, which has the state in it. Shorter ones are padded."""
+
+    def steps_before(self, stats: Stats) -> list[ProcessingStep]:
+        return [
+            *(RenameObservations(), ToBatch()),
+            *(self.relative_actions(), self.normalizer(stats)),
+            *(StateInPrompt(max_state_dim=self.max_state_dim), self.tokenizer(), ToDevice()),
+        ]
