@@ -32,7 +32,8 @@ def cases_of(kind: str, folder: Path) -> dict[str, dict]:
     if hasattr(cases, "make_files") and not folder.exists():
         cases.make_files(folder)
     return {
-        name: {**case, "settings": placed(case["settings"], folder)} for name, case in cases.CASES.items()
+        name: {**case, "settings": placed(case["settings"], folder), "folder": folder}
+        for name, case in cases.CASES.items()
     }
 
 

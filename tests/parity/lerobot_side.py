@@ -91,7 +91,8 @@ def measure_policy(kind: str, case: dict) -> dict:
     cases, special = part(kind, "cases"), part(kind, "lerobot")
     made = make_policy(kind, case)
     policy = made.policy
-    record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy), "groups": groups(policy)}
+    record: dict = {"parameters": getattr(cases, "fill_policy", fill)(policy)}
+    record["groups"] = getattr(special, "groups", groups)(policy)
     record["drop_last"] = getattr(policy.config, "drop_n_last_frames", 0)
     batch = training_batch(made, tensors(cases.training_batch(case)))
     record["batch"] = record_batch(batch, case["inputs"])

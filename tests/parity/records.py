@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 
 def values(tensor: Any) -> list:
@@ -45,6 +46,14 @@ def group(module: Any, parameters: Iterable, settings: Mapping) -> list:
     order = "\n".join(names[id(p)] for p in parameters)
     digest = hashlib.blake2b(order.encode(), digest_size=8).hexdigest()
     return [digest, settings.get("lr"), settings.get("weight_decay")]
+
+
+def saved_weights(file: Path) -> str:
+    """A digest of the names, shapes and types in a file of weights: either program loads it if it is the same."""
+    with safe_open(file, "pt") as source:
+        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118
+        lines = [f"{name} {slices[name].get_shape()} {slices[name].get_dtype()}" for name in sorted(slices)]
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def record_batch(batch: Mapping, inputs: Iterable[str]) -> dict:

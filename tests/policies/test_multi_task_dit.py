@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
 from flexor.policies.meta_init import parameters_without_memory
-from flexor.policies.nn.flow import FlowMatching, beta, integrate
 from flexor.policies.multi_task_dit.policy import MultiTaskDiT
+from flexor.policies.nn.flow import FlowMatching, beta, integrate
 from flexor.policies.pretrained import load_pretrained, save_pretrained
 from flexor.policies.processing.tokenize import Tokenize
 from parity.flexor_side import make_config, make_policy, tensors

@@ -16,6 +16,8 @@ POLICIES = {
     "vqbet": "flexor.policies.vqbet.policy:VQBeT",
     "tdmpc": "flexor.policies.tdmpc.policy:TDMPC",
     "multi_task_dit": "flexor.policies.multi_task_dit.policy:MultiTaskDiT",
+    "pi0": "flexor.policies.pi0.policy:Pi0",
+    "pi05": "flexor.policies.pi0.policy:Pi05",
 }
 
 

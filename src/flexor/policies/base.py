@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -45,6 +45,9 @@ class PolicyConfig:
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
 
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
+    """Settings that LeRobot does not have: they are not written into its files."""
+
     n_obs_steps: int = 1
     """Number of observations the policy uses, the current one included."""
     input_features: dict[str, PolicyFeature] = field(default_factory=dict)
@@ -66,6 +69,17 @@ class PolicyConfig:
             if value is not None and not low <= value <= high:
                 wanted = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
                 raise ConfigError(f"policy.{name}={value} must be {wanted}.")
+
+    def check_untrained(self) -> None:
+        """Refuse to train a new policy without weights (--policy.path), if that needs to be said explicitly."""
+
+    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
+        """These settings with a dataset's features, unless they have features already."""
+        return replace(
+            self,
+            input_features=self.input_features or inputs,
+            output_features=self.output_features or outputs,
+        )
 
     def without_hub(self, folder: Path) -> Self:
         """These settings for a plan without network access: `folder` replaces the models of the Hub."""
@@ -226,6 +240,18 @@ class Policy(nn.Module):
         Asked after `begin_step`, which is never part of the graph. A policy that has one must say.
         """
         return "step" if type(self).begin_step is Policy.begin_step else None
+
+    def name_in_file(self, name: str, there: Collection[str]) -> str:
+        """The name of a weight in a file with the names `there`, where that may differ from its own."""
+        return name
+
+    @classmethod
+    def dead_weights(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What LeRobot's file has besides these weights, without any use. It is written, and ignored when it is read.
+
+        `weights` may be on the meta device, if only names and shapes are asked for.
+        """
+        return {}
 
     def load_backbone(self) -> None:
         """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""

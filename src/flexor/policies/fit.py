@@ -51,11 +51,7 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
             f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
             "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
         )
-    policy = dataclasses.replace(
-        policy,
-        input_features=policy.input_features or inputs,
-        output_features=policy.output_features or outputs,
-    )
+    policy = policy.fitted(inputs, outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
         named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}

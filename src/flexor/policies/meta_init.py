@@ -25,3 +25,8 @@ def parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def with_memory(module: nn.Module, device: str | torch.device) -> None:
+    """Move a module to a device. Parameters that take no memory get memory there, without values."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -30,11 +31,12 @@ from flexor.core.run_files import (
 from flexor.core.tensors import described_in, fill
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
-from flexor.policies import policy_class
+from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
+from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
@@ -198,23 +200,44 @@ def save_pretrained(
 ) -> None:
     """Write the folder, without weights if they are None. The caller renames it into place."""
     folder.mkdir(parents=True, exist_ok=True)
-    described = {"type": config.type, **to_plain(config), **FOREIGN}
-    (folder / POLICY_CONFIG).write_text(json.dumps(described, indent=4))
+    (folder / POLICY_CONFIG).write_text(json.dumps(as_lerobot(config), indent=4))
     if weights is not None:
-        save_file({name: w.detach().cpu().contiguous() for name, w in weights.items()}, folder / WEIGHTS)
+        save_weights(config.type, weights, folder / WEIGHTS)
     before.save(folder)
     after.save(folder)
+
+
+def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
+    """The policy's settings as LeRobot writes them."""
+    ours = {name: value for name, value in to_plain(config).items() if name not in config.unknown_to_lerobot}
+    return {"type": config.type, **ours, **FOREIGN}
+
+
+def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write the weights of a policy of this type as LeRobot's file has them."""
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file({**weights, **policy_class(kind).dead_weights(weights)}, file)
 
 
 def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
     """A policy ready for inference, with its processing, on `device`."""
     folder = find_folder(path)
     config = read_config(str(folder), overrides)
-    policy = policy_class(config.type)(config)
+    with to_be_filled(config):
+        policy = policy_class(config.type)(config)
+    with_memory(policy, device)
     load_weights(policy, folder)
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
-    return Pretrained(policy.to(device).eval(), before, after)
+    return Pretrained(policy.eval(), before, after)
+
+
+def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:
+    """Inside, a policy is made whose weights are loaded next: drawing billions of initial ones would take minutes.
+
+    Of a user's own policy they are drawn: its constructor may need their values.
+    """
+    return parameters_without_memory() if config.type in POLICIES else nullcontext()
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
@@ -232,11 +255,15 @@ def load_weights(policy: Policy, folder: Path) -> None:
         )
     try:
         there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
-        missing, unexpected = own.keys() - there.keys(), there.keys() - own.keys()
+        names = {name: policy.name_in_file(name, there) for name in own}
+        dead = policy.dead_weights({name: torch.empty_like(t, device="meta") for name, t in own.items()})
+        unused = {policy.name_in_file(name, there) for name in dead}
+        missing = {name for name in own if names[name] not in there}
+        unexpected = there.keys() - {*names.values()} - unused
         shapes = [
-            f"{name}: {there[name]} in the file, {tuple(own[name].shape)} in the policy"
-            for name in own.keys() & there.keys()
-            if there[name] != tuple(own[name].shape)
+            f"{name}: {there[names[name]]} in the file, {tuple(own[name].shape)} in the policy"
+            for name in own.keys() - missing
+            if there[names[name]] != tuple(own[name].shape)
         ]
         if missing or unexpected or shapes:
             raise CheckpointError(
@@ -244,13 +271,13 @@ def load_weights(policy: Policy, folder: Path) -> None:
                 f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Different shape: {_some(shapes)}. "
                 "Check for overridden settings that change the network."
             )
-        fill(own, file)
+        fill(own, file, names)
         start_adapters(policy)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
 
 
-def _some(names: Any, limit: int = 3) -> str:
+def _some(names: Any, limit: int = 12) -> str:
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "nothing") + more

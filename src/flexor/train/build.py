@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from flexor.policies.base import Policy
 from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.pretrained import find_folder
+from flexor.policies.pretrained import find_folder, to_be_filled
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.checkpoint.state import TrainState
@@ -200,7 +201,8 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
 
     def make() -> Policy:
         seed_everything("weights", config.seed)
-        return make_policy(config)
+        with nullcontext() if weights is None else to_be_filled(config.policy):
+            return make_policy(config)
 
     weights: Path | str | None = None
     if resuming:

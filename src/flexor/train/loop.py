@@ -146,6 +146,8 @@ def _build(
     preflight: PreflightCheck | None,
 ) -> tuple[TrainState, Loader, Dataset | None]:
     """The parts of the run, from a checkpoint if one was found."""
+    if found is None and config.policy_path is None:
+        config.policy.check_untrained()
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)

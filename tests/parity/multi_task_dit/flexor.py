@@ -7,7 +7,5 @@ from parity.inputs import BATCH
 
 
 def measure(case: dict) -> dict:
-    with patch(
-        "flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))
-    ):
+    with patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))):
         return flexor_side.measure_policy("multi_task_dit", case)

@@ -22,11 +22,11 @@ from flexor.core.rng import NoiseSource
 from flexor.policies.base import ParamGroup
 from flexor.policies.multi_task_dit.clip import ClipText, ClipVision
 from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig
-from flexor.policies.nn.flow import FlowMatching
 from flexor.policies.multi_task_dit.transformer import DiffusionTransformer
 from flexor.policies.nn.camera import center_crop, random_crop
 from flexor.policies.nn.denoising import DenoisingPolicy
 from flexor.policies.nn.diffusion import DiffusionSchedule
+from flexor.policies.nn.flow import FlowMatching
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
 

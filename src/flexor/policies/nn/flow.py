@@ -1,7 +1,8 @@
 """Flow matching (Lipman et al. 2023, https://arxiv.org/abs/2210.02747): straight paths from noise to actions.
 
-A network learns the velocity at every point of the path. Inference follows it from noise to an action. The straighter the learned paths are, the fewer steps are enough. Where several actions are good, paths
-bend, and too few steps end between these actions.
+A network learns the velocity at every point of the path. Inference follows it from noise to an action. The straighter
+the learned paths are, the fewer steps are enough. Where several actions are good, paths bend, and too few steps end
+between these actions.
 """
 
 from __future__ import annotations

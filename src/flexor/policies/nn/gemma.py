@@ -55,7 +55,7 @@ def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0) -> Rotati
 
 
 class GemmaNorm(nn.Module):
-    """RMS normalisation. A condition, if there is one, scales and shifts its output and gates what is added after it."""
+    """RMS normalisation. A condition, if there is one, scales and shifts it, and gates what is added after it."""
 
     def __init__(self, dim: int, condition_dim: int | None = None):
         super().__init__()
@@ -184,9 +184,8 @@ class GemmaDecoder(nn.Module):
         """Exclude from training what `read` does not use: DDP expects a gradient of everything else."""
         last = self.layers[-1]
         assert isinstance(last, GemmaLayer)
-        for unused in (self.norm, last.mlp, last.post_attention_layernorm):
-            unused.requires_grad_(False)
-        for unused in (last.self_attn.q_proj, last.self_attn.o_proj):
+        modules: list[nn.Module] = [self.norm, last.mlp, last.post_attention_layernorm]
+        for unused in (*modules, last.self_attn.q_proj, last.self_attn.o_proj):
             unused.requires_grad_(False)
 
     def forward(
@@ -210,7 +209,5 @@ class GemmaDecoder(nn.Module):
 
 def _start(module: nn.Module) -> None:
     """Initial values of a Gemma without pretrained weights."""
-    if isinstance(module, nn.Linear) and module.bias is None:
-        nn.init.normal_(module.weight, std=0.02)
-    elif isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) or (isinstance(module, nn.Linear) and module.bias is None):
         nn.init.normal_(module.weight, std=0.02)

@@ -103,7 +103,9 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     def validate(self) -> None:
         self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
         self.require(1, "num_inference_steps", "tokenizer_max_length", "scheduler_decay_steps")
-        self.require(0, "empty_cameras", "scheduler_warmup_steps", "time_sampling_scale", "time_sampling_offset")
+        self.require(
+            0, "empty_cameras", "scheduler_warmup_steps", "time_sampling_scale", "time_sampling_offset"
+        )
         self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
         if self.n_obs_steps != 1:
             raise ConfigError(

@@ -6,14 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.typed import from_plain
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import LoraConfig, merged
-from flexor.policies.pretrained import base_policy
+from flexor.policies.pretrained import base_policy, save_weights
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.tensors import ShardedTensors
 
@@ -60,5 +58,5 @@ def _write_weights(found: Path, target: Path) -> None:
         save_adapter(target, weights, lora, base_policy(run["config"].get("policy_path")))
         weights = merged(weights, lora)
     aside = target / f".{WEIGHTS}"
-    save_file(weights, aside)
+    save_weights(run["config"]["policy"]["type"], weights, aside)
     aside.rename(target / WEIGHTS)

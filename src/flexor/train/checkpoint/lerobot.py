@@ -7,7 +7,7 @@ from typing import Any
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.typed import to_plain
-from flexor.policies.pretrained import FOREIGN
+from flexor.policies.pretrained import as_lerobot
 
 
 def train_config(config: TrainConfig) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "use_imagenet_stats": dataset.use_imagenet_stats,
             "eval_split": dataset.eval_split,
         },
-        "policy": {"type": config.policy.type, **to_plain(config.policy), **FOREIGN},
+        "policy": as_lerobot(config.policy),
         "output_dir": config.output_dir,
         "job_name": config.job_name,
         "seed": config.seed,

@@ -25,6 +25,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.rng import seed_everything
 from flexor.policies.base import Policy
+from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.ranks.processes import Processes
 
@@ -116,18 +117,19 @@ class Engine:
         # at batch 8 peaked at 42 GB instead of 9 on an H200, and was 2 % faster.
         torch.backends.cudnn.benchmark = False
 
-    # Building. `make` creates a policy with random weights. `weights` is a folder to load them from, None for a new
-    # policy, or "later" if a checkpoint loads them afterwards.
+    # Building. `make` creates a policy with random weights, or with none if they are loaded next. `weights` is a folder
+    # to load them from, None for a new policy, or "later" if a checkpoint loads them afterwards.
 
     def build(self, make: Any, weights: Path | str | None) -> Policy:
         """The policy on its device."""
         policy: Policy = make()
-        if isinstance(weights, Path):
-            load_weights(policy, weights)
-        elif weights is None:
+        if weights is None:
             with self.processes.main_first():  # one process per host downloads
                 policy.load_backbone()
-        return policy.to(self.device)
+        with_memory(policy, self.device)
+        if isinstance(weights, Path):
+            load_weights(policy, weights)
+        return policy
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Prepare for training: from here on `model` computes the losses. Returns the optimizer to save."""

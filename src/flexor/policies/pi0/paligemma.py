@@ -1,0 +1,96 @@
+"""PaliGemma (Beyer et al. 2024, https://arxiv.org/abs/2407.07726), and the expert that acts on what it reads.
+
+Parameter names are those of LeRobot's checkpoints. These also have two language heads, which nothing uses: see
+`PiPolicy.dead_weights`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flexor.policies.nn.gemma import GemmaDecoder, GemmaSize, KeysValues
+from flexor.policies.nn.siglip import SiglipSize, SiglipVision
+
+GEMMA = {
+    "gemma_300m": GemmaSize(width=1024, depth=18, mlp_width=4096),
+    "gemma_2b": GemmaSize(width=2048, depth=18, mlp_width=16_384),
+}
+SIGLIP = SiglipSize()
+VOCABULARY = 257_152
+
+# of a policy in bfloat16, what stays in float32
+EXACT = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
+
+
+class Prompt(NamedTuple):
+    """What PaliGemma has read: keys and values of every layer, and which tokens are there, [B, P]."""
+
+    layers: list[KeysValues]
+    there: Tensor
+
+
+class PaliGemma(nn.Module):
+    """Images and text -> a prompt."""
+
+    def __init__(self, size: GemmaSize, image: int):
+        super().__init__()
+        vision = SiglipSize(SIGLIP.width, SIGLIP.depth, SIGLIP.mlp_width, SIGLIP.heads, image, SIGLIP.patch)
+        self.vision_tower = nn.ModuleDict({"vision_model": SiglipVision(vision)})
+        self.multi_modal_projector = nn.ModuleDict({"linear": nn.Linear(vision.width, size.width)})
+        self.language_model = GemmaDecoder(size, VOCABULARY)
+        self.language_model.freeze_unused()
+
+    def see(self, images: Tensor) -> Tensor:
+        """Images [B, N, 3, H, W] in -1..1 -> [B, N * patches, D]."""
+        patches = self.vision_tower["vision_model"](images.flatten(0, 1))
+        return self.multi_modal_projector["linear"](patches).unflatten(0, images.shape[:2]).flatten(1, 2)
+
+    def read(self, images: Tensor, tokens: Tensor, mask: Tensor) -> Prompt:
+        """Images [B, N, 3, H, W], tokens [B, L] and which of them are there [B, L]. All see each other."""
+        seen = self.see(images)
+        x = torch.cat((seen, self.language_model.embed_tokens(tokens).to(seen.dtype)), dim=1)
+        there = torch.cat((mask.new_ones(seen.shape[:2]), mask), dim=1)
+        positions = there.cumsum(1) - 1
+        return Prompt(self.language_model.read(x, positions, there[:, None, None]), there)
+
+
+class PaliGemmaWithExpert(nn.Module):
+    """PaliGemma reads, the expert acts. With a condition, the norms of the expert depend on it."""
+
+    def __init__(self, size: GemmaSize, expert: GemmaSize, image: int, conditioned: bool):
+        super().__init__()
+        self.paligemma = nn.ModuleDict({"model": PaliGemma(size, image)})
+        condition = expert.width if conditioned else None
+        self.gemma_expert = nn.ModuleDict({"model": GemmaDecoder(expert, condition_dim=condition)})
+
+    @property
+    def reader(self) -> PaliGemma:
+        return self.paligemma["model"]  # type: ignore[return-value]
+
+    @property
+    def expert(self) -> GemmaDecoder:
+        return self.gemma_expert["model"]  # type: ignore[return-value]
+
+    def act(self, x: Tensor, among: Tensor, prompt: Prompt, condition: Tensor | None = None) -> Tensor:
+        """x [B, S, D] -> [B, S, D]. It attends to the prompt, and to itself where `among` [S or 1, S] is true."""
+        batch, rows = len(x), len(among)
+        prompted = prompt.there[:, None].expand(-1, rows, -1)
+        mask = torch.cat((prompted, among.expand(batch, -1, -1)), dim=2)[:, None]  # [B, 1, S or 1, P + S]
+        positions = prompt.there.sum(1, keepdim=True) + torch.arange(x.shape[1], device=x.device)
+        return self.expert(x, positions, mask, prompt.layers, condition)
+
+    def blocks(self) -> list[nn.Module]:
+        reader = self.reader
+        vision = reader.vision_tower["vision_model"]
+        assert isinstance(vision, SiglipVision)
+        language = [reader.language_model.embed_tokens, *reader.language_model.layers]
+        return [*vision.layers(), *language, *self.expert.layers]
+
+    def lower(self) -> None:
+        """Store weights in bfloat16, but for those that need float32."""
+        for name, parameter in self.named_parameters():
+            if not any(part in name for part in EXACT):
+                parameter.data = parameter.data.bfloat16()
