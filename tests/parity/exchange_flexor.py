@@ -20,7 +20,7 @@ from flexor.policies.pretrained import load_pretrained, save_pretrained
 from parity import flexor_side
 from parity.fill import fill, uniform
 from parity.inputs import BATCH, shown
-from parity.kinds import cases_of, part, placed
+from parity.kinds import cases_of, part, placed, prepared
 from parity.limits import Row
 from parity.records import difference, numbers
 
@@ -42,7 +42,8 @@ class Exchange:
         self.steps = getattr(self.settings, "TRAINED_STEPS", 3)
 
     def rows(self) -> Iterator[Row]:
-        for what, far in chain(self.saved(), self.trained()):
+        trained = self.trained() if hasattr(self.settings, "TRAINED") else ()
+        for what, far in chain(self.saved(), trained):
             yield Row(f"{self.kind}: {what}", far)
 
     def run(self, *command: object) -> str:
@@ -66,7 +67,8 @@ class Exchange:
             yield f"saved {here}, acts {there}", self.compare(seen)
 
     def save_here(self, name: str) -> None:
-        made = flexor_side.make_policy(self.kind, self.cases[name])
+        with prepared(self.kind, "flexor", self.folder / "files"):
+            made = flexor_side.make_policy(self.kind, self.cases[name])
         getattr(self.settings, "fill_policy", fill)(made.policy)
         weights = made.policy.state_dict()
         folder = self.folder / "here" / name
@@ -82,7 +84,8 @@ class Exchange:
         self.lerobot_does("act", *checkpoints)
         worst = 0.0
         for checkpoint, seen in checkpoints.items():
-            ours = flexor_side.act(load_pretrained(str(checkpoint)), seen)
+            with prepared(self.kind, "flexor", self.folder / "files"):
+                ours = flexor_side.act(load_pretrained(str(checkpoint)), seen)
             theirs = json.loads((checkpoint / "actions.json").read_text())
             acted = [round(number, 4) for number in numbers(theirs)]
             assert len(set(acted)) > len(acted) / 5, (

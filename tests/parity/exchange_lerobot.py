@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from parity.fill import fill
-from parity.kinds import cases_of, part
+from parity.kinds import cases_of, part, prepared
 from parity.lerobot_side import Made, act, make_policy
 
 
@@ -53,11 +53,12 @@ def load(kind: str, checkpoint: Path) -> Made:
 
 def main(verb: str, kind: str, *checkpoints: str) -> None:
     torch.set_num_threads(1)
-    if verb == "save":
-        save(kind)
-    for checkpoint in map(Path, checkpoints):
-        seen = dict(np.load(checkpoint / "seen.npz"))
-        (checkpoint / "actions.json").write_text(json.dumps(act(kind, load(kind, checkpoint), seen)))
+    with prepared(kind, "lerobot", Path("files").absolute()):
+        if verb == "save":
+            save(kind)
+        for checkpoint in map(Path, checkpoints):
+            seen = dict(np.load(checkpoint / "seen.npz"))
+            (checkpoint / "actions.json").write_text(json.dumps(act(kind, load(kind, checkpoint), seen)))
 
 
 if __name__ == "__main__":

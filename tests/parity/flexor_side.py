@@ -26,7 +26,8 @@ def make_config(kind: str, case: dict) -> PolicyConfig:
         {key: PolicyFeature(Kind(kind), shape) for key, (kind, shape) in described.items()}
         for described in (case["inputs"], ACTION)
     )
-    return policy_class(kind).Config(**case["settings"], input_features=inputs, output_features=outputs)
+    settings = {**case["settings"], **case["ours"]}
+    return policy_class(kind).Config(**settings, input_features=inputs, output_features=outputs)
 
 
 def make_policy(kind: str, case: dict) -> Pretrained:

@@ -5,6 +5,7 @@ A folder holds `cases.py` (CASES, by name, and what both programs do alike), `le
 """
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,14 @@ def part(kind: str, name: str) -> ModuleType:
 
 
 def policies() -> list[str]:
-    """The kinds that are trained, whose checkpoints are exchanged."""
-    return [kind for kind in KINDS if hasattr(part(kind, "cases"), "TRAINED")]
+    """The kinds that act, whose checkpoints are exchanged."""
+    return [kind for kind in KINDS if hasattr(part(kind, "cases"), "STEPS")]
+
+
+def prepared(kind: str, program: str, folder: Path) -> AbstractContextManager:
+    """What a program needs around it to make and load policies of a kind, whose files are in `folder`."""
+    special = part(kind, program)
+    return special.prepared(folder) if hasattr(special, "prepared") else nullcontext()
 
 
 def cases_of(kind: str, folder: Path) -> dict[str, dict]:
@@ -32,7 +39,12 @@ def cases_of(kind: str, folder: Path) -> dict[str, dict]:
     if hasattr(cases, "make_files") and not folder.exists():
         cases.make_files(folder)
     return {
-        name: {**case, "settings": placed(case["settings"], folder), "folder": folder}
+        name: {
+            **case,
+            "settings": placed(case["settings"], folder),
+            "ours": placed(case.get("ours", {}), folder),
+            "folder": folder,
+        }
         for name, case in cases.CASES.items()
     }
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from parity.fill import fill
 from parity.inputs import STATE, actions, camera, observation
+from parity.kinds import FOLDER
 from parity.pi0.small import make_tokenizer
 
 STEPS = 5  # of acting: two chunks
@@ -13,7 +14,7 @@ PARTS = ()
 TINY = {
     "chunk_size": 6,
     "n_action_steps": 4,
-    "num_inference_steps": 3,
+    "num_inference_steps": 2,
     "image_resolution": (28, 28),
     "tokenizer_max_length": 26,
 }
@@ -28,7 +29,9 @@ TIMES = {
 
 
 def case(inputs: dict, **settings: object) -> dict:
-    return {"inputs": inputs, "settings": {**TINY, "normalization_mapping": MODES, **settings}}
+    """`ours` are settings that LeRobot has not."""
+    settings = {**TINY, "normalization_mapping": MODES, **settings}
+    return {"inputs": inputs, "settings": settings, "ours": {"tokenizer_name": FOLDER}}
 
 
 ONE = STATE | camera("top")
@@ -58,6 +61,7 @@ CASES = {
 
 
 make_files = make_tokenizer
+STORED = {"actions": 5e-5}  # each step multiplies what rounding did
 
 
 def training_batch(case: dict) -> dict[str, np.ndarray]:

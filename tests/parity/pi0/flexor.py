@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize
 from flexor.policies.pretrained import as_lerobot, save_weights
 from parity import flexor_side
 from parity.inputs import BATCH
@@ -17,14 +18,14 @@ from parity.records import saved_weights
 
 @contextmanager
 def prepared(folder: Path) -> Iterator[None]:
-    """Inside, policies are small, and `folder` holds their tokenizer."""
+    """Inside, policies are small."""
     rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
     sizes = {name: GemmaSize(width, *rest) for name, width in WIDTHS.items()}
+    vision = SiglipSize(*VISION.values())
+    whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (
         patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
-        patch("flexor.policies.pi0.paligemma.SIGLIP", SiglipSize(*VISION.values())),
-        patch("flexor.policies.pi0.paligemma.VOCABULARY", len(WORDS)),
-        patch("flexor.policies.pi0.config.TOKENIZER", str(folder)),
+        patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
         patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))),
     ):
         yield

@@ -22,6 +22,7 @@ from flexor.monitor.meters import Meters
 from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
 from flexor.plan.trace.events import Category, Event, StepEvents
 from flexor.plan.trace.ops import Phase
+from flexor.plan.trace.shortcuts import without_initial_values
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
@@ -196,7 +197,7 @@ def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
 def _without_memory(config: TrainConfig) -> Policy:
     """The policy on the meta device. If its constructor needs values, buffers get real memory, parameters do not."""
     try:
-        with META:
+        with META, without_initial_values():
             return make_policy(config)
     except (NotImplementedError, RuntimeError):
         with parameters_without_memory():

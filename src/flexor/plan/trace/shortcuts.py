@@ -63,6 +63,29 @@ def without_compiler() -> Iterator[None]:
         stand_in.step_aside()
 
 
+INITIALIZERS = (
+    *("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "orthogonal_"),
+    *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
+)
+
+
+@contextmanager
+def without_initial_values() -> Iterator[None]:
+    """Modules made inside do not initialise their parameters, which have no values on the meta device."""
+    usual = {name: getattr(torch.nn.init, name) for name in INITIALIZERS}
+
+    def keep(tensor: Tensor, *args: Any, of: Callable, **kwargs: Any) -> Tensor:
+        return tensor if tensor.is_meta else of(tensor, *args, **kwargs)
+
+    for name, function in usual.items():
+        setattr(torch.nn.init, name, functools.partial(keep, of=function))
+    try:
+        yield
+    finally:
+        for name, function in usual.items():
+            setattr(torch.nn.init, name, function)
+
+
 class OperatorResult(NamedTuple):
     """A new tensor that an operator returns."""
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.autocast import autocast_type
+
 
 @dataclass(frozen=True)
 class GemmaSize:
@@ -26,6 +28,10 @@ class GemmaSize:
     kv_heads: int = 1
     head_dim: int = 256
 
+    def shares_attention(self, other: GemmaSize) -> bool:
+        """Whether one can attend to the keys and values of the other, layer by layer."""
+        return (self.depth, self.kv_heads, self.head_dim) == (other.depth, other.kv_heads, other.head_dim)
+
 
 class KeysValues(NamedTuple):
     """The keys and values of one layer, each [B, kv_heads, S, head_dim]. They are never written to."""
@@ -35,23 +41,24 @@ class KeysValues(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary position embedding: an angle per token and pair of channels, as [B, 1, S, head_dim / 2] each."""
+    """Rotary position embedding: each token is turned by an angle per pair of channels. Both [B, 1, S, head_dim]."""
 
     cos: Tensor
     sin: Tensor
+    """Negative for the first channel of a pair."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, heads, S, head_dim], turned: channels i and i + head_dim / 2 are a point in a plane."""
-        first, second = x.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1).to(x.dtype)
+        others = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * self.cos + others * self.sin).to(x.dtype)
 
 
 def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0) -> Rotation:
     """The rotation of tokens at these positions [B, S], in float32."""
     channel = torch.arange(0, head_dim, 2, device=positions.device).float()
     angle = positions[:, None, :, None].float() / base ** (channel / head_dim)
-    return Rotation(angle.cos(), angle.sin())
+    sin = angle.sin()
+    return Rotation(angle.cos().repeat(1, 1, 1, 2), torch.cat((-sin, sin), dim=-1))
 
 
 class GemmaNorm(nn.Module):
@@ -68,11 +75,12 @@ class GemmaNorm(nn.Module):
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """x [B, S, D], condition [B, C] -> the normalised x, and the gate [B, 1, D]."""
+        out = autocast_type(x)  # once, for all layers that get it
         if condition is None:
-            return F.rms_norm(x.float(), (self.dim,), 1 + self.weight.float(), eps=1e-6).to(x.dtype), None
+            return F.rms_norm(x.float(), (self.dim,), 1 + self.weight.float(), eps=1e-6).to(out), None
         scale, shift, gate = self.dense(condition)[:, None].float().chunk(3, dim=-1)
         normed = F.rms_norm(x.float(), (self.dim,), eps=1e-6)
-        return (normed * (1 + scale) + shift).to(x.dtype), gate.to(x.dtype)
+        return (normed * (1 + scale) + shift).to(out), gate.to(out)
 
 
 class GemmaAttention(nn.Module):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.policies.nn.autocast import autocast_type
+
 
 @dataclass(frozen=True)
 class SiglipSize:
@@ -100,8 +102,9 @@ class SiglipLayer(nn.Module):
         self.mlp = SiglipMLP(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
+        dtype = autocast_type(x)  # of the norms' outputs: cast once, for all layers that get them
+        x = x + self.self_attn(self.layer_norm1(x).to(dtype))
+        return x + self.mlp(self.layer_norm2(x).to(dtype))
 
 
 class SiglipEncoder(nn.Module):

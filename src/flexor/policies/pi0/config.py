@@ -10,6 +10,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLinePi0, StateInPrompt
@@ -17,9 +18,7 @@ from flexor.policies.processing.relative_actions import RelativeActionSettings
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
 from flexor.policies.processing.tokenize import Tokenize
 
-TOKENIZER = "google/paligemma-3b-pt-224"
 EMPTY_CAMERA = "observation.images.empty_camera_"
-Variant = Literal["gemma_300m", "gemma_2b"]
 
 
 @dataclass
@@ -27,14 +26,14 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """What both have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
-    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights"})
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
     base: ClassVar[str]
     """The published weights to start from."""
 
-    paligemma_variant: Variant = "gemma_2b"
-    """Size of the language model. The published weights have gemma_2b."""
-    action_expert_variant: Variant = "gemma_300m"
-    """Size of the expert that predicts actions. The published weights have gemma_300m."""
+    paligemma_variant: str = "gemma_2b"
+    """Size of the language model: gemma_2b or gemma_300m. The published weights have gemma_2b."""
+    action_expert_variant: str = "gemma_300m"
+    """Size of the expert that predicts actions: gemma_2b or gemma_300m. The published weights have gemma_300m."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of the weights of the language model and the expert. Norms and the image encoder are always float32."""
     load_vlm_weights: bool = True
@@ -99,8 +98,11 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
     tokenizer_max_length: int = 48
     """Maximum number of tokens of a prompt. Shorter ones are padded."""
+    tokenizer_name: str = "google/paligemma-3b-pt-224"
+    """The tokenizer: a Hub repository or a folder with PaliGemma's."""
 
     def validate(self) -> None:
+        self._check_sizes()
         self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
         self.require(1, "num_inference_steps", "tokenizer_max_length", "scheduler_decay_steps")
         self.require(
@@ -116,16 +118,30 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
                 f"policy.n_action_steps={self.n_action_steps} is more than policy.chunk_size={self.chunk_size}: "
                 "only predicted actions can be executed."
             )
-        height, width = self.image_resolution
-        if height != width or height % 14:
-            raise ConfigError(
-                f"policy.image_resolution={[height, width]} must be square and a multiple of 14, the size of an image "
-                "patch."
-            )
         if self.input_features:
             self._check_inputs()
         if ACTION in self.output_features:
             self._check_padding(ACTION, self.action, "max_action_dim")
+
+    def _check_sizes(self) -> None:
+        for setting in ("paligemma_variant", "action_expert_variant"):
+            if getattr(self, setting) not in GEMMA:
+                raise ConfigError(
+                    f"policy.{setting}={getattr(self, setting)!r} must be one of {', '.join(GEMMA)}."
+                )
+        reader, expert = GEMMA[self.paligemma_variant], GEMMA[self.action_expert_variant]
+        if not reader.shares_attention(expert):
+            raise ConfigError(
+                f"policy.action_expert_variant={self.action_expert_variant} can't attend to "
+                f"policy.paligemma_variant={self.paligemma_variant}: they differ in depth or attention heads."
+            )
+        height, width = self.image_resolution
+        patch = PALIGEMMA[self.paligemma_variant].vision.patch
+        if height != width or height % patch or height < patch:
+            raise ConfigError(
+                f"policy.image_resolution={[height, width]} must be square and a multiple of {patch}, the size of an "
+                "image patch."
+            )
 
     def _check_inputs(self) -> None:
         if not self.images:
@@ -203,7 +219,7 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
         return {name: feature for name, feature in super().images.items() if name not in empty}
 
     def tokenizer(self) -> Tokenize:
-        return Tokenize(TOKENIZER, max_length=self.tokenizer_max_length)
+        return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
 
     def normalizer(self, stats: Stats) -> Normalize:
         return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)

@@ -6,6 +6,7 @@ Parameter names are those of LeRobot's checkpoints. These also have two language
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,16 @@ GEMMA = {
     "gemma_300m": GemmaSize(width=1024, depth=18, mlp_width=4096),
     "gemma_2b": GemmaSize(width=2048, depth=18, mlp_width=16_384),
 }
-SIGLIP = SiglipSize()
-VOCABULARY = 257_152
+
+
+@dataclass(frozen=True)
+class PaliGemmaSize:
+    language: GemmaSize
+    vision: SiglipSize = field(default_factory=SiglipSize)
+    vocabulary: int = 257_152
+
+
+PALIGEMMA = {name: PaliGemmaSize(size) for name, size in GEMMA.items()}
 
 # of a policy in bfloat16, what stays in float32
 EXACT = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_attention_layernorm", "model.norm")
@@ -35,12 +44,13 @@ class Prompt(NamedTuple):
 class PaliGemma(nn.Module):
     """Images and text -> a prompt."""
 
-    def __init__(self, size: GemmaSize, image: int):
+    def __init__(self, size: PaliGemmaSize, image: int):
         super().__init__()
-        vision = SiglipSize(SIGLIP.width, SIGLIP.depth, SIGLIP.mlp_width, SIGLIP.heads, image, SIGLIP.patch)
-        self.vision_tower = nn.ModuleDict({"vision_model": SiglipVision(vision)})
-        self.multi_modal_projector = nn.ModuleDict({"linear": nn.Linear(vision.width, size.width)})
-        self.language_model = GemmaDecoder(size, VOCABULARY)
+        vision = SiglipVision(replace(size.vision, image=image))
+        self.vision_tower = nn.ModuleDict({"vision_model": vision})
+        projector = nn.Linear(size.vision.width, size.language.width)
+        self.multi_modal_projector = nn.ModuleDict({"linear": projector})
+        self.language_model = GemmaDecoder(size.language, size.vocabulary)
         self.language_model.freeze_unused()
 
     def see(self, images: Tensor) -> Tensor:
@@ -60,7 +70,7 @@ class PaliGemma(nn.Module):
 class PaliGemmaWithExpert(nn.Module):
     """PaliGemma reads, the expert acts. With a condition, the norms of the expert depend on it."""
 
-    def __init__(self, size: GemmaSize, expert: GemmaSize, image: int, conditioned: bool):
+    def __init__(self, size: PaliGemmaSize, expert: GemmaSize, image: int, conditioned: bool):
         super().__init__()
         self.paligemma = nn.ModuleDict({"model": PaliGemma(size, image)})
         condition = expert.width if conditioned else None

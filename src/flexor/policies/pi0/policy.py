@@ -23,7 +23,7 @@ from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.pi0.config import Pi0Config, Pi05Config, PiConfig
-from flexor.policies.pi0.paligemma import GEMMA, PaliGemmaWithExpert, Prompt
+from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA, PaliGemmaWithExpert, Prompt
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
 LANGUAGE_MODEL = "model.paligemma_with_expert.paligemma.model.language_model"
@@ -43,7 +43,7 @@ class PiNetwork(nn.Module):
         self.config = config
         expert = GEMMA[config.action_expert_variant]
         self.paligemma_with_expert = PaliGemmaWithExpert(
-            GEMMA[config.paligemma_variant], expert, config.image_resolution[0], self.conditioned
+            PALIGEMMA[config.paligemma_variant], expert, config.image_resolution[0], self.conditioned
         )
         self.action_in_proj = nn.Linear(config.max_action_dim, expert.width)
         self.action_out_proj = nn.Linear(expert.width, config.max_action_dim)
