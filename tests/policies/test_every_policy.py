@@ -10,6 +10,7 @@ from flexor.policies import POLICIES
 from parity.multi_task_dit.clips import make_clips
 from support import ranks, runs
 from support.small_policies import SMALL
+from support.tokenizers import make_tokenizer
 
 STEPS = 4
 
@@ -30,7 +31,9 @@ def small(request, lowdim, dataset, tmp_path_factory) -> Small:
     if name == "multi_task_dit":
         make_clips(clips := tmp_path_factory.mktemp("clips"))
         flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
-    return Small(dataset if name == "vqbet" else lowdim, flags)
+    if name in ("pi0", "pi05"):
+        flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
+    return Small(dataset if name in ("vqbet", "pi0", "pi05") else lowdim, flags)
 
 
 @pytest.mark.parametrize(

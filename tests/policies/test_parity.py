@@ -38,6 +38,7 @@ def test_computes_what_lerobot_computed(kind, name, files):
         ("act", "vae", "layer_norm"),
         ("diffusion", "mask", "group_norm"),
         ("multi_task_dit", "ddpm", "layer_norm"),
+        ("pi0", "default", "rms_norm"),
         ("tdmpc", "camera", "layer_norm"),
         ("vqbet", "group_norm", "group_norm"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 from flexor.config.schema import TrainConfig
 from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
-from support import small_resnet
+from support import small_pi, small_resnet
 
 PLAIN: dict[str, Any] = {"precision": "no", "step": "eager", "channels_last": False}
 CAMERA = {"vision_backbone": small_resnet.NAME}
@@ -28,6 +28,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "vqbet": {**CAMERA, "crop_shape": None, "gpt_n_layer": 2, "gpt_n_head": 2, "n_vqvae_training_steps": 10},
     "tdmpc": {},
     "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
+    "pi0": small_pi.CONFIG,
+    "pi05": small_pi.CONFIG,
 }
 
 

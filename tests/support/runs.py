@@ -57,6 +57,7 @@ SERVER.set_forkserver_preload(
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
         "support.trouble",
         "support.small_resnet",
+        "support.small_pi",
     ]
 )
 

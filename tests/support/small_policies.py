@@ -1,6 +1,6 @@
 """Policies small enough for seconds: their settings."""
 
-from support import small_resnet
+from support import small_pi, small_resnet
 
 SMALL = {
     "diffusion": [
@@ -39,4 +39,6 @@ SMALL = {
         "tokenizer_max_length=20",
         "dropout=0",
     ],
+    "pi0": small_pi.SETTINGS,
+    "pi05": small_pi.SETTINGS,
 }

@@ -23,6 +23,7 @@ from parity.multi_task_dit.clips import make_clips
 from support import runs
 from support.own_policy import own_policy
 from support.small_policies import SMALL
+from support.tokenizers import make_tokenizer
 
 STEPS = 9
 OWN = own_policy(
@@ -144,7 +145,9 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
     if name == "multi_task_dit":
         make_clips(clips := tmp_path_factory.mktemp("clips"))
         flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
-    return (dataset if name == "vqbet" else lowdim), flags
+    if name in ("pi0", "pi05"):
+        flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
+    return (dataset if name in ("vqbet", "pi0", "pi05") else lowdim), flags
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ from parity.pi0.cases import (
     PARTS,
     RELATIVE,
     STEPS,
-    STORED,
     TIMES,
     TWO,
     fill_policy,
@@ -15,7 +14,7 @@ from parity.pi0.cases import (
     training_batch,
 )
 
-__all__ = ["CASES", "PARTS", "STEPS", "STORED", "fill_policy", "make_files", "training_batch"]
+__all__ = ["CASES", "PARTS", "STEPS", "fill_policy", "make_files", "training_batch"]
 
 QUANTILES = {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"}
 

@@ -153,7 +153,7 @@ def test_every_policy(kind: str, precision: str):
     assert trace.nbytes("weights") == 4 * trace.parameters
     assert sum(op.flops for op in trace.ops if op.phase == "backward") > 0
     assert (trace.nbytes("casts") > 0) == (precision != "no")
-    assert len(trace.steps) == (1 if kind in ("act", "diffusion") else 2)
+    assert len(trace.steps) == (2 if kind in ("vqbet", "tdmpc") else 1)
 
 
 def test_multi_task_dit(tmp_path: Path):

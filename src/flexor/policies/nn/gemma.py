@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
 
+EPSILON = 1e-6  # of norms
+
 
 @dataclass(frozen=True)
 class GemmaSize:
@@ -77,9 +79,9 @@ class GemmaNorm(nn.Module):
         """x [B, S, D], condition [B, C] -> the normalised x, and the gate [B, 1, D]."""
         out = autocast_type(x)  # once, for all layers that get it
         if condition is None:
-            return F.rms_norm(x.float(), (self.dim,), 1 + self.weight.float(), eps=1e-6).to(out), None
+            return F.rms_norm(x.float(), (self.dim,), 1 + self.weight.float(), EPSILON).to(out), None
         scale, shift, gate = self.dense(condition)[:, None].float().chunk(3, dim=-1)
-        normed = F.rms_norm(x.float(), (self.dim,), eps=1e-6)
+        normed = F.rms_norm(x.float(), (self.dim,), None, EPSILON)
         return (normed * (1 + scale) + shift).to(out), gate.to(out)
 
 

@@ -1,0 +1,32 @@
+"""Sizes of pi0 and pi05 for tests, `--policy.paligemma_variant=gemma_small`.
+
+Known to processes that import this: the tests' own, and those that are forked for them.
+"""
+
+import json
+
+from flexor.policies.nn.gemma import GemmaSize
+from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.pi0 import paligemma
+from flexor.policies.pi0.paligemma import PaliGemmaSize
+
+READER, EXPERT = "gemma_small", "gemma_smaller"
+VOCABULARY = 100
+CONFIG = {
+    "load_vlm_weights": False,
+    "paligemma_variant": READER,
+    "action_expert_variant": EXPERT,
+    "image_resolution": (28, 28),
+    "chunk_size": 6,
+    "n_action_steps": 4,
+    "num_inference_steps": 2,
+    "tokenizer_max_length": 20,
+}
+SETTINGS = [f"{name}={json.dumps(value)}".replace('"', "") for name, value in CONFIG.items()]
+
+paligemma.GEMMA[READER] = GemmaSize(width=16, depth=2, mlp_width=24, heads=2, head_dim=8)
+paligemma.GEMMA[EXPERT] = GemmaSize(width=12, depth=2, mlp_width=20, heads=2, head_dim=8)
+for name in (READER, EXPERT):
+    paligemma.PALIGEMMA[name] = PaliGemmaSize(
+        paligemma.GEMMA[name], SiglipSize(width=16, depth=2, mlp_width=24, heads=2), VOCABULARY
+    )
