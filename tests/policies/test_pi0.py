@@ -1,0 +1,315 @@
+"""pi0 and pi05 beyond their numbers (test_parity.py): weights, cameras and sizes that differ, and what is computed once."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flexor.cli.main import main
+from flexor.core.batch import ACTION, STATE
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.rng import Noise
+from flexor.policies import policy_class
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.nn.gemma import GemmaDecoder
+from flexor.policies.nn.siglip import SiglipVision
+from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
+from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
+from flexor.policies.pretrained import load_weights, read_config, save_pretrained
+from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from support import runs, small_pi
+from support.tokenizers import make_tokenizer
+
+KINDS = ["pi0", "pi05"]
+TOP, WRIST = "observation.images.top", "observation.images.wrist"
+
+
+def image(height=40, width=56):
+    return PolicyFeature(Kind.VISUAL, (3, height, width))
+
+
+def make_config(kind="pi0", cameras=(TOP,), state=4, action=3, **settings):
+    inputs = {**dict.fromkeys(cameras, image()), STATE: PolicyFeature(Kind.STATE, (state,))}
+    outputs = {ACTION: PolicyFeature(Kind.ACTION, (action,))}
+    given = {**small_pi.CONFIG, **settings}
+    return policy_class(kind).Config(input_features=inputs, output_features=outputs, **given)
+
+
+def make_policy(kind="pi0", **settings):
+    torch.manual_seed(0)
+    policy = policy_class(kind)(make_config(kind, **settings))
+    for name, parameter in policy.named_parameters():  # gates of pi05 start at zero
+        if "layernorm" in name or name.endswith("norm.dense.weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return policy
+
+
+def batch_of(config, size=2):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.rand(size, *shape, generator=generator)
+
+    tokens = torch.randint(small_pi.VOCABULARY, (size, 20), generator=generator)
+    return {
+        **{camera: draw(*feature.shape) for camera, feature in config.images.items()},
+        STATE: draw(config.state.shape[0]),
+        ACTION: draw(config.chunk_size, config.action.shape[0]),
+        TASK_TOKENS: tokens,
+        TASK_MASK: torch.arange(20)[None] < torch.tensor([[7], [20]])[:size],
+    }
+
+
+def noise_of(size=2):
+    return Noise(0, 0, torch.arange(size))
+
+
+# from scratch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_weights_must_be_asked_for_in_so_many_words(kind, dataset, tmp_path, capsys):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    flags = [f"--policy.{each}" for each in small_pi.SETTINGS if "load_vlm_weights" not in each]
+    flags += [f"--policy.type={kind}", f"--policy.tokenizer_name={tokenizer}", "--policy.device=cpu"]
+    given = runs.flags(dataset, tmp_path / "run", flags, "--steps=1")
+    assert main(["train", *given]) != 0
+    said = capsys.readouterr().err
+    assert "--policy.load_vlm_weights=false" in said and f"--policy.path=lerobot/{kind}_base" in said
+    assert main(["train", *given, "--policy.load_vlm_weights=false", "--policy.train_expert_only=true"]) == 0
+    said = capsys.readouterr().err
+    assert "starts with random weights, and policy.train_expert_only=true never trains" in said
+
+
+# the file of weights
+
+
+@pytest.fixture
+def saved(tmp_path):
+    policy = make_policy()
+    before, after = policy.config.pipelines({}, "cpu")
+    save_pretrained(tmp_path, policy.config, policy.state_dict(), before, after)
+    return policy, tmp_path, tmp_path / "model.safetensors"
+
+
+def assert_loads(policy, folder):
+    other = make_policy()
+    for parameter in other.parameters():
+        parameter.data.fill_(9)
+    load_weights(other, folder)
+    mine, theirs = policy.state_dict(), other.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_language_heads_are_in_the_file_and_not_in_the_policy(saved):
+    policy, folder, file = saved
+    weights = load_file(file)
+    assert weights.keys() - policy.state_dict().keys() == {LANGUAGE_HEAD, EXPERT_HEAD}
+    assert torch.equal(weights[LANGUAGE_HEAD], weights[EMBEDDING])
+    assert weights[EXPERT_HEAD].shape == (small_pi.VOCABULARY, 12)
+    assert_loads(policy, folder)
+
+
+@pytest.mark.parametrize("change", ["no prefix", "tied", "tied, no prefix", "no heads"])
+def test_files_of_other_programs(change, saved):
+    policy, folder, file = saved
+    weights = load_file(file)
+    if "tied" in change:
+        del weights[EMBEDDING]  # is the head's
+    if "no heads" in change:
+        del weights[LANGUAGE_HEAD], weights[EXPERT_HEAD]
+    if "no prefix" in change:
+        weights = {name.removeprefix("model."): weight for name, weight in weights.items()}
+    save_file(weights, file)
+    assert_loads(policy, folder)
+
+
+def test_what_does_not_fit_is_named(saved):
+    policy, folder, file = saved
+    weights = load_file(file)
+    del weights["model.state_proj.bias"], weights[EMBEDDING], weights[LANGUAGE_HEAD]
+    weights["model.more"] = torch.zeros(1)
+    weights["model.action_in_proj.bias"] = torch.zeros(5)
+    save_file(weights, file)
+    with pytest.raises(CheckpointError) as error:
+        load_weights(policy, folder)
+    missing, unexpected, shapes = str(error.value).split("Missing: ")[1].split(". ")[:3]
+    assert "model.state_proj.bias" in missing and EMBEDDING in missing
+    assert unexpected == "Unexpected: model.more"
+    assert "model.action_in_proj.bias: (5,) in the file, (12,) in the policy" in shapes
+
+
+def test_weights_of_pi0_are_not_those_of_pi05(saved):
+    _, folder, _ = saved
+    with pytest.raises(CheckpointError, match=r"Missing: .*input_layernorm\.dense\.bias"):
+        load_weights(make_policy("pi05"), folder)
+
+
+def test_settings_that_lerobot_lacks_are_not_in_its_file(saved):
+    policy, folder, _ = saved
+    there = json.loads((folder / "config.json").read_text())
+    assert not there.keys() & {"load_vlm_weights", "tokenizer_name"}
+    assert read_config(str(folder)).chunk_size == policy.config.chunk_size
+
+
+# other robots than the one of the weights
+
+
+def fitted(config, cameras, state=4, action=3):
+    inputs = {**dict.fromkeys(cameras, image()), STATE: PolicyFeature(Kind.STATE, (state,))}
+    return config.fitted(inputs, {ACTION: PolicyFeature(Kind.ACTION, (action,))})
+
+
+def test_other_cameras_and_sizes_are_told_in_a_line_each(caplog):
+    base = make_config(
+        cameras=("observation.images.base", WRIST, "observation.images.third"), state=32, action=32
+    )
+    new = fitted(base, [TOP, WRIST], 6, 7)
+    assert list(new.images) == [WRIST, TOP]  # what it knows keeps its place
+    assert (new.state.shape, new.action.shape) == ((6,), (7,))
+    assert len(base.images) == 3 and base.state.shape == (32,)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3
+    assert "it sees observation.images.wrist, observation.images.top" in said[0]
+    assert "observation.state has 32 values in the policy's weights and 6 in the dataset" in said[1]
+    assert "action has 32 values in the policy's weights and 7 in the dataset" in said[2]
+
+
+def test_cameras_that_are_there_are_kept(caplog):
+    config = make_config(cameras=(WRIST,))
+    assert fitted(config, [TOP, WRIST]) == config  # the dataset's other camera stays unused
+    larger = {**config.input_features, WRIST: image(480, 640)}
+    assert config.fitted(larger, config.output_features).images == {WRIST: image(480, 640)}
+    assert caplog.records == []
+
+
+def test_empty_cameras_are_never_seen():
+    empty = "observation.images.empty_camera_0"
+    config = make_config(cameras=(TOP, empty), empty_cameras=1)
+    assert list(config.images) == [TOP] and empty not in config.observed
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"state": 33}, "max_state_dim=32"),
+        ({"action": 40}, "max_action_dim=32"),
+        ({"cameras": ()}, "requires a camera"),
+        ({"n_obs_steps": 2}, "n_obs_steps=2"),
+        ({"n_action_steps": 7}, "n_action_steps=7"),
+        ({"image_resolution": (28, 42)}, "must be square"),
+        ({"image_resolution": (30, 30)}, "a multiple of 14"),
+        ({"paligemma_variant": "gemma_7b"}, "gemma_7b"),
+        ({"paligemma_variant": "gemma_2b"}, "differ in depth"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make_config(**settings).validate()
+
+
+# what is computed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_is_read_once_and_never_written_to(kind, monkeypatch):
+    policy = make_policy(kind, num_inference_steps=4, cameras=(TOP, WRIST)).eval()
+    seen, prompts = [], []
+    see, act = SiglipVision.forward, PaliGemmaWithExpert.act
+    monkeypatch.setattr(SiglipVision, "forward", lambda self, x: seen.append(x.shape) or see(self, x))
+
+    def note(self, x, among, prompt, *more):
+        prompts.append([(layer.keys._version, layer.values._version) for layer in prompt.layers])
+        return act(self, x, among, prompt, *more)
+
+    monkeypatch.setattr(PaliGemmaWithExpert, "act", note)
+    with torch.no_grad():
+        chunk = policy.predict(batch_of(policy.config), noise_of())
+    assert chunk.shape == (2, 6, 3)
+    assert seen == [(4, 3, 28, 28)]  # both cameras of both samples together
+    assert len(prompts) == 4 and all(prompt == prompts[0] for prompt in prompts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_never_seen(kind):
+    policy = make_policy(kind).eval()
+    batch = batch_of(policy.config)
+    other = {**batch, TASK_TOKENS: torch.where(batch[TASK_MASK], batch[TASK_TOKENS], 5)}
+    shorter = {**batch, TASK_TOKENS: batch[TASK_TOKENS][:1, :7], TASK_MASK: batch[TASK_MASK][:1, :7]}
+    shorter |= {name: batch[name][:1] for name in (TOP, STATE, ACTION)}
+    with torch.no_grad():
+        whole = policy.predict(batch, noise_of())
+        torch.testing.assert_close(policy.predict(other, noise_of()), whole)
+        torch.testing.assert_close(policy.predict(shorter, noise_of(1)), whole[:1], rtol=1e-4, atol=1e-5)
+
+
+def test_padded_values_of_the_state_and_of_actions_do_not_count():
+    """The loss is of the robot's own actions; the network sees noise in the others, as in training."""
+    policy = make_policy()
+    batch = batch_of(policy.config)
+    loss = policy.loss(batch, noise_of()).per_sample
+    policy.model.action_out_proj.weight.data[3:] += 1
+    policy.model.state_proj.weight.data[:, 4:] += 1
+    assert torch.equal(policy.loss(batch, noise_of()).per_sample, loss)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings", [{}, {"freeze_vision_encoder": True}, {"train_expert_only": True}, {"dtype": "bfloat16"}]
+)
+def test_every_trained_parameter_gets_a_gradient(kind, settings):
+    """And no other: DDP relies on it."""
+    policy = make_policy(kind, **settings)
+    policy.loss(batch_of(policy.config), noise_of()).per_sample.mean().backward()
+    without = [name for name, p in policy.named_parameters() if p.requires_grad != (p.grad is not None)]
+    assert without == []
+    frozen = {name for name, p in policy.named_parameters() if not p.requires_grad}
+    vision = {name for name, _ in policy.named_parameters() if ".vision_tower." in name}
+    assert bool(vision & frozen) == ("freeze_vision_encoder" in settings or "train_expert_only" in settings)
+    assert any(".paligemma." in name for name in {n for n, _ in policy.named_parameters()} - frozen) == (
+        "train_expert_only" not in settings
+    )
+
+
+def test_unused_parts_of_the_last_layer_are_not_computed(monkeypatch):
+    """Only its keys and values matter to the expert."""
+    policy = make_policy()
+    calls = []
+    last = policy.model.paligemma_with_expert.reader.language_model.layers[-1]
+    last.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
+    last.self_attn.q_proj.register_forward_hook(lambda *_: calls.append("queries"))
+    policy.loss(batch_of(policy.config), noise_of())
+    assert calls == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_keeps_norms_and_vision_exact(kind):
+    exact, low = make_policy(kind), make_policy(kind, dtype="bfloat16")
+    types = {name: p.dtype for name, p in low.named_parameters()}
+    rounded = {name for name, dtype in types.items() if dtype == torch.bfloat16}
+    assert rounded and all("paligemma_with_expert" in name for name in rounded)
+    assert not [name for name in rounded if "vision" in name or "projector" in name or "norm" in name]
+    assert types[EMBEDDING] == torch.bfloat16
+    low.load_state_dict(exact.state_dict())
+    batch = batch_of(exact.config)
+    losses = [policy.loss(batch, noise_of()).per_sample for policy in (exact, low)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0.05)
+    assert losses[1].dtype == torch.float32 and not torch.equal(*losses)
+
+
+def test_times_are_of_the_beta_distribution():
+    """Its mean is 0.6, and a tenth of the times are below 0.1 ** (2 / 3), before they are scaled."""
+    flow = make_policy().flow
+    times = flow.times(20_000, noise_of(20_000))
+    assert times.min() > 0.001 and times.max() <= 1
+    assert times.mean() == pytest.approx(0.999 * 0.6 + 0.001, abs=0.01)
+    assert (times < 0.999 * 0.1 ** (2 / 3) + 0.001).float().mean() == pytest.approx(0.1, abs=0.01)
+
+
+def test_blocks_are_all_layers():
+    policy = make_policy()
+    blocks = policy.shard_units()
+    layers = [m for m in policy.modules() if isinstance(m, GemmaDecoder)]
+    assert len(blocks) == 2 + 1 + sum(len(each.layers) for each in layers)
+    assert len({id(block) for block in blocks}) == len(blocks)
