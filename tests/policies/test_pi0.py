@@ -1,4 +1,4 @@
-"""pi0 and pi05 beyond their numbers (test_parity.py): weights, cameras and sizes that differ, and what is computed once."""
+"""pi0 and pi05 beyond their numbers (test_parity.py): weights, other robots, and what is computed once."""
 
 import json
 
