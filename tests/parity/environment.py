@@ -21,7 +21,7 @@ Farama-Notifications filelock frozenlist fsspec==2026.2.0 gymnasium h11 hf-xet h
 huggingface_hub==1.33.0 idna importlib_metadata Jinja2 jsonlines lazy-importer MarkupSafe mergedeep mpmath
 multidict multiprocess==0.70.19 mypy_extensions networkx numpy==2.2.6 opencv-python-headless packaging peft==0.21.2
 pandas==2.3.3 pillow propcache psutil pyarrow python-dateutil pytz PyYAML regex requests safetensors
-setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
+scipy setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
 tzdata urllib3 xxhash yarl zipp
 """
 

@@ -18,6 +18,7 @@ POLICIES = {
     "multi_task_dit": "flexor.policies.multi_task_dit.policy:MultiTaskDiT",
     "pi0": "flexor.policies.pi0.policy:Pi0",
     "pi05": "flexor.policies.pi0.policy:Pi05",
+    "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
 }
 
 

@@ -1,4 +1,4 @@
-"""The settings of pi0 and pi0.5, under LeRobot's names."""
+"""The settings of policies on PaliGemma, and those of pi0 and pi0.5, under LeRobot's names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ EMPTY_CAMERA = "observation.images.empty_camera_"
 
 
 @dataclass
-class PiConfig(RelativeActionSettings, PolicyConfig):
-    """What both have. Defaults are LeRobot's."""
+class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
+    """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
@@ -46,20 +46,6 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """The state is padded to this many values."""
     max_action_dim: int = 32
     """Actions are padded to this many values."""
-    num_inference_steps: int = 10
-    """Integration steps at inference. Fewer steps are faster and less accurate."""
-    time_sampling_beta_alpha: float = 1.5
-    """Times in training are scale x b + offset, where b has a beta distribution: its alpha."""
-    time_sampling_beta_beta: float = 1.0
-    """The beta of that distribution."""
-    time_sampling_scale: float = 0.999
-    """The scale of times."""
-    time_sampling_offset: float = 0.001
-    """The offset of times: the earliest one."""
-    min_period: float = 4e-3
-    """Shortest period in the embedding of the time."""
-    max_period: float = 4.0
-    """Longest period in the embedding of the time."""
     rtc_config: dict[str, Any] | None = None
     """Settings of LeRobot's real-time chunking. Flexor keeps them and does not use them."""
     image_resolution: tuple[int, int] = (224, 224)
@@ -76,10 +62,6 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """Compile the network with torch.compile; --compile=true compiles block by block, which is quicker."""
     compile_mode: str = "max-autotune"
     """torch.compile's mode, with policy.compile_model."""
-    freeze_vision_encoder: bool = False
-    """Do not train the image encoder."""
-    train_expert_only: bool = False
-    """Train only the expert and the projections around it, not the vision-language model."""
     optimizer_lr: float = 2.5e-5
     """Learning rate (--optimizer.lr takes precedence)."""
     optimizer_betas: tuple[float, float] = (0.9, 0.95)
@@ -104,11 +86,8 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     def validate(self) -> None:
         self._check_sizes()
         self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
-        self.require(1, "num_inference_steps", "tokenizer_max_length", "scheduler_decay_steps")
-        self.require(
-            0, "empty_cameras", "scheduler_warmup_steps", "time_sampling_scale", "time_sampling_offset"
-        )
-        self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
+        self.require(1, "tokenizer_max_length", "scheduler_decay_steps")
+        self.require(0, "empty_cameras", "scheduler_warmup_steps")
         if self.n_obs_steps != 1:
             raise ConfigError(
                 f"policy.n_obs_steps={self.n_obs_steps}: {self.type} supports one observation only; set it to 1."
@@ -170,7 +149,9 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
                 f"weights. Start from published ones with --policy.path={self.base}. If you do want to train from "
                 "scratch, set --policy.load_vlm_weights=false."
             )
-        frozen = [name for name in ("freeze_vision_encoder", "train_expert_only") if getattr(self, name)]
+        frozen = [
+            name for name in ("freeze_vision_encoder", "train_expert_only") if getattr(self, name, False)
+        ]
         log.warning(
             "policy.load_vlm_weights=false: the vision-language model starts with random weights%s",
             f", and policy.{frozen[0]}=true never trains all of them" if frozen else "",
@@ -257,6 +238,36 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     @property
     def action_steps(self) -> int:
         return self.n_action_steps
+
+
+@dataclass
+class PiConfig(PaliGemmaConfig):
+    """What pi0 and pi0.5 have."""
+
+    num_inference_steps: int = 10
+    """Integration steps at inference. Fewer steps are faster and less accurate."""
+    time_sampling_beta_alpha: float = 1.5
+    """Times in training are scale x b + offset, where b has a beta distribution: its alpha."""
+    time_sampling_beta_beta: float = 1.0
+    """The beta of that distribution."""
+    time_sampling_scale: float = 0.999
+    """The scale of times."""
+    time_sampling_offset: float = 0.001
+    """The offset of times: the earliest one."""
+    min_period: float = 4e-3
+    """Shortest period in the embedding of the time."""
+    max_period: float = 4.0
+    """Longest period in the embedding of the time."""
+    freeze_vision_encoder: bool = False
+    """Do not train the image encoder."""
+    train_expert_only: bool = False
+    """Train only the expert and the projections around it, not the vision-language model."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(1, "num_inference_steps")
+        self.require(0, "time_sampling_scale", "time_sampling_offset")
+        self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
 
 
 @dataclass
