@@ -97,9 +97,15 @@ class TokenizeActions(ProcessingStep):
             raise FlexorError(
                 f"Chunks of actions [B, H, A] become tokens, but {list(actions.shape)} was given."
             )
-        written = [self._words.write(tokens) for tokens in self._fast.encode(actions.float().cpu().numpy())]
-        longest = max(map(len, written))
-        if longest > self.max_action_tokens:
+        values = actions.float().cpu().numpy()
+        written = [self._words.write(tokens) for tokens in self._fast.encode(values)]
+        if self._fast.outside(values):
+            warn_once(
+                "Some actions are beyond the range of the FAST tokenizer %s, and are cut to it: are they normalised as "
+                "the tokenizer expects? Train one on these actions with `flexor data tokenizer`.",
+                self.action_tokenizer_name,
+            )
+        if max(map(len, written)) > self.max_action_tokens:
             warn_once(
                 "Some chunks of actions have more than policy.max_action_tokens=%d tokens: their end is cut off. Use a "
                 "larger value, a smaller policy.chunk_size, or a tokenizer trained on these actions (`flexor data "
