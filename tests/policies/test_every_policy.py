@@ -8,6 +8,7 @@ import pytest
 from flexor.cli.main import main
 from flexor.policies import POLICIES
 from parity.multi_task_dit.clips import make_clips
+from parity.pi0_fast.cases import make_files
 from support import ranks, runs
 from support.small_policies import SMALL
 from support.tokenizers import make_tokenizer
@@ -33,7 +34,10 @@ def small(request, lowdim, dataset, tmp_path_factory) -> Small:
         flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
     if name in ("pi0", "pi05"):
         flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
-    return Small(dataset if name in ("vqbet", "pi0", "pi05") else lowdim, flags)
+    if name == "pi0_fast":
+        make_files(files := tmp_path_factory.mktemp("pi0_fast") / "files")
+        flags += [f"--policy.text_tokenizer_name={files}", f"--policy.action_tokenizer_name={files / 'fast'}"]
+    return Small(dataset if name in ("vqbet", "pi0", "pi05", "pi0_fast") else lowdim, flags)
 
 
 @pytest.mark.parametrize(

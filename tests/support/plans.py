@@ -30,6 +30,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "multi_task_dit": {"hidden_dim": 32, "num_layers": 2, "num_heads": 2, "tokenizer_max_length": 20},
     "pi0": small_pi.CONFIG,
     "pi05": small_pi.CONFIG,
+    "pi0_fast": small_pi.FAST_CONFIG,
 }
 
 

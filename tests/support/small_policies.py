@@ -41,4 +41,5 @@ SMALL = {
     ],
     "pi0": small_pi.SETTINGS,
     "pi05": small_pi.SETTINGS,
+    "pi0_fast": small_pi.FAST_SETTINGS,
 }

@@ -20,6 +20,7 @@ from flexor.train.engine.fsdp import ShardedEngine
 from flexor.train.graph import WARM_UP, GraphStep, wants_graph, why_not
 from flexor.train.optim.optimizers import CLASSES
 from parity.multi_task_dit.clips import make_clips
+from parity.pi0_fast.cases import make_files
 from support import runs
 from support.own_policy import own_policy
 from support.small_policies import SMALL
@@ -147,7 +148,10 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
         flags += [f"--policy.{kind}_encoder_name={clips / 'tiny-clip'}" for kind in ("vision", "text")]
     if name in ("pi0", "pi05"):
         flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path_factory.mktemp('tokenizer'))}")
-    return (dataset if name in ("vqbet", "pi0", "pi05") else lowdim), flags
+    if name == "pi0_fast":
+        make_files(files := tmp_path_factory.mktemp("pi0_fast") / "files")
+        flags += [f"--policy.text_tokenizer_name={files}", f"--policy.action_tokenizer_name={files / 'fast'}"]
+    return (dataset if name in ("vqbet", "pi0", "pi05", "pi0_fast") else lowdim), flags
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize
 from flexor.policies.pretrained import as_lerobot, save_weights
 from parity import flexor_side
 from parity.inputs import TASKS
@@ -28,10 +29,11 @@ def prepared(folder: Path) -> Iterator[None]:
     """Inside, policies are small."""
     rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
     sizes = {name: GemmaSize(width, *rest) for name, width in WIDTHS.items()}
+    vision = SiglipSize(*VISION.values())
+    whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (
         patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
-        patch("flexor.policies.pi0.paligemma.SIGLIP", SiglipSize(*VISION.values())),
-        patch("flexor.policies.pi0.paligemma.VOCABULARY", len(WORDS)),
+        patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
         patch("flexor.policies.pi0_fast.policy.mean_of_tokens", mean_of_tokens),
     ):
         yield

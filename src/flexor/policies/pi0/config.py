@@ -26,7 +26,7 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
-    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights"})
     base: ClassVar[str]
     """The published weights to start from."""
 
@@ -80,8 +80,6 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
     """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
     tokenizer_max_length: int = 48
     """Maximum number of tokens of a prompt. Shorter ones are padded."""
-    tokenizer_name: str = "google/paligemma-3b-pt-224"
-    """The tokenizer: a Hub repository or a folder with PaliGemma's."""
 
     def validate(self) -> None:
         self._check_sizes()
@@ -199,9 +197,6 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
         empty = {f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)}
         return {name: feature for name, feature in super().images.items() if name not in empty}
 
-    def tokenizer(self) -> Tokenize:
-        return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
-
     def normalizer(self, stats: Stats) -> Normalize:
         return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)
 
@@ -244,6 +239,10 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
 class PiConfig(PaliGemmaConfig):
     """What pi0 and pi0.5 have."""
 
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
+
+    tokenizer_name: str = "google/paligemma-3b-pt-224"
+    """The tokenizer: a Hub repository or a folder with PaliGemma's."""
     num_inference_steps: int = 10
     """Integration steps at inference. Fewer steps are faster and less accurate."""
     time_sampling_beta_alpha: float = 1.5
@@ -268,6 +267,9 @@ class PiConfig(PaliGemmaConfig):
         self.require(1, "num_inference_steps")
         self.require(0, "time_sampling_scale", "time_sampling_offset")
         self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
+
+    def tokenizer(self) -> Tokenize:
+        return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
 
 
 @dataclass

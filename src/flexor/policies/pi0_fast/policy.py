@@ -23,8 +23,7 @@ from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.gemma import GemmaDecoder, KeysValues, rotation
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.siglip import SiglipVision
-from flexor.policies.pi0 import paligemma
-from flexor.policies.pi0.paligemma import EXACT, GEMMA, PaliGemma, Prompt
+from flexor.policies.pi0.paligemma import EXACT, PALIGEMMA, PaliGemma, Prompt
 from flexor.policies.pi0.policy import EMBEDDING, LANGUAGE_HEAD, camera_images
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
 from flexor.policies.pi0_fast.config import Pi0FastConfig
@@ -39,8 +38,8 @@ class WritingPaliGemma(nn.Module):
 
     def __init__(self, config: Pi0FastConfig):
         super().__init__()
-        size = GEMMA[config.paligemma_variant]
-        self.lm_head = nn.Linear(size.width, paligemma.VOCABULARY, bias=False)
+        size = PALIGEMMA[config.paligemma_variant]
+        self.lm_head = nn.Linear(size.language.width, size.vocabulary, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.model = PaliGemma(size, config.image_resolution[0])
         self.model.language_model.requires_grad_(True)  # unlike pi0, it uses all of it
