@@ -17,6 +17,7 @@ from flexor.policies.pretrained import load_pretrained
 from flexor.train.build import make_policy
 from flexor.train.checkpoint.tensors import RAW_MODEL
 from support import ranks, runs
+from support.plans import settings
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
 HEAD = "--lora.full_training_modules=[action_head]"
@@ -77,6 +78,17 @@ def test_which_layers_are_adapted(targets, adapted):
     net = Net()
     add_adapters(net, LoraConfig(r=1, target_modules=targets), seed=0)
     assert [name for name, module in net.named_modules() if isinstance(module, LoraLinear)] == adapted
+
+
+@pytest.mark.parametrize(("kind", "around"), [("pi0", 5), ("pi05", 4)])
+def test_a_policy_names_the_layers_that_are_adapted_by_default(kind, around):
+    """LeRobot's: queries and values of the expert, and the layers around it."""
+    policy = make_policy(settings(kind, (28, 28), lora=LoraConfig(r=2)))
+    adapted = [name for name, module in policy.named_modules() if isinstance(module, LoraLinear)]
+    expert = [name for name in adapted if "gemma_expert" in name]
+    assert len(expert) == 2 * len(policy.model.paligemma_with_expert.expert.layers)
+    assert all(name.endswith(("q_proj", "v_proj")) for name in expert)
+    assert len(adapted) - len(expert) == around
 
 
 @pytest.mark.parametrize(

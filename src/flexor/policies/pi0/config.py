@@ -271,11 +271,22 @@ class PiConfig(PaliGemmaConfig):
     def tokenizer(self) -> Tokenize:
         return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
 
+    projections: ClassVar[tuple[str, ...]]
+    """The layers around the expert."""
+
+    def lora_targets(self) -> list[str] | str:
+        """Queries and values of the expert, and the layers around it."""
+        return rf".*\.gemma_expert\..*\.self_attn\.(q|v)_proj|model\.({'|'.join(self.projections)})"
+
 
 @dataclass
 class Pi0Config(PiConfig):
     type: ClassVar[str] = "pi0"
     base: ClassVar[str] = "lerobot/pi0_base"
+    projections: ClassVar[tuple[str, ...]] = (
+        *("state_proj", "action_in_proj", "action_out_proj"),
+        *("action_time_mlp_in", "action_time_mlp_out"),
+    )
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         return [
@@ -291,6 +302,10 @@ class Pi05Config(PiConfig):
 
     type: ClassVar[str] = "pi05"
     base: ClassVar[str] = "lerobot/pi05_base"
+    projections: ClassVar[tuple[str, ...]] = (
+        *("action_in_proj", "action_out_proj"),
+        *("time_mlp_in", "time_mlp_out"),  # which LeRobot 0.6.1 leaves out
+    )
 
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "QUANTILES", Kind.ACTION: "QUANTILES"}
