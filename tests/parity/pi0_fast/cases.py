@@ -49,7 +49,7 @@ CASES = {
     "cut_off": case(ONE, max_action_tokens=20),
     "recomputed": case(ONE, gradient_checkpointing=True),
     "quantiles": case(ONE, normalization_mapping=QUANTILES, tokenizer_max_length=60),
-    "small": case(ONE, paligemma_variant="gemma_300m", image_resolution=(42, 42)),
+    "small": case(ONE, paligemma_variant="gemma_300m"),
     "relative": case(ONE, use_relative_actions=True, n_action_steps=6),
 }
 CASES["relative"]["acts"] = False  # LeRobot adds the state at the time of each action

@@ -46,7 +46,7 @@ class FastProcessor:
 
 
 @contextmanager
-def prepared(folder: Path, image: int = TINY["image_resolution"][0]) -> Iterator[None]:
+def prepared(folder: Path) -> Iterator[None]:
     """Inside, policies are small. LeRobot's supports no other size of images than 224 unless it is made to."""
     modeling = import_module(MODELING)
 
@@ -61,7 +61,7 @@ def prepared(folder: Path, image: int = TINY["image_resolution"][0]) -> Iterator
         vision, text = config.vision_config, config.text_config
         vision.hidden_size, vision.num_hidden_layers = VISION["width"], VISION["depth"]
         vision.intermediate_size, vision.num_attention_heads = VISION["mlp"], VISION["heads"]
-        vision.projection_dim, vision.image_size = text.hidden_size, image
+        vision.projection_dim, vision.image_size = text.hidden_size, TINY["image_resolution"][0]
         text.vocab_size = len(WORDS)
         return make(config)
 
@@ -75,7 +75,7 @@ def prepared(folder: Path, image: int = TINY["image_resolution"][0]) -> Iterator
 
 
 def measure(case: dict) -> dict:
-    with prepared(case["folder"], case["settings"]["image_resolution"][0]):
+    with prepared(case["folder"]):
         record = lerobot_side.measure_policy("pi0_fast", case)
         made = lerobot_side.make_policy("pi0_fast", case)
         given = lerobot_side.tensors(training_batch(case))
