@@ -11,11 +11,12 @@ from torch import Tensor
 from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.pi0.paligemma import PaliGemmaSize
+from flexor.policies.pi0_fast.action_tokens import TokenizeActions
 from flexor.policies.pretrained import as_lerobot, save_weights
 from parity import flexor_side
 from parity.inputs import TASKS
 from parity.pi0.small import GEMMA, VISION, WIDTHS
-from parity.pi0_fast.cases import WORDS, recorded, training_batch
+from parity.pi0_fast.cases import WORDS, forgotten, recorded, training_batch
 from parity.records import saved_weights
 
 
@@ -35,6 +36,7 @@ def prepared(folder: Path) -> Iterator[None]:
         patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
         patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
         patch("flexor.policies.pi0_fast.policy.mean_of_tokens", mean_of_tokens),
+        forgotten(TokenizeActions, folder),
     ):
         yield
 

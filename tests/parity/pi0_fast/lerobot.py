@@ -15,7 +15,7 @@ import torch
 
 from parity import lerobot_side
 from parity.pi0.small import GEMMA, VISION, WIDTHS
-from parity.pi0_fast.cases import TINY, WORDS, recorded, training_batch
+from parity.pi0_fast.cases import TINY, WORDS, forgotten, recorded, training_batch
 from parity.records import saved_weights
 
 MODELING = "lerobot.policies.pi0_fast.modeling_pi0_fast"
@@ -71,6 +71,7 @@ def prepared(folder: Path) -> Iterator[None]:
         stack.enter_context(patch.object(modeling, "get_gemma_config", size))
         for module in (MODELING, "lerobot.processor.tokenizer_processor"):
             stack.enter_context(patch(f"{module}.AutoProcessor", FastProcessor))
+        stack.enter_context(forgotten(import_module(module).ActionTokenizerProcessorStep, folder))
         yield
 
 
