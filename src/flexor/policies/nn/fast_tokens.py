@@ -2,7 +2,7 @@
 
 The cosine transform of each action over the chunk puts what matters into few coefficients. They are rounded, written
 one after the other, the slowest motion of all actions first, each as a character, and compressed by byte pair encoding.
-Files are those of `physical-intelligence/fast`, so either program reads the other's.
+Files are those of `physical-intelligence/fast`, and `save` names the code that reads them elsewhere.
 """
 
 from __future__ import annotations
