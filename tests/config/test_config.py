@@ -411,7 +411,6 @@ def test_each_lerobot_flag_alone(flag):
     "flag",
     [
         "--policy.push_to_hub=true",
-        "--policy.use_peft=true",
         "--dataset.image_transforms.enable=true",
         '--dataset.image_transforms={"enable": true}',
         "--dataset.repo_type=bucket",

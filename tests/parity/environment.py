@@ -12,7 +12,7 @@ LEROBOT = "lerobot==0.6.1"
 TORCH = ["torch==2.7.1", "torchvision==0.22.1"]
 # Its builds end in +cpu, which pip takes for newer, and need no CUDA.
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-# What its extras `training`, `diffusion`, `multi-task-dit` and `smolvla` need to train on a CPU, besides torch.
+# What its extras `training`, `diffusion`, `multi-task-dit`, `smolvla` and `peft` need to train on a CPU, besides torch.
 # Installed without resolving, because the resolver would also bring robots' drivers and a viewer.
 DEPENDENCIES = """
 accelerate==1.15.0 aiohappyeyeballs aiohttp aiosignal anyio attrs av==15.1.0 certifi charset-normalizer
@@ -20,8 +20,9 @@ click cloudpickle datasets==4.8.5 diffusers==0.39.0 dill==0.4.1 docopt draccus==
 Farama-Notifications filelock frozenlist fsspec==2026.2.0 gymnasium h11 hf-xet httpcore httpx
 huggingface_hub==1.33.0 idna importlib_metadata Jinja2 jsonlines lazy-importer MarkupSafe mergedeep mpmath
 multidict multiprocess==0.70.19 mypy_extensions networkx num2words numpy==2.2.6 opencv-python-headless packaging
+peft==0.21.2
 pandas==2.3.3 pillow propcache psutil pyarrow python-dateutil pytz PyYAML regex requests safetensors
-setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
+scipy setuptools sympy termcolor tokenizers==0.22.2 toml tqdm transformers==5.5.4 typing_extensions typing-inspect
 tzdata urllib3 xxhash yarl zipp
 """
 

@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "n_action_steps": 4,
         "resize_imgs_with_padding": (32, 32),
     },
+    "pi0_fast": small_pi.FAST_CONFIG,
 }
 
 

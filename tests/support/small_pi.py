@@ -1,4 +1,4 @@
-"""Sizes of pi0 and pi05 for tests, `--policy.paligemma_variant=gemma_small`.
+"""Sizes of pi0, pi05 and pi0_fast for tests, `--policy.paligemma_variant=gemma_small`.
 
 Known to processes that import this: the tests' own, and those that are forked for them.
 """
@@ -22,11 +22,27 @@ CONFIG = {
     "num_inference_steps": 2,
     "tokenizer_max_length": 20,
 }
-SETTINGS = [f"{name}={json.dumps(value)}".replace('"', "") for name, value in CONFIG.items()]
+WRITER, WRITTEN = "gemma_small_writer", 500  # a vocabulary with room for actions
+FAST_CONFIG = {
+    **{name: value for name, value in CONFIG.items() if name != "num_inference_steps"},
+    "paligemma_variant": WRITER,
+    "tokenizer_max_length": 60,
+    "max_action_tokens": 30,
+    "max_decoding_steps": 8,
+    "fast_skip_tokens": 4,
+}
+
+
+def as_flags(config: dict) -> list[str]:
+    return [f"{name}={json.dumps(value)}".replace('"', "") for name, value in config.items()]
+
+
+SETTINGS, FAST_SETTINGS = as_flags(CONFIG), as_flags(FAST_CONFIG)
 
 paligemma.GEMMA[READER] = GemmaSize(width=16, depth=2, mlp_width=24, heads=2, head_dim=8)
 paligemma.GEMMA[EXPERT] = GemmaSize(width=12, depth=2, mlp_width=20, heads=2, head_dim=8)
-for name in (READER, EXPERT):
+paligemma.GEMMA[WRITER] = paligemma.GEMMA[READER]
+for name, words in ((READER, VOCABULARY), (EXPERT, VOCABULARY), (WRITER, WRITTEN)):
     paligemma.PALIGEMMA[name] = PaliGemmaSize(
-        paligemma.GEMMA[name], SiglipSize(width=16, depth=2, mlp_width=24, heads=2), VOCABULARY
+        paligemma.GEMMA[name], SiglipSize(width=16, depth=2, mlp_width=24, heads=2), words
     )

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from parity.multi_task_dit.clips import make_clips
+from parity.pi0_fast.cases import make_files
 from parity.smolvla.vlms import make_vlms
 from support import small_pi, small_resnet
 from support.tokenizers import make_tokenizer
 
-WITH_CAMERAS = ("vqbet", "pi0", "pi05", "smolvla")  # do not work without
+WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla")  # do not work without
 
 SMALL = {
     "diffusion": [
@@ -56,6 +57,7 @@ SMALL = {
         "tokenizer_max_length=12",
         "expert_width_multiplier=0.5",
     ],
+    "pi0_fast": small_pi.FAST_SETTINGS,
 }
 
 
@@ -67,6 +69,9 @@ def small_flags(name: str, folder: Path) -> list[str]:
         flags += [f"--policy.{kind}_encoder_name={folder / 'tiny-clip'}" for kind in ("vision", "text")]
     if name in ("pi0", "pi05"):
         flags += [f"--policy.tokenizer_name={make_tokenizer(folder)}"]
+    if name == "pi0_fast":
+        make_files(files := folder / "files")
+        flags += [f"--policy.text_tokenizer_name={files}", f"--policy.action_tokenizer_name={files / 'fast'}"]
     if name == "smolvla":
         make_vlms(folder)
         flags += [f"--policy.vlm_model_name={folder / 'tiny-vlm'}"]

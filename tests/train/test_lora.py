@@ -17,6 +17,7 @@ from flexor.policies.pretrained import load_pretrained
 from flexor.train.build import make_policy
 from flexor.train.checkpoint.tensors import RAW_MODEL
 from support import ranks, runs
+from support.plans import settings
 
 LORA = ["--lora.r=2", "--lora.alpha=4"]
 HEAD = "--lora.full_training_modules=[action_head]"
@@ -77,6 +78,17 @@ def test_which_layers_are_adapted(targets, adapted):
     net = Net()
     add_adapters(net, LoraConfig(r=1, target_modules=targets), seed=0)
     assert [name for name, module in net.named_modules() if isinstance(module, LoraLinear)] == adapted
+
+
+@pytest.mark.parametrize(("kind", "around"), [("pi0", 5), ("pi05", 4)])
+def test_a_policy_names_the_layers_that_are_adapted_by_default(kind, around):
+    """LeRobot's: queries and values of the expert, and the layers around it."""
+    policy = make_policy(settings(kind, (28, 28), lora=LoraConfig(r=2)))
+    adapted = [name for name, module in policy.named_modules() if isinstance(module, LoraLinear)]
+    expert = [name for name in adapted if "gemma_expert" in name]
+    assert len(expert) == 2 * len(policy.model.paligemma_with_expert.expert.layers)
+    assert all(name.endswith(("q_proj", "v_proj")) for name in expert)
+    assert len(adapted) - len(expert) == around
 
 
 @pytest.mark.parametrize(
@@ -145,6 +157,26 @@ def test_the_saved_policy_acts_as_the_adapted_one(tuned, lowdim):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def test_the_adapters_alone_load_as_the_merged_policy(tuned, base):
+    """And they can be trained on."""
+    alone = tuned / "checkpoints" / "last" / PRETRAINED / "adapter"
+    assert not (alone / WEIGHTS).exists()
+    ours = load_pretrained(str(alone)).policy.state_dict()
+    for name, tensor in weights(tuned).items():
+        torch.testing.assert_close(ours[name], tensor, msg=name)
+
+
+def test_training_starts_from_adapters_alone(tuned, lowdim, tmp_path):
+    alone = tuned / "checkpoints" / "last" / PRETRAINED / "adapter"
+    assert main(fine_tune(lowdim, tmp_path / "run", alone, "--steps=1")) == 0
+    moved = {
+        name for name, tensor in weights(tmp_path / "run").items() if not tensor.equal(weights(tuned)[name])
+    }
+    assert moved and not any("backbone" in name for name in moved)
+    start = weights(tuned)
+    assert all(torch.dist(tensor, start[name]) < 0.1 for name, tensor in weights(tmp_path / "run").items())
+
+
 @pytest.mark.parametrize("more", [["--lora.dropout=0.2"], ["--ema.enable", "--checkpoint.async=true"]])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(more, base, lowdim, tmp_path):
     assert main(fine_tune(lowdim, tmp_path / "whole", base, *more)) == 0
@@ -178,3 +210,4 @@ def test_many_processes_train_the_same_adapters(strategy, begin, base, lowdim, t
         assert not (first / PRETRAINED / WEIGHTS).exists()
         assert main(["export", str(first)]) == 0
         assert load_file(first / PRETRAINED / WEIGHTS).keys() == one.keys()
+        assert (first / PRETRAINED / "adapter").is_dir() == (begin == "checkpoint")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from flexor.cli.flags import dashed
 from flexor.core.console import print_result, progress
+from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
 
@@ -37,9 +39,17 @@ def run(arguments: list[str]) -> int:
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
     _add_repair(verbs)
+    _add_tokenizer(verbs)
     cache_flags.add_verb(verbs)
     parsed = parser.parse_args(dashed(arguments))
-    verbs_run = {"info": _info, "check": _check, "stats": _stats, "repair": _repair, "cache": _cache}
+    verbs_run = {
+        "info": _info,
+        "check": _check,
+        "stats": _stats,
+        "repair": _repair,
+        "tokenizer": _tokenizer,
+        "cache": _cache,
+    }
     return verbs_run[parsed.verb](parsed)
 
 
@@ -56,6 +66,37 @@ def _add_repair(verbs: Any) -> None:
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
     verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
     verb.add_argument("--json", action="store_true", help="print one JSON object, episode by episode")
+
+
+def _add_tokenizer(verbs: Any) -> None:
+    text = "train a FAST tokenizer on a dataset's actions, for pi0_fast"
+    verb = verbs.add_parser("tokenizer", help=text, description=text)
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="new folder for the tokenizer"
+    )
+    verb.add_argument("--chunk-size", type=int, default=50, help="steps of a chunk, as policy.chunk_size")
+    verb.add_argument(
+        "--normalization",
+        choices=("MEAN_STD", "QUANTILES", "QUANTILE10", "MIN_MAX", "IDENTITY"),
+        default="MEAN_STD",
+        help="how the policy normalises actions (policy.normalization_mapping.ACTION)",
+    )
+    verb.add_argument("--use-relative-actions", action="store_true", help="as policy.use_relative_actions")
+    verb.add_argument(
+        "--relative-exclude-joints",
+        type=lambda text: [word for word in text.strip("[]").split(",") if word],
+        default=["gripper"],
+        metavar="NAMES",
+        help="as policy.relative_exclude_joints: gripper,wrist",
+    )
+    verb.add_argument("--vocab-size", type=int, default=1024, help="number of tokens")
+    verb.add_argument(
+        "--scale", type=float, default=10.0, help="larger: more accurate actions, and more tokens"
+    )
+    verb.add_argument("--fraction", type=float, default=0.1, help="part of all chunks to train on")
+    verb.add_argument("--seed", type=int, default=0, help="which chunks are trained on")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _info(parsed: argparse.Namespace) -> int:
@@ -109,6 +150,27 @@ def _stats(parsed: argparse.Namespace) -> int:
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
     print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
+    return 0
+
+
+def _tokenizer(parsed: argparse.Namespace) -> int:
+    from flexor.data.dataset import open_dataset
+    from flexor.policies.pi0_fast.train_tokenizer import (
+        TokenizerSettings,
+        render,
+        save_tokenizer,
+        tokenizer_of,
+    )
+
+    if parsed.output.exists() and (not parsed.output.is_dir() or any(parsed.output.iterdir())):
+        raise ConfigError(f"--output={parsed.output} is not empty: name a new folder.")
+    names = [field.name for field in fields(TokenizerSettings) if hasattr(parsed, field.name)]
+    settings = TokenizerSettings(**{name: getattr(parsed, name) for name in names})
+    tokenizer, report = tokenizer_of(
+        open_dataset(root=_local(parsed.root)), settings, progress("reading actions")
+    )
+    save_tokenizer(tokenizer, report, parsed.output)
+    print_result({"folder": str(parsed.output), **report}, parsed.json, render(report, parsed.output))
     return 0
 
 

@@ -29,7 +29,7 @@ IGNORED = {
     "policy.private": "nothing is uploaded",
     "policy.tags": "nothing is uploaded",
     "policy.license": "nothing is uploaded",
-    "policy.use_peft": "adapters are merged into the saved weights, so there are none to load",
+    "policy.use_peft": "--policy.path recognises adapters by their files, and merges them",
     "peft.method_type": "LoRA is the only type of adapter",
     "peft.init_type": "adapters always use PEFT's default initialisation",
     "peft": "give its settings one by one, such as --peft.r=16",
@@ -53,7 +53,6 @@ IGNORED = {
 # Any other value of these requests something Flexor does not support: an error, not a warning.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "policy.push_to_hub": (False,),
-    "policy.use_peft": (False,),
     "peft.method_type": ("LORA", "lora"),
     "peft.init_type": (None,),
     "peft": (None,),

@@ -19,6 +19,7 @@ POLICIES = {
     "pi0": "flexor.policies.pi0.policy:Pi0",
     "pi05": "flexor.policies.pi0.policy:Pi05",
     "smolvla": "flexor.policies.smolvla.policy:SmolVLA",
+    "pi0_fast": "flexor.policies.pi0_fast.policy:Pi0Fast",
 }
 
 

@@ -22,7 +22,7 @@ from flexor.core.tensors import copy_part
 from flexor.core.typed import closest, setting
 
 ALL_LINEAR = "all-linear"
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M")
 
 
 @dataclass
@@ -33,8 +33,9 @@ class LoraConfig:
     """The output of an adapter is multiplied by alpha / r."""
     dropout: float = 0.0
     """Dropout on the input of an adapter."""
-    target_modules: list[str] | str = ALL_LINEAR
-    """Linear layers that get an adapter: all-linear, a list of names or name endings, or a regular expression."""
+    target_modules: list[str] | str | None = None
+    """Linear layers that get an adapter: all-linear, a list of names or name endings, or a regular expression. By
+    default the policy decides, usually for all-linear."""
     full_training_modules: list[str] = field(default_factory=list)
     """Modules that are trained fully, without adapters: a list of names or name endings."""
 
@@ -84,12 +85,19 @@ class LoraLinear(nn.Linear):
         return super().forward(x) + self.scale * F.linear(F.linear(dropped, self.lora_A), self.lora_B)
 
 
-def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Train only adapters and the modules of full_training_modules. What a policy freezes stays frozen."""
+def add_adapters(
+    policy: nn.Module, config: LoraConfig, seed: int, default: list[str] | str = ALL_LINEAR
+) -> None:
+    """Train only adapters and the modules of full_training_modules. What a policy freezes stays frozen.
+
+    `default` are the layers that get an adapter if the settings name none.
+    """
     modules = dict(policy.named_modules())
     whole = {
         parameter
-        for module in _named(modules, config.full_training_modules, "lora.full_training_modules").values()
+        for module in modules_named(
+            modules, config.full_training_modules, "lora.full_training_modules"
+        ).values()
         for parameter in module.parameters()
         if parameter.requires_grad
     }
@@ -99,7 +107,8 @@ def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
         # no subclasses: their weight may be read directly, as torch's attention does
         if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in whole
     }
-    targets = _named(layers, config.target_modules, "lora.target_modules")
+    wanted = default if config.target_modules is None else config.target_modules
+    targets = modules_named(layers, wanted, "lora.target_modules")
     policy.requires_grad_(False)
     for parameter in whole:
         parameter.requires_grad_(True)
@@ -109,7 +118,7 @@ def add_adapters(policy: nn.Module, config: LoraConfig, seed: int) -> None:
         layer.adapt(config, key_of("lora", seed, name) >> 1)  # torch's seeds have 63 bits
 
 
-def _named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> dict[str, M]:
+def modules_named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> dict[str, M]:
     """The modules that a setting names, with PEFT's rules."""
     patterns = {wanted: wanted} if isinstance(wanted, str) else {w: rf"(.*\.)?{re.escape(w)}" for w in wanted}
     if wanted == ALL_LINEAR:

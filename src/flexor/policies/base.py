@@ -15,6 +15,7 @@ from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
+from flexor.policies.adapters import ALL_LINEAR
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
@@ -83,6 +84,10 @@ class PolicyConfig:
     def without_hub(self, folder: Path) -> Self:
         """These settings for a plan without network access: `folder` replaces the models of the Hub."""
         return self
+
+    def lora_targets(self) -> list[str] | str:
+        """The layers that get an adapter if `lora.target_modules` is not set, in its words."""
+        return ALL_LINEAR
 
     def optimizer_preset(self) -> dict[str, Any]:
         """Default settings of the optimizer."""

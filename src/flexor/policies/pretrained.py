@@ -33,6 +33,7 @@ from flexor.core.tensors import described_in, fill
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
 from flexor.policies import POLICIES, policy_class
+from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
@@ -124,6 +125,13 @@ def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -
             f"There is no folder {path}, and it is not the name of a Hub repository (user/name)."
         )
     return _download(path, files)
+
+
+def base_policy(path: str | None) -> str | None:
+    """Where other programs find the policy that a run started from: a folder with its weights, or a Hub repository."""
+    if path is None or not Path(path).exists():
+        return path
+    return str(find_folder(path).resolve())
 
 
 def _download(name: str, files: Sequence[str]) -> Path:
@@ -244,6 +252,11 @@ def load_weights(policy: Policy, folder: Path) -> None:
     """Load weights into a policy, each rank its shard. Differences are errors. Adapters get their initial values."""
     file = folder / WEIGHTS
     own = {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
+    base = base_of(folder)
+    if base is not None:  # adapters alone, of PEFT
+        load_weights(policy, find_folder(base))
+        merge_adapter(own, folder)
+        return
     if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."

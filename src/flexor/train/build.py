@@ -228,7 +228,7 @@ def make_policy(config: TrainConfig) -> Policy:
     if config.channels_last:
         _channels_last(policy)
     if config.lora.r:
-        add_adapters(policy, config.lora, config.seed)
+        add_adapters(policy, config.lora, config.seed, config.policy.lora_targets())
     return policy
 
 

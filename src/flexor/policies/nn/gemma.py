@@ -10,13 +10,13 @@ Parameter names are those of `transformers`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
+from flexor.policies.nn.rotary import KeysValues, Rotation, rotation
 
 EPSILON = 1e-6  # of norms
 
@@ -33,34 +33,6 @@ class GemmaSize:
     def shares_attention(self, other: GemmaSize) -> bool:
         """Whether one can attend to the keys and values of the other, layer by layer."""
         return (self.depth, self.kv_heads, self.head_dim) == (other.depth, other.kv_heads, other.head_dim)
-
-
-class KeysValues(NamedTuple):
-    """The keys and values of one layer, each [B, kv_heads, S, head_dim]. They are never written to."""
-
-    keys: Tensor
-    values: Tensor
-
-
-class Rotation(NamedTuple):
-    """Rotary position embedding: each token is turned by an angle per pair of channels. Both [B, 1, S, head_dim]."""
-
-    cos: Tensor
-    sin: Tensor
-    """Negative for the first channel of a pair."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B, heads, S, head_dim], turned: channels i and i + head_dim / 2 are a point in a plane."""
-        others = x.roll(x.shape[-1] // 2, dims=-1)
-        return (x * self.cos + others * self.sin).to(x.dtype)
-
-
-def rotation(positions: Tensor, head_dim: int, base: float = 10_000.0) -> Rotation:
-    """The rotation of tokens at these positions [B, S], in float32."""
-    channel = torch.arange(0, head_dim, 2, device=positions.device).float()
-    angle = positions[:, None, :, None].float() / base ** (channel / head_dim)
-    sin = angle.sin()
-    return Rotation(angle.cos().repeat(1, 1, 1, 2), torch.cat((-sin, sin), dim=-1))
 
 
 class GemmaNorm(nn.Module):
@@ -100,16 +72,17 @@ class GemmaAttention(nn.Module):
         return KeysValues(turn(self._heads(self.k_proj(x))), self._heads(self.v_proj(x)))
 
     def attend(self, x: Tensor, turn: Rotation, seen: KeysValues, mask: Tensor) -> Tensor:
-        """x [B, Q, D] attends to what is seen [B, kv_heads, K, head_dim] where the mask is true."""
-        q = turn(self._heads(self.q_proj(x)))
+        """x [B, Q, D] attends to what is seen [B, K, kv_heads, head_dim] where the mask is true."""
+        q = turn(self._heads(self.q_proj(x))).transpose(1, 2)
         k, v = (
-            each[:, :, None].expand(-1, -1, self.groups, -1, -1).flatten(1, 2) for each in seen
+            each.transpose(1, 2)[:, :, None].expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
+            for each in seen
         )  # a view: of one key and value, no copies are made
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
 class GemmaMLP(nn.Module):
@@ -149,10 +122,7 @@ class GemmaLayer(nn.Module):
         own = self.self_attn.keys_values(normed, turn)
         if only_keys:
             return x, own
-        seen = own
-        if before is not None:
-            keys, values = (torch.cat(pair, dim=2) for pair in zip(before, own))
-            seen = KeysValues(keys, values)
+        seen = own if before is None else before.then(own)
         x = _add(x, self.self_attn.attend(normed, turn, seen, mask), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
         return _add(x, self.mlp(normed), gate), own

@@ -7,13 +7,13 @@ attends to it: tokens that come later never change what earlier ones computed. P
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
+from flexor.policies.nn.rotary import KeysValues, Rotation
 
 
 @dataclass(frozen=True)
@@ -46,37 +46,6 @@ class LlamaSize:
         return replace(self, width=width, mlp_width=256 * -(-usual // 256))
 
 
-class KeysValues(NamedTuple):
-    """What later tokens attend to. Never written to."""
-
-    keys: Tensor  # [B, S, kv_heads, head_width], rotated
-    values: Tensor  # the same shape
-
-    def then(self, later: KeysValues) -> KeysValues:
-        return KeysValues(torch.cat((self.keys, later.keys), 1), torch.cat((self.values, later.values), 1))
-
-
-class Rotation(NamedTuple):
-    """The angles of rotary position embedding (RoPE, https://arxiv.org/abs/2104.09864)."""
-
-    cos: Tensor  # [B, S, 1, head_width / 2]
-    sin: Tensor
-
-
-def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
-    """Angles for positions [B, S]; computed once for all layers."""
-    half = head_width // 2
-    channel = torch.arange(half, dtype=torch.float32, device=positions.device)
-    angle = positions[..., None, None].float() / base ** (2 / head_width * channel)
-    return Rotation(angle.cos(), angle.sin())
-
-
-def rotate(x: Tensor, by: Rotation) -> Tensor:
-    """Channels i and i + half of x [B, S, heads, width] are points in a plane, rotated by the position's angle."""
-    first, second = x.float().chunk(2, -1)
-    return torch.cat((first * by.cos - second * by.sin, second * by.cos + first * by.sin), -1).to(x.dtype)
-
-
 class LlamaAttention(nn.Module):
     """The projections of attention, and attention itself."""
 
@@ -90,10 +59,10 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(size.heads * size.head_width, size.width, bias=size.bias)
 
     def queries(self, x: Tensor, turn: Rotation) -> Tensor:
-        return rotate(self._heads(self.q_proj(x)), turn)
+        return turn(self._heads(self.q_proj(x)))
 
     def keys_values(self, x: Tensor, turn: Rotation) -> KeysValues:
-        return KeysValues(rotate(self._heads(self.k_proj(x)), turn), self._heads(self.v_proj(x)))
+        return KeysValues(turn(self._heads(self.k_proj(x))), self._heads(self.v_proj(x)))
 
     def project_again(self, given: KeysValues) -> KeysValues:
         """Keys and values of another network as those of this one."""

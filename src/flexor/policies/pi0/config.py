@@ -1,4 +1,4 @@
-"""The settings of pi0 and pi0.5, under LeRobot's names."""
+"""The settings of policies on PaliGemma, and those of pi0 and pi0.5, under LeRobot's names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EMPTY_CAMERA = "observation.images.empty_camera_"
 
 
 @dataclass
-class PiConfig(RelativeActionSettings, PolicyConfig):
-    """What both have. Defaults are LeRobot's."""
+class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
+    """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
-    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights"})
     base: ClassVar[str]
     """The published weights to start from."""
 
@@ -46,20 +46,6 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """The state is padded to this many values."""
     max_action_dim: int = 32
     """Actions are padded to this many values."""
-    num_inference_steps: int = 10
-    """Integration steps at inference. Fewer steps are faster and less accurate."""
-    time_sampling_beta_alpha: float = 1.5
-    """Times in training are scale x b + offset, where b has a beta distribution: its alpha."""
-    time_sampling_beta_beta: float = 1.0
-    """The beta of that distribution."""
-    time_sampling_scale: float = 0.999
-    """The scale of times."""
-    time_sampling_offset: float = 0.001
-    """The offset of times: the earliest one."""
-    min_period: float = 4e-3
-    """Shortest period in the embedding of the time."""
-    max_period: float = 4.0
-    """Longest period in the embedding of the time."""
     rtc_config: dict[str, Any] | None = None
     """Settings of LeRobot's real-time chunking. Flexor keeps them and does not use them."""
     image_resolution: tuple[int, int] = (224, 224)
@@ -76,10 +62,6 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """Compile the network with torch.compile; --compile=true compiles block by block, which is quicker."""
     compile_mode: str = "max-autotune"
     """torch.compile's mode, with policy.compile_model."""
-    freeze_vision_encoder: bool = False
-    """Do not train the image encoder."""
-    train_expert_only: bool = False
-    """Train only the expert and the projections around it, not the vision-language model."""
     optimizer_lr: float = 2.5e-5
     """Learning rate (--optimizer.lr takes precedence)."""
     optimizer_betas: tuple[float, float] = (0.9, 0.95)
@@ -98,17 +80,12 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
     """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
     tokenizer_max_length: int = 48
     """Maximum number of tokens of a prompt. Shorter ones are padded."""
-    tokenizer_name: str = "google/paligemma-3b-pt-224"
-    """The tokenizer: a Hub repository or a folder with PaliGemma's."""
 
     def validate(self) -> None:
         self._check_sizes()
         self.require(1, "chunk_size", "n_action_steps", "max_state_dim", "max_action_dim")
-        self.require(1, "num_inference_steps", "tokenizer_max_length", "scheduler_decay_steps")
-        self.require(
-            0, "empty_cameras", "scheduler_warmup_steps", "time_sampling_scale", "time_sampling_offset"
-        )
-        self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
+        self.require(1, "tokenizer_max_length", "scheduler_decay_steps")
+        self.require(0, "empty_cameras", "scheduler_warmup_steps")
         if self.n_obs_steps != 1:
             raise ConfigError(
                 f"policy.n_obs_steps={self.n_obs_steps}: {self.type} supports one observation only; set it to 1."
@@ -170,7 +147,9 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
                 f"weights. Start from published ones with --policy.path={self.base}. If you do want to train from "
                 "scratch, set --policy.load_vlm_weights=false."
             )
-        frozen = [name for name in ("freeze_vision_encoder", "train_expert_only") if getattr(self, name)]
+        frozen = [
+            name for name in ("freeze_vision_encoder", "train_expert_only") if getattr(self, name, False)
+        ]
         log.warning(
             "policy.load_vlm_weights=false: the vision-language model starts with random weights%s",
             f", and policy.{frozen[0]}=true never trains all of them" if frozen else "",
@@ -218,9 +197,6 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
         empty = {f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)}
         return {name: feature for name, feature in super().images.items() if name not in empty}
 
-    def tokenizer(self) -> Tokenize:
-        return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
-
     def normalizer(self, stats: Stats) -> Normalize:
         return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)
 
@@ -260,9 +236,57 @@ class PiConfig(RelativeActionSettings, PolicyConfig):
 
 
 @dataclass
+class PiConfig(PaliGemmaConfig):
+    """What pi0 and pi0.5 have."""
+
+    unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
+
+    tokenizer_name: str = "google/paligemma-3b-pt-224"
+    """The tokenizer: a Hub repository or a folder with PaliGemma's."""
+    num_inference_steps: int = 10
+    """Integration steps at inference. Fewer steps are faster and less accurate."""
+    time_sampling_beta_alpha: float = 1.5
+    """Times in training are scale x b + offset, where b has a beta distribution: its alpha."""
+    time_sampling_beta_beta: float = 1.0
+    """The beta of that distribution."""
+    time_sampling_scale: float = 0.999
+    """The scale of times."""
+    time_sampling_offset: float = 0.001
+    """The offset of times: the earliest one."""
+    min_period: float = 4e-3
+    """Shortest period in the embedding of the time."""
+    max_period: float = 4.0
+    """Longest period in the embedding of the time."""
+    freeze_vision_encoder: bool = False
+    """Do not train the image encoder."""
+    train_expert_only: bool = False
+    """Train only the expert and the projections around it, not the vision-language model."""
+
+    def validate(self) -> None:
+        super().validate()
+        self.require(1, "num_inference_steps")
+        self.require(0, "time_sampling_scale", "time_sampling_offset")
+        self.require(1e-6, "min_period", "max_period", "time_sampling_beta_alpha", "time_sampling_beta_beta")
+
+    def tokenizer(self) -> Tokenize:
+        return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
+
+    projections: ClassVar[tuple[str, ...]]
+    """The layers around the expert."""
+
+    def lora_targets(self) -> list[str] | str:
+        """Queries and values of the expert, and the layers around it."""
+        return rf".*\.gemma_expert\..*\.self_attn\.(q|v)_proj|model\.({'|'.join(self.projections)})"
+
+
+@dataclass
 class Pi0Config(PiConfig):
     type: ClassVar[str] = "pi0"
     base: ClassVar[str] = "lerobot/pi0_base"
+    projections: ClassVar[tuple[str, ...]] = (
+        *("state_proj", "action_in_proj", "action_out_proj"),
+        *("action_time_mlp_in", "action_time_mlp_out"),
+    )
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         return [
@@ -278,6 +302,10 @@ class Pi05Config(PiConfig):
 
     type: ClassVar[str] = "pi05"
     base: ClassVar[str] = "lerobot/pi05_base"
+    projections: ClassVar[tuple[str, ...]] = (
+        *("action_in_proj", "action_out_proj"),
+        *("time_mlp_in", "time_mlp_out"),  # which LeRobot 0.6.1 leaves out
+    )
 
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "QUANTILES", Kind.ACTION: "QUANTILES"}

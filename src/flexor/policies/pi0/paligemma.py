@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.nn.gemma import GemmaDecoder, GemmaSize, KeysValues
+from flexor.policies.nn.gemma import GemmaDecoder, GemmaSize
+from flexor.policies.nn.rotary import KeysValues
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
 
 GEMMA = {

@@ -22,7 +22,7 @@ from flexor.policies.base import Loss, ParamGroup, Policy
 from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import resize_with_padding
-from flexor.policies.pi0.config import Pi0Config, Pi05Config, PiConfig
+from flexor.policies.pi0.config import PaliGemmaConfig, Pi0Config, Pi05Config, PiConfig
 from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA, PaliGemmaWithExpert, Prompt
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
@@ -105,6 +105,18 @@ class Pi05Network(PiNetwork):
         return self.project(self.paligemma_with_expert.act(tokens, among, prompt, condition))
 
 
+def camera_images(config: PaliGemmaConfig, batch: Batch) -> Tensor:
+    """[B, N, 3, H, W] in -1..1, of the cameras that there are. Others would be masked, so they are left out."""
+    there = [camera for camera in config.images if camera in batch]
+    if not there:
+        raise FlexorError(
+            f"{config.type} needs at least one of its cameras ({', '.join(config.images)}), but the batch has only "
+            f"{', '.join(batch)}."
+        )
+    images = [resize_with_padding(batch[camera], *config.image_resolution) for camera in there]
+    return torch.stack(images, dim=1) * 2 - 1
+
+
 class PiPolicy(Policy):
     """What both have: only their networks and their settings differ."""
 
@@ -154,21 +166,9 @@ class PiPolicy(Policy):
     def _velocity(self, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
         """A function of a chunk and its time. The prompt is read once, here."""
         reader = self.model.paligemma_with_expert.reader
-        prompt = reader.read(self._images(batch), batch[TASK_TOKENS], batch[TASK_MASK])
+        prompt = reader.read(camera_images(self.config, batch), batch[TASK_TOKENS], batch[TASK_MASK])
         state = _padded(batch[STATE], self.config.max_state_dim)
         return partial(self.model.velocity, prompt=prompt, state=state)
-
-    def _images(self, batch: Batch) -> Tensor:
-        """[B, N, 3, H, W] in -1..1, of the cameras that there are. Others would be masked, so they are left out."""
-        there = [camera for camera in self.config.images if camera in batch]
-        if not there:
-            raise FlexorError(
-                f"{self.config.type} needs at least one of its cameras ({', '.join(self.config.images)}), but the "
-                f"batch has only {', '.join(batch)}."
-            )
-        size = self.config.image_resolution
-        images = [resize_with_padding(batch[camera], *size) for camera in there]
-        return torch.stack(images, dim=1) * 2 - 1
 
     def shard_units(self) -> list[nn.Module]:
         return self.model.paligemma_with_expert.blocks()

@@ -144,7 +144,7 @@ class RelativeActionSettings:
             warn_once(
                 "policy.relative_exclude_joints=[%s] matches none of the actions (%s): all of them become relative.",
                 words,
-                ", ".join(names),
+                ", ".join([*names[:8], *(["..."] if len(names) > 8 else [])]),
             )
 
 

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.policies.nn.llama import (
     CrossLayer,
-    KeysValues,
     LlamaLayer,
     LlamaNorm,
     LlamaSize,
-    Rotation,
-    rotation,
     start_llama,
 )
+from flexor.policies.nn.rotary import KeysValues, Rotation, rotation
 
 
 class Chunk(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
-from flexor.policies.nn.llama import KeysValues, LlamaSize, rotation
+from flexor.policies.nn.llama import LlamaSize
+from flexor.policies.nn.rotary import KeysValues, rotation
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.expert import ActionExpert, Chunk, layers_apart, place_chunk
 from flexor.policies.smolvla.vlm import Prefix, SmolVLM, freeze_vlm

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
-from flexor.policies.nn.llama import KeysValues, LlamaLayer, LlamaNorm, LlamaSize, Rotation, start_llama
+from flexor.policies.nn.llama import LlamaLayer, LlamaNorm, LlamaSize, start_llama
+from flexor.policies.nn.rotary import KeysValues, Rotation
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
 from flexor.policies.smolvla.vlm_size import VlmSize
 

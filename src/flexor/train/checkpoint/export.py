@@ -9,8 +9,9 @@ from pathlib import Path
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.typed import from_plain
+from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import LoraConfig, merged
-from flexor.policies.pretrained import save_weights
+from flexor.policies.pretrained import base_policy, save_weights
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.tensors import ShardedTensors
 
@@ -54,6 +55,7 @@ def _write_weights(found: Path, target: Path) -> None:
     weights = ShardedTensors(found / TRAINING_STATE / SHARDS).read(kind)
     lora = from_plain(LoraConfig, run["config"].get("lora", {}))
     if lora.r:
+        save_adapter(target, weights, lora, base_policy(run["config"].get("policy_path")))
         weights = merged(weights, lora)
     aside = target / f".{WEIGHTS}"
     save_weights(run["config"]["policy"]["type"], weights, aside)

@@ -24,9 +24,10 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError
 from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
+from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import merged
 from flexor.policies.base import Policy
-from flexor.policies.pretrained import save_pretrained
+from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import lerobot
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
@@ -168,8 +169,11 @@ class Snapshot:
         """Write all files except the shards, which are already there. Rank 0 calls this."""
         state, config = self.state, self.state.config
         training, model = folder / TRAINING_STATE, folder / PRETRAINED
-        weights = self._weights(training)
+        raw, lora = self._weights(training), config.lora
+        weights = merged(raw, lora) if raw is not None and lora.r else raw
         save_pretrained(model, state.policy.config, weights, state.preprocessor, state.postprocessor)
+        if raw is not None and lora.r:
+            save_adapter(model, raw, lora, base_policy(config.policy_path))
         (model / "train_config.json").write_text(json.dumps(lerobot.train_config(config), indent=4))
         if not state.engine.sharded:
             self._write_tensors(training)
@@ -182,16 +186,14 @@ class Snapshot:
             (training / name).write_text(json.dumps(content, indent=2))
 
     def _weights(self, training: Path) -> dict[str, Tensor] | None:
-        """The weights for inference: the moving average (EMA) if there is one, with adapters merged."""
+        """The weights for inference: the moving average (EMA) if there is one, adapters apart."""
         if self.state.engine.sharded and not self.export:
             return None
-        kind, lora = "ema." if self.state.ema else "model.", self.state.config.lora
+        kind = "ema." if self.state.ema else "model."
         if self.state.engine.sharded:
             # from the disk, where all ranks have just written them: no GPU has to gather anything
-            weights = ShardedTensors(training / SHARDS).read(kind)
-        else:
-            weights = {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
-        return merged(weights, lora) if lora.r else weights
+            return ShardedTensors(training / SHARDS).read(kind)
+        return {k.removeprefix(kind): v for k, v in self.tensors.items() if k.startswith(kind)}
 
     def _write_tensors(self, folder: Path) -> None:
         """Write LeRobot's files. If the exported weights are an average or merged, write the raw weights too."""

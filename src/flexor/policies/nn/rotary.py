@@ -1,0 +1,38 @@
+"""What the attention of language models shares: rotated positions, and keys and values that later tokens attend to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KeysValues(NamedTuple):
+    """The keys and values of one layer, each [B, S, kv_heads, head width]; keys are rotated. Never written to."""
+
+    keys: Tensor
+    values: Tensor
+
+    def then(self, later: KeysValues) -> KeysValues:
+        return KeysValues(torch.cat((self.keys, later.keys), 1), torch.cat((self.values, later.values), 1))
+
+
+class Rotation(NamedTuple):
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864): a token is turned by an angle per channel pair."""
+
+    cos: Tensor  # [B, S, 1, head width]
+    sin: Tensor  # negative for the first channel of a pair
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, S, heads, head width], turned: channels i and i + half are a point in a plane."""
+        others = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * self.cos + others * self.sin).to(x.dtype)
+
+
+def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
+    """The rotation of tokens at these positions [B, S], in float32; computed once for all layers."""
+    channel = torch.arange(0, head_width, 2, device=positions.device).float()
+    angle = positions[..., None, None].float() / base ** (channel / head_width)
+    sin = angle.sin()
+    return Rotation(angle.cos().repeat(1, 1, 1, 2), torch.cat((-sin, sin), dim=-1))

@@ -1,0 +1,196 @@
+"""pi0-FAST (Pertsch et al. 2025, https://arxiv.org/abs/2501.09747): PaliGemma writes actions as tokens.
+
+It reads images and a prompt with the state in it, all of which see each other, and writes the tokens of a chunk one
+after the other, each of which sees what was read and what is written before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flexor.core.batch import Batch
+from flexor.core.errors import FlexorError
+from flexor.core.log import log
+from flexor.core.rng import NoiseSource
+from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
+from flexor.policies.nn.gemma import GemmaDecoder
+from flexor.policies.nn.recompute import recompute
+from flexor.policies.nn.rotary import rotation
+from flexor.policies.nn.siglip import SiglipVision
+from flexor.policies.pi0.paligemma import EXACT, PALIGEMMA, PaliGemma, Prompt
+from flexor.policies.pi0.policy import EMBEDDING, LANGUAGE_HEAD, camera_images
+from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
+from flexor.policies.pi0_fast.config import Pi0FastConfig
+from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+
+AT_ONCE = 1024  # tokens whose logits are computed together: a token has 257,152 of them
+ASKED_EVERY = 8  # steps of writing after which the host asks whether all have ended: it waits for the answer
+
+
+class WritingPaliGemma(nn.Module):
+    """PaliGemma with its language head."""
+
+    def __init__(self, config: Pi0FastConfig):
+        super().__init__()
+        size = PALIGEMMA[config.paligemma_variant]
+        self.lm_head = nn.Linear(size.language.width, size.vocabulary, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=0.02)
+        self.model = PaliGemma(size, config.image_resolution[0])
+        self.model.language_model.requires_grad_(True)  # unlike pi0, it uses all of it
+
+    @property
+    def language(self) -> GemmaDecoder:
+        return self.model.language_model
+
+    def losses(self, prompt: Prompt, tokens: Tensor) -> Tensor:
+        """The cross-entropy [B, T - 1] of each token but the first of [B, T]."""
+        steps = tokens.shape[1] - 1
+        causal = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
+        among = causal.expand(len(tokens), -1, -1)
+        mask = torch.cat((prompt.there[:, None].expand(-1, steps, -1), among), dim=2)[:, None]
+        positions = prompt.there.sum(1, keepdim=True) + torch.arange(steps, device=tokens.device)
+        written = self.language(self.language.embed_tokens(tokens[:, :-1]), positions, mask, prompt.layers)
+        pairs = zip(written.flatten(0, 1).split(AT_ONCE), tokens[:, 1:].flatten().split(AT_ONCE))
+        # recomputed in the backward pass: the logits of a batch take more memory than all else
+        parts = [
+            checkpoint(self._cross_entropy, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in pairs
+        ]
+        return torch.cat(parts).unflatten(0, (len(tokens), steps))
+
+    def _cross_entropy(self, written: Tensor, tokens: Tensor) -> Tensor:
+        """written [N, D], tokens [N] -> [N]."""
+        return F.cross_entropy(self.logits(written).float(), tokens, reduction="none")
+
+    def logits(self, written: Tensor) -> Tensor:
+        return self.lm_head(written.to(self.lm_head.weight.dtype))
+
+    def next(self, word: Tensor, prompt: Prompt) -> tuple[Tensor, Prompt]:
+        """The logits [B, V] of what follows a word [B], and the prompt with the word."""
+        positions = prompt.there.sum(1, keepdim=True)
+        there = torch.cat((prompt.there, torch.ones_like(prompt.there[:, :1])), dim=1)
+        turn, layers = rotation(positions, self.language.size.head_dim), []
+        x = self.language.embed_tokens(word[:, None])
+        x = x.to(self.language.get_parameter("layers.0.self_attn.k_proj.weight").dtype)
+        for layer, before in zip(self.language.layers, prompt.layers, strict=True):
+            x, own = layer(x, turn, there[:, None, None], before)
+            layers.append(before.then(own))
+        return self.logits(self.language.norm(x)[0][:, 0]), Prompt(layers, there)
+
+    def lower(self) -> None:
+        """Store weights in bfloat16, but for those that need float32."""
+        for name, parameter in self.named_parameters():
+            if not any(part in name for part in EXACT):
+                parameter.data = parameter.data.bfloat16()
+
+
+class Pi0Fast(Policy):
+    Config = Pi0FastConfig
+    config: Pi0FastConfig
+
+    def __init__(self, config: Pi0FastConfig):
+        super().__init__(config)
+        inner = nn.ModuleDict({"paligemma": WritingPaliGemma(config)})  # LeRobot's names
+        self.model = nn.ModuleDict({"paligemma_with_expert": inner})
+        if config.dtype == "bfloat16":
+            self.writer.lower()
+        if config.gradient_checkpointing:
+            for block in self.shard_units():
+                recompute(block)
+        if config.compile_model:
+            for block in self.shard_units():
+                block.forward = torch.compile(block.forward, mode=config.compile_mode)
+
+    @property
+    def writer(self) -> WritingPaliGemma:
+        return self.model["paligemma_with_expert"]["paligemma"]  # type: ignore[index]
+
+    @cached_property
+    def fast(self) -> FastTokenizer:
+        return load_fast_tokenizer(self.config.action_tokenizer_name)
+
+    @cached_property
+    def words(self) -> ActionWords:
+        return self.config.action_words()
+
+    def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
+        if ACTION_TOKENS not in batch:
+            raise FlexorError(
+                f"pi0_fast learns from {ACTION_TOKENS}, which its processing makes of actions, but the batch has only "
+                f"{', '.join(batch)}."
+            )
+        errors = self.writer.losses(self._prompt(batch), batch[ACTION_TOKENS])
+        per_sample = mean_of_tokens(errors, batch[ACTION_TOKEN_MASK][:, 1:])
+        return Loss(per_sample, {"ce_loss": per_sample.detach()})
+
+    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        written = self._write(batch, noise).tolist()
+        found = [self.words.read(row) for row in written]
+        decoded = self.fast.decode(
+            [tokens for tokens, _ in found], self.config.chunk_size, self.config.action.shape[0]
+        )
+        wrong = [problem for problem in decoded.problems if problem]
+        if self.config.validate_action_token_prefix:
+            wrong += ['they do not begin with "Action: "' for _, begins in found if not begins]
+        if wrong:
+            log.warning(
+                "of %d chunks, the tokens of %d are not those of a whole chunk (%s): actions are made of what is valid",
+                *(len(found), min(len(wrong), len(found)), wrong[0]),
+            )
+        return torch.from_numpy(decoded.actions).to(batch[TASK_TOKENS].device)
+
+    def _prompt(self, batch: Batch) -> Prompt:
+        images = camera_images(self.config, batch)
+        return self.writer.model.read(images, batch[TASK_TOKENS], batch[TASK_MASK])
+
+    def _write(self, batch: Batch, noise: NoiseSource) -> Tensor:
+        """The words [B, T] that follow the beginning, until all have ended."""
+        prompt = self._prompt(batch)
+        word = torch.full_like(batch[TASK_TOKENS][:, 0], self.words.beginning)
+        ended = torch.zeros_like(word, dtype=torch.bool)
+        written = []
+        for step in range(self.config.max_decoding_steps):
+            logits, prompt = self.writer.next(word, prompt)
+            word = self._choose(logits.float(), noise, step)
+            written.append(word)
+            ended = ended | (word == self.words.stop)
+            if (step + 1) % ASKED_EVERY == 0 and bool(ended.all()):
+                break
+        return torch.stack(written, dim=1)
+
+    def _choose(self, logits: Tensor, noise: NoiseSource, step: int) -> Tensor:
+        """A word [B] by its logits [B, V]."""
+        if self.config.temperature == 0:
+            return logits.argmax(-1)
+        likely = (logits / self.config.temperature).softmax(-1).cumsum(-1)
+        drawn = noise.uniform(f"word {step}", (len(logits),)).to(logits)
+        return torch.searchsorted(likely, drawn[:, None] * likely[:, -1:]).squeeze(1)
+
+    def shard_units(self) -> list[nn.Module]:
+        vision = self.writer.model.vision_tower["vision_model"]
+        assert isinstance(vision, SiglipVision)
+        return [*vision.layers(), *self.writer.language.layers]
+
+    def param_groups(self) -> list[ParamGroup]:
+        return [ParamGroup(list(self.parameters()))]
+
+    def name_in_file(self, name: str, there: Collection[str]) -> str:
+        """openpi's files lack the first part of a name. Where embedding and head are one, only the head is there."""
+        heads = [LANGUAGE_HEAD] if name == EMBEDDING else []
+        candidates = [each.removeprefix(prefix) for each in (name, *heads) for prefix in ("", "model.")]
+        return next((each for each in candidates if each in there), name)
+
+
+def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B], the mean of each sample's own tokens, as in openpi.
+
+    LeRobot's mean is over all tokens of a batch, so that its loss depends on how samples are split into batches.
+    """
+    return (errors * mask).sum(1) / mask.sum(1).clamp(min=1)

@@ -1,0 +1,57 @@
+"""Our pi0-FAST at small sizes."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from torch import Tensor
+
+from flexor.policies.nn.gemma import GemmaSize
+from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize
+from flexor.policies.pi0_fast.action_tokens import TokenizeActions
+from flexor.policies.pretrained import as_lerobot, save_weights
+from parity import flexor_side
+from parity.inputs import TASKS
+from parity.pi0.small import GEMMA, VISION, WIDTHS
+from parity.pi0_fast.cases import WORDS, forgotten, recorded, training_batch
+from parity.records import saved_weights
+
+
+def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:
+    """LeRobot's: over all tokens of the batch."""
+    return (errors * mask).sum(1) * len(mask) / mask.sum()
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[None]:
+    """Inside, policies are small."""
+    rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
+    sizes = {name: GemmaSize(width, *rest) for name, width in WIDTHS.items()}
+    vision = SiglipSize(*VISION.values())
+    whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
+    with (
+        patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
+        patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
+        patch("flexor.policies.pi0_fast.policy.mean_of_tokens", mean_of_tokens),
+        forgotten(TokenizeActions, folder),
+    ):
+        yield
+
+
+def measure(case: dict) -> dict:
+    with prepared(case["folder"]):
+        record = flexor_side.measure_policy("pi0_fast", case)
+        made = flexor_side.make_policy("pi0_fast", case)
+        batch = made.preprocessor({**flexor_side.tensors(training_batch(case)), "task": TASKS})
+        record["words"] = recorded(batch)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "weights"
+            save_weights("pi0_fast", made.policy.state_dict(), file)
+            record["file"] = saved_weights(file)
+        pipelines = (made.preprocessor, made.postprocessor)
+        record["steps"] = [[step.name for step in pipeline.steps] for pipeline in pipelines]
+        record["settings"] = sorted(as_lerobot(made.policy.config))
+    return record
