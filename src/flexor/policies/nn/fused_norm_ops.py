@@ -1,10 +1,13 @@
-"""The operators of `fused_norm.py`: what they take and return. Their kernels are in `fused_norm_kernels.py`.
+"""The operators of `fused_norm.py` and `norm_mish.py`: what they take and return.
+
+Their kernels are in `fused_norm_kernels.py` and `norm_mish_kernels.py`.
 
 A plan runs them on the meta device, on machines that have neither a GPU nor Triton.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +15,22 @@ import torch
 
 from flexor.policies.nn.fused_norm_shapes import (
     empty_factors,
+    empty_film_gradient,
+    empty_group_statistics,
     empty_map,
+    empty_parts,
     empty_pooled,
     empty_statistics,
     empty_sums,
 )
 
 
-def _operator(name: str, schema: str, empty: Callable[..., Any]) -> None:
-    """`empty` makes the results without computing them."""
+def _operator(name: str, schema: str, empty: Callable[..., Any], kernels: str = "fused_norm_kernels") -> None:
+    """`empty` makes the results without computing them; `kernels` is the module that computes them."""
 
     def run(*arguments: Any) -> Any:
-        from flexor.policies.nn import fused_norm_kernels
-
-        return getattr(fused_norm_kernels, name)(*arguments)
+        module = importlib.import_module(f"flexor.policies.nn.{kernels}")
+        return getattr(module, name)(*arguments)
 
     torch.library.define(f"flexor::{name}", schema)
     torch.library.impl(
@@ -88,4 +93,25 @@ _operator(
     "(Tensor gradient, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
     "-> Tensor",
     lambda gradient, index, x, a, b, d, height, width: empty_map(gradient, height, width),
+)
+_operator(
+    "norm_mish",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor? film, Tensor? residual, int groups, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    lambda x, weight, bias, film, residual, groups, eps, dtype: (
+        torch.empty_like(x, dtype=dtype),
+        empty_group_statistics(x, groups),
+    ),
+    "norm_mish_kernels",
+)
+_operator(
+    "norm_mish_backward",
+    "(Tensor gradient, Tensor x, Tensor statistics, Tensor weight, Tensor bias, Tensor? film) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda gradient, x, statistics, weight, bias, film: (
+        torch.empty_like(x),
+        empty_parts(x),
+        empty_film_gradient(x, film),
+    ),
+    "norm_mish_kernels",
 )
