@@ -25,7 +25,7 @@ from flexor.policies.nn.fused_norm_shapes import (
 )
 
 
-def _operator(name: str, schema: str, empty: Callable[..., Any], kernels: str = "fused_norm_kernels") -> None:
+def operator(name: str, schema: str, empty: Callable[..., Any], kernels: str = "fused_norm_kernels") -> None:
     """`empty` makes the results without computing them; `kernels` is the module that computes them."""
 
     def run(*arguments: Any) -> Any:
@@ -39,62 +39,62 @@ def _operator(name: str, schema: str, empty: Callable[..., Any], kernels: str = 
     torch.library.register_fake(f"flexor::{name}", empty)
 
 
-_operator(
+operator(
     "norm_statistics",
     "(Tensor x, Tensor weight, Tensor bias, int groups, float eps, Tensor(a!)? running_mean, "
     "Tensor(b!)? running_var, float momentum) -> Tensor",
     lambda x, weight, bias, groups, *_: empty_statistics(x, groups),
 )
-_operator(
+operator(
     "norm_apply",
     "(Tensor x, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
-_operator(
+operator(
     "norm_pool",
     "(Tensor x, Tensor scale, Tensor shift) -> (Tensor, Tensor)",
     lambda x, *_: empty_pooled(x),
 )
-_operator(
+operator(
     "norm_sums",
     "(Tensor gradient, Tensor x, Tensor mean, Tensor? scale, Tensor? shift) -> Tensor",
     lambda gradient, x, *_: empty_sums(x),
 )
-_operator(
+operator(
     "norm_sums_residual",
     "(Tensor gradient, Tensor x, Tensor y, Tensor mean) -> (Tensor, Tensor)",
     lambda gradient, x, *_: (torch.empty_like(gradient), empty_sums(x)),
 )
-_operator(
+operator(
     "norm_pool_sums",
     "(Tensor gradient, Tensor index, Tensor x, Tensor mean) -> Tensor",
     lambda gradient, *_: gradient.new_empty(
         (2, gradient.shape[0], gradient.shape[2], gradient.shape[1]), dtype=torch.float32
     ),
 )
-_operator(
+operator(
     "norm_factors",
     "(Tensor sums, Tensor weight, Tensor mean, Tensor rstd, int groups, int pixels) -> Tensor",
     lambda sums, weight, mean, rstd, groups, pixels: empty_factors(sums, groups),
 )
-_operator(
+operator(
     "norm_backward",
     "(Tensor gradient, Tensor? y, Tensor? x, Tensor a, Tensor? b, Tensor? d, Tensor? scale, Tensor? shift) "
     "-> Tensor",
     lambda gradient, *_: torch.empty_like(gradient),
 )
-_operator(
+operator(
     "norm_backward_residual",
     "(Tensor gradient, Tensor y, Tensor a) -> (Tensor, Tensor)",
     lambda gradient, *_: (torch.empty_like(gradient), torch.empty_like(gradient)),
 )
-_operator(
+operator(
     "norm_pool_backward",
     "(Tensor gradient, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
     "-> Tensor",
     lambda gradient, index, x, a, b, d, height, width: empty_map(gradient, height, width),
 )
-_operator(
+operator(
     "norm_mish",
     "(Tensor x, Tensor weight, Tensor bias, Tensor? film, Tensor? residual, int groups, float eps, "
     "ScalarType dtype) -> (Tensor, Tensor)",
@@ -104,7 +104,7 @@ _operator(
     ),
     "norm_mish_kernels",
 )
-_operator(
+operator(
     "norm_mish_backward",
     "(Tensor gradient, Tensor x, Tensor statistics, Tensor weight, Tensor bias, Tensor? film) "
     "-> (Tensor, Tensor, Tensor)",
