@@ -1,10 +1,12 @@
 """Time and peak memory of a training step on this GPU: LeRobot's, and Flexor's eager and as one CUDA graph.
 
-    python benchmarks/step_speed.py [--policies act diffusion vqbet tdmpc] [--compile] [--output FILE.json]
+    python benchmarks/step_speed.py [--policies act diffusion vqbet ...] [--compile] [--output FILE.json]
 
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
-Cameras are 2 of 480x640 for ACT and Diffusion Policy, 1 of 96x96 for VQ-BeT (its second phase), 1 of 84x84 for TD-MPC.
+LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
+Cameras are 2 of 480x640 for ACT, Diffusion Policy and Multi-Task DiT, 1 of 96x96 for VQ-BeT (its second phase), 1 of
+84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with random weights, which needs `transformers` but no Hub.
 """
 
 import argparse
@@ -12,10 +14,11 @@ import gc
 import importlib.util
 import json
 import statistics
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,11 +28,15 @@ from torch import Tensor
 
 from flexor.bench.step import RepeatedStep
 from flexor.config.parse import load_config
+from flexor.config.schema import TrainConfig
 from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
+from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig, describe_clip
+from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
+DEVICE = "cuda"
 WARM_UP, STEPS, WINDOWS = 6, 10, 3
 
 
@@ -45,8 +52,10 @@ CASES = [
     Case("diffusion", 8, Robot(cameras=2)),
     Case("diffusion", 32, Robot(cameras=2)),
     Case("vqbet", 8, Robot(cameras=1, height=96, width=96)),
+    Case("multi_task_dit", 8, Robot(cameras=2)),
     Case("tdmpc", 256, Robot(cameras=1, height=84, width=84)),
 ]
+POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
     "eager, float32": PLAIN,
@@ -77,20 +86,44 @@ def timed(step: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-def flexor(case: Case, flags: list[str]) -> dict[str, float]:
-    settings = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
-    config = load_config([*settings, *flags])
+def settings(case: Case, clip: Path, flags: list[str]) -> TrainConfig:
+    """Flexor's settings of a case. `clip` is the folder of the CLIP of policies that have one."""
+    own = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
+    if case.policy == "multi_task_dit":
+        own += [f"--policy.{part}_encoder_name={clip}" for part in ("vision", "text")]
+    config = load_config([*own, *flags])
     config.policy = case.robot.fill_in(config.policy)
-    return timed(RepeatedStep(config, torch.device("cuda", 0)))
+    return config
 
 
-def lerobot(case: Case, bf16: bool) -> dict[str, float]:
-    config, policy, optimizer = lerobot_policy(case)
-    policy.cuda().train()
+def flexor(case: Case, clip: Path, flags: list[str]) -> dict[str, float]:
+    return timed(RepeatedStep(settings(case, clip, flags), torch.device("cuda", 0)))
+
+
+@contextmanager
+def as_lerobot_trains() -> Iterator[None]:
+    """The settings of torch of LeRobot's train command."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.benchmark, matmul.allow_tf32
+    cudnn.benchmark, matmul.allow_tf32 = True, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, matmul.allow_tf32 = before
+
+
+def lerobot(case: Case, clip: Path, bf16: bool) -> dict[str, float]:
+    with as_lerobot_trains():
+        return timed(lerobot_step(case, clip, bf16))
+
+
+def lerobot_step(case: Case, clip: Path, bf16: bool) -> Callable[[], None]:
+    config, policy, optimizer = lerobot_policy(case, clip)
+    policy.to(DEVICE).train()
     batch = lerobot_batch(config, case.batch)
 
     def step() -> None:
-        with torch.autocast("cuda", torch.bfloat16) if bf16 else nullcontext():
+        with torch.autocast(DEVICE, torch.bfloat16) if bf16 else nullcontext():
             loss, _ = policy.forward(dict(batch))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 10.0)
@@ -99,62 +132,82 @@ def lerobot(case: Case, bf16: bool) -> dict[str, float]:
         if hasattr(policy, "update"):
             policy.update()
 
-    return timed(step)
+    return step
 
 
-def lerobot_policy(case: Case) -> tuple[PolicyConfig, Any, torch.optim.Optimizer]:
+def lerobot_policy(case: Case, clip: Path) -> tuple[PolicyConfig, Any, torch.optim.Optimizer]:
     """LeRobot's policy of the same settings and features, with the optimizer that it asks for."""
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config
 
-    ours = case.robot.fill_in(
-        load_config([f"--policy.type={case.policy}", "--dataset.repo_id=made/up"]).policy
-    )
+    ours = settings(case, clip, []).policy
     inputs, outputs = (
         {name: PolicyFeature(FeatureType(f.type.value), tuple(f.shape)) for name, f in features.items()}
         for features in (ours.input_features, ours.output_features)
     )
-    settings: dict[str, Any] = {"input_features": inputs, "output_features": outputs, "device": "cuda"}
-    if case.policy != "tdmpc":
-        settings["pretrained_backbone_weights"] = None
-    config = make_policy_config(case.policy, **settings)
+    theirs: dict[str, Any] = {"input_features": inputs, "output_features": outputs, "device": DEVICE}
+    if case.policy == "multi_task_dit":
+        write_clip(clip)
+        theirs |= {"vision_encoder_name": str(clip), "text_encoder_name": str(clip)}
+    elif case.policy != "tdmpc":
+        theirs["pretrained_backbone_weights"] = None
+    config = make_policy_config(case.policy, **theirs)
     policy = get_policy_class(case.policy)(config)
     if case.policy == "vqbet":  # the second phase
         policy.vqbet.action_head.vqvae_model.discretized = torch.tensor(True)
     return ours, policy, config.get_optimizer_preset().build(policy.get_optim_params())
 
 
+def write_clip(folder: Path) -> None:
+    """Random weights for the CLIP whose settings are in the folder: LeRobot loads some when it builds the policy."""
+    from transformers import CLIPConfig, CLIPModel
+
+    if not (folder / "model.safetensors").is_file():
+        CLIPModel(CLIPConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
 def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
     """Normalised values on the GPU, as LeRobot's processing hands them on."""
     deltas = deltas_of(config)
-    batch: dict[str, Tensor] = {"index": torch.arange(size).cuda()}
+    batch: dict[str, Tensor] = {"index": torch.arange(size, device=DEVICE)}
     for name, feature in {**config.input_features, **config.output_features}.items():
         steps = [len(deltas[name])] if name in deltas else []
         make = torch.rand if feature.type is Kind.VISUAL else torch.randn
-        batch[name] = make(size, *steps, *feature.shape, device="cuda").clamp(-1, 1)
+        batch[name] = make(size, *steps, *feature.shape, device=DEVICE).clamp(-1, 1)
         if steps:
-            batch[f"{name}_is_pad"] = torch.zeros(size, *steps, dtype=torch.bool, device="cuda")
+            batch[f"{name}_is_pad"] = torch.zeros(size, *steps, dtype=torch.bool, device=DEVICE)
     if config.reward_deltas is not None:
         shape = size, len(config.reward_deltas)
-        batch |= {"next.reward": torch.rand(shape, device="cuda")}
-        batch |= {"next.reward_is_pad": torch.zeros(shape, dtype=torch.bool, device="cuda")}
+        batch |= {"next.reward": torch.rand(shape, device=DEVICE)}
+        batch |= {"next.reward_is_pad": torch.zeros(shape, dtype=torch.bool, device=DEVICE)}
+    if isinstance(config, MultiTaskDiTConfig):
+        shape = size, config.tokenizer_max_length
+        batch |= {TASK_TOKENS: torch.randint(0, 1000, shape, device=DEVICE)}
+        batch |= {TASK_MASK: torch.ones(shape, dtype=torch.bool, device=DEVICE)}
     return batch
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="*", default=["act", "diffusion", "vqbet", "tdmpc"])
+    parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
     parser.add_argument("--compile", action="store_true", help="also with compiled blocks: minutes more")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        clip = Path(folder) / "clip-vit-base-patch16"  # LeRobot looks for "clip" in the name
+        describe_clip(clip)
+        measure_all(given, clip)
+
+
+def measure_all(given: argparse.Namespace, clip: Path) -> None:
     ways: dict[str, Callable[[Case], dict[str, float]]] = {}
     if importlib.util.find_spec("lerobot"):
         ways |= {
-            "LeRobot, float32": lambda case: lerobot(case, False),
-            "LeRobot, bf16": lambda case: lerobot(case, True),
+            "LeRobot, float32": lambda case: lerobot(case, clip, False),
+            "LeRobot, bf16": lambda case: lerobot(case, clip, True),
         }
     mine = {**WAYS, **(COMPILED if given.compile else {})}
-    ways |= {name: lambda case, flags=flags: flexor(case, flags) for name, flags in mine.items()}
+    ways |= {name: lambda case, flags=flags: flexor(case, clip, flags) for name, flags in mine.items()}
     report: dict[str, Any] = {
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),

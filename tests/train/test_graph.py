@@ -24,6 +24,7 @@ from support.own_policy import own_policy
 from support.small_policies import SMALL, WITH_CAMERAS, small_flags
 
 STEPS = 9
+LONG = 200
 OWN = own_policy(
     """\
         self.layer = torch.nn.Linear(2, 2)
@@ -169,6 +170,30 @@ def test_a_graph_computes_what_steps_without_one_compute(more, small, tmp_path, 
     vocabulary = 3 if "vqbet" in policy[0] else 0
     assert replays == list(range(vocabulary + WARM_UP, STEPS))
     assert_same(eager, graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("small", ["act", "diffusion"], indirect=True)
+def test_two_hundred_steps_are_the_same_bits(small, precision, tmp_path, replays):
+    """Losses and norms of every step, weights, their moving average and the optimizer's state.
+
+    Both ways run the same kernels, so that there is nothing to tolerate, in bf16 either.
+    """
+    data, policy = small
+    flags = [f"--steps={LONG}", "--ema.enable=true", f"--precision={precision}", "--channels_last=true"]
+    eager, graph = (
+        train(data, tmp_path / way, policy, f"--step={way}", *flags) for way in ("eager", "graph")
+    )
+    assert replays == list(range(WARM_UP, LONG))
+    assert len(figures(eager)) == LONG
+    assert_same(eager, graph)
+    last = eager / "checkpoints/last/"
+    files = [path.relative_to(eager) for path in last.rglob("*.safetensors") if "rng" not in path.name]
+    assert {"ema_state.safetensors", "optimizer_state.safetensors"} <= {path.name for path in files}
+    for file in files:
+        left, right = load_file(eager / file), load_file(graph / file)
+        assert [name for name in left if not torch.equal(left[name], right[name])] == [], file
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -250,35 +250,66 @@ def open_dataset(
         raise BrokenFile(source, "meta/info.json", "the dataset has no episode")
     source.fetch(meta.episodes.files(selected))
     bad = BadEpisodes(name, selected)
-    videos, absent = video_cameras(source, meta, selected)
-    bad.reasons |= missing_files(source, meta, videos, selected)
-    table = read_table(source, meta.features, meta.episodes, bad.good)
-    bad.reasons |= table.bad
-    selected = bad.good
-    absent = {**table.missing, **absent}
-    columns = dict(table.columns)
-    fill_in(name, columns, table, meta.fps, _first_tasks(meta, table))
-    cameras = [n for n, feature in meta.features.items() if feature.is_camera and n not in absent]
-    for feature_name, why in absent.items():
-        warn_once("%s: feature %s can't be read: %s", name, feature_name, why)
+    rows = _read_rows(source, meta, bad)
     rule = FrameRule(meta.fps, 0.5 / meta.fps if tolerance_s is None else tolerance_s, frame_by)
-    clips = _clips(source, meta, table, columns["timestamp"], cameras, rule)
+    clips = _clips(source, meta, rows.table, rows.columns["timestamp"], rows.cameras, rule)
     if on_bad_episode == "skip" or bad.reasons:
         bad.reasons |= unreadable_clips(clips)
     bad.settle(on_bad_episode)
     rule.repeats.tell()
-    dataset = Dataset(
-        repo_id=name,
+    store = FrameStore(clips, meta.episodes.length, size, source.streams, rule)
+    dataset = _assemble(source, meta, rows, bad, store, size)
+    return dataset if bad.good == rows.episodes else dataset.select(bad.good)
+
+
+class _Rows(NamedTuple):
+    """What is read of a dataset before its frames."""
+
+    episodes: list[int]
+    table: FrameTable
+    columns: dict[str, np.ndarray]
+    """Those of the table, and LeRobot's own index columns."""
+    cameras: list[str]
+    absent: dict[str, str]
+
+
+def _read_rows(source: Source, meta: Metadata, bad: BadEpisodes) -> _Rows:
+    """The tables of the selected episodes. What can't be read is noted in `bad`, or warned of if it is a feature."""
+    videos, without_video = video_cameras(source, meta, bad.good)
+    bad.reasons |= missing_files(source, meta, videos, bad.good)
+    table = read_table(source, meta.features, meta.episodes, bad.good)
+    bad.reasons |= table.bad
+    episodes = bad.good
+    absent = {**table.missing, **without_video}
+    columns = dict(table.columns)
+    fill_in(bad.dataset, columns, table, meta.fps, _first_tasks(meta, table))
+    for feature, why in absent.items():
+        warn_once("%s: feature %s can't be read: %s", bad.dataset, feature, why)
+    cameras = [name for name, feature in meta.features.items() if feature.is_camera and name not in absent]
+    return _Rows(episodes, table, columns, cameras, absent)
+
+
+def _assemble(
+    source: Source,
+    meta: Metadata,
+    rows: _Rows,
+    bad: BadEpisodes,
+    store: FrameStore,
+    size: tuple[int, int] | None,
+) -> Dataset:
+    table = rows.table
+    return Dataset(
+        repo_id=bad.dataset,
         root=source.root,
         version=meta.version,
         fps=meta.fps,
         robot_type=meta.robot_type,
-        features=_present(meta, columns, absent, size),
-        cameras=cameras,
-        absent=absent,
+        features=_present(meta, rows.columns, rows.absent, size),
+        cameras=rows.cameras,
+        absent=rows.absent,
         tasks=meta.tasks,
         stats=meta.stats,
-        columns=columns,
+        columns=rows.columns,
         strings=table.strings,
         episodes=Episodes(
             table.episode,
@@ -287,12 +318,11 @@ def open_dataset(
             (np.cumsum(meta.episodes.length) - meta.episodes.length)[table.episode],
         ),
         skipped=bad.reasons,
-        store=FrameStore(clips, meta.episodes.length, size, source.streams, rule),
+        store=store,
         source=source,
         files=meta.episodes.files(),
-        _file_sizes=_file_sizes(source, meta, table.episode, cameras),
+        _file_sizes=_file_sizes(source, meta, table.episode, rows.cameras),
     )
-    return dataset if bad.good == selected else dataset.select(bad.good)
 
 
 def _selected(

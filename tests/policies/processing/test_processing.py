@@ -95,6 +95,31 @@ def test_pictures_that_are_floats_are_not_scaled_again():
     assert torch.equal(out["observation.images.top"], picture)
 
 
+class SeesImages(ProcessingStep):
+    """Like a step of a user's own: it has to see floats."""
+
+    def __call__(self, batch, context=ACTING):
+        assert batch["observation.images.top"].dtype == torch.float32
+        return batch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_are_normalised_like_floats(mode):
+    """Also of a camera that the policy does not know, and with a step in between."""
+    pictures = {
+        name: batch()["observation.images.top"] for name in FEATURES | {"observation.images.other": 0}
+    }
+    pictures.pop("observation.state")
+    before, _ = pipelines(mode)
+    *first, move, normalise = before.steps
+    together = before(pictures)
+    apart = normalise(move(pictures))
+    between = Pipeline(PREPROCESSOR, [*first, move, SeesImages(), normalise])(pictures)
+    for name in pictures:
+        assert together[name].dtype == torch.float32
+        assert torch.equal(together[name], apart[name]) and torch.equal(together[name], between[name])
+
+
 def test_picture_statistics_apply_per_channel():
     before, _ = pipelines()
     out = before(batch())["observation.images.top"]

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from flexor.policies.nn.norm_mish import norm_mish
 
 
 class ConditionalUnet1d(nn.Module):
@@ -42,19 +45,19 @@ class ConditionalUnet1d(nn.Module):
             nn.Linear(4 * step_dim, step_dim),
         )
         stages = list(zip((action_dim, *widths), widths))
-        halve = [nn.Conv1d(width, width, 3, 2, 1) for width in widths[:-1]]
+        halve = [Conv1d(width, width, 3, 2, 1) for width in widths[:-1]]
         self.down_modules = nn.ModuleList(
             nn.ModuleList([*pair(*stage), down]) for stage, down in zip(stages, [*halve, nn.Identity()])
         )
         self.mid_modules = nn.ModuleList(pair(widths[-1], widths[-1]))
         self.up_modules = nn.ModuleList(
             # twice the width: the output of the stage below, and the skip connection
-            nn.ModuleList([*pair(2 * wide, narrow), nn.ConvTranspose1d(narrow, narrow, 4, 2, 1)])
+            nn.ModuleList([*pair(2 * wide, narrow), ConvTranspose1d(narrow, narrow, 4, 2, 1)])
             for narrow, wide in reversed(stages[1:])
         )
         self.final_conv = nn.Sequential(
             ConvBlock(widths[0], widths[0], kernel_size, groups=8),
-            nn.Conv1d(widths[0], action_dim, 1),
+            Conv1d(widths[0], action_dim, 1),
         )
 
     def blocks(self) -> list[nn.Module]:
@@ -62,7 +65,7 @@ class ConditionalUnet1d(nn.Module):
         return [module for module in self.modules() if isinstance(module, ResidualBlock)]
 
     def forward(self, x: Tensor, level: Tensor, condition: Tensor) -> Tensor:
-        condition = torch.cat((self.diffusion_step_encoder(level), condition), -1)
+        condition = F.mish(torch.cat((self.diffusion_step_encoder(level), condition), -1))
         x = x.transpose(1, 2)  # [B, A, H]
         skips = []
         for stage in self.down_modules:
@@ -74,13 +77,15 @@ class ConditionalUnet1d(nn.Module):
             x = block(x, condition)
         for stage in self.up_modules:
             first, second, double = stage.children()
-            x = torch.cat((x, skips.pop()), 1)
+            # as flat images: only of those does torch keep the memory format
+            x = torch.cat((x[:, :, None], skips.pop()[:, :, None]), 1).squeeze(2)
             x = double(second(first(x, condition), condition))
-        return self.final_conv(x).transpose(1, 2)
+        block, last = self.final_conv.children()
+        return last(block(x, rounded=True)).transpose(1, 2)
 
 
 class ResidualBlock(nn.Module):
-    """x [B, inputs, H] and a condition [B, C] -> [B, outputs, H]."""
+    """x [B, inputs, H] and a condition [B, C], after its Mish, -> [B, outputs, H]."""
 
     def __init__(
         self,
@@ -96,32 +101,64 @@ class ResidualBlock(nn.Module):
         self.conv1 = ConvBlock(inputs, outputs, kernel_size, groups)
         self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(condition_dim, outputs * (1 + film_scale)))
         self.conv2 = ConvBlock(outputs, outputs, kernel_size, groups)
-        self.residual_conv = nn.Conv1d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.residual_conv = Conv1d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        out = self.conv1(x)
-        modulation = self.cond_encoder(condition)[..., None]  # [B, outputs (twice with scale), 1]
-        if self.film_scale:
-            scale, shift = modulation.chunk(2, dim=1)
-            out = scale * out + shift
-        else:
-            out = out + modulation
-        return self.conv2(out) + self.residual_conv(x)
+        film = self.cond_encoder[1](condition)  # [B, outputs (twice with scale)]; all blocks share the Mish
+        out = self.conv1(x, film, rounded=True)
+        return self.conv2(out, residual=self.residual_conv(x))
 
 
 class ConvBlock(nn.Module):
-    """Convolution over time, group normalisation, Mish."""
+    """Convolution over time, group normalisation, Mish, and what `norm_mish` can add to them."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, groups: int):
         super().__init__()
         self.block = nn.Sequential(
-            nn.Conv1d(inputs, outputs, kernel_size, padding=kernel_size // 2),
+            Conv1d(inputs, outputs, kernel_size, padding=kernel_size // 2),
             nn.GroupNorm(groups, outputs),
             nn.Mish(),
         )
 
+    def forward(
+        self, x: Tensor, film: Tensor | None = None, residual: Tensor | None = None, rounded: bool = False
+    ) -> Tensor:
+        convolution, norm, _ = self.block
+        return norm_mish(norm, convolution(x), film, residual, rounded)
+
+
+class Conv1d(nn.Conv1d):
+    """A convolution over time that reads sequences as they lie in memory.
+
+    torch copies the input of a one-dimensional convolution twice on a GPU if the weight is in channels-last format:
+    it makes it contiguous, then channels-last. As a flat image it is not copied.
+    """
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.block(x)
+        if not flat_image(x, self.weight):
+            return super().forward(x)
+        stride, padding = (1, *self.stride), (0, int(self.padding[0]))
+        return F.conv2d(x[:, :, None], self.weight[:, :, None], self.bias, stride, padding).squeeze(2)
+
+
+class ConvTranspose1d(nn.ConvTranspose1d):
+    """The same, from coarse to fine."""
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if output_size is not None or not flat_image(x, self.weight):
+            return super().forward(x, output_size)
+        stride, padding = (1, *self.stride), (0, int(self.padding[0]))
+        out = F.conv_transpose2d(x[:, :, None], self.weight[:, :, None], self.bias, stride, padding)
+        return out.squeeze(2)
+
+
+def flat_image(x: Tensor, weight: Tensor) -> bool:
+    """Whether to compute as an image of height 1. Only in training: autocast keeps its copy of a weight, not of a view.
+
+    On the meta device, a plan asks what a GPU does.
+    """
+    last = weight.stride()[1:] == (1, weight.shape[1])
+    return x.device.type in ("cuda", "meta") and last and torch.is_grad_enabled()
 
 
 class StepEmbedding(nn.Module):

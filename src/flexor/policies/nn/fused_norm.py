@@ -79,7 +79,7 @@ def kernels_compile(device: torch.device) -> bool:
     except Exception as error:  # whatever stops Triton, torch has kernels too
         reason = str(error).strip().splitlines() or [type(error).__name__]
         log.warning(
-            "Triton can't compile Flexor's kernels for image encoders (%s): PyTorch's are used, which are slower.",
+            "Triton can't compile Flexor's kernels for normalisation (%s): PyTorch's are used, which are slower.",
             reason[0].rstrip("."),
         )
         return False

@@ -60,3 +60,19 @@ def empty_statistics(x: Tensor, groups: int) -> Tensor:
 
 def empty_factors(sums: Tensor, groups: int) -> Tensor:
     return sums.new_empty((5, sums.shape[1] if groups else 1, sums.shape[3]))
+
+
+# Of sequences [B, C, T].
+
+
+def empty_group_statistics(x: Tensor, groups: int) -> Tensor:
+    return x.new_empty((2, x.shape[0], groups), dtype=torch.float32)
+
+
+def empty_parts(x: Tensor) -> Tensor:
+    return x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
+
+
+def empty_film_gradient(x: Tensor, film: Tensor | None) -> Tensor:
+    """Of no columns if there is no film."""
+    return x.new_empty((x.shape[0], 0)) if film is None else film.new_empty(film.shape)

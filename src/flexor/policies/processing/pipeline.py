@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -34,6 +35,8 @@ class StepContext:
     """Whether the batch is for training. A step augments only then."""
     noise: NoiseSource | None = None
     """Random numbers that depend on seed, step and sample only. None if there is no seed."""
+    keeps_bytes: bool = False
+    """Whether the next step takes images as bytes. The pipeline says so."""
     observation: Batch = field(default_factory=dict)
     """For steps after the policy: the observation it acted on, in the robot's units, under the policy's names."""
 
@@ -50,6 +53,8 @@ class ProcessingStep:
     """Whether the step works on the host, as on words: it is never part of a CUDA graph."""
     keeps_values: ClassVar[bool] = False
     """Whether the step only renames or reshapes: its output is still in the robot's units and on the same device."""
+    takes_bytes: ClassVar[bool] = False
+    """Whether the step takes images as bytes too, and returns floats. Others only ever see floats on the device."""
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         raise NotImplementedError
@@ -105,7 +110,8 @@ class Pipeline:
     rehearsal: bool = False
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        for step in self.steps:
+        for step, following in zip_longest(self.steps, self.steps[1:]):
+            context = replace(context, keeps_bytes=following is not None and following.takes_bytes)
             batch = step.rehearse(batch, context) if self.rehearsal else step(batch, context)
         return batch
 

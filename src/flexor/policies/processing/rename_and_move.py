@@ -47,7 +47,10 @@ def _is_vector(key: str) -> bool:
 @processing_step("device_processor")
 @dataclass
 class ToDevice(ProcessingStep):
-    """Move a batch, then convert it on the device: images are copied as bytes and become floats in [0, 1] there."""
+    """Move a batch, then convert it on the device: images are copied as bytes and become floats in [0, 1] there.
+
+    If the next step takes bytes, it converts them, in one pass with what it does.
+    """
 
     device: str = "cpu"
     float_dtype: str | None = None
@@ -57,9 +60,10 @@ class ToDevice(ProcessingStep):
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         dtype = getattr(torch, self.float_dtype) if self.float_dtype else torch.float32
-        return {key: self._move(key, value, dtype) for key, value in batch.items()}
+        keeps_bytes = context.keeps_bytes and dtype == torch.float32
+        return {key: self._move(key, value, dtype, keeps_bytes) for key, value in batch.items()}
 
-    def _move(self, key: str, value: Any, dtype: torch.dtype) -> Any:
+    def _move(self, key: str, value: Any, dtype: torch.dtype, keeps_bytes: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.device.type == "cpu" and self.device.startswith("cuda"):
@@ -67,6 +71,15 @@ class ToDevice(ProcessingStep):
             value = (value if value.is_pinned() else value.pin_memory()).to(self.device, non_blocking=True)
         else:
             value = value.to(self.device)  # waits: an action must not be read before it is copied
-        if key.startswith(IMAGE_PREFIX) and value.dtype == torch.uint8:
-            return torch.div(value, 255).to(dtype)  # bytes become float32 in the same pass
+        if is_byte_image(key, value):
+            return value if keeps_bytes else float_image(value).to(dtype)
         return value.to(dtype) if value.is_floating_point() else value
+
+
+def is_byte_image(key: str, value: Any) -> bool:
+    return key.startswith(IMAGE_PREFIX) and isinstance(value, Tensor) and value.dtype == torch.uint8
+
+
+def float_image(value: Tensor) -> Tensor:
+    """From 0 to 1."""
+    return torch.div(value, 255)  # bytes become float32 in the same pass

@@ -195,7 +195,12 @@ class Engine:
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         """The gradient's norm before clipping, over all ranks; `limit` 0 measures without clipping."""
         self.scaler.unscale_(optimizer)
-        return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
+        if self.device.type not in ("cuda", "meta") or self.scaler.is_enabled() or not takes_scale(optimizer):
+            return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
+        norm = nn.utils.get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
+        if limit > 0:  # the optimizer divides by it as it reads the gradients: a pass less over all of them
+            optimizer.grad_scale = ((norm.float() + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
+        return norm
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step: what `step` will go by. On a GPU they are tensors, as they are in a CUDA graph."""
@@ -209,6 +214,7 @@ class Engine:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         with tensor_rates(optimizer, self.learning_rates):
             self.scaler.step(optimizer)
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
@@ -232,6 +238,11 @@ class Engine:
 def takes_tensor_rates(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is one of torch's that can be captured in a CUDA graph: Adam and AdamW."""
     return all("capturable" in group for group in optimizer.param_groups)
+
+
+def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch's fused ones, which divide gradients by `grad_scale`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,44 @@
+"""Images of bytes -> floats by a table: a byte has 256 levels, so any map of single values is a table of 256 values.
+
+The Triton kernel of `level_table_kernels.py` reads each byte and writes its float, in one pass over the images. The
+values are those of the table, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexor.policies.nn.fused_norm import kernels_compile
+from flexor.policies.nn.fused_norm_ops import operator
+
+LEVELS = 256
+
+operator(
+    "look_up_levels",
+    "(Tensor images, Tensor table) -> Tensor",
+    lambda images, table: torch.empty_like(images, dtype=table.dtype),
+    "level_table_kernels",
+)
+
+
+def can_look_up(images: Tensor) -> bool:
+    """Whether the kernel can do it. On the meta device, a plan asks what a GPU does."""
+    if images.device.type not in ("cuda", "meta") or not images.is_contiguous():
+        return False
+    return not images.is_cuda or kernels_compile(images.device)
+
+
+def look_up(images: Tensor, table: Tensor) -> Tensor:
+    """Images uint8 [..., C, H, W] and a table [C, 256] -> [..., C, H, W] in the type of the table."""
+    return torch.ops.flexor.look_up_levels(images, table)
+
+
+def all_levels(channels: int, device: torch.device) -> Tensor:
+    """An image of one pixel for each level: uint8 [256, C, 1, 1]."""
+    return torch.arange(LEVELS, device=device).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, channels, 1, 1)
+
+
+def as_table(values: Tensor) -> Tensor:
+    """What was made of `all_levels`, [256, C, 1, 1] -> [C, 256]."""
+    return values.flatten(1).T.contiguous()
