@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -53,6 +54,20 @@ def test_an_error_elsewhere_does_not_cost_the_checkpoint(lowdim, tiny_act, tmp_p
         main(["train", *runs.flags(lowdim, tmp_path / "run", tiny_act, "--steps=4", "--save_freq=2")])
     assert sorted(checkpoint.complete(tmp_path / "run" / "checkpoints")) == [2]
     runs.assert_checkpoints_whole(tmp_path / "run")
+
+
+def test_no_thread_outlives_the_run(lowdim, tiny_act, tmp_path, monkeypatch):
+    """A run that is done at once ends while memory for copies is still being taken."""
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=2")
+    free = saver.free_memory
+
+    def slowly() -> int:
+        time.sleep(0.5)
+        return free()
+
+    monkeypatch.setattr(saver, "free_memory", slowly)
+    assert main(["resume", str(run)]) == 0
+    assert "room" not in [thread.name for thread in threading.enumerate()]
 
 
 ADVICE = "Free some disk space"

@@ -89,6 +89,8 @@ class Saver:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception):
             self.complete()
+        if self.room:
+            self.room.close()
 
     def complete(self) -> None:
         """After an error elsewhere, the thread completes its checkpoint, if the other ranks still take part."""
@@ -167,6 +169,7 @@ class HostCopy:
         self.refused: str | None = None
         self.tensors: dict[str, Tensor] = {}
         self.getting: threading.Thread | None = None
+        self.closed = False
         self.mesh = self._mesh(next((p for p in state.policy.parameters() if is_sharded(p)), None))
 
     @staticmethod
@@ -195,10 +198,18 @@ class HostCopy:
             return
         try:
             for name, tensor in new.items():
+                if self.closed:
+                    return
                 own = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
                 self.tensors[name] = own.zero_()  # memory is taken when it is first written
         except RuntimeError as error:  # a limit on pinned memory
             self._refuse(f"{gigabytes(need)} of memory: {str(error).splitlines()[0]}")
+
+    def close(self) -> None:
+        """Stop allocating: a thread that is in torch when Python ends would abort the process."""
+        self.closed = True
+        if self.getting is not None:
+            self.getting.join()
 
     def _refuse(self, why: str) -> None:
         self.refused = why
