@@ -282,11 +282,14 @@ def test_plan_page_names_every_flag():
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
 
 
-def test_bench_page_names_every_flag_of_step(capsys):
+@pytest.mark.parametrize("what", ["step", "policy"])
+def test_bench_page_names_every_flag(what, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["bench", "step", "--help"])
+        cli.main(["bench", what, "--help"])
     flags = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    section = (ROOT / "docs/bench.md").read_text().partition("\n## flexor bench step\n")[2]
+    section = (
+        (ROOT / "docs/bench.md").read_text().partition(f"\n## flexor bench {what}\n")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| (`--.*?`) \|", section, re.MULTILINE)
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
 

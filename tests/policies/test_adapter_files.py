@@ -76,6 +76,7 @@ def tiny_policy() -> ACT:
 
 
 def test_a_folder_with_adapters_alone_loads_as_the_merged_policy(tmp_path):
+    torch.manual_seed(0)
     policy = tiny_policy()
     around = policy.config.pipelines({}, "cpu")
     save_pretrained(tmp_path / "base", policy.config, policy.state_dict(), *around)
@@ -91,9 +92,9 @@ def test_a_folder_with_adapters_alone_loads_as_the_merged_policy(tmp_path):
     batch = {key: torch.randn(2, *feature.shape) for key, feature in policy.config.input_features.items()}
     with torch.no_grad():
         expected = policy.eval().predict(batch, None)
-        torch.testing.assert_close(loaded.predict(batch, None), expected)
+        torch.testing.assert_close(loaded.predict(batch, None), expected, rtol=1e-3, atol=1e-3)
         base = load_pretrained(str(tmp_path / "base")).policy
-        assert not torch.allclose(base.predict(batch, None), expected)
+        assert not torch.allclose(base.predict(batch, None), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_without_a_base_nothing_is_written(tmp_path):

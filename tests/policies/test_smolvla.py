@@ -13,7 +13,7 @@ from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise, seed_everything
-from flexor.policies.adapters import LoraConfig, add_adapters
+from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.flow import FlowToNoise
@@ -301,6 +301,16 @@ def test_adapters_are_no_part_of_the_vlms_weights(vlms):
     policy.load_backbone()
     published = load_file(vlms / "tiny-vlm/model.safetensors")
     assert torch.equal(policy.state_dict()[f"{VLM}lm_head.weight"], published["lm_head.weight"])
+
+
+def test_the_layers_that_are_adapted_by_default_are_lerobots(vlms):
+    policy = SmolVLA(config_of("all", vlms))
+    add_adapters(policy, LoraConfig(r=2), 0, policy.config.lora_targets())
+    adapted = [name for name, module in policy.named_modules() if isinstance(module, LoraLinear)]
+    expert = [name for name in adapted if name.startswith("model.vlm_with_expert.lm_expert.")]
+    assert len(expert) == 2 * len(policy.model.vlm_with_expert.lm_expert.layers)
+    assert all(name.endswith(("q_proj", "v_proj")) for name in expert)
+    assert len(adapted) - len(expert) == 5
 
 
 def test_weights_are_loaded_unless_told_otherwise():

@@ -231,7 +231,7 @@ def test_a_stalled_answer_is_given_up(client, server, tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "TIMEOUT", 0.2)
     server.faults.append("stall")
     assert opened(client, server, tmp_path).read(0, 100) == CONTENT[:100]
-    assert len(server.requests) == 2
+    assert len(server.requests) >= 2  # a busy machine may take too long for the second answer too
 
 
 @CLIENTS

@@ -29,6 +29,10 @@ class Rotation(NamedTuple):
         others = x.roll(x.shape[-1] // 2, dims=-1)
         return (x * self.cos + others * self.sin).to(x.dtype)
 
+    def of(self, tokens: slice) -> Rotation:
+        """That of some of the tokens."""
+        return Rotation(self.cos[:, tokens], self.sin[:, tokens])
+
 
 def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> Rotation:
     """The rotation of tokens at these positions [B, S], in float32; computed once for all layers."""

@@ -240,6 +240,8 @@ class PiConfig(PaliGemmaConfig):
     """What pi0 and pi0.5 have."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights", "tokenizer_name"})
+    projections: ClassVar[tuple[str, ...]]
+    """The layers around the expert."""
 
     tokenizer_name: str = "google/paligemma-3b-pt-224"
     """The tokenizer: a Hub repository or a folder with PaliGemma's."""
@@ -270,9 +272,6 @@ class PiConfig(PaliGemmaConfig):
 
     def tokenizer(self) -> Tokenize:
         return Tokenize(self.tokenizer_name, max_length=self.tokenizer_max_length)
-
-    projections: ClassVar[tuple[str, ...]]
-    """The layers around the expert."""
 
     def lora_targets(self) -> list[str] | str:
         """Queries and values of the expert, and the layers around it."""

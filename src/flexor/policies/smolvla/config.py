@@ -203,6 +203,11 @@ class SmolVLAConfig(PolicyConfig):
         rename, to_batch, *others = super().steps_before(stats)
         return [rename, to_batch, AddNewLine(), tokenize, *others]
 
+    def lora_targets(self) -> list[str] | str:
+        """Queries and values of the expert, and the layers around it."""
+        around = "state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out"
+        return rf"model\.vlm_with_expert\.lm_expert\..*\.(q|v)_proj|model\.({around})"
+
     def optimizer_preset(self) -> dict[str, Any]:
         return {
             "type": "adamw",

@@ -89,9 +89,8 @@ class SmolVLANetwork(nn.Module):
         language = self.vlm_with_expert.vlm.model.text_model
         turn = rotation(whole.cumsum(1) - 1, self.text.head_width)
         if self.config.train_expert_only:
-            of_seen, of_state = (type(turn)(*(part[:, cut] for part in turn)) for cut in _CUTS)
-            before = language(seen, of_seen, valid[:, None, None], self.used)
-            after = language(state, of_state, whole[:, None, None], self.used, before)
+            before = language(seen, turn.of(slice(None, -1)), valid[:, None, None], self.used)
+            after = language(state, turn.of(slice(-1, None)), whole[:, None, None], self.used, before)
             layers: Prefix = [early.then(late) for early, late in zip(before, after)]
         else:
             sees_state = torch.arange(whole.shape[1], device=whole.device) == valid.shape[1]
@@ -139,9 +138,6 @@ class SmolVLANetwork(nn.Module):
         edges = self.vlm_with_expert.vlm.model.text_model.embed_tokens(self.image_edges)
         before, after = (edge.expand(len(tokens), -1, -1) for edge in (edges[:2], edges[2:]))
         return torch.cat((before, tokens, after), 1)
-
-
-_CUTS = (slice(None, -1), slice(-1, None))
 
 
 def _image_side(config: SmolVLAConfig) -> int | None:
