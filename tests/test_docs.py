@@ -175,7 +175,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "launch":
             assert cli.main([verb, words[0], "--dry-run", *words[1:]]) == 0
         elif verb == "plan":
-            plan_flags().parse_args(words)
+            _, settings = plan_flags().parse_known_args(words)
+            load_config([*settings, "--dataset.repo_id=planned/dataset"])
         elif verb == "eval":
             assert cli.main([verb, *words]) == 0
         elif verb == "demo":
