@@ -211,6 +211,8 @@ class Policy(nn.Module):
     """A policy: a config dataclass and a module. It does not depend on how it is trained."""
 
     Config: ClassVar[type[PolicyConfig]]
+    continues_chunks: ClassVar[bool] = False
+    """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flexor.core.batch import ACTION, MEMORY, Batch
-from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
     CHECKPOINTS,
@@ -38,6 +38,7 @@ from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import is_code, is_loaded, settled, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
+from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
 
@@ -69,24 +70,48 @@ class Pretrained:
         task: Sequence[str],
         noise: Noise | None = None,
         memory: Batch | None = None,
+        previous: np.ndarray | None = None,
+        delay: int = 0,
     ) -> np.ndarray:
         """Actions [B, H, A] for observations [B, (T,) ...] of B robots, both in the robots' units.
 
-        `memory` holds what the policy remembers of these robots; the policy updates it.
+        `memory` holds what the policy remembers of these robots; the policy updates it. `previous` [B, K, A] are the
+        actions that are left of the last chunk, of which the robots will have executed `delay` when they get this one:
+        the new chunk continues it (real-time chunking).
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in observation.items()}
         noise = noise or Noise(0, 0, torch.arange(len(task)))
         seen: Batch = {**tensors, "task": list(task)}
+        asked = seen if previous is None else {**seen, ACTION: self._continued(previous)}
         batch = {
-            **self.preprocessor(seen, StepContext(noise=noise)),
+            **self.preprocessor(asked, StepContext(noise=noise)),
             MEMORY: {} if memory is None else memory,
         }
+        if previous is not None:
+            config = self.policy.config
+            settings = RealTimeSettings.of(getattr(config, "rtc_config", None))
+            pull = settings.pull(len(config.action_deltas), previous.shape[1], delay)
+            batch[PREVIOUS] = batch.pop(ACTION)
+            batch[PULL] = pull.to(batch[PREVIOUS])
         self.policy.eval()
         device = next(self.policy.parameters()).device
         actions = self.predict(batch, noise.to(device))
         context = StepContext(noise=noise, observation=self.preprocessor.renamed(seen))
         chunk: np.ndarray = self.postprocessor({ACTION: actions}, context)[ACTION].float().numpy()
         return chunk
+
+    def _continued(self, previous: np.ndarray) -> Tensor:
+        kind, actions = self.policy.config.type, self.policy.config.action.shape[0]
+        if not self.policy.continues_chunks:
+            raise FlexorError(
+                f"policy.type={kind} can't continue a chunk that is being executed: only policies with flow matching "
+                "can (smolvla, pi0, pi05). Leave out `previous`."
+            )
+        if previous.ndim != 3 or not previous.shape[1] or previous.shape[2] != actions:
+            raise FlexorError(
+                f"`previous` must be actions [robots, at least 1, {actions}], but is {list(previous.shape)}."
+            )
+        return torch.from_numpy(np.ascontiguousarray(previous, np.float32))
 
     @torch.inference_mode()
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:

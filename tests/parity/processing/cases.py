@@ -19,7 +19,7 @@ SIZES = {
     "as it is": ((3, 28, 28), 28, 28),
 }
 LENGTHS, CHUNK = (9, 3, 14, 7), 5  # of episodes, of a chunk
-STORED = {"pixels": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
+STORED = {"chunk": 1e-5, "pixels": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
 
 _SETTINGS: dict[str, dict] = {
     f"{where} {name}": {"shape": shape, "height": height, "width": width, "where": where}
@@ -43,6 +43,23 @@ _SETTINGS |= {
         ("few names", ["gripper"], ["gripper"]),
     ]
 }
+_SETTINGS |= {
+    f"real time {schedule} {delay} {left}": {
+        "prefix_attention_schedule": schedule,
+        "max_guidance_weight": 5.0,
+        "execution_horizon": 6,
+        "delay": delay,
+        "left": left,
+    }
+    for schedule, delay, left in [
+        ("ZEROS", 3, 8),
+        ("ONES", 3, 8),
+        ("LINEAR", 2, 8),
+        ("LINEAR", 9, 8),
+        ("LINEAR", 0, 4),
+        ("EXP", 2, 12),
+    ]
+}
 CASES = {name: {"name": name, "settings": settings} for name, settings in _SETTINGS.items()}
 
 
@@ -60,6 +77,19 @@ def states() -> np.ndarray:
 def some(pixels: torch.Tensor) -> list:
     """Rows and columns on average, which show where the border is, and every fifth row of one channel."""
     return [values(pixels.mean(-1)), values(pixels.mean(-2)), values(pixels[0, 0, ::5])]
+
+
+def chunk_noise() -> np.ndarray:
+    return uniform("noise", (2, 12, 5), -2, 2)
+
+
+def left_over(count: int) -> np.ndarray:
+    return uniform("left over", (2, count, 3), -1, 1)
+
+
+def velocity(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """In place of a network."""
+    return torch.sin(2 * x) + time[:, None, None] * x
 
 
 def actions(*shape: int) -> np.ndarray:

@@ -7,10 +7,24 @@ import numpy as np
 import torch
 
 from flexor.data.statistics import relative_action_stats
+from flexor.policies.nn.flow import FlowToNoise
+from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings, held_in
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.pipeline import STEPS, StepContext
 from flexor.policies.processing.relative_actions import AbsoluteActions, RelativeActions
-from parity.processing.cases import CHUNK, LENGTHS, TASKS, actions, images, recorded, some, states
+from parity.processing.cases import (
+    CHUNK,
+    LENGTHS,
+    TASKS,
+    actions,
+    chunk_noise,
+    images,
+    left_over,
+    recorded,
+    some,
+    states,
+    velocity,
+)
 from parity.records import values
 
 
@@ -19,6 +33,8 @@ def measure(case: dict) -> dict:
     if "where" in settings:
         given = torch.from_numpy(images(settings.pop("shape")))
         return {"pixels": some(resize_with_padding(given, **settings))}
+    if case["name"].startswith("real time "):
+        return real_time(settings)
     if case["name"].startswith("relative "):
         return relative(RelativeActions(**settings))
     step = STEPS[case["name"]].from_config(settings)
@@ -41,3 +57,13 @@ def relative(step: RelativeActions) -> dict:
     stats = relative_action_stats(dataset, step.relative(4), CHUNK)
     out["stats"] = [np.asarray(stats[name]).tolist() for name in sorted(stats)]
     return out
+
+
+def real_time(settings: dict) -> dict:
+    delay, left = settings.pop("delay"), settings.pop("left")
+    start = torch.from_numpy(chunk_noise())
+    _, length, width = start.shape
+    pull = RealTimeSettings.of(settings).pull(length, left, delay)
+    held = held_in({PREVIOUS: torch.from_numpy(left_over(left)), PULL: pull}, settings, length, width)
+    drawn: Any = SimpleNamespace(normal=lambda name, shape: start)
+    return {"chunk": values(FlowToNoise().sample(velocity, start.shape, drawn, start, held))}

@@ -3,7 +3,18 @@
 import numpy as np
 import torch
 
-from parity.processing.cases import CHUNK, TASKS, actions, images, recorded, some, states
+from parity.processing.cases import (
+    CHUNK,
+    TASKS,
+    actions,
+    chunk_noise,
+    images,
+    left_over,
+    recorded,
+    some,
+    states,
+    velocity,
+)
 from parity.records import values
 
 
@@ -13,6 +24,8 @@ def measure(case: dict) -> dict:
         return {"pixels": some(resize(settings))}
     if case["name"].startswith("relative "):
         return relative(settings)
+    if case["name"].startswith("real time "):
+        return real_time(settings)
     from lerobot.policies.pi0 import processor_pi0
     from lerobot.policies.pi0_fast import processor_pi0_fast
     from lerobot.policies.pi05 import processor_pi05
@@ -59,3 +72,23 @@ def relative(settings: dict) -> dict:
     stats = compute_relative_action_stats(recorded(), features, CHUNK, settings["exclude_joints"])
     out["stats"] = [np.asarray(stats[name]).tolist() for name in sorted(stats)]
     return out
+
+
+def real_time(settings: dict) -> dict:
+    from lerobot.configs import RTCAttentionSchedule
+    from lerobot.policies.common.flow_matching import euler_integrate
+    from lerobot.policies.rtc.configuration_rtc import RTCConfig
+    from lerobot.policies.rtc.modeling_rtc import RTCProcessor
+
+    delay, left = settings.pop("delay"), settings.pop("left")
+    schedule = RTCAttentionSchedule[settings.pop("prefix_attention_schedule")]
+    chunk = euler_integrate(
+        velocity,
+        torch.from_numpy(chunk_noise()),
+        10,
+        rtc_processor=RTCProcessor(RTCConfig(prefix_attention_schedule=schedule, **settings)),
+        rtc_enabled=True,
+        inference_delay=delay,
+        prev_chunk_left_over=torch.from_numpy(left_over(left)),
+    )
+    return {"chunk": values(chunk)}

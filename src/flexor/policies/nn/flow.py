@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
+from flexor.policies.nn.real_time import Held
 
 Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], time [B] -> dx/dt [B, ...]
 Method = Literal["euler", "rk4"]
@@ -78,12 +79,20 @@ class FlowToNoise:
     def times(self, batch: int, noise: NoiseSource) -> Tensor:
         return self.time_scale * beta(noise, "time", batch, *self.time_beta) + self.time_offset
 
-    def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
+    def sample(
+        self,
+        network: Velocity,
+        shape: Sequence[int],
+        noise: NoiseSource,
+        like: Tensor,
+        held: Held | None = None,
+    ) -> Tensor:
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`; drawn to what is `held`."""
         x = noise.normal("x", shape).to(like)
         for step in range(self.steps):
-            time = x.new_full((len(x),), 1 - step / self.steps)
-            x = x - network(x, time) / self.steps
+            time = 1 - step / self.steps
+            velocity = network(x, x.new_full((len(x),), time))
+            x = x - (velocity if held is None else held.correct(velocity, x, time)) / self.steps
         return x
 
 

@@ -47,7 +47,8 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
     max_action_dim: int = 32
     """Actions are padded to this many values."""
     rtc_config: dict[str, Any] | None = None
-    """Settings of LeRobot's real-time chunking. Flexor keeps them and does not use them."""
+    """Settings of real-time chunking, under LeRobot's names: {execution_horizon: 10, max_guidance_weight: 10,
+    prefix_attention_schedule: LINEAR}."""
     image_resolution: tuple[int, int] = (224, 224)
     """Images are resized to this height and width, without distortion. It must be square."""
     empty_cameras: int = 0

@@ -20,6 +20,7 @@ from flexor.core.errors import FlexorError
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup, Policy
 from flexor.policies.nn.flow import FlowToNoise, time_embedding
+from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.pi0.config import PaliGemmaConfig, Pi0Config, Pi05Config, PiConfig
@@ -122,6 +123,7 @@ class PiPolicy(Policy):
 
     Network: ClassVar[type[PiNetwork]]
     config: PiConfig
+    continues_chunks = True
 
     def __init__(self, config: PiConfig):
         super().__init__(config)
@@ -160,7 +162,8 @@ class PiPolicy(Policy):
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        chunk = self.flow.sample(self._velocity(batch), shape, noise, state)
+        held = held_in(batch, self.config.rtc_config, *shape[1:])
+        chunk = self.flow.sample(self._velocity(batch), shape, noise, state, held)
         return chunk[..., : self.config.action.shape[0]]
 
     def _velocity(self, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:

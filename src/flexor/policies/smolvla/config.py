@@ -102,7 +102,8 @@ class SmolVLAConfig(PolicyConfig):
     max_period: float = 4.0
     """Longest period of them."""
     rtc_config: dict[str, Any] | None = None
-    """LeRobot's real-time chunking, saved for LeRobot; no effect."""
+    """Settings of real-time chunking, under LeRobot's names: {execution_horizon: 10, max_guidance_weight: 10,
+    prefix_attention_schedule: LINEAR}."""
     compile_model: bool = False
     """No effect: use --compile=true."""
     compile_mode: str = "max-autotune"

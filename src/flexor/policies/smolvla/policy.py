@@ -21,6 +21,7 @@ from flexor.core.rng import NoiseSource
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
 from flexor.policies.nn.flow import FlowToNoise
+from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
@@ -31,6 +32,7 @@ from flexor.policies.smolvla.vlm_files import load_vlm
 class SmolVLA(Policy):
     Config = SmolVLAConfig
     config: SmolVLAConfig
+    continues_chunks = True
 
     def __init__(self, config: SmolVLAConfig):
         super().__init__(config)
@@ -48,7 +50,8 @@ class SmolVLA(Policy):
         state = batch[STATE]
         context = self.model.read(self._observe(batch))
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state)
+        held = held_in(batch, self.config.rtc_config, *shape[1:])
+        chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, held)
         return chunk[..., : self.config.action.shape[0]]
 
     def _observe(self, batch: Batch) -> Observed:
