@@ -43,7 +43,8 @@ class PredictGraphs:
         self.captured: dict[Hashable, _CapturedPrediction] = {}
         self.seen: set[Hashable] = set()
         self.gave_up = False
-        self.stream = torch.cuda.Stream()
+        self.device = next(policy.parameters()).device  # it need not be torch's current one
+        self.stream = torch.cuda.Stream(self.device)
 
     def __call__(self, batch: Batch, noise: Noise) -> Tensor:
         if self.gave_up:
@@ -56,7 +57,7 @@ class PredictGraphs:
             return _replay(self.captured[kind], inputs, noise, batch.get(MEMORY))
         self.seen.add(kind)
         # on the stream that will capture: there libraries set up what a capture then finds
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             actions = self.policy.predict(batch, noise)
@@ -83,14 +84,14 @@ class PredictGraphs:
 
     def _capture(self, like: dict[str, Tensor], noise: Noise) -> _CapturedPrediction:
         """Nothing is computed here."""
-        device = noise.sample_ids.device
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self.device)
         torch._C._cuda_clearCublasWorkspaces()  # the graph gets its own
         inputs = {name: torch.empty_like(value) for name, value in like.items()}
         ids = torch.empty_like(noise.sample_ids)
-        keys = NoiseKeys(device, None if isinstance(noise.step, int) else len(ids))
+        keys = NoiseKeys(self.device, None if isinstance(noise.step, int) else len(ids))
         batch, graph = _as_batch(inputs), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
+        with torch.cuda.device(self.device), capture:
             actions = self.policy.predict(batch, GraphNoise(keys, ids))
         return _CapturedPrediction(graph, inputs, keys, ids, actions, dict(batch[MEMORY]))
 
