@@ -175,6 +175,7 @@ def _open_loader(
         device=engine.device,
         drop_last_frames=config.policy.drop_last_frames,
         also=[held_out] if held_out is not None else [],
+        values_on_host=config.policy.writes_values,
     )
 
 

@@ -234,4 +234,6 @@ def _copy(batch: Batch, into: Batch) -> None:
         if name == VALID_STEPS:
             target.fill_(batch[name])
         else:
-            target.copy_(batch[name], non_blocking=True)
+            value = batch[name]
+            on_its_way = value if value.is_cuda or value.is_pinned() else value.pin_memory()
+            target.copy_(on_its_way, non_blocking=True)

@@ -37,6 +37,7 @@ class Batcher:
         *,
         accumulation: int,
         device: torch.device | None,
+        values_on_host: bool = False,
         on_bad_frame: str,
         jobs: int,
         counters: Counter[str],
@@ -44,6 +45,7 @@ class Batcher:
     ):
         self.dataset, self.deltas = dataset, dict(deltas)
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
+        self.values_to = torch.device("cpu") if values_on_host else device
         self.valid_steps = valid_steps
         self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
@@ -74,16 +76,16 @@ class Batcher:
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the device that uses it."""
-        if self.stream is None or self.device is None:
+        if self.stream is None or self.values_to is None:
             return batch
         with torch.cuda.stream(self.stream):
             moved: Batch = {}
             for key, value in batch.items():
-                moved |= value.on(self.device) if isinstance(value, Packed) else {key: self._moved(value)}
+                moved |= value.on(self.values_to) if isinstance(value, Packed) else {key: self._moved(value)}
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for value in moved.values():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(current)  # otherwise its memory could be reused while training reads it
         return moved
 

@@ -76,6 +76,7 @@ class Loader(StepPlanner):
         on_bad_frame: str = "raise",
         tier: str = "stream",
         decoded_on_gpu: bool = False,
+        values_on_host: bool = False,
     ):
         self.dataset = dataset
         self.deltas = {name: list(steps) for name, steps in deltas.items()}
@@ -88,7 +89,7 @@ class Loader(StepPlanner):
         assert self.order.size == len(self.rows), "the order belongs to another dataset"
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
-        self.decoded_on_gpu = decoded_on_gpu
+        self.decoded_on_gpu, self.values_on_host = decoded_on_gpu, values_on_host
         self.pool_bytes = pool_bytes
         self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
@@ -109,6 +110,7 @@ class Loader(StepPlanner):
             self.deltas,
             accumulation=self.accumulation,
             device=self.device,
+            values_on_host=self.values_on_host,
             on_bad_frame=self.on_bad_frame,
             jobs=self.num_workers,
             counters=self._counters,

@@ -41,8 +41,12 @@ def open_loader(
     device: torch.device | str | None = "cpu",
     drop_last_frames: int = 0,
     also: Sequence[Dataset] = (),
+    values_on_host: bool = False,
 ) -> Loader:
-    """The batches of a run. `also` are selections of the same dataset whose frames are cached too."""
+    """The batches of a run. `also` are selections of the same dataset whose frames are cached too.
+
+    `values_on_host`: on a GPU, only images are transferred; everything else is left in pinned host memory.
+    """
     device = None if device is None else torch.device(device)
     cameras = list(cameras)
     dataset.store.set_rgb(device is not None and device.type != "cuda")
@@ -75,6 +79,7 @@ def open_loader(
         on_bad_frame=settings.on_bad_frame,
         tier=tier,
         decoded_on_gpu=on_gpu,
+        values_on_host=values_on_host,
     )
 
 
