@@ -168,6 +168,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
     for launcher, (verb, *words) in commands(page, "console"):
         parses_launcher(launcher)
         words = [word for word in words if not word.startswith(("--gpus=", "--resume=auto"))]
+        words = [word.replace("--config=configs/", f"--config={ROOT}/configs/") for word in words]
         if verb == "train":
             load_config([word for word in words if not word.startswith("--policy.path")])
         elif verb == "resume":
