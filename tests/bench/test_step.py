@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flexor.bench import ceilings
 from flexor.bench.ceilings import Ceilings
 from flexor.bench.step import Work, made_up, with_shares
 from flexor.bench.step_report import render_step
@@ -24,6 +25,13 @@ LINEAR = """\
     def shard_units(self):
         return [self.layer]
 """
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ceilings are measured for real, but not for a second each."""
+    monkeypatch.setattr(ceilings, "WINDOW_S", 0.01)
+    monkeypatch.setattr(ceilings, "WINDOWS", 2)
 
 
 @pytest.fixture
