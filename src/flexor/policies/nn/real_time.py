@@ -28,6 +28,7 @@ class RealTimeSettings:
     """The settings `rtc_config` of a policy, under LeRobot's names."""
 
     enabled: bool = True
+    """Part of LeRobot's settings, without effect: whoever gives the last chunk asks for it."""
     prefix_attention_schedule: Literal["ZEROS", "ONES", "LINEAR", "EXP"] = "LINEAR"
     """How the pull falls after the actions that are executed during the prediction, to 0 at `execution_horizon`."""
     max_guidance_weight: float = 10.0

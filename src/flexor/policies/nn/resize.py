@@ -33,3 +33,8 @@ def resize_with_padding(
     right, bottom = width - resized[1] - left, height - resized[0] - top
     padded = F.pad(small, (left, right, top, bottom), value=fill)
     return padded.reshape(*images.shape[:-2], height, width)
+
+
+def padded(vectors: Tensor, size: int) -> Tensor:
+    """Vectors [..., n] with zeros at their end, [..., size]."""
+    return F.pad(vectors, (0, size - vectors.shape[-1]))

@@ -10,6 +10,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
@@ -22,7 +23,7 @@ EMPTY_CAMERA = "observation.images.empty_camera_"
 
 
 @dataclass
-class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
+class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
@@ -65,20 +66,10 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
     """torch.compile's mode, with policy.compile_model."""
     optimizer_lr: float = 2.5e-5
     """Learning rate (--optimizer.lr takes precedence)."""
-    optimizer_betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's betas (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
     optimizer_weight_decay: float = 0.01
     """Weight decay (--optimizer.weight_decay takes precedence)."""
     optimizer_grad_clip_norm: float = 1.0
-    """Largest norm of the gradient (--optimizer.grad_clip_norm takes precedence)."""
-    scheduler_warmup_steps: int = 1_000
-    """Warm-up steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
-    scheduler_decay_steps: int = 30_000
-    """Steps until the lowest learning rate; scaled down if the run is shorter."""
-    scheduler_decay_lr: float = 2.5e-6
-    """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
+    """Limit of the gradient's norm (--optimizer.grad_clip_norm takes precedence)."""
     tokenizer_max_length: int = 48
     """Maximum number of tokens of a prompt. Shorter ones are padded."""
 
@@ -207,25 +198,6 @@ class PaliGemmaConfig(RelativeActionSettings, PolicyConfig):
             self.absolute_actions(),
             ToDevice("cpu"),
         ]
-
-    def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adamw",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": self.optimizer_grad_clip_norm,
-        }
-
-    def scheduler_preset(self) -> dict[str, Any]:
-        return {
-            "type": "cosine_decay_with_warmup",
-            "num_warmup_steps": self.scheduler_warmup_steps,
-            "num_decay_steps": self.scheduler_decay_steps,
-            "peak_lr": self.optimizer_lr,
-            "decay_lr": self.scheduler_decay_lr,
-        }
 
     @property
     def action_deltas(self) -> list[int]:

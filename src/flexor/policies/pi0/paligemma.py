@@ -100,8 +100,9 @@ class PaliGemmaWithExpert(nn.Module):
         language = [reader.language_model.embed_tokens, *reader.language_model.layers]
         return [*vision.layers(), *language, *self.expert.layers]
 
-    def lower(self) -> None:
-        """Store weights in bfloat16, but for those that need float32."""
-        for name, parameter in self.named_parameters():
-            if not any(part in name for part in EXACT):
-                parameter.data = parameter.data.bfloat16()
+
+def lower(network: nn.Module) -> None:
+    """Store weights in bfloat16, but for those that need float32."""
+    for name, parameter in network.named_parameters():
+        if not any(part in name for part in EXACT):
+            parameter.data = parameter.data.bfloat16()

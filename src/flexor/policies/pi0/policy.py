@@ -22,9 +22,9 @@ from flexor.policies.base import Loss, ParamGroup, Policy
 from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.nn.resize import resize_with_padding
+from flexor.policies.nn.resize import padded, resize_with_padding
 from flexor.policies.pi0.config import PaliGemmaConfig, Pi0Config, Pi05Config, PiConfig
-from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA, PaliGemmaWithExpert, Prompt
+from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA, PaliGemmaWithExpert, Prompt, lower
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 
 LANGUAGE_MODEL = "model.paligemma_with_expert.paligemma.model.language_model"
@@ -129,7 +129,7 @@ class PiPolicy(Policy):
         super().__init__(config)
         self.model = self.Network(config)
         if config.dtype == "bfloat16":
-            self.model.paligemma_with_expert.lower()
+            lower(self.model.paligemma_with_expert)
         self._freeze()
         self.flow = FlowToNoise(
             config.num_inference_steps,
@@ -153,8 +153,7 @@ class PiPolicy(Policy):
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = batch[ACTION]
-        padded = _padded(actions, self.config.max_action_dim)
-        error = self.flow.error(self._velocity(batch), padded, noise)
+        error = self.flow.error(self._velocity(batch), padded(actions, self.config.max_action_dim), noise)
         return Loss(
             error[..., : actions.shape[-1]].mean((1, 2)), {}
         )  # as openpi: without a mask for padded steps
@@ -170,7 +169,7 @@ class PiPolicy(Policy):
         """A function of a chunk and its time. The prompt is read once, here."""
         reader = self.model.paligemma_with_expert.reader
         prompt = reader.read(camera_images(self.config, batch), batch[TASK_TOKENS], batch[TASK_MASK])
-        state = _padded(batch[STATE], self.config.max_state_dim)
+        state = padded(batch[STATE], self.config.max_state_dim)
         return partial(self.model.velocity, prompt=prompt, state=state)
 
     def shard_units(self) -> list[nn.Module]:
@@ -180,10 +179,7 @@ class PiPolicy(Policy):
         return [ParamGroup(list(self.parameters()))]  # frozen ones too: LeRobot's optimizer numbers them
 
     def name_in_file(self, name: str, there: Collection[str]) -> str:
-        """openpi's files lack the first part of a name. Where embedding and head are one, only the head is there."""
-        heads = [LANGUAGE_HEAD] if name == EMBEDDING else []
-        candidates = [each.removeprefix(prefix) for each in (name, *heads) for prefix in ("", "model.")]
-        return next((each for each in candidates if each in there), name)
+        return name_in_openpis_files(name, there)
 
     @classmethod
     def dead_weights(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -208,6 +204,8 @@ class Pi05(PiPolicy):
     Network = Pi05Network
 
 
-def _padded(vector: Tensor, size: int) -> Tensor:
-    """[..., n] -> [..., size], with zeros."""
-    return F.pad(vector, (0, size - vector.shape[-1]))
+def name_in_openpis_files(name: str, there: Collection[str]) -> str:
+    """openpi's files lack the first part of a name. Where embedding and head are one, only the head is there."""
+    heads = [LANGUAGE_HEAD] if name == EMBEDDING else []
+    candidates = [each.removeprefix(prefix) for each in (name, *heads) for prefix in ("", "model.")]
+    return next((each for each in candidates if each in there), name)

@@ -24,8 +24,8 @@ from flexor.policies.nn.gemma import GemmaDecoder
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.rotary import rotation
 from flexor.policies.nn.siglip import SiglipVision
-from flexor.policies.pi0.paligemma import EXACT, PALIGEMMA, PaliGemma, Prompt
-from flexor.policies.pi0.policy import EMBEDDING, LANGUAGE_HEAD, camera_images
+from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
+from flexor.policies.pi0.policy import camera_images, name_in_openpis_files
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
 from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
@@ -84,12 +84,6 @@ class WritingPaliGemma(nn.Module):
             layers.append(before.then(own))
         return self.logits(self.language.norm(x)[0][:, 0]), Prompt(layers, there)
 
-    def lower(self) -> None:
-        """Store weights in bfloat16, but for those that need float32."""
-        for name, parameter in self.named_parameters():
-            if not any(part in name for part in EXACT):
-                parameter.data = parameter.data.bfloat16()
-
 
 class Pi0Fast(Policy):
     Config = Pi0FastConfig
@@ -100,7 +94,7 @@ class Pi0Fast(Policy):
         inner = nn.ModuleDict({"paligemma": WritingPaliGemma(config)})  # LeRobot's names
         self.model = nn.ModuleDict({"paligemma_with_expert": inner})
         if config.dtype == "bfloat16":
-            self.writer.lower()
+            lower(self.writer)
         if config.gradient_checkpointing:
             for block in self.shard_units():
                 recompute(block)
@@ -182,10 +176,7 @@ class Pi0Fast(Policy):
         return [ParamGroup(list(self.parameters()))]
 
     def name_in_file(self, name: str, there: Collection[str]) -> str:
-        """openpi's files lack the first part of a name. Where embedding and head are one, only the head is there."""
-        heads = [LANGUAGE_HEAD] if name == EMBEDDING else []
-        candidates = [each.removeprefix(prefix) for each in (name, *heads) for prefix in ("", "model.")]
-        return next((each for each in candidates if each in there), name)
+        return name_in_openpis_files(name, there)
 
 
 def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:

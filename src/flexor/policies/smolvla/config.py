@@ -12,13 +12,14 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLine
 from flexor.policies.processing.tokenize import Tokenize
 
 
 @dataclass
-class SmolVLAConfig(PolicyConfig):
+class SmolVLAConfig(FineTuningSettings, PolicyConfig):
     """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
 
     type: ClassVar[str] = "smolvla"
@@ -56,22 +57,6 @@ class SmolVLAConfig(PolicyConfig):
     """Train the action expert only, not the vision-language model."""
     train_state_proj: bool = True
     """Train the projection of the state."""
-    optimizer_lr: float = 1e-4
-    """Learning rate (--optimizer.lr takes precedence)."""
-    optimizer_betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's betas (--optimizer.betas takes precedence)."""
-    optimizer_eps: float = 1e-8
-    """Adam's epsilon (--optimizer.eps takes precedence)."""
-    optimizer_weight_decay: float = 1e-10
-    """Weight decay (--optimizer.weight_decay takes precedence)."""
-    optimizer_grad_clip_norm: float = 10.0
-    """Limit of the gradient's norm (--optimizer.grad_clip_norm takes precedence)."""
-    scheduler_warmup_steps: int = 1_000
-    """Warm-up steps until the full learning rate (--scheduler.num_warmup_steps takes precedence)."""
-    scheduler_decay_steps: int = 30_000
-    """Steps until the lowest learning rate (--scheduler.num_decay_steps takes precedence)."""
-    scheduler_decay_lr: float = 2.5e-6
-    """The lowest learning rate (--scheduler.decay_lr takes precedence)."""
     vlm_model_name: str = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
     """The vision-language model: a Hub repository or a local folder. Its config.json defines the sizes, and its
     tokenizer reads the task."""
@@ -208,25 +193,6 @@ class SmolVLAConfig(PolicyConfig):
         """Queries and values of the expert, and the layers around it."""
         around = "state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out"
         return rf"model\.vlm_with_expert\.lm_expert\..*\.(q|v)_proj|model\.({around})"
-
-    def optimizer_preset(self) -> dict[str, Any]:
-        return {
-            "type": "adamw",
-            "lr": self.optimizer_lr,
-            "betas": self.optimizer_betas,
-            "eps": self.optimizer_eps,
-            "weight_decay": self.optimizer_weight_decay,
-            "grad_clip_norm": self.optimizer_grad_clip_norm,
-        }
-
-    def scheduler_preset(self) -> dict[str, Any]:
-        return {
-            "type": "cosine_decay_with_warmup",
-            "peak_lr": self.optimizer_lr,
-            "decay_lr": self.scheduler_decay_lr,
-            "num_warmup_steps": self.scheduler_warmup_steps,
-            "num_decay_steps": self.scheduler_decay_steps,
-        }
 
     def without_hub(self, folder: Path) -> Self:
         return self  # the sizes of the default vision-language model are known: see vlm_size.py

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
@@ -22,7 +21,7 @@ from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import held_in
-from flexor.policies.nn.resize import resize_with_padding
+from flexor.policies.nn.resize import padded, resize_with_padding
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.network import Observed, SmolVLANetwork
@@ -40,7 +39,7 @@ class SmolVLA(Policy):
         self.flow = FlowToNoise(config.num_steps)
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
-        actions = _padded(batch[ACTION], self.config.max_action_dim)
+        actions = padded(batch[ACTION], self.config.max_action_dim)
         context = self.model.read(self._observe(batch))
         error = self.flow.error(partial(self.model.velocity, context=context), actions, noise)
         error = error[..., : self.config.action.shape[0]]
@@ -66,7 +65,7 @@ class SmolVLA(Policy):
             )
         images = [self._fit(batch[camera]) for camera in present]
         masks = [batch.get(f"{camera}_padding_mask") for camera in present]
-        state = _padded(batch[STATE], config.max_state_dim)
+        state = padded(batch[STATE], config.max_state_dim)
         return Observed(images, masks, len(missing), batch[TASK_TOKENS], batch[TASK_MASK].bool(), state)
 
     def _fit(self, images: Tensor) -> Tensor:
@@ -103,8 +102,3 @@ class SmolVLA(Policy):
     def param_groups(self) -> list[ParamGroup]:
         # with what is frozen: LeRobot's optimizer numbers its parameters too
         return [ParamGroup(list(self.parameters()))]
-
-
-def _padded(values: Tensor, size: int) -> Tensor:
-    """[..., n] -> [..., size], with zeros."""
-    return F.pad(values, (0, size - values.shape[-1]))
