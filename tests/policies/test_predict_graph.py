@@ -1,5 +1,7 @@
 """A prediction as a CUDA graph: the same actions as without one, bitwise; what can't be captured still runs."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,13 +12,10 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.policies import policy_class, predict_graph
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.session import Session, act_together
-from support.small_policies import SMALL
+from support.small_policies import SMALL, small_flags
 
 ROBOT = Robot(cameras=1, height=48, width=48, state=4, action=3)
-POLICIES = {
-    "act": ["dim_model=16", "n_heads=2", "dim_feedforward=16", "pretrained_backbone_weights=null"],
-    **{name: settings for name, settings in SMALL.items() if name != "multi_task_dit"},
-}
+ACT = ["dim_model=16", "n_heads=2", "dim_feedforward=16", "pretrained_backbone_weights=null"]
 
 
 def test_noise_of_a_graph_with_a_step_per_sample():
@@ -33,19 +32,25 @@ def test_noise_of_a_graph_with_a_step_per_sample():
 # On a GPU
 
 
-def pretrained(name: str) -> Pretrained:
-    settings = [f"--policy.type={name}", *(f"--policy.{each}" for each in POLICIES[name])]
-    config = ROBOT.fill_in(load_config([*settings, "--dataset.repo_id=made/up"]).policy)
+def pretrained(folder: Path, name: str = "act", device: str = "cuda") -> Pretrained:
+    """A policy with random weights; what it needs beside them is made in a folder."""
+    flags = (
+        small_flags(name, folder) if name in SMALL else [f"--policy.{each}" for each in ("type=act", *ACT)]
+    )
+    if name == "multi_task_dit":
+        flags += ["--policy.image_resize_shape=[32,32]", "--policy.image_crop_shape=null"]
+    config = ROBOT.fill_in(load_config([*flags, "--dataset.repo_id=made/up"]).policy)
     torch.manual_seed(0)
-    policy = policy_class(name)(config).cuda().eval()
+    policy = policy_class(name)(config).to(device).eval()
     ones = {"min": -np.ones(4), "max": np.ones(4), "mean": np.zeros(4), "std": np.ones(4)}
+    ones |= {"q01": -np.ones(4), "q99": np.ones(4)}
     picture = {key: np.full((3, 1, 1), value) for key, value in (("mean", 0.5), ("std", 0.3))}
     stats = {
         "observation.state": ones,
         "action": {key: value[:3] for key, value in ones.items()},
         **dict.fromkeys(config.images, picture),
     }
-    return Pretrained(policy, *config.pipelines(stats, "cuda"))
+    return Pretrained(policy, *config.pipelines(stats, device))
 
 
 def observations(step: int, robots: int) -> list[dict[str, np.ndarray]]:
@@ -79,9 +84,9 @@ def replays(monkeypatch) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_graph_predicts_what_is_predicted_without_one(name, replays, monkeypatch):
-    graphs = played(policy := pretrained(name), 60)
+@pytest.mark.parametrize("name", ["act", *SMALL])
+def test_a_graph_predicts_what_is_predicted_without_one(name, replays, tmp_path, monkeypatch):
+    graphs = played(policy := pretrained(tmp_path, name), 60)
     assert replays and not policy.graphs.gave_up
     again = played(policy, 60)
     count = len(replays)
@@ -93,8 +98,8 @@ def test_a_graph_predicts_what_is_predicted_without_one(name, replays, monkeypat
 
 
 @pytest.mark.gpu
-def test_new_weights_are_used(replays):
-    policy = pretrained("act")
+def test_new_weights_are_used(replays, tmp_path):
+    policy = pretrained(tmp_path)
     before = played(policy, 60)
     with torch.no_grad():
         for parameter in policy.policy.parameters():
@@ -106,8 +111,8 @@ def test_new_weights_are_used(replays):
 
 
 @pytest.mark.gpu
-def test_what_cant_be_captured_is_predicted_eagerly_and_named(log_lines):
-    policy = pretrained("act")
+def test_what_cant_be_captured_is_predicted_eagerly_and_named(log_lines, tmp_path):
+    policy = pretrained(tmp_path)
     predict = policy.policy.predict
 
     def asks(batch, noise):
