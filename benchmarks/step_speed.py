@@ -5,8 +5,9 @@
 Batches are made up and lie on the GPU. All cases run one after the other in this process, so that they meet the same
 machine. LeRobot 0.6.1 is measured if it is installed here, in float32 and in bf16; ratios are to the faster of the two.
 LeRobot runs with the settings of torch that its own train command makes (`as_lerobot_trains`).
-Cameras are 2 of 480x640 for ACT, Diffusion Policy and Multi-Task DiT, 1 of 96x96 for VQ-BeT (its second phase), 1 of
-84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with random weights, which needs `transformers` but no Hub.
+Cameras are 2 of 480x640 for ACT, Diffusion Policy, Multi-Task DiT and SmolVLA, 2 of 224x224 for pi0, 1 of 96x96 for
+VQ-BeT (its second phase), 1 of 84x84 for TD-MPC. Multi-Task DiT has a CLIP ViT-B/16 with random weights, SmolVLA a
+random SmolVLM2 of 500 M, pi0 a random PaliGemma: they need `transformers`, but no Hub.
 """
 
 import argparse
@@ -14,13 +15,15 @@ import gc
 import importlib.util
 import json
 import statistics
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +36,15 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
-from flexor.policies.multi_task_dit.config import MultiTaskDiTConfig, describe_clip
+from flexor.policies.multi_task_dit.config import describe_clip
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.smolvla.vlm_size import KNOWN
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from parity.smolvla import vlms
 
 DEVICE = "cuda"
+CLIP, VLM = "clip-vit-base-patch16", "smolvlm2-500m"  # LeRobot looks for "clip" in the name
 WARM_UP, STEPS, WINDOWS = 6, 10, 3
 
 
@@ -44,17 +52,34 @@ class Case(NamedTuple):
     policy: str
     batch: int
     robot: Robot
+    variant: str = ""
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """Of the policy, in both programs."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.policy} {self.variant}".strip()
 
 
+TWO, SMALL = Robot(cameras=2), Robot(cameras=2, height=224, width=224)
+WHOLE = {"train_expert_only": False, "freeze_vision_encoder": False}
+LOWER = {"dtype": "bfloat16"}
 CASES = [
-    Case("act", 8, Robot(cameras=2)),
-    Case("act", 32, Robot(cameras=2)),
-    Case("diffusion", 8, Robot(cameras=2)),
-    Case("diffusion", 32, Robot(cameras=2)),
+    Case("act", 8, TWO),
+    Case("act", 32, TWO),
+    Case("diffusion", 8, TWO),
+    Case("diffusion", 32, TWO),
     Case("vqbet", 8, Robot(cameras=1, height=96, width=96)),
-    Case("multi_task_dit", 8, Robot(cameras=2)),
+    Case("multi_task_dit", 8, TWO),
     Case("tdmpc", 256, Robot(cameras=1, height=84, width=84)),
+    Case("smolvla", 8, TWO, "expert only"),
+    Case("smolvla", 8, TWO, "full", WHOLE),
+    Case("smolvla", 32, TWO, "full", WHOLE),
+    Case("pi0", 8, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
+    Case("pi0", 32, SMALL, "full, checkpointing", LOWER | {"gradient_checkpointing": True}),
+    Case("pi0", 32, SMALL, "full", LOWER),
 ]
+LARGE = ("smolvla", "pi0")
 POLICIES = list(dict.fromkeys(case.policy for case in CASES))
 PLAIN = ["--step=eager", "--precision=no", "--channels_last=false"]
 WAYS = {
@@ -64,7 +89,8 @@ WAYS = {
     "graph, bf16": [*PLAIN, "--step=graph", "--precision=bf16"],
     "graph, bf16, channels last": ["--step=graph", "--precision=bf16", "--channels_last=true"],
 }
-COMPILED = {"the same, compiled": [*WAYS["graph, bf16, channels last"], "--compile=true"]}
+OF_LARGE = ("eager, bf16", "graph, bf16")
+COMPILED = "compiled graph, bf16, channels last"
 
 
 def timed(step: Callable[[], Any]) -> dict[str, float]:
@@ -86,18 +112,19 @@ def timed(step: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-def settings(case: Case, clip: Path, flags: list[str]) -> TrainConfig:
-    """Flexor's settings of a case. `clip` is the folder of the CLIP of policies that have one."""
+def settings(case: Case, folder: Path, flags: list[str]) -> TrainConfig:
+    """Flexor's settings of a case. `folder` describes the pretrained models of policies that have some."""
     own = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
+    own += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
     if case.policy == "multi_task_dit":
-        own += [f"--policy.{part}_encoder_name={clip}" for part in ("vision", "text")]
+        own += [f"--policy.{part}_encoder_name={folder / CLIP}" for part in ("vision", "text")]
     config = load_config([*own, *flags])
     config.policy = case.robot.fill_in(config.policy)
     return config
 
 
-def flexor(case: Case, clip: Path, flags: list[str]) -> dict[str, float]:
-    return timed(RepeatedStep(settings(case, clip, flags), torch.device("cuda", 0)))
+def flexor(case: Case, folder: Path, flags: list[str]) -> dict[str, float]:
+    return timed(RepeatedStep(settings(case, folder, flags), torch.device("cuda", 0)))
 
 
 @contextmanager
@@ -112,13 +139,13 @@ def as_lerobot_trains() -> Iterator[None]:
         cudnn.benchmark, matmul.allow_tf32 = before
 
 
-def lerobot(case: Case, clip: Path, bf16: bool) -> dict[str, float]:
+def lerobot(case: Case, folder: Path, bf16: bool) -> dict[str, float]:
     with as_lerobot_trains():
-        return timed(lerobot_step(case, clip, bf16))
+        return timed(lerobot_step(case, folder, bf16))
 
 
-def lerobot_step(case: Case, clip: Path, bf16: bool) -> Callable[[], None]:
-    config, policy, optimizer = lerobot_policy(case, clip)
+def lerobot_step(case: Case, folder: Path, bf16: bool) -> Callable[[], None]:
+    config, policy, optimizer = lerobot_policy(case, folder)
     policy.to(DEVICE).train()
     batch = lerobot_batch(config, case.batch)
 
@@ -135,24 +162,28 @@ def lerobot_step(case: Case, clip: Path, bf16: bool) -> Callable[[], None]:
     return step
 
 
-def lerobot_policy(case: Case, clip: Path) -> tuple[PolicyConfig, Any, torch.optim.Optimizer]:
+def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.optim.Optimizer]:
     """LeRobot's policy of the same settings and features, with the optimizer that it asks for."""
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config
 
-    ours = settings(case, clip, []).policy
+    ours = settings(case, folder, []).policy
     inputs, outputs = (
         {name: PolicyFeature(FeatureType(f.type.value), tuple(f.shape)) for name, f in features.items()}
         for features in (ours.input_features, ours.output_features)
     )
     theirs: dict[str, Any] = {"input_features": inputs, "output_features": outputs, "device": DEVICE}
     if case.policy == "multi_task_dit":
-        write_clip(clip)
-        theirs |= {"vision_encoder_name": str(clip), "text_encoder_name": str(clip)}
-    elif case.policy != "tdmpc":
+        write_clip(folder / CLIP)
+        theirs |= {"vision_encoder_name": str(folder / CLIP), "text_encoder_name": str(folder / CLIP)}
+    elif case.policy == "smolvla":
+        write_vlm(folder / VLM)
+        theirs |= {"vlm_model_name": str(folder / VLM)}
+    elif case.policy in ("act", "diffusion", "vqbet"):
         theirs["pretrained_backbone_weights"] = None
-    config = make_policy_config(case.policy, **theirs)
-    policy = get_policy_class(case.policy)(config)
+    config = make_policy_config(case.policy, **theirs, **case.settings)
+    with torch.device(DEVICE) if case.policy in LARGE else nullcontext():  # random weights take long on a CPU
+        policy = get_policy_class(case.policy)(config)
     if case.policy == "vqbet":  # the second phase
         policy.vqbet.action_head.vqvae_model.discretized = torch.tensor(True)
     return ours, policy, config.get_optimizer_preset().build(policy.get_optim_params())
@@ -164,6 +195,18 @@ def write_clip(folder: Path) -> None:
 
     if not (folder / "model.safetensors").is_file():
         CLIPModel(CLIPConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+def write_vlm(folder: Path) -> None:
+    """What LeRobot reads of a SmolVLM: the sizes of the real one, the tokenizer of a tiny one."""
+    vlms.make_vlm(folder)
+    sizes = {
+        "model_type": "smolvlm",
+        "image_token_id": 2,
+        **KNOWN["HuggingFaceTB/SmolVLM2-500M-Video-Instruct"],
+    }
+    sizes["text_config"] = {"model_type": "llama", "pad_token_id": 0, **sizes["text_config"]}
+    (folder / "config.json").write_text(json.dumps(sizes))
 
 
 def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
@@ -180,7 +223,7 @@ def lerobot_batch(config: PolicyConfig, size: int) -> dict[str, Tensor]:
         shape = size, len(config.reward_deltas)
         batch |= {"next.reward": torch.rand(shape, device=DEVICE)}
         batch |= {"next.reward_is_pad": torch.zeros(shape, dtype=torch.bool, device=DEVICE)}
-    if isinstance(config, MultiTaskDiTConfig):
+    if hasattr(config, "tokenizer_max_length"):
         shape = size, config.tokenizer_max_length
         batch |= {TASK_TOKENS: torch.randint(0, 1000, shape, device=DEVICE)}
         batch |= {TASK_MASK: torch.ones(shape, dtype=torch.bool, device=DEVICE)}
@@ -194,20 +237,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        clip = Path(folder) / "clip-vit-base-patch16"  # LeRobot looks for "clip" in the name
-        describe_clip(clip)
-        measure_all(given, clip)
+        describe_clip(Path(folder) / CLIP)
+        measure_all(given, Path(folder))
 
 
-def measure_all(given: argparse.Namespace, clip: Path) -> None:
-    ways: dict[str, Callable[[Case], dict[str, float]]] = {}
+def ways_of(case: Case, folder: Path, compiled: bool) -> dict[str, Callable[[], dict[str, float]]]:
+    ways: dict[str, Callable[[], dict[str, float]]] = {}
     if importlib.util.find_spec("lerobot"):
-        ways |= {
-            "LeRobot, float32": lambda case: lerobot(case, clip, False),
-            "LeRobot, bf16": lambda case: lerobot(case, clip, True),
-        }
-    mine = {**WAYS, **(COMPILED if given.compile else {})}
-    ways |= {name: lambda case, flags=flags: flexor(case, clip, flags) for name, flags in mine.items()}
+        ways["LeRobot, float32"] = lambda: lerobot(case, folder, False)
+        ways["LeRobot, bf16"] = lambda: lerobot(case, folder, True)
+    mine = {name: flags for name, flags in WAYS.items() if name in OF_LARGE or case.policy not in LARGE}
+    if compiled:
+        mine[COMPILED] = [*WAYS["graph, bf16, channels last"], "--compile=true"]
+    return ways | {name: lambda flags=flags: flexor(case, folder, flags) for name, flags in mine.items()}
+
+
+def measure_all(given: argparse.Namespace, folder: Path) -> None:
     report: dict[str, Any] = {
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
@@ -216,17 +261,17 @@ def measure_all(given: argparse.Namespace, clip: Path) -> None:
     }
     for case in (case for case in CASES if case.policy in given.policies):
         found: dict[str, Any] = {}
-        for name, measure in ways.items():
+        for name, measure in ways_of(case, folder, given.compile).items():
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()  # of the streams of the previous way
             torch.cuda.empty_cache()
             try:
-                found[name] = measure(case)
+                found[name] = measure()
             except Exception as error:
                 found[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
                 traceback.print_exc(limit=5)
-            print(f"{case.policy} {case.batch}: {name}: {found[name]}", flush=True)
-        report["cases"].append({"policy": case.policy, "batch": case.batch, "ways": found})
+            print(f"{case.title} {case.batch}: {name}: {found[name]}", flush=True)
+        report["cases"].append({"policy": case.title, "batch": case.batch, "ways": found})
         if given.output:
             given.output.write_text(json.dumps(report, indent=1))
     print(table(report))
