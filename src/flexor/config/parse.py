@@ -15,7 +15,7 @@ from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import RUN_CONFIG
 from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain
-from flexor.data.format.episode_list import parse_episodes
+from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, settled, short_name
 
@@ -176,7 +176,7 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
 def _read_episodes(key: str, value: Any) -> Any:
     if not isinstance(value, str) or value.lower() in ("null", "none", ""):
         return value
-    return parse_episodes(value, key)
+    return episode_setting(value, key)
 
 
 def read_run(folder: Path) -> dict[str, Any]:

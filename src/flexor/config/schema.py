@@ -277,8 +277,8 @@ def validate_weights(config: TrainConfig) -> None:
         )
 
 
-def _validate_episodes(episodes: list[int] | None) -> None:
-    if episodes is None:
+def _validate_episodes(episodes: list[int] | str | None) -> None:
+    if episodes is None or isinstance(episodes, str):
         return
     if not episodes:
         raise ConfigError("dataset.episodes is an empty list: leave it out to use all episodes.")

@@ -49,10 +49,14 @@ class DatasetConfig:
     """Folder of the dataset, or a URL such as s3://bucket/dataset."""
     revision: str | None = setting(None, may_change=True)
     """Branch, tag or commit on the Hub."""
-    episodes: list[int] | None = None
-    """Use only these episodes: a list, or @file with one (as `flexor data check` writes)."""
-    exclude_episodes: list[int] | None = None
-    """Leave out these episodes: a list, or @file with one."""
+    episodes: list[int] | str | None = None
+    """Use only these episodes: indices and ranges such as 0,5:9,20: (a range's end is not included), or @file with a
+    list (as `flexor data check` writes)."""
+    exclude_episodes: list[int] | str | None = None
+    """Leave out these episodes; written like `episodes`."""
+    tasks: list[str] | str | None = None
+    """Use only episodes with these tasks: a part of the task's text, or a pattern with * and ? for the whole text.
+    Upper and lower case are the same. Several: [pick, "place * in the box"]."""
     on_bad_episode: Literal["raise", "skip"] = "raise"
     """What to do with an episode that can't be read (a file is missing, truncated or does not match the metadata).
     raise: stop and name it. skip: leave it out and log how many were skipped."""

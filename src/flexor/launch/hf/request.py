@@ -76,8 +76,9 @@ def settle(words: Sequence[str]) -> Training:
     if "config" in flags and Path(flags["config"]).is_file():
         settings = Path(flags["config"]).read_text()
         flags["config"] = str(SETTINGS)
-    if config.dataset.episodes is not None:  # they may come from a file
-        flags["dataset.episodes"] = json.dumps(config.dataset.episodes)
+    for key in ("episodes", "exclude_episodes"):
+        if isinstance(given := getattr(config.dataset, key), list):  # they may come from a file
+            flags[f"dataset.{key}"] = json.dumps(given)
     if config.policy.device is not None:  # the job may have another device
         flags["policy.device"] = "null"
     flags |= {"output_dir": str(WORK / name), "resume": "auto"}

@@ -17,7 +17,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
         "dataset": {
             "repo_id": dataset.repo_id or str(dataset.root),
             "root": dataset.root,
-            "episodes": dataset.episodes,
+            "episodes": dataset.episodes if isinstance(dataset.episodes, list) else None,
             "revision": dataset.revision,
             "use_imagenet_stats": dataset.use_imagenet_stats,
             "eval_split": dataset.eval_split,
