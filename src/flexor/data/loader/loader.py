@@ -23,7 +23,7 @@ from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
-from flexor.data.order.order import Picks, SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
+from flexor.data.order.order import Picks, SampleOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
@@ -201,14 +201,12 @@ class Loader(StepPlanner):
 
     def _look_up_pools(self, wanted: set[tuple]) -> None:
         """Load the pools of the order that a step reads; drop the least recently used ones."""
-        order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
         new = wanted - self._pools.keys()
         for key in wanted - new:
             self._pools[key] = self._pools.pop(key)  # the most recently used come last
         for epoch in {key[0] for key in new}:
-            assert isinstance(order, StreamingOrder)
             keys = sorted(key for key in new if key[0] == epoch)
-            for key, plan in zip(keys, order.pools_of(epoch, [key[1:] for key in keys])):
+            for key, plan in zip(keys, self.order.pools_of(epoch, [key[1:] for key in keys])):
                 by_unit = np.argsort(plan.unit, kind="stable")
                 frames = self._frames(self.rows[plan.sample[by_unit]])
                 self._pools[key] = PoolFrames(plan.position[by_unit], plan.unit[by_unit], frames)
