@@ -33,6 +33,7 @@ LAYERS = {
             "frames",
             "dataset",
             "statistics",
+            "mixture",
             "order",
             "loader",
             "check",

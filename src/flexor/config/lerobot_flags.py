@@ -34,7 +34,6 @@ IGNORED = {
     "peft.init_type": "adapters always use PEFT's default initialisation",
     "peft": "give its settings one by one, such as --peft.r=16",
     "reward_model": "Flexor does not train reward models",
-    "sample_weighting": "all samples have the same weight",
     "scheduler.name": "--scheduler.type chooses the scheduler",
     "rename_map": "the policy and the dataset must use the same names",
     "job": "the run starts on this machine",
@@ -57,7 +56,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "peft.init_type": (None,),
     "peft": (None,),
     "reward_model": (None,),
-    "sample_weighting": (None,),
     "rename_map": ({}, None),
     "scheduler.name": ("cosine",),
     "job.target": (None, "local"),
@@ -90,6 +88,8 @@ def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     if "peft.method_type" in flat:
         flat = {"lora.r": 16, **flat}  # LeRobot's default
     for key, value in flat.items():
+        if key == "sample_weighting" and str(value).lower() in ("null", "none"):
+            continue  # LeRobot's default for this group
         reason = next((why for name, why in IGNORED.items() if f"{key}.".startswith(f"{name}.")), None)
         if reason is None:
             kept[key] = VALUES.get(key, {}).get(str(value), value)

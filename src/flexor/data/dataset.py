@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexor.core.batch import SAMPLE_WEIGHT
 from flexor.core.errors import DatasetError
 from flexor.core.log import warn_once
 from flexor.data.format.episode_list import checked_episodes, select_episodes
@@ -175,6 +176,8 @@ class Dataset:
             self.skipped
         ):  # not the same as leaving these episodes out by choice: skipped ones may become readable
             identity["skipped"] = sorted(self.skipped)
+        if SAMPLE_WEIGHT in self.columns:
+            identity["weights"] = hashlib.sha256(self.columns[SAMPLE_WEIGHT].tobytes()).hexdigest()
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:

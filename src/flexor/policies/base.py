@@ -44,6 +44,8 @@ class PolicyConfig:
     trains_in_bf16: ClassVar[bool] = False
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
+    reads_camera_masks: ClassVar[bool] = False
+    """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""

@@ -7,6 +7,7 @@ import math
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,9 +19,13 @@ from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
 from flexor.core.rng import seed_everything
 from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.format.episode_list import checked_episodes
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
-from flexor.data.settings import DatasetConfig, OrderConfig, parse_image_size
+from flexor.data.mixture.entries import entries_of, parse_episode_weights
+from flexor.data.mixture.mixed import Member, MixedDataset, join_datasets
+from flexor.data.mixture.sample_weights import with_weights
+from flexor.data.settings import DatasetConfig, DatasetEntry, OrderConfig, parse_image_size
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
 from flexor.policies.base import Policy
@@ -28,7 +33,8 @@ from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder, to_be_filled
-from flexor.policies.processing.pipeline import Pipeline
+from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
+from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
@@ -41,26 +47,54 @@ from flexor.train.ranks.split import Split
 
 def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
     """The episodes to train on, and those held out."""
-    root: str | Path | None = config.root
-    if root is None and config.repo_id in BUILTIN:
-        root = builtin_dataset(config.repo_id)
-    dataset = open_dataset(
-        config.repo_id,
-        root,
-        config.revision,
-        config.episodes,
-        streaming=config.streaming,
-        size=parse_image_size(config.cache.size),
-        remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
-        exclude_episodes=config.exclude_episodes,
-        frame_by=config.frame_by,
-        on_bad_episode=config.on_bad_episode,
-        tasks=config.tasks,
-    )
+    entries = entries_of(config)
+    dataset = _open_entry(entries[0], config)
+    if len(entries) > 1 or entries[0].rename_map or entries[0].episode_weights:
+        opened = [dataset, *(_open_entry(entry, config) for entry in entries[1:])]
+        dataset = join_datasets(
+            [_as_member(entry, one) for entry, one in zip(entries, opened)],
+            on_missing_camera=config.on_missing_camera,
+            allow_different_fps=config.allow_different_fps,
+        )
     if not config.eval_split:
         return dataset, None
     training, held_out = split_episodes(dataset, config.eval_split)
     return dataset.select(training), dataset.select(held_out)
+
+
+def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:
+    root: str | Path | None = entry.root
+    if root is None and entry.repo_id in BUILTIN:
+        root = builtin_dataset(entry.repo_id)
+    return open_dataset(
+        entry.repo_id,
+        root,
+        entry.revision,
+        entry.episodes,
+        streaming=config.streaming,
+        size=parse_image_size(config.cache.size),
+        remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
+        exclude_episodes=entry.exclude_episodes,
+        frame_by=config.frame_by,
+        on_bad_episode=config.on_bad_episode,
+        tasks=entry.tasks,
+    )
+
+
+def _as_member(entry: DatasetEntry, dataset: Dataset) -> Member:
+    weights = {}
+    if entry.episode_weights:
+        count = len(dataset.store.ends)
+        weights = parse_episode_weights(entry.episode_weights, count, "dataset.episode_weights")
+        checked_episodes(list(weights), np.arange(count), str(entry.name), "episode_weights")
+    return Member(str(entry.name), dataset, entry.weight, entry.rename_map, weights)
+
+
+def weigh_samples(config: TrainConfig, dataset: Dataset) -> Dataset:
+    """The dataset with the weights of its samples in the loss, if the run has any."""
+    chunk = getattr(config.policy, "chunk_size", len(config.policy.action_deltas))
+    paths = [entry.weights_path for entry in entries_of(config.dataset)]
+    return with_weights(dataset, config.sample_weighting, chunk, paths)
 
 
 def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
@@ -181,10 +215,12 @@ def _open_loader(
 
 
 def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]]:
-    """The last episodes of each task are held out, as LeRobot holds them out."""
-    by_task: dict[str, list[int]] = {}
-    for index, tasks in zip(dataset.episodes.index.tolist(), dataset.episodes.tasks):
-        by_task.setdefault(tasks[0] if tasks else "", []).append(index)
+    """The last episodes of each task of each dataset are held out, as LeRobot holds them out."""
+    by_task: dict[tuple[int, str], list[int]] = {}
+    index = dataset.episodes.index
+    member = dataset.member_of(index) if isinstance(dataset, MixedDataset) else np.zeros(len(index), int)
+    for episode, number, tasks in zip(index.tolist(), member.tolist(), dataset.episodes.tasks):
+        by_task.setdefault((number, tasks[0] if tasks else ""), []).append(episode)
     training: list[int] = []
     held_out: list[int] = []
     for episodes in by_task.values():
@@ -291,8 +327,35 @@ def build_state(
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
-    stats = statistics(dataset, config.policy, config.dataset.use_imagenet_stats)
-    before, after = config.policy.pipelines(stats, str(engine.device))
+    policy, device = config.policy, str(engine.device)
+    stats = statistics(dataset, policy, config.dataset.use_imagenet_stats)
+    if config.dataset.stats == "per_dataset" and isinstance(dataset, MixedDataset):
+        before, after = _pipelines_by_dataset(config, dataset, stats, device)
+    else:
+        before, after = policy.pipelines(stats, device)
     before.prepare()
     after.prepare()
+    return before, after
+
+
+def _pipelines_by_dataset(
+    config: TrainConfig, dataset: MixedDataset, merged: Stats, device: str
+) -> tuple[Pipeline, Pipeline]:
+    """Each dataset is normalised by its own statistics, images by those of all. Those of one dataset are saved."""
+    policy, images = config.policy, config.dataset.use_imagenet_stats
+    each = [statistics(dataset.only(number), policy, images) for number in range(len(dataset.members))]
+    each = [{**stats, **{name: merged[name] for name in policy.images}} for stats in each]
+    saved = dataset.names.index(config.dataset.save_stats_of or dataset.names[0])
+    log.info(
+        "each dataset is normalised by its own statistics; those of %s are saved with the policy",
+        dataset.names[saved],
+    )
+    before, after = policy.pipelines(each[saved], device)
+    others = [policy.pipelines(stats, device)[0].steps for stats in each]
+    for number, step in enumerate(before.steps):
+        if isinstance(step, Normalize):
+            own = [steps[number] for steps in others]
+            before.steps[number] = NormalizeByDataset(
+                step, [one for one in own if isinstance(one, Normalize)]
+            )
     return before, after

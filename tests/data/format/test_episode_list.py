@@ -75,7 +75,9 @@ def test_by_task(tasks, found):
     if found is not None:
         assert select_episodes("it", np.arange(4), TASKS, by_task=tasks) == found
         return
-    with pytest.raises(DatasetError, match=r"--dataset.tasks=.*Their tasks are 'Pick the cup', 'place the cup'"):
+    with pytest.raises(
+        DatasetError, match=r"--dataset.tasks=.*Their tasks are 'Pick the cup', 'place the cup'"
+    ):
         select_episodes("it", np.arange(4), TASKS, by_task=tasks)
 
 

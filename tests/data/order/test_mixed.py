@@ -42,9 +42,13 @@ def test_every_position_belongs_to_one_part_and_numbers_lead_back(counts, positi
 def mixed(sizes, counts, kind, seed=3):
     parts, first = [], 0
     for number, size in enumerate(sizes):
-        streaming = StreamingOrder(runs([3] * (size // 3) + [size % 3] * (size % 3 > 0)), seed + number, lanes=2, pool=5)
+        streaming = StreamingOrder(
+            runs([3] * (size // 3) + [size % 3] * (size % 3 > 0)), seed + number, lanes=2, pool=5
+        )
         uniform = UniformOrder(size, seed + number)
-        order = {"uniform": uniform, "streaming": streaming, "cached": StreamOnceOrder(streaming, uniform)}[kind]
+        order = {"uniform": uniform, "streaming": streaming, "cached": StreamOnceOrder(streaming, uniform)}[
+            kind
+        ]
         parts.append(OrderPart(np.arange(first, first + size), order))
         first += size
     return MixedOrder(parts, Shares(counts))

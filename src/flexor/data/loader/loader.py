@@ -11,18 +11,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from flexor.core.batch import ACTION, Batch
+from flexor.core.batch import ACTION, SAMPLE_WEIGHT, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
+from flexor.data.mixture.mixed import MixedDataset
+from flexor.data.order.mixed import MixedOrder
 from flexor.data.order.order import Picks, SampleOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
@@ -32,9 +34,18 @@ TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
+WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
 KEPT_POOLS = (
     4  # per sample of a batch: there is at most one lane per sample, and one pool in use in each lane
 )
+
+
+class SeenSamples(NamedTuple):
+    """How much of a dataset was used so far."""
+
+    samples: int
+    share: float  # of all samples
+    epochs: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +126,7 @@ class Loader(StepPlanner):
             jobs=self.num_workers,
             counters=self._counters,
             valid_steps=self._valid_steps,
+            weight_scale=self._weight_scale,
         )
         feed: Prefetcher[list[Batch]] = Prefetcher(
             self,
@@ -149,6 +161,24 @@ class Loader(StepPlanner):
         caches, self.dataset.store.caches = self.dataset.store.caches, {}
         for cache in caches.values():
             cache.close()
+
+    def seen(self, step: int) -> dict[str, SeenSamples]:
+        """How much of each dataset was used before a step; empty if there is only one."""
+        if not isinstance(self.dataset, MixedDataset) or len(self.dataset.members) == 1:
+            return {}
+        assert isinstance(self.order, MixedOrder)
+        position = step * self.global_batch
+        names = self.dataset.names
+        drawn, there = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        members = [part.member for part in self.dataset.parts()]
+        for member, part, count in zip(members, self.order.parts, self.order.seen(position)):
+            drawn[names[member]] += count
+            there[names[member]] += len(part.samples)
+        return {
+            name: SeenSamples(drawn[name], drawn[name] / max(1, position), drawn[name] / there[name])
+            for name in names
+            if there[name]
+        }
 
     def troubles(self) -> dict[str, int]:
         """Counts of frames that could not be decoded, and of their samples; empty if there are none."""
@@ -227,6 +257,13 @@ class Loader(StepPlanner):
     def _valid_steps(self, step: int) -> float | None:
         samples = self.order.samples(step * self.global_batch, self.global_batch)
         return valid_steps(self.dataset, self.rows[samples], self.deltas)
+
+    def _weight_scale(self, step: int) -> float:
+        """What the weights of a step's samples are multiplied by: they have a mean of 1 over the global batch, as in
+        LeRobot. If all are 0, they stay 0."""
+        samples = self.order.samples(step * self.global_batch, self.global_batch)
+        total = float(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]].sum(dtype=np.float64))
+        return self.global_batch / (total + WEIGHT_EPSILON)
 
     @property
     def _frames_per_sample(self) -> int:

@@ -112,7 +112,7 @@ class FrameFinder:
         if self.on_bad_frame == "raise":
             raise DatasetError(
                 f"{store.where(camera, frame)}: {reason}. Exclude the episode with "
-                f"--dataset.exclude_episodes={episode}, or set --dataset.on_bad_frame=skip"
+                f"{store.how_to_exclude(episode)}, or set --dataset.on_bad_frame=skip"
             )
         if (camera, episode) not in self._told:
             self._told.add((camera, episode))

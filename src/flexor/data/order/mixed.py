@@ -109,7 +109,9 @@ class MixedOrder:
         for number in np.unique(owner).tolist():
             places = np.flatnonzero(owner == number).tolist()
             first = int(self._first_lane[number])
-            own = self.parts[number].order.pools_of(epoch, [(pools[i][0] - first, pools[i][1]) for i in places])
+            own = self.parts[number].order.pools_of(
+                epoch, [(pools[i][0] - first, pools[i][1]) for i in places]
+            )
             for i, plan in zip(places, own):
                 samples = self.parts[number].samples[plan.sample]
                 plans[i] = PoolPlan(samples, self.shares.position(number, plan.position), plan.unit)
