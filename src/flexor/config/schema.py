@@ -261,8 +261,8 @@ def validate(config: TrainConfig) -> None:
     validate_weights(config)
     parse_image_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
-    check_entries(dataset)
     check_values(config)
+    check_entries(dataset)
 
 
 def validate_weights(config: TrainConfig) -> None:

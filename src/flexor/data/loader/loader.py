@@ -28,7 +28,7 @@ from flexor.data.order.mixed import MixedOrder
 from flexor.data.order.order import Picks, SampleOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
-__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
+__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 
 TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
@@ -259,11 +259,8 @@ class Loader(StepPlanner):
         return valid_steps(self.dataset, self.rows[samples], self.deltas)
 
     def _weight_scale(self, step: int) -> float:
-        """What the weights of a step's samples are multiplied by: they have a mean of 1 over the global batch, as in
-        LeRobot. If all are 0, they stay 0."""
         samples = self.order.samples(step * self.global_batch, self.global_batch)
-        total = float(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]].sum(dtype=np.float64))
-        return self.global_batch / (total + WEIGHT_EPSILON)
+        return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]])
 
     @property
     def _frames_per_sample(self) -> int:
@@ -274,6 +271,12 @@ class Loader(StepPlanner):
         pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
         step = max(1, pictures * self.batch_size * self.accumulation)
         return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
+
+
+def weight_scale(weights: np.ndarray) -> float:
+    """What weights in the loss are multiplied by, so that they have a mean of 1 over the rows that make up one loss, as
+    in LeRobot. If all are 0, they stay 0."""
+    return len(weights) / (float(weights.sum(dtype=np.float64)) + WEIGHT_EPSILON)
 
 
 def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:
