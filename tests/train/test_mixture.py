@@ -58,7 +58,7 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(way, lowdim, other, tiny_a
     ]
     share = {"by size": 43 / 74, "weights": 0.75, "per dataset": 1 / 3}.get(way)
     assert share is None or seen[-1]["lowdim"]["share"] == pytest.approx(share, abs=0.05)
-    told = [line for line in log_lines if f"step {STEPS} " in line]
+    told = [line for line in log_lines if f"step {STEPS}  loss" in line]
     assert told and all("lowdim" in line and "other" in line and "epochs" in line for line in told)
 
 
