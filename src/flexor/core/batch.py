@@ -24,3 +24,5 @@ VALID_STEPS = "action_valid_steps"
 SAMPLE_WEIGHT = "/sample_weight"
 # Several datasets: which of them each sample is from [B].
 DATASET_NUMBER = "/dataset"
+# Several datasets whose actions have different lengths: the length of each sample's [B]; the rest is padding.
+ACTION_LENGTH = "/action_length"

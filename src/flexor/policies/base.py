@@ -8,10 +8,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
+from flexor.core.batch import ACTION, ACTION_LENGTH, STATE, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
@@ -272,6 +273,16 @@ class Policy(nn.Module):
 
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+
+
+def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """error [B, H, A] whose mean over A is that over the actions' own length, where datasets have different ones."""
+    length = batch.get(ACTION_LENGTH)
+    if length is None:
+        return error
+    most = error.shape[-1]
+    there = torch.arange(most, device=error.device) < length[:, None]  # [B, A]
+    return error * (there * (most / length[:, None]))[:, None].to(error.dtype)
 
 
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from flexor.core.batch import ACTION, ENV_STATE, STATE
+from flexor.core.batch import ACTION, ACTION_LENGTH, ENV_STATE, STATE
 from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
@@ -123,6 +123,8 @@ def brought(one: Given, form: Form) -> dict[str, np.ndarray]:
             continue
         if name in one.columns:
             columns[name] = _as(one.columns[name], feature)
+    if ACTION in form.padded:
+        columns[ACTION_LENGTH] = np.full(len(one.dataset), one.features[ACTION].shape[0], np.int64)
     for camera in form.blank:
         columns[mask_of(camera)] = np.full(len(one.dataset), camera in one.cameras)
     return columns

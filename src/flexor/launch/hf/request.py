@@ -20,6 +20,7 @@ from flexor import __version__
 from flexor.config.parse import load_config, parse_flags
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
+from flexor.data.mixture.entries import entries_of
 from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
@@ -98,8 +99,9 @@ def _as_words(flags: dict[str, Any]) -> list[str]:
 
 
 def _refuse_local(config: TrainConfig) -> None:
-    root = config.dataset.root
-    if root is not None and ("://" not in root or root.startswith("file:")):
+    roots = [entry.root for entry in entries_of(config.dataset) if entry.root is not None]
+    root = next((each for each in roots if "://" not in each or each.startswith("file:")), None)
+    if root is not None:
         raise ConfigError(
             f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
             f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."

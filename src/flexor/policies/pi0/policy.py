@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import FlexorError
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.base import Loss, ParamGroup, Policy, without_padding
 from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.recompute import recompute
@@ -164,9 +164,8 @@ class PiPolicy(Policy):
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = batch[ACTION]
         error = self.flow.error(self._velocity(batch), padded(actions, self.config.max_action_dim), noise)
-        return Loss(
-            error[..., : actions.shape[-1]].mean((1, 2)), {}
-        )  # as openpi: without a mask for padded steps
+        error = without_padding(error[..., : actions.shape[-1]], batch)
+        return Loss(error.mean((1, 2)), {})  # as openpi: without a mask for padded steps
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
