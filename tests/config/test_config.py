@@ -446,7 +446,7 @@ def test_lerobots_sample_weighting():
         1e-5,
     )
     assert load_config([DATA, "--sample_weighting.progress_path=p.parquet"]).sample_weighting.chosen == "rabc"
-    with pytest.raises(ConfigError, match="sample_weighting.type='other' is not valid"):
+    with pytest.raises(ConfigError, match=r"sample_weighting.type='other' is not valid"):
         load_config([DATA, "--sample_weighting.type=other"])
 
 

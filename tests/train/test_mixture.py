@@ -75,6 +75,13 @@ def test_what_changed_is_refused(lowdim, other, tiny_act, tmp_path, capsys):
     assert main(["resume", str(run), "--steps=3"]) == 0
 
 
+def test_no_dataset_is_held_out_as_a_whole(lowdim, tmp_path, tiny_act, capsys):
+    one = write_lowdim(tmp_path / "one", (9,))
+    flags = runs.flags(f"{lowdim},{one}", tmp_path / "run", tiny_act, "--steps=1", "--dataset.eval_split=0.1")
+    assert main(["train", *flags]) != 0
+    assert "holds out all episodes of one" in capsys.readouterr().err
+
+
 def test_each_dataset_is_normalised_by_its_own_statistics(lowdim, other, tiny_act, tmp_path):
     more = ["--steps=1", "--dataset.stats=per_dataset", "--dataset.save_stats_of=other"]
     run = runs.train(f"{lowdim},{other}", tmp_path / "run", tiny_act, *more)

@@ -231,6 +231,13 @@ def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]
         raise ConfigError(
             f"dataset.eval_split={share} holds out all {len(held_out)} episodes: use a smaller value."
         )
+    if isinstance(dataset, MixedDataset):
+        left = {*dataset.member_of(np.array(training)).tolist()}
+        lost = [name for number, name in enumerate(dataset.names) if number not in left]
+        if lost:
+            raise ConfigError(
+                f"dataset.eval_split={share} holds out all episodes of {', '.join(lost)}: use a smaller value."
+            )
     return training, held_out
 
 

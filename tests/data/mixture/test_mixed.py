@@ -149,11 +149,11 @@ def test_camera_that_one_lacks(folders, caplog):
 def test_what_can_not_be_joined_is_refused(folders, tmp_path):
     fast = Member("fast", open_dataset(root=write(tmp_path / "fast", (3,), fps=20)))
     (short,) = members(folders, "short")
-    with pytest.raises(ConfigError, match="short has 10, fast has 20.*allow_different_fps"):
+    with pytest.raises(ConfigError, match=r"short has 10, fast has 20.*allow_different_fps"):
         join_datasets([short, fast])
     assert join_datasets([short, fast], allow_different_fps=True).fps == 10
     small = Member("small", open_dataset(root=write(tmp_path / "small", (3,), size=(24, 32))))
-    with pytest.raises(ConfigError, match="48x64 with 3 channels in short, 24x32.*cache.size=HEIGHTxWIDTH"):
+    with pytest.raises(ConfigError, match=r"48x64 with 3 channels in short, 24x32.*cache.size=HEIGHTxWIDTH"):
         join_datasets([short, small])
     wrong = {"rename_map": {"observation.image": TOP}}
     with pytest.raises(
@@ -164,7 +164,7 @@ def test_what_can_not_be_joined_is_refused(folders, tmp_path):
     with pytest.raises(ConfigError, match="'action' already"):
         join_datasets([Member("short", short.dataset, **taken)])
     renamed = {"rename_map": {"observation.state": "observation.joints"}}
-    with pytest.raises(ConfigError, match="observation.state is missing in other"):
+    with pytest.raises(ConfigError, match=r"observation.state is missing in other"):
         join_datasets([short, Member("other", short.dataset, **renamed)])
 
 

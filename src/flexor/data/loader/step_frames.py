@@ -121,7 +121,7 @@ class FrameFinder:
                 if self.on_bad_frame == "skip"
                 else "the nearest frame replaces them"
             )
-            place = f"episode {episode}, {camera}, frame {frame - store.first_of(episode)}"
+            place = f"{store.in_words(episode)}, {camera}, frame {frame - store.first_of(episode)}"
             store.repeats.add(f"%d clips have frames that can't be decoded; {done}:", f"{place}: {reason}")
 
     def _decode_late(self, step: Step, stand_ins: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:

@@ -220,6 +220,10 @@ class MixedStore(FrameStore):
         number, _ = self._own(int(self.episode_of(np.array([frame]))[0]))
         return f"{self._names[number]}, {super().where(camera, frame)}"
 
+    def in_words(self, episode: int) -> str:
+        number, own = self._own(episode)
+        return f"episode {own} of {self._names[number]}"
+
     def how_to_exclude(self, episode: int) -> str:
         number, own = self._own(episode)
         return f"exclude_episodes: {own} of {self._names[number]} in dataset.mix"
