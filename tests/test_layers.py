@@ -61,6 +61,7 @@ LAYERS = {
             "engine",
             "checkpoint",
             "announce",
+            "datasets",
             "build",
             "stopping",
             "validate",

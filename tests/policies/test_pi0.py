@@ -111,6 +111,8 @@ def test_padding_of_shorter_actions_is_not_learned():
     error = torch.rand(2, 3, 5)
     own = without_padding(error, batch).mean((1, 2))
     assert torch.allclose(own, torch.stack([error[0].mean(), error[1, :, :2].mean()]))
+    on_meta = {ACTION_LENGTH: batch[ACTION_LENGTH].to("meta")}
+    assert without_padding(error.to("meta"), on_meta).shape == error.shape  # without looking at values
 
 
 # the file of weights

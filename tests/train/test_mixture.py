@@ -14,7 +14,7 @@ from flexor.config.parse import load_config
 from flexor.core.batch import ACTION, DATASET_NUMBER, SAMPLE_WEIGHT, STATE
 from flexor.data.dataset import open_dataset
 from flexor.policies.pretrained import load_pretrained
-from flexor.train.build import build_datasets, weigh_samples
+from flexor.train.datasets import build_datasets, weigh_samples
 from support import runs
 from support.samples import write_lowdim
 
@@ -112,6 +112,8 @@ def test_normalisation_of_a_batch_from_both(lowdim, other):
         alone = each[number]({key: value[i : i + 1] for key, value in batch.items()})
         for name in features:
             assert torch.equal(mixed[name][i], alone[name][0])
+    shapes = {key: value.to("meta") for key, value in {**batch, DATASET_NUMBER: which}.items()}
+    assert NormalizeByDataset(each[1], each)(shapes)[ACTION].shape == (6, 4, 2)  # without looking at values
     acting = step(batch)  # a robot does not say which dataset it is
     assert torch.equal(acting[STATE], each[1](batch)[STATE])
     assert all(torch.equal(step.state()[key], value) for key, value in each[1].state().items())

@@ -28,20 +28,14 @@ from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
-from flexor.train.build import (
-    build_datasets,
-    build_engine,
-    build_loader,
-    build_state,
-    check_same_episodes,
-    weigh_samples,
-)
+from flexor.train.build import build_engine, build_loader, build_state
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
+from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.ranks.processes import Processes, find_processes

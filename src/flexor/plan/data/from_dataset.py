@@ -12,7 +12,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import BlankClip, VideoClip
 from flexor.plan.data.host import PICTURES, Camera, Data
 from flexor.policies.fit import deltas_of, fit_to_dataset
-from flexor.train.build import build_datasets
+from flexor.train.datasets import build_datasets
 
 LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
 
