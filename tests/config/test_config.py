@@ -446,6 +446,11 @@ def test_lerobots_sample_weighting():
         1e-5,
     )
     assert load_config([DATA, "--sample_weighting.progress_path=p.parquet"]).sample_weighting.chosen == "rabc"
+    before = load_config(
+        [DATA, "--use_rabc=true", "--rabc_kappa=0.05", "--rabc_head_mode=dense"]
+    ).sample_weighting
+    assert (before.type, before.kappa, before.head_mode) == ("rabc", 0.05, "dense")
+    assert load_config([DATA, "--use_rabc=false", "--rabc_kappa=0.05"]).sample_weighting.chosen == "uniform"
     with pytest.raises(ConfigError, match=r"sample_weighting.type='other' is not valid"):
         load_config([DATA, "--sample_weighting.type=other"])
 

@@ -106,6 +106,12 @@ def _refuse_local(config: TrainConfig) -> None:
             f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
             f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
         )
+    weights = config.sample_weighting.progress_path
+    if weights is not None and "://" not in weights:
+        raise ConfigError(
+            f"sample_weighting.progress_path={weights} is on this machine, which the job can't access. Upload it into "
+            "the dataset's repository and give hf://datasets/USER/NAME/FILE instead."
+        )
     path = config.policy_path
     if path is not None and Path(path).exists():
         raise ConfigError(
