@@ -423,13 +423,36 @@ def test_each_lerobot_flag_alone(flag):
         "--peft.method_type=MISS",
         "--peft.init_type=pissa",
         "--reward_model.type=classifier",
-        "--sample_weighting.type=rabc",
         "--eval.recording=true",
     ],
 )
 def test_what_lerobot_has_and_flexor_has_not_is_refused_with_a_reason(flag):
     with pytest.raises(ConfigError, match=r"is not supported: \w+"):
         load_config([DATA, flag])
+
+
+def test_lerobots_sample_weighting():
+    assert load_config([DATA]).sample_weighting.chosen == "uniform"
+    flags = [
+        "--sample_weighting.type=rabc",
+        "--sample_weighting.head_mode=dense",
+        "--sample_weighting.kappa=0.02",
+    ]
+    weighting = load_config([DATA, *flags, "--sample_weighting.epsilon=1e-5"]).sample_weighting
+    assert (weighting.chosen, weighting.head_mode, weighting.kappa, weighting.epsilon) == (
+        "rabc",
+        "dense",
+        0.02,
+        1e-5,
+    )
+    assert load_config([DATA, "--sample_weighting.progress_path=p.parquet"]).sample_weighting.chosen == "rabc"
+    before = load_config(
+        [DATA, "--use_rabc=true", "--rabc_kappa=0.05", "--rabc_head_mode=dense"]
+    ).sample_weighting
+    assert (before.type, before.kappa, before.head_mode) == ("rabc", 0.05, "dense")
+    assert load_config([DATA, "--use_rabc=false", "--rabc_kappa=0.05"]).sample_weighting.chosen == "uniform"
+    with pytest.raises(ConfigError, match=r"sample_weighting.type='other' is not valid"):
+        load_config([DATA, "--sample_weighting.type=other"])
 
 
 @pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])

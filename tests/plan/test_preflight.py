@@ -13,7 +13,7 @@ from flexor.config.schema import TrainConfig
 from flexor.plan import preflight
 from flexor.plan.site.hardware import GPU, Hardware, load_hardware
 from flexor.policies.fit import fit_to_dataset
-from flexor.train.build import build_datasets
+from flexor.train.datasets import build_datasets
 from flexor.train.ranks.processes import Processes
 
 CUDA = torch.device("cuda")

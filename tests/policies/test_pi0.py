@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flexor.cli.main import main
-from flexor.core.batch import ACTION, STATE
+from flexor.core.batch import ACTION, ACTION_LENGTH, STATE
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.rng import Noise
 from flexor.policies import policy_class
+from flexor.policies.base import without_padding
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.nn.gemma import GemmaDecoder
 from flexor.policies.nn.siglip import SiglipVision
@@ -81,6 +82,37 @@ def test_a_run_without_weights_must_be_asked_for_in_so_many_words(kind, dataset,
     assert main(["train", *given, "--policy.load_vlm_weights=false", "--policy.train_expert_only=true"]) == 0
     said = capsys.readouterr().err
     assert "starts with random weights, and policy.train_expert_only=true never trains" in said
+
+
+# several datasets
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_image_that_a_sample_does_not_have_is_not_seen(kind):
+    policy = make_policy(kind, cameras=(TOP, WRIST))
+    policy.eval()
+    batch = batch_of(policy.config)
+    hidden = {**batch, f"{WRIST}_padding_mask": torch.tensor([True, False])}
+    other = {**hidden, WRIST: torch.stack([batch[WRIST][0], torch.zeros_like(batch[WRIST][1])])}
+    seen, masked, changed = (policy.loss(each, noise_of()).per_sample for each in (batch, hidden, other))
+    assert torch.equal(masked, changed)
+    assert torch.allclose(masked[0], seen[0], rtol=1e-5) and not torch.allclose(masked[1], seen[1], rtol=1e-5)
+    alone = policy.loss({key: value for key, value in batch.items() if key != WRIST}, noise_of()).per_sample
+    assert torch.allclose(masked[1], alone[1], rtol=1e-4)  # as if there were no such camera
+
+
+def test_padding_of_shorter_actions_is_not_learned():
+    policy = make_policy(action=5)
+    policy.eval()
+    batch = {**batch_of(policy.config), ACTION_LENGTH: torch.tensor([5, 2])}
+    plain = {key: value for key, value in batch.items() if key != ACTION_LENGTH}
+    errors = policy.loss(batch, noise_of()).per_sample, policy.loss(plain, noise_of()).per_sample
+    assert torch.equal(errors[0][0], errors[1][0])
+    error = torch.rand(2, 3, 5)
+    own = without_padding(error, batch).mean((1, 2))
+    assert torch.allclose(own, torch.stack([error[0].mean(), error[1, :, :2].mean()]))
+    on_meta = {ACTION_LENGTH: batch[ACTION_LENGTH].to("meta")}
+    assert without_padding(error.to("meta"), on_meta).shape == error.shape  # without looking at values
 
 
 # the file of weights

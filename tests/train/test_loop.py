@@ -19,8 +19,9 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.data.dataset import open_dataset
 from flexor.policies.fit import fit_to_dataset
-from flexor.train.build import build_state, split_episodes
+from flexor.train.build import build_state
 from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.datasets import split_episodes
 from flexor.train.engine.base import Engine
 from flexor.train.ranks.split import split_batch
 from flexor.train.validate import held_out_loss

@@ -30,7 +30,7 @@ from flexor.data.loader.open import open_loader
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.order.shuffle_quality import shuffle_quality
 from flexor.policies.fit import deltas_of, fit_to_dataset
-from flexor.train.build import build_datasets
+from flexor.train.datasets import build_datasets
 
 MODES = ("single", "sarm", "policy")
 SARM_STEPS = 8

@@ -116,9 +116,9 @@ def names_dataset(
     parsed: argparse.Namespace, settings: list[str], describing: Collection[str] = ROBOT
 ) -> bool:
     """Whether the settings name a dataset. To describe one as well, with the flags `describing`, is an error."""
-    from flexor.config.parse import parse_flags
+    from flexor.config.parse import DATASETS, parse_flags
 
-    if not {"config", "dataset.repo_id", "dataset.root"} & parse_flags(settings).keys():
+    if not {"config", *DATASETS} & parse_flags(settings).keys():
         return False
     described = [name for name in describing if getattr(parsed, name) is not None]
     if described:

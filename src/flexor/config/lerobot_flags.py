@@ -34,7 +34,6 @@ IGNORED = {
     "peft.init_type": "adapters always use PEFT's default initialisation",
     "peft": "give its settings one by one, such as --peft.r=16",
     "reward_model": "Flexor does not train reward models",
-    "sample_weighting": "all samples have the same weight",
     "scheduler.name": "--scheduler.type chooses the scheduler",
     "rename_map": "the policy and the dataset must use the same names",
     "job": "the run starts on this machine",
@@ -57,7 +56,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "peft.init_type": (None,),
     "peft": (None,),
     "reward_model": (None,),
-    "sample_weighting": (None,),
     "rename_map": ({}, None),
     "scheduler.name": ("cosine",),
     "job.target": (None, "local"),
@@ -87,6 +85,7 @@ ALIASES = {
 def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
     """Remove LeRobot's settings that have no effect in Flexor, and name them in the log."""
     kept = {}
+    flat = _with_sample_weighting(flat)
     if "peft.method_type" in flat:
         flat = {"lora.r": 16, **flat}  # LeRobot's default
     for key, value in flat.items():
@@ -105,3 +104,16 @@ def drop_ignored(flat: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Text) and key not in HARMLESS:
             log.warning("--%s has no effect in Flexor: %s", key, reason)
     return kept
+
+
+def _with_sample_weighting(flat: dict[str, Any]) -> dict[str, Any]:
+    """RA-BC as LeRobot's files had it before 0.6 (use_rabc), as the settings that it has now."""
+    kept = {key: value for key, value in flat.items() if key != "use_rabc" and not key.startswith("rabc_")}
+    if str(kept.get("sample_weighting", "")).lower() in ("null", "none"):
+        del kept["sample_weighting"]  # its default
+    given = any(key.startswith("sample_weighting.") for key in kept)
+    if str(flat.get("use_rabc", False)).lower() != "true" or given:
+        return kept
+    old = {key.removeprefix("rabc_"): value for key, value in flat.items() if key.startswith("rabc_")}
+    new = {f"sample_weighting.{key}": value for key, value in old.items() if value is not None}
+    return {**kept, "sample_weighting.type": "rabc", **new}

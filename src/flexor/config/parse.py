@@ -14,11 +14,12 @@ from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import RUN_CONFIG
-from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain
-from flexor.data.format.episode_list import parse_episodes
+from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain, load_yaml, parse_yaml
+from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, settled, short_name
 
+DATASETS = {"dataset.repo_id", "dataset.root", "dataset.mix"}  # settings that name a dataset
 PACKAGED = Path(__file__).parent / "builtin"
 DEFAULT_POLICY = "act"
 # Settings of these groups depend on their type: choosing another type drops the settings given before.
@@ -68,6 +69,8 @@ def flatten(tree: dict[str, Any], where: str = "") -> dict[str, Any]:
             flat.update(flatten(value, name))
         elif name in GROUPS and value is None:
             continue  # LeRobot writes `env: null` for a group that was not given
+        elif name == "dataset" and isinstance(value, list):
+            flat["dataset.mix"] = value
         elif where == "peft" and value is None:
             continue  # LeRobot's default
         else:
@@ -82,7 +85,7 @@ def read_file(name: str | Path) -> dict[str, Any]:
     try:
         if not path.is_file() and packaged.is_file():
             path = packaged
-        data = yaml.safe_load(path.read_text())
+        data = load_yaml(path.read_text())
     except OSError as error:
         names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
         raise ConfigError(
@@ -101,7 +104,7 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
     if {"steps", "epochs"} <= flags.keys():
         raise ConfigError(f"steps={flags['steps']} and epochs={flags['epochs']}: give only one of them.")
     file = flags.pop("config", None)
-    if file is None and not {"dataset.repo_id", "dataset.root"} & flags.keys():
+    if file is None and not DATASETS & flags.keys():
         file = "demo"
     layers = [flatten(read_file(file))] if file is not None else []
     given = {key: value for layer in (*layers, flags) for key, value in layer.items()}
@@ -131,6 +134,7 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
         flat["precision"] = "bf16"
     for key in {"dataset.episodes", "dataset.exclude_episodes"} & flat.keys():
         flat[key] = _read_episodes(key, flat[key])
+    _read_list_of_datasets(flat)
     tree = nest(flat)
     policy_settings = tree.pop("policy", {})
     policy = _build_policy(policy_settings, flat.get("policy_path"))
@@ -176,7 +180,24 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
 def _read_episodes(key: str, value: Any) -> Any:
     if not isinstance(value, str) or value.lower() in ("null", "none", ""):
         return value
-    return parse_episodes(value, key)
+    return episode_setting(value, key)
+
+
+def _read_list_of_datasets(flat: dict[str, Any]) -> None:
+    """dataset.repo_id as a list: of names, or of objects with settings, as dataset.mix has them."""
+    weights = flat.get("dataset.weights")
+    if isinstance(weights, Text) and weights[:1] not in ("[", "n"):
+        flat["dataset.weights"] = Text(f"[{weights}]")  # 3,1
+    given = flat.get("dataset.repo_id")
+    if isinstance(given, Text) and given.startswith("["):
+        given = parse_yaml(given)
+    if not isinstance(given, list):
+        return
+    if all(isinstance(item, str) for item in given):
+        flat["dataset.repo_id"] = ",".join(given)
+        return
+    flat["dataset.mix"] = [{"repo_id": item} if isinstance(item, str) else item for item in given]
+    del flat["dataset.repo_id"]
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import check_values, field_types, setting, to_plain
-from flexor.data.settings import DatasetConfig, parse_image_size
+from flexor.data.mixture.entries import check_entries
+from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
 
@@ -20,6 +21,7 @@ GROUPS = (
     "dataset.cache",
     "dataset.order",
     "policy",
+    "sample_weighting",
     "lora",
     "optimizer",
     "scheduler",
@@ -217,6 +219,7 @@ class TrainConfig:
     """Steps between two evaluations in the environment (needs env.type); 0: never."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    sample_weighting: SampleWeightingConfig = field(default_factory=SampleWeightingConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -246,7 +249,7 @@ def group_type(group: str) -> type:
 def validate(config: TrainConfig) -> None:
     """Raise an error for combinations that can't work, before the run starts."""
     dataset = config.dataset
-    if dataset.repo_id is None and dataset.root is None:
+    if dataset.repo_id is None and dataset.root is None and dataset.mix is None:
         raise ConfigError(
             "No dataset: give --dataset.repo_id=USER/NAME, --dataset.root=FOLDER or --config=demo."
         )
@@ -259,6 +262,7 @@ def validate(config: TrainConfig) -> None:
     parse_image_size(dataset.cache.size)
     _validate_episodes(dataset.episodes)
     check_values(config)
+    check_entries(dataset)
 
 
 def validate_weights(config: TrainConfig) -> None:
@@ -277,8 +281,8 @@ def validate_weights(config: TrainConfig) -> None:
         )
 
 
-def _validate_episodes(episodes: list[int] | None) -> None:
-    if episodes is None:
+def _validate_episodes(episodes: list[int] | str | None) -> None:
+    if episodes is None or isinstance(episodes, str):
         return
     if not episodes:
         raise ConfigError("dataset.episodes is an empty list: leave it out to use all episodes.")

@@ -18,3 +18,11 @@ MEMORY = "memory"
 # Mean number of actions per sample that are not padding, over the whole *global* batch. The loader
 # adds it, so that a loss divided by it is the same however the batch is spread over ranks.
 VALID_STEPS = "action_valid_steps"
+
+# Columns that Flexor adds to a dataset. LeRobot allows no slash in names, so no feature has these.
+# Weight of each sample in the loss [B].
+SAMPLE_WEIGHT = "/sample_weight"
+# Several datasets: which of them each sample is from [B].
+DATASET_NUMBER = "/dataset"
+# Several datasets whose actions have different lengths: the length of each sample's [B]; the rest is padding.
+ACTION_LENGTH = "/action_length"

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 import textwrap
 import types
 import typing
@@ -217,10 +218,28 @@ def _parse_text(text: str, expected: Any) -> Any:
     return parse_yaml(text)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which 5:9 is text. YAML 1.1 reads it as a number to the base of 60."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, re.compile("(?!.*:)" + regexp.pattern, re.X) if tag.endswith((":int", ":float")) else regexp)
+        for tag, regexp in resolvers
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def load_yaml(text: str) -> Any:
+    """The text as YAML; an error if it is not valid."""
+    return yaml.load(text, _Loader)
+
+
 def parse_yaml(text: str) -> Any:
     """The text parsed as YAML, or unchanged if it is not valid YAML."""
     try:
-        return yaml.safe_load(text)
+        return load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2020-99-99 looks like a date
         return str(text)
 

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexor.core.batch import SAMPLE_WEIGHT
 from flexor.core.errors import DatasetError
 from flexor.core.log import warn_once
+from flexor.data.format.episode_list import checked_episodes, select_episodes
 from flexor.data.format.metadata import BrokenFile, Feature, Metadata, read_metadata
 from flexor.data.format.table import FrameTable, fill_in, read_table
 from flexor.data.format.windows import window_rows
@@ -141,7 +143,7 @@ class Dataset:
 
     def select(self, episodes: Sequence[int]) -> "Dataset":
         """A view of some episodes (indices of the whole dataset); frames are shared, not read twice."""
-        wanted = _checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
+        wanted = checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
         keep = np.flatnonzero(np.isin(self.episodes.index, wanted))
         spans = zip(self.episodes.start[keep].tolist(), self.episodes.end[keep].tolist())
         rows = np.concatenate([np.arange(start, end) for start, end in spans])
@@ -174,6 +176,8 @@ class Dataset:
             self.skipped
         ):  # not the same as leaving these episodes out by choice: skipped ones may become readable
             identity["skipped"] = sorted(self.skipped)
+        if SAMPLE_WEIGHT in self.columns:
+            identity["weights"] = hashlib.sha256(self.columns[SAMPLE_WEIGHT].tobytes()).hexdigest()
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
@@ -220,20 +224,24 @@ def open_dataset(
     repo_id: str | None = None,
     root: str | Path | None = None,
     revision: str | None = None,
-    episodes: Sequence[int] | None = None,
+    episodes: Sequence[int] | str | None = None,
     tolerance_s: float | None = None,
     streaming: bool = False,
     size: tuple[int, int] | None = None,
     remote_bytes: int | None = None,
-    exclude_episodes: Sequence[int] | None = None,
+    exclude_episodes: Sequence[int] | str | None = None,
     frame_by: FrameBy = "auto",
     on_bad_episode: str = "raise",
+    tasks: Sequence[str] | str | None = None,
 ) -> Dataset:
     """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
 
     With `streaming`, byte ranges of a Hub dataset's videos are read when needed, instead of downloading first.
     Data read over a network is cached on disk, up to `remote_bytes` (default: a quarter of the free space).
     `size` (height, width) scales all images.
+
+    `episodes` and `exclude_episodes` are lists, or text such as "0:50,60:". `tasks` are parts of the task's text, or
+    patterns with * and ? for all of it: only episodes with such a task are read.
 
     `tolerance_s` is the largest allowed distance of a frame from its row's timestamp; default: half a frame
     period. LeRobot allows 1e-4 s, and many real recordings fail that (its issues 933 and 1875) although no other
@@ -245,7 +253,14 @@ def open_dataset(
     source = find_source(repo_id, root, revision, streaming, remote_bytes)
     name = repo_id or str(source)
     meta = read_metadata(source)
-    selected = _selected(meta, episodes, exclude_episodes, name)
+    selected = select_episodes(
+        name,
+        meta.episodes.index,
+        meta.episodes.tasks,
+        episodes=episodes,
+        exclude=exclude_episodes,
+        by_task=tasks,
+    )
     if not selected:
         raise BrokenFile(source, "meta/info.json", "the dataset has no episode")
     source.fetch(meta.episodes.files(selected))
@@ -323,42 +338,6 @@ def _assemble(
         files=meta.episodes.files(),
         _file_sizes=_file_sizes(source, meta, table.episode, rows.cameras),
     )
-
-
-def _selected(
-    meta: Metadata, episodes: Sequence[int] | None, exclude: Sequence[int] | None, name: str
-) -> list[int]:
-    """The requested episodes without the excluded ones."""
-    there = meta.episodes.index
-    wanted = there.tolist() if episodes is None else _checked_episodes(episodes, there, name, "episodes")
-    if not exclude:
-        return wanted
-    unwanted = set(_checked_episodes(exclude, there, name, "exclude_episodes"))
-    left = [episode for episode in wanted if episode not in unwanted]
-    if not left:
-        raise DatasetError(f"{name}: --dataset.exclude_episodes excludes all of its {len(wanted)} episodes")
-    return left
-
-
-def _checked_episodes(
-    episodes: Sequence[int], valid: np.ndarray, name: str, setting: str = "episodes"
-) -> list[int]:
-    """The requested episodes, once each and in order; an episode that does not exist is an error."""
-    wanted = sorted({int(episode) for episode in episodes})
-    there = set(valid.tolist())
-    wrong = [episode for episode in wanted if episode not in there]
-    if wrong:
-        extent = f"{valid.min()} to {valid.max()}" if len(valid) else "none"
-        if len(there) and len(there) != valid.max() - valid.min() + 1:
-            extent = f"{sorted(there)}"
-        raise DatasetError(
-            f"{name} has no episodes {wrong}: valid episodes are {extent}. Correct --dataset.{setting}"
-        )
-    if not wanted:
-        raise DatasetError(
-            f"{name}: the list of episodes is empty. Leave out --dataset.{setting} to read all"
-        )
-    return wanted
 
 
 def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:

@@ -41,18 +41,68 @@ class OrderConfig:
 
 
 @dataclass
+class DatasetEntry:
+    """One of several datasets of a run."""
+
+    repo_id: str | None = None
+    """Dataset on the Hub, or its name under $HF_LEROBOT_HOME."""
+    root: str | None = None
+    """Folder of the dataset, or a URL."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    name: str | None = None
+    """Its name in the log; default: repo_id, or the name of the folder."""
+    weight: float | None = setting(None, more_than=0)
+    """Its share of the samples, relative to the other datasets; default: by size."""
+    episodes: list[int] | str | None = None
+    """Use only these episodes."""
+    exclude_episodes: list[int] | str | None = None
+    """Leave out these episodes."""
+    tasks: list[str] | str | None = None
+    """Use only episodes with these tasks."""
+    episode_weights: str | None = None
+    """How often to use some of its episodes."""
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """Names of its features -> names in this run, such as {observation.image: observation.images.top}."""
+    weights_path: str | None = None
+    """File with weights or progress of its samples, for sample_weighting."""
+
+
+@dataclass
 class DatasetConfig:
     repo_id: str | None = setting(None, may_change=True)
     """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` and
-    `builtin/place_words` are datasets of the built-in task."""
+    `builtin/place_words` are datasets of the built-in task. Several: a,b."""
     root: str | None = setting(None, may_change=True)
-    """Folder of the dataset, or a URL such as s3://bucket/dataset."""
+    """Folder of the dataset, or a URL such as s3://bucket/dataset. Several: a,b."""
     revision: str | None = setting(None, may_change=True)
     """Branch, tag or commit on the Hub."""
-    episodes: list[int] | None = None
-    """Use only these episodes: a list, or @file with one (as `flexor data check` writes)."""
-    exclude_episodes: list[int] | None = None
-    """Leave out these episodes: a list, or @file with one."""
+    episodes: list[int] | str | None = None
+    """Use only these episodes: indices and ranges such as 0,5:9,20: (a range's end is not included), or @file with a
+    list (as `flexor data check` writes)."""
+    exclude_episodes: list[int] | str | None = None
+    """Leave out these episodes; written like `episodes`."""
+    tasks: list[str] | str | None = None
+    """Use only episodes with these tasks: a part of the task's text, or a pattern with * and ? for the whole text.
+    Upper and lower case are the same. Several: [pick, "place * in the box"]."""
+    mix: list[DatasetEntry] | None = setting(None, may_change=True)
+    """Several datasets, each with settings of its own (repo_id, root, revision, name, weight, episodes,
+    exclude_episodes, tasks, episode_weights, rename_map, weights_path), instead of repo_id and root."""
+    weights: list[float] | None = setting(None, more_than=0)
+    """Several datasets: the share of samples of each, such as [3, 1]; default: by size."""
+    episode_weights: str | None = None
+    """How often some episodes are used, such as 0:50=3,60=2: three times as often as others, and twice."""
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """Names of the dataset's features -> names in this run, such as {observation.image: observation.images.top}."""
+    stats: Literal["merged", "per_dataset"] = "merged"
+    """Several datasets: normalise states and actions by the statistics of all of them, or each by its own."""
+    save_stats_of: str | None = None
+    """stats=per_dataset: the dataset whose statistics are saved with the policy, for robots; default: the first."""
+    on_missing_camera: Literal["raise", "mask", "drop"] = "raise"
+    """Several datasets: what to do with a camera that some of them lack. raise: stop. mask: their samples get a black
+    image, and a policy that supports it ignores it. drop: use only cameras that all of them have."""
+    allow_different_fps: bool = False
+    """Several datasets: train on them although their frame rates differ. Time is counted in frames."""
     on_bad_episode: Literal["raise", "skip"] = "raise"
     """What to do with an episode that can't be read (a file is missing, truncated or does not match the metadata).
     raise: stop and name it. skip: leave it out and log how many were skipped."""
@@ -72,6 +122,33 @@ class DatasetConfig:
     raise: stop. Bad frames are counted."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     order: OrderConfig = field(default_factory=OrderConfig)
+
+
+@dataclass
+class SampleWeightingConfig:
+    type: Literal["rabc", "file", "column", "uniform"] | None = None
+    """Weight of each sample in the loss. rabc: from the progress of the task, as in RA-BC. file: from a parquet file.
+    column: from a column of the dataset. uniform: the same for all. Default: uniform, or rabc if any other of these
+    settings is given."""
+    progress_path: str | None = None
+    """rabc, file: parquet file with a row per frame, by `index`; default: sarm_progress.parquet in the dataset."""
+    head_mode: str = "sparse"
+    """rabc: use the column progress_<head_mode> of the file: sparse or dense."""
+    column: str = "weight"
+    """file, column: name of the column with the weights."""
+    kappa: float = 0.01
+    """rabc: progress within a chunk above which a sample has the full weight."""
+    epsilon: float = setting(1e-6, more_than=0)
+    """Added to sums and deviations that are divided by."""
+    extra_params: dict[str, float] = field(default_factory=dict)
+    """rabc: fallback_weight (default 1) for frames without progress, and chunk_size (default: the policy's)."""
+
+    @property
+    def chosen(self) -> str:
+        """The type, also if it is not given."""
+        if self.type is not None:
+            return self.type
+        return "uniform" if self == SampleWeightingConfig() else "rabc"
 
 
 def parse_image_size(text: str | None) -> tuple[int, int] | None:

@@ -8,10 +8,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_dataclass
 
-from flexor.core.batch import ACTION, STATE, VALID_STEPS, Batch
+from flexor.core.batch import ACTION, ACTION_LENGTH, STATE, VALID_STEPS, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
 from flexor.core.typed import setting
@@ -44,6 +45,8 @@ class PolicyConfig:
     trains_in_bf16: ClassVar[bool] = False
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
+    reads_camera_masks: ClassVar[bool] = False
+    """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
@@ -270,6 +273,16 @@ class Policy(nn.Module):
 
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+
+
+def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """error [B, H, A] whose mean over A is that over the actions' own length, where datasets have different ones."""
+    length = batch.get(ACTION_LENGTH)
+    if length is None:
+        return error
+    most = error.shape[-1]
+    there = torch.arange(most, device=error.device) < length[:, None]  # [B, A]
+    return error * (there * (most / length[:, None]))[:, None].to(error.dtype)
 
 
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:

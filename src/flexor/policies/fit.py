@@ -13,6 +13,7 @@ from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.statistics import compute_stats, relative_action_stats
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
@@ -51,6 +52,7 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
             f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
             "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
         )
+    _check_padding(policy, dataset)
     policy = policy.fitted(inputs, outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
@@ -68,6 +70,23 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
             )
     policy.validate()
     return policy
+
+
+def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
+    """Datasets with states or actions of different lengths: only for policies that pad them themselves."""
+    if not isinstance(dataset, MixedDataset):
+        return
+    for name, setting in ((STATE, "max_state_dim"), (ACTION, "max_action_dim")):
+        if name in dataset.form.padded and not hasattr(policy, setting):
+            raise ConfigError(
+                f"{name} has different lengths in the datasets ({dataset.form.padded[name]}), and policy.type="
+                f"{policy.type} supports only one. Policies that pad them are pi0, pi05, pi0_fast and smolvla."
+            )
+    if dataset.form.blank and not policy.reads_camera_masks:
+        log.warning(
+            "policy.type=%s does not ignore missing cameras: it sees black images of %s",
+            *(policy.type, ", ".join(dataset.form.blank)),
+        )
 
 
 def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.mixture.mixed import MixedDataset
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.engine.base import Engine
 
@@ -29,6 +31,8 @@ def introduce(state: TrainState, training: Dataset, held_out: Dataset | None, fo
     _introduce_ranks(state.engine)
     held = f" and {len(held_out.episodes)} held out" if held_out is not None else ""
     log.info("%s: %d episodes, %d frames%s", training.repo_id, len(training.episodes), len(training), held)
+    if isinstance(training, MixedDataset):
+        _introduce_members(training)
     rates = ", ".join(f"{group['initial_lr']:g}" for group in state.optimizer.param_groups)
     log.info(
         "steps %d to %d, %d samples each (%s), %s lr %s",
@@ -40,6 +44,22 @@ def introduce(state: TrainState, training: Dataset, held_out: Dataset | None, fo
         rates,
     )
     log.info("run folder %s%s", config.output_dir, f", resuming from {found.name}" if found else "")
+
+
+def _introduce_members(training: MixedDataset) -> None:
+    """Log what each dataset has, and its share of the samples."""
+    member = training.member_of(training.episodes.index)
+    frames = np.bincount(member, training.episodes.length, len(training.members))
+    weights = [frames[i] if m.weight is None else m.weight for i, m in enumerate(training.members)]
+    for number, one in enumerate(training.members):
+        log.info(
+            "  %s: %d episodes, %d frames, %.1f %% of the samples%s",
+            one.name,
+            (member == number).sum(),
+            frames[number],
+            100 * weights[number] / sum(weights),
+            f", {len(one.episode_weights)} episodes with weights" if one.episode_weights else "",
+        )
 
 
 def _introduce_ranks(engine: Engine) -> None:

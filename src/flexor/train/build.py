@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,14 +12,15 @@ from torch import nn
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schedules import build_scheduler
 from flexor.config.schema import ParallelConfig, TrainConfig
-from flexor.core.errors import ConfigError, DatasetError
+from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
 from flexor.core.rng import seed_everything
-from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
-from flexor.data.settings import DatasetConfig, OrderConfig, parse_image_size
+from flexor.data.mixture.mixed import MixedDataset
+from flexor.data.settings import OrderConfig
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
 from flexor.policies.base import Policy
@@ -28,8 +28,8 @@ from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.pretrained import find_folder, to_be_filled
-from flexor.policies.processing.pipeline import Pipeline
-from flexor.sim.record import BUILTIN, builtin_dataset
+from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
+from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
@@ -37,41 +37,6 @@ from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
-
-
-def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
-    """The episodes to train on, and those held out."""
-    root: str | Path | None = config.root
-    if root is None and config.repo_id in BUILTIN:
-        root = builtin_dataset(config.repo_id)
-    dataset = open_dataset(
-        config.repo_id,
-        root,
-        config.revision,
-        config.episodes,
-        streaming=config.streaming,
-        size=parse_image_size(config.cache.size),
-        remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
-        exclude_episodes=config.exclude_episodes,
-        frame_by=config.frame_by,
-        on_bad_episode=config.on_bad_episode,
-    )
-    if not config.eval_split:
-        return dataset, None
-    training, held_out = split_episodes(dataset, config.eval_split)
-    return dataset.select(training), dataset.select(held_out)
-
-
-def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
-    """All ranks must skip the same episodes. Each rank reads the dataset itself, perhaps from its own disk."""
-    found = processes.gather(sorted(dataset.skipped))
-    other = next((rank for rank, skipped in enumerate(found) if skipped != found[0]), None)
-    if other is not None:
-        differing = sorted({*found[0]} ^ {*found[other]})
-        raise DatasetError(
-            f"{dataset.repo_id}: only one of the ranks 0 and {other} can read the episodes {differing}. Copy the same "
-            "dataset files to all nodes, or exclude these episodes with --dataset.exclude_episodes."
-        )
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
@@ -179,24 +144,6 @@ def _open_loader(
     )
 
 
-def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]]:
-    """The last episodes of each task are held out, as LeRobot holds them out."""
-    by_task: dict[str, list[int]] = {}
-    for index, tasks in zip(dataset.episodes.index.tolist(), dataset.episodes.tasks):
-        by_task.setdefault(tasks[0] if tasks else "", []).append(index)
-    training: list[int] = []
-    held_out: list[int] = []
-    for episodes in by_task.values():
-        cut = len(episodes) - math.ceil(len(episodes) * share)
-        training += episodes[:cut]
-        held_out += episodes[cut:]
-    if not training:
-        raise ConfigError(
-            f"dataset.eval_split={share} holds out all {len(held_out)} episodes: use a smaller value."
-        )
-    return training, held_out
-
-
 def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) -> Policy:
     """The policy with its initial weights, which depend on the seed. When resuming, a checkpoint loads them later."""
 
@@ -290,8 +237,35 @@ def build_state(
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
-    stats = statistics(dataset, config.policy, config.dataset.use_imagenet_stats)
-    before, after = config.policy.pipelines(stats, str(engine.device))
+    policy, device = config.policy, str(engine.device)
+    stats = statistics(dataset, policy, config.dataset.use_imagenet_stats)
+    if config.dataset.stats == "per_dataset" and isinstance(dataset, MixedDataset):
+        before, after = _pipelines_by_dataset(config, dataset, stats, device)
+    else:
+        before, after = policy.pipelines(stats, device)
     before.prepare()
     after.prepare()
+    return before, after
+
+
+def _pipelines_by_dataset(
+    config: TrainConfig, dataset: MixedDataset, merged: Stats, device: str
+) -> tuple[Pipeline, Pipeline]:
+    """Each dataset is normalised by its own statistics, images by those of all. Those of one dataset are saved."""
+    policy, images = config.policy, config.dataset.use_imagenet_stats
+    each = [statistics(dataset.only(number), policy, images) for number in range(len(dataset.members))]
+    each = [{**stats, **{name: merged[name] for name in policy.images}} for stats in each]
+    saved = dataset.names.index(config.dataset.save_stats_of or dataset.names[0])
+    log.info(
+        "each dataset is normalised by its own statistics; those of %s are saved with the policy",
+        dataset.names[saved],
+    )
+    before, after = policy.pipelines(each[saved], device)
+    others = [policy.pipelines(stats, device)[0].steps for stats in each]
+    for number, step in enumerate(before.steps):
+        if isinstance(step, Normalize):
+            own = [steps[number] for steps in others]
+            before.steps[number] = NormalizeByDataset(
+                step, [one for one in own if isinstance(one, Normalize)]
+            )
     return before, after

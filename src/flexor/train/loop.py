@@ -23,17 +23,19 @@ from flexor.core.machine import let_gpu_memory_grow
 from flexor.core.run_files import RUN_CONFIG
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
+from flexor.data.mixture.entries import absolute_roots
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
-from flexor.train.build import build_datasets, build_engine, build_loader, build_state, check_same_episodes
+from flexor.train.build import build_engine, build_loader, build_state
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
+from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.ranks.processes import Processes, find_processes
@@ -118,8 +120,7 @@ def _take_part(
 def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) -> tuple[TrainConfig, bool]:
     """The run's folder, and whether a run has already started there. Rank 0 decides."""
     config.job_name = config.job_name or config.policy.type
-    if config.dataset.root and "://" not in config.dataset.root:
-        config.dataset.root = str(Path(config.dataset.root).absolute())  # a resume may start elsewhere
+    config.dataset = absolute_roots(config.dataset)  # a resume may start elsewhere
     restarted = processes.restarts > 0
 
     def decide() -> tuple[Path, bool]:
@@ -152,6 +153,7 @@ def _build(
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
     config.policy = fit_to_dataset(config.policy, training)  # from here on the config alone defines the run
+    training = weigh_samples(config, training)
     if preflight is not None:
         preflight.before(config, training, processes, device)
     split = split_batch(config, processes.world_size)
@@ -259,17 +261,20 @@ def _log(
     counts = {name: sum(told.get(name, 0) for told in found) for name in TROUBLES}
     counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
-    values = {
+    values: dict[str, Any] = {
         **meters.report(state.engine),
         "lr": state.scheduler.get_last_lr()[0],
         "epoch": epoch,
         **troubles,
     }
+    seen = loader.seen(state.step)
+    if seen:
+        values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
     log.info(
-        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s",
+        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s%s",
         state.step,
         values["loss"],
         values["grad_norm"],
@@ -279,6 +284,7 @@ def _log(
         100 * values["data_wait"],
         f"  GPU busy {100 * values['gpu_busy']:.0f} %" if "gpu_busy" in values else "",
         "".join(f"  {name.replace('_', ' ')} {count}" for name, count in troubles.items()),
+        "".join(f"  {name} {100 * s.share:.0f} % ({s.epochs:.2f} epochs)" for name, s in seen.items()),
     )
     return as_json(values)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
+from flexor.core.batch import SAMPLE_ID, SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
 from flexor.policies.processing.pipeline import Pipeline, StepContext
@@ -95,10 +95,19 @@ def forward_backward(
         noise = noise.to(engine.device)
     with engine.forward():
         losses = engine.model(prepared, noise)
-        loss = losses.per_sample.float().sum() / split.global_batch
+        loss = _weighted(losses.per_sample, prepared).sum() / split.global_batch
     engine.backward(loss)
-    parts = {name: part.detach().float().sum() / split.global_batch for name, part in losses.parts.items()}
+    parts = {
+        name: _weighted(part.detach(), prepared).sum() / split.global_batch
+        for name, part in losses.parts.items()
+    }
     return loss.detach(), parts
+
+
+def _weighted(per_sample: Tensor, batch: Batch) -> Tensor:
+    """Losses [B] times the weights of their samples, which the loader scales to a mean of 1 over the global batch."""
+    weight = batch.get(SAMPLE_WEIGHT)
+    return per_sample.float() if weight is None else per_sample.float() * weight
 
 
 def update_weights(state: TrainState) -> Tensor:

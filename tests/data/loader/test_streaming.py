@@ -16,7 +16,6 @@ from flexor.core.errors import ConfigError, DatasetError
 from flexor.data.dataset import open_dataset
 from flexor.data.loader.choose_order import fit_lanes
 from flexor.data.loader.open import open_loader
-from flexor.data.order.decode_units import Units
 from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 from flexor.data.video.decode import index_video
 from support import runs, selection
@@ -170,8 +169,7 @@ def test_the_order_fits_the_room(root):
     ],
 )
 def test_lanes(count, size, room, expected):
-    edges = np.arange(count) * size
-    assert fit_lanes(64, Units(edges, np.full(count, size), np.full(count, size), edges), room) == expected
+    assert fit_lanes(64, count * size, count, room) == expected
 
 
 def test_the_order_of_a_run_is_written_down_and_kept(root):

@@ -1,36 +1,64 @@
-"""Parses lists of episodes such as 0,1,5:9 or @file."""
+"""Selects episodes: by lists such as 0,1,5:9 or @file, and by the text of their tasks."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from flexor.core.errors import ConfigError
+import numpy as np
+
+from flexor.core.errors import ConfigError, DatasetError
+
+SHOWN_TASKS = 10  # in an error message
 
 
-def parse_episodes(text: str, where: str) -> list[int]:
+def parse_episodes(text: str, where: str, count: int | None = None) -> list[int]:
     """Indices and half-open ranges, in the given order: "0, 5:8" is 0, 5, 6, 7. Enclosing brackets are allowed.
 
-    "@file" reads a JSON list from a file, as `flexor data check --good-episodes` writes it. `where` is the name
-    of the setting, for messages.
+    ":8" are the first eight, and "5:" are all from 5 on: that takes the `count` of episodes. "@file" reads a JSON list
+    from a file, as `flexor data check --good-episodes` writes it. `where` is the name of the setting, for messages.
     """
     if text.startswith("@"):
         return _read(text, where)
     episodes: list[int] = []
-    inside = text.strip()
-    inside = inside[1:-1] if inside[:1] == "[" and inside[-1:] == "]" else inside
-    for part in inside.split(","):
-        match = re.fullmatch(r"\s*([0-9]+)\s*(?::\s*([0-9]+)\s*)?", part)
-        first, end = (int(match[1]), int(match[2] or int(match[1]) + 1)) if match else (0, 0)
+    for part in _parts(text):
+        match = re.fullmatch(r"([0-9]+)?\s*(:)?\s*([0-9]+)?", part)
+        if not match or not (match[1] or match[3]):
+            raise _wrong(text, where, f"{part!r} is not an episode index")
+        first = int(match[1] or 0)
+        end = int(match[3]) if match[3] else first + 1
+        if match[2] and not match[3]:
+            if count is None:
+                raise _wrong(text, where, f"the range {part} has no end, and here it needs one")
+            if first >= count:
+                raise _wrong(text, where, f"the range {part} is empty: there are {count} episodes")
+            end = count
         if first >= end:
-            why = (
-                f"the range {part.strip()} is empty" if match else f"{part.strip()!r} is not an episode index"
-            )
-            raise ConfigError(f"{where}={text}: {why}. Give indices and ranges such as 0,1,5:9, or @file.")
+            raise _wrong(text, where, f"the range {part} is empty")
         episodes += range(first, end)
     return episodes
+
+
+def episode_setting(text: str, where: str) -> list[int] | str:
+    """The list as far as it is known without the dataset: as text, if a range in it has no end. Checks how it is
+    written."""
+    if text.startswith("@") or not any(part.endswith(":") for part in _parts(text)):
+        return parse_episodes(text, where)
+    parse_episodes(",".join(part.removesuffix(":") for part in _parts(text)), where)
+    return str(text)
+
+
+def _parts(text: str) -> list[str]:
+    inside = text.strip()
+    inside = inside[1:-1] if inside[:1] == "[" and inside[-1:] == "]" else inside
+    return [part.strip() for part in inside.split(",")]
+
+
+def _wrong(text: str, where: str, why: str) -> ConfigError:
+    return ConfigError(f"{where}={text}: {why}. Give indices and ranges such as 0,1,5:9 or 10:, or @file.")
 
 
 def write_episodes(episodes: Iterable[int]) -> str:
@@ -54,3 +82,77 @@ def _read(text: str, where: str) -> list[int]:
             f"{where}={text}: can't read a list of episodes such as [0, 1, 2] from this file ({error})."
         ) from error
     return episodes
+
+
+def select_episodes(
+    name: str,
+    there: np.ndarray,
+    tasks: Sequence[Sequence[str]],
+    *,
+    episodes: Sequence[int] | str | None = None,
+    exclude: Sequence[int] | str | None = None,
+    by_task: Sequence[str] | str | None = None,
+) -> list[int]:
+    """The requested ones of the episodes `there`, without the excluded ones, that have one of the tasks.
+
+    `tasks` are those of each episode. `name` is the dataset's, for messages.
+    """
+    wanted = there.tolist() if episodes is None else checked_episodes(episodes, there, name)
+    if exclude:
+        unwanted = set(checked_episodes(exclude, there, name, "exclude_episodes"))
+        left = [episode for episode in wanted if episode not in unwanted]
+        if not left:
+            raise DatasetError(
+                f"{name}: --dataset.exclude_episodes excludes all of its {len(wanted)} episodes"
+            )
+        wanted = left
+    return wanted if by_task is None else _with_task(name, wanted, by_task, tasks)
+
+
+def checked_episodes(
+    episodes: Sequence[int] | str, there: np.ndarray, name: str, setting: str = "episodes"
+) -> list[int]:
+    """The requested episodes, once each and in order; an episode that does not exist is an error."""
+    if isinstance(episodes, str):
+        episodes = parse_episodes(episodes, f"dataset.{setting}", int(there.max()) + 1 if len(there) else 0)
+    wanted = sorted({int(episode) for episode in episodes})
+    known = set(there.tolist())
+    wrong = [episode for episode in wanted if episode not in known]
+    if wrong:
+        extent = f"{there.min()} to {there.max()}" if len(there) else "none"
+        if len(known) and len(known) != there.max() - there.min() + 1:
+            extent = f"{sorted(known)}"
+        raise DatasetError(
+            f"{name} has no episodes {_some(wrong)}: valid episodes are {extent}. Correct --dataset.{setting}"
+        )
+    if not wanted:
+        raise DatasetError(
+            f"{name}: the list of episodes is empty. Leave out --dataset.{setting} to read all"
+        )
+    return wanted
+
+
+def _some(episodes: list[int]) -> str:
+    return str(episodes) if len(episodes) <= 20 else f"[{write_episodes(episodes)}]"
+
+
+def _with_task(
+    name: str, episodes: list[int], patterns: Sequence[str] | str, tasks: Sequence[Sequence[str]]
+) -> list[int]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    there = list(dict.fromkeys(task for episode in episodes for task in tasks[episode]))
+    useless = [p for p in patterns if not any(_matches(task, p) for task in there)]
+    if useless or not patterns:
+        shown = ", ".join(map(repr, there[:SHOWN_TASKS])) or "none"
+        more = f" and {len(there) - SHOWN_TASKS} more" if len(there) > SHOWN_TASKS else ""
+        raise DatasetError(
+            f"{name}: no task of its {len(episodes)} selected episodes matches --dataset.tasks={useless}. "
+            f"Their tasks are {shown}{more}"
+        )
+    return [e for e in episodes if any(_matches(task, p) for task in tasks[e] for p in patterns)]
+
+
+def _matches(task: str, pattern: str) -> bool:
+    """A pattern with * or ? must match the whole text; any other is searched for in it. Case does not matter."""
+    task, pattern = task.lower(), pattern.lower()
+    return fnmatchcase(task, pattern) if {"*", "?"} & {*pattern} else pattern in task

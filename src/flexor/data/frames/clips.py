@@ -19,7 +19,16 @@ from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
 from flexor.data.video.frame_match import FrameBy, NoMatch, match_frames
 
-__all__ = ["Clip", "FrameRule", "ImageClip", "ImageFiles", "VideoClip", "VideoFile", "decode_image"]
+__all__ = [
+    "BlankClip",
+    "Clip",
+    "FrameRule",
+    "ImageClip",
+    "ImageFiles",
+    "VideoClip",
+    "VideoFile",
+    "decode_image",
+]
 
 
 # decode(distinct numbers ascending, sink) calls sink(i, frame) for number i, and returns {i: reason} of bad frames.
@@ -186,7 +195,7 @@ class ImageClip:
         return np.arange(self.length)
 
     def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
-        return self.file, self._decode, self.first_row + frames
+        return (id(self.files), self.file), self._decode, self.first_row + frames
 
     def _decode(self, rows: np.ndarray, sink: Sink) -> dict[int, str]:
         encoded = self.files.encoded(self.file, self.feature.name)
@@ -199,6 +208,33 @@ class ImageClip:
                 what = f"not a PNG or JPEG ({error})" if data else "the image is missing"
                 bad[i] = f"row {row}: {what}"
         return bad
+
+
+@dataclass(eq=False)
+class BlankClip:
+    """Black images, for an episode of a dataset that lacks a camera which others have."""
+
+    feature: Feature
+    length: int
+
+    @property
+    def where(self) -> str:
+        return f"camera {self.feature.name}, which the dataset does not have"
+
+    def starts(self) -> np.ndarray:
+        return np.arange(self.length)
+
+    def request(self, frames: np.ndarray) -> tuple[object, Decode, np.ndarray]:
+        return self, self._decode, frames
+
+    def _decode(self, numbers: np.ndarray, sink: Sink) -> dict[int, str]:
+        channels, height, width = self.feature.chw
+        shape = (height, width) if channels == 1 else (height, width, channels)
+        layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
+        black = av.VideoFrame.from_ndarray(np.zeros(shape, np.uint8), format=layout)
+        for i in range(len(numbers)):
+            sink(i, black)
+        return {}
 
 
 def decode_image(data: bytes) -> np.ndarray:

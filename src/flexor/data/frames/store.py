@@ -213,6 +213,14 @@ class FrameStore:
         episode = int(self.episode_of(np.array([frame]))[0])
         return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
 
+    def in_words(self, episode: int) -> str:
+        """An episode, for messages."""
+        return f"episode {episode}"
+
+    def how_to_exclude(self, episode: int) -> str:
+        """What leaves out an episode, for messages."""
+        return f"--dataset.exclude_episodes={episode}"
+
     def _requests(
         self, camera: str, ids: np.ndarray, bad: dict[int, str]
     ) -> list[tuple[Callable[[np.ndarray, Sink], dict[int, str]], np.ndarray, list[int]]]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.core.batch import VALID_STEPS, Batch
+from flexor.core.batch import SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.frames.slots import Buffers
 from flexor.data.loader.packed import Packed, pack
@@ -42,11 +42,12 @@ class Batcher:
         jobs: int,
         counters: Counter[str],
         valid_steps: Callable[[int], float | None],
+        weight_scale: Callable[[int], float],
     ):
         self.dataset, self.deltas = dataset, dict(deltas)
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
         self.values_to = torch.device("cpu") if values_on_host else device
-        self.valid_steps = valid_steps
+        self.valid_steps, self.weight_scale = valid_steps, weight_scale
         self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
@@ -66,6 +67,8 @@ class Batcher:
         valid = self.valid_steps(step.number)
         for number, rows in enumerate(step.rows.reshape(self.accumulation, -1)):
             columns = self.dataset.read(rows, self.deltas, [])
+            if SAMPLE_WEIGHT in columns:
+                columns[SAMPLE_WEIGHT] *= np.float32(self.weight_scale(step.number))
             batch = to_tensors(columns) if self.stream is None else packed(columns)
             if valid is not None:
                 batch[VALID_STEPS] = valid

@@ -6,8 +6,9 @@ with more or less memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.core.machine import free_memory, gigabytes
+from flexor.core.rng import key_of
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import sample_rows
+from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.decode_units import Units, build_units
+from flexor.data.order.mixed import MixedOrder, OrderPart, Shares, share_counts
 from flexor.data.order.order import SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
-from flexor.data.settings import CacheConfig, DatasetConfig
+from flexor.data.settings import CacheConfig, DatasetConfig, OrderConfig
 
 # Cache tier -> order; "none" is a dataset without cameras.
 KINDS: dict[str, Any] = {
@@ -49,38 +53,101 @@ def choose_order(
     tier: str,
 ) -> tuple[SampleOrder, int]:
     """The order of a run, and the bytes for its pool; fills in missing values of `settings.order`."""
-    order, rows = settings.order, sample_rows(dataset, drop_last_frames)
+    order, parts = settings.order, _parts(dataset, drop_last_frames)
     if order.kind == "auto":
         order.kind = KINDS[tier]
-    uniform = UniformOrder(len(rows), seed)
+    seeds = [seed] if len(parts) == 1 else [key_of("part", seed, number) for number in range(len(parts))]
+    uniform = [UniformOrder(len(part.samples), own) for part, own in zip(parts, seeds)]
     if order.kind == "uniform" or not deltas:
-        return uniform, pool_budget(settings.cache, LEAST_POOL)
+        return _joined(dataset, parts, uniform), pool_budget(settings.cache, LEAST_POOL)
     order.unit = order.unit or _least_unit(dataset)
-    units = units_of(dataset, deltas, drop_last_frames, order.unit, settings.on_bad_frame)
-    size = bytes_per_sample(dataset, units, rows, deltas)
+    units = [
+        units_of(part.dataset, deltas, drop_last_frames, order.unit, settings.on_bad_frame) for part in parts
+    ]
+    shares = _shares(parts)
+    size = sum(
+        share * bytes_per_sample(part.dataset, own, sample_rows(part.dataset, drop_last_frames), deltas)
+        for part, own, share in zip(parts, units, shares)
+    )
+    count, samples = sum(map(len, units)), sum(own.size for own in units)
     if order.lanes is None or order.pool is None:
-        pool = pool_budget(settings.cache, UNITS_WANTED * batch * units.size / len(units) * size)
-        lanes, held = fit_lanes(batch, units, int(POOL_FILL * pool / size))
+        pool = pool_budget(settings.cache, UNITS_WANTED * batch * samples / count * size)
+        lanes, held = fit_lanes(batch, samples, count, int(POOL_FILL * pool / size))
         order.lanes, order.pool = order.lanes or lanes, order.pool or held
     else:
         pool = pool_budget(settings.cache, order.lanes * order.pool * size / POOL_FILL)
-    streaming = StreamingOrder(units, seed, lanes=order.lanes, pool=order.pool)
     log.info(
         "%d samples in %d decode units; shuffling %d lanes with a pool of %d samples each%s, %s",
-        units.size,
-        len(units),
+        samples,
+        count,
         order.lanes,
         order.pool,
         " in the first epoch" if order.kind != "streaming" else "",
         gigabytes(pool),
     )
+    orders = [
+        _order_of(order, own, plain, number, _lanes_of(order.lanes, share, own, len(parts)))
+        for own, plain, number, share in zip(units, uniform, seeds, shares)
+    ]
+    return _joined(dataset, parts, orders), pool
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Samples that are drawn from in a share of their own."""
+
+    dataset: Dataset
+    samples: np.ndarray  # their numbers in the whole dataset
+    weight: float
+
+
+def _parts(dataset: Dataset, drop_last_frames: int) -> list[_Part]:
+    """The parts of a dataset: one, unless it has several members or weights of episodes."""
+    samples = np.arange(len(sample_rows(dataset, drop_last_frames)))
+    if not isinstance(dataset, MixedDataset):
+        return [_Part(dataset, samples, len(samples))]
+    mixed = dataset.parts()
+    lengths = np.maximum(1, dataset.episodes.length - drop_last_frames)
+    episode = np.repeat(dataset.episodes.index, lengths)  # of each sample
+    found = [samples[np.isin(episode, part.episodes)] for part in mixed]
+    drawn = [part.weight * len(own) for part, own in zip(mixed, found)]
+    total = dict.fromkeys(range(len(dataset.members)), 0.0)
+    for part, weight in zip(mixed, drawn):
+        total[part.member] += weight
+    given = [dataset.members[part.member].weight for part in mixed]
+    weights = [
+        weight if share is None else share * weight / total[part.member]
+        for part, weight, share in zip(mixed, drawn, given)
+    ]
+    views = [dataset] if len(mixed) == 1 else [dataset.select(part.episodes) for part in mixed]
+    return [_Part(view, own, weight) for view, own, weight in zip(views, found, weights)]
+
+
+def _shares(parts: list[_Part]) -> list[float]:
+    total = sum(part.weight for part in parts)
+    return [part.weight / total for part in parts]
+
+
+def _joined(dataset: Dataset, parts: list[_Part], orders: Sequence[SampleOrder]) -> SampleOrder:
+    if not isinstance(dataset, MixedDataset):
+        return orders[0]
+    shares = Shares(share_counts([part.weight for part in parts]))
+    return MixedOrder([OrderPart(part.samples, order) for part, order in zip(parts, orders)], shares)
+
+
+def _lanes_of(lanes: int, share: float, units: Units, parts: int) -> int:
+    """The lanes of a part: its share of all, if each has enough units to shuffle."""
+    return lanes if parts == 1 else max(1, min(round(lanes * share), len(units) // LANE_UNITS))
+
+
+def _order_of(order: OrderConfig, units: Units, uniform: UniformOrder, seed: int, lanes: int) -> SampleOrder:
+    assert order.pool is not None
+    streaming = StreamingOrder(units, seed, lanes=lanes, pool=order.pool)
     if order.kind == "cached":
-        return StreamOnceOrder(streaming, uniform), pool
+        return StreamOnceOrder(streaming, uniform)
     if order.kind == "resident":
-        return StreamOnceOrder(
-            streaming, StreamingOrder(units, seed, lanes=order.lanes, pool=units.size)
-        ), pool
-    return streaming, pool
+        return StreamOnceOrder(streaming, StreamingOrder(units, seed, lanes=lanes, pool=units.size))
+    return streaming
 
 
 def pool_budget(cache: CacheConfig, wanted: float) -> int:
@@ -141,13 +208,13 @@ def bytes_per_sample(
     return total / int(units.count[some].sum())
 
 
-def fit_lanes(batch: int, units: Units, room: int) -> tuple[int, int]:
+def fit_lanes(batch: int, samples: int, units: int, room: int) -> tuple[int, int]:
     """Lanes, and samples in the pool of each, for `room` samples in memory.
 
     One lane per sample of the batch, so that each batch is spread over the whole dataset; or the largest
     divisor of the batch size that leaves each lane enough units to shuffle.
     """
-    size = units.size / len(units)
-    most = max(1, min(int(room / size / UNITS_PER_LANE), len(units) // LANE_UNITS))
+    size = samples / units
+    most = max(1, min(int(room / size / UNITS_PER_LANE), units // LANE_UNITS))
     lanes = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= most)
-    return lanes, max(1, min(room, units.size) // lanes)
+    return lanes, max(1, min(room, samples) // lanes)

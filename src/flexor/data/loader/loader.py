@@ -11,30 +11,41 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from flexor.core.batch import ACTION, Batch
+from flexor.core.batch import ACTION, SAMPLE_WEIGHT, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
-from flexor.data.order.order import Picks, SampleOrder, StreamingOrder, StreamOnceOrder, UniformOrder
+from flexor.data.mixture.mixed import MixedDataset
+from flexor.data.order.mixed import MixedOrder
+from flexor.data.order.order import Picks, SampleOrder, UniformOrder
 from flexor.data.video.decode import bytes_read
 
-__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps"]
+__all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 
 TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
+WEIGHT_EPSILON = 1e-6  # LeRobot's, added to a sum of weights
 KEPT_POOLS = (
     4  # per sample of a batch: there is at most one lane per sample, and one pool in use in each lane
 )
+
+
+class SeenSamples(NamedTuple):
+    """How much of a dataset was used so far."""
+
+    samples: int
+    share: float  # of all samples
+    epochs: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +126,7 @@ class Loader(StepPlanner):
             jobs=self.num_workers,
             counters=self._counters,
             valid_steps=self._valid_steps,
+            weight_scale=self._weight_scale,
         )
         feed: Prefetcher[list[Batch]] = Prefetcher(
             self,
@@ -149,6 +161,24 @@ class Loader(StepPlanner):
         caches, self.dataset.store.caches = self.dataset.store.caches, {}
         for cache in caches.values():
             cache.close()
+
+    def seen(self, step: int) -> dict[str, SeenSamples]:
+        """How much of each dataset was used before a step; empty if there is only one."""
+        if not isinstance(self.dataset, MixedDataset) or len(self.dataset.members) == 1:
+            return {}
+        assert isinstance(self.order, MixedOrder)
+        position = step * self.global_batch
+        names = self.dataset.names
+        drawn, there = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        members = [part.member for part in self.dataset.parts()]
+        for member, part, count in zip(members, self.order.parts, self.order.seen(position)):
+            drawn[names[member]] += count
+            there[names[member]] += len(part.samples)
+        return {
+            name: SeenSamples(drawn[name], drawn[name] / max(1, position), drawn[name] / there[name])
+            for name in names
+            if there[name]
+        }
 
     def troubles(self) -> dict[str, int]:
         """Counts of frames that could not be decoded, and of their samples; empty if there are none."""
@@ -201,14 +231,12 @@ class Loader(StepPlanner):
 
     def _look_up_pools(self, wanted: set[tuple]) -> None:
         """Load the pools of the order that a step reads; drop the least recently used ones."""
-        order = self.order.streaming if isinstance(self.order, StreamOnceOrder) else self.order
         new = wanted - self._pools.keys()
         for key in wanted - new:
             self._pools[key] = self._pools.pop(key)  # the most recently used come last
         for epoch in {key[0] for key in new}:
-            assert isinstance(order, StreamingOrder)
             keys = sorted(key for key in new if key[0] == epoch)
-            for key, plan in zip(keys, order.pools_of(epoch, [key[1:] for key in keys])):
+            for key, plan in zip(keys, self.order.pools_of(epoch, [key[1:] for key in keys])):
                 by_unit = np.argsort(plan.unit, kind="stable")
                 frames = self._frames(self.rows[plan.sample[by_unit]])
                 self._pools[key] = PoolFrames(plan.position[by_unit], plan.unit[by_unit], frames)
@@ -230,6 +258,10 @@ class Loader(StepPlanner):
         samples = self.order.samples(step * self.global_batch, self.global_batch)
         return valid_steps(self.dataset, self.rows[samples], self.deltas)
 
+    def _weight_scale(self, step: int) -> float:
+        samples = self.order.samples(step * self.global_batch, self.global_batch)
+        return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]])
+
     @property
     def _frames_per_sample(self) -> int:
         return sum(len(self.deltas.get(camera, [0])) for camera in self.cameras)
@@ -239,6 +271,12 @@ class Loader(StepPlanner):
         pictures = sum(f.height * f.width * f.channels * steps for f, steps in formats)
         step = max(1, pictures * self.batch_size * self.accumulation)
         return max(1, min(PREFETCH_STEPS, PREFETCH_BYTES // step))
+
+
+def weight_scale(weights: np.ndarray) -> float:
+    """What weights in the loss are multiplied by, so that they have a mean of 1 over the rows that make up one loss, as
+    in LeRobot. If all are 0, they stay 0."""
+    return len(weights) / (float(weights.sum(dtype=np.float64)) + WEIGHT_EPSILON)
 
 
 def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequence[int]]) -> float | None:

@@ -112,7 +112,7 @@ class FrameFinder:
         if self.on_bad_frame == "raise":
             raise DatasetError(
                 f"{store.where(camera, frame)}: {reason}. Exclude the episode with "
-                f"--dataset.exclude_episodes={episode}, or set --dataset.on_bad_frame=skip"
+                f"{store.how_to_exclude(episode)}, or set --dataset.on_bad_frame=skip"
             )
         if (camera, episode) not in self._told:
             self._told.add((camera, episode))
@@ -121,7 +121,7 @@ class FrameFinder:
                 if self.on_bad_frame == "skip"
                 else "the nearest frame replaces them"
             )
-            place = f"episode {episode}, {camera}, frame {frame - store.first_of(episode)}"
+            place = f"{store.in_words(episode)}, {camera}, frame {frame - store.first_of(episode)}"
             store.repeats.add(f"%d clips have frames that can't be decoded; {done}:", f"{place}: {reason}")
 
     def _decode_late(self, step: Step, stand_ins: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:

@@ -43,6 +43,8 @@ class SampleOrder(Protocol):
     """Which samples make up a global batch. Positions count samples since the start of the run."""
 
     size: int
+    lanes: int
+    """Number of lanes; 0 if the order is uniform."""
 
     def samples(self, position: int, count: int) -> np.ndarray:
         """The samples [count] of the global batch at positions position ... position + count - 1."""
@@ -50,6 +52,10 @@ class SampleOrder(Protocol):
 
     def picks(self, position: int, count: int) -> Picks:
         """The same samples in the same order, and where they come from."""
+        ...
+
+    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
+        """All samples of some pools (lane, number), which `picks` named together with a unit."""
         ...
 
     def epoch(self, position: int) -> float:
@@ -144,6 +150,8 @@ class UniformOrder:
     batch is full and the whole state is one integer.
     """
 
+    lanes = 0
+
     def __init__(self, size: int, seed: int):
         self.size = size
         self.seed = seed
@@ -169,6 +177,10 @@ class UniformOrder:
             pool=nowhere,
             unit=nowhere,
         )
+
+    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
+        assert not pools, "a uniform order has no pools"
+        return []
 
     def _block_samples(self, epoch: int, number: int) -> np.ndarray:
         """The samples at BLOCK positions of an epoch (fewer at its end), in order."""
@@ -333,6 +345,7 @@ class StreamOnceOrder:
         self.size = streaming.size
         self.streaming = streaming
         self.later = later
+        self.lanes = max(streaming.lanes, later.lanes)
 
     def samples(self, position: int, count: int) -> np.ndarray:
         return self.picks(position, count).sample
@@ -346,6 +359,9 @@ class StreamOnceOrder:
                 replace(later, unit=np.full(count - streamed, -1))
             )  # nothing is decoded after the first epoch
         return Picks.join(parts)
+
+    def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
+        return self.streaming.pools_of(epoch, pools)
 
     def epoch(self, position: int) -> float:
         return position / self.size

@@ -20,6 +20,7 @@ from flexor.config.schema import TrainConfig
 from flexor.core.console import print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
+from flexor.data.mixture.entries import entries_of
 from flexor.launch.hf.follow import explained, follow
 from flexor.launch.hf.plan import offers_of, settle_machine
 from flexor.launch.hf.request import (
@@ -156,13 +157,14 @@ def _offers(names: Iterable[str], prices: Iterable[JobHardwareInfo] = ()) -> dic
 
 
 def _check_dataset(api: HfApi, config: TrainConfig) -> None:
-    repo = config.dataset.repo_id
-    on_hub = repo is not None and repo not in BUILTIN and config.dataset.root is None
-    if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
-        raise ConfigError(
-            f"dataset.repo_id={repo} is not a dataset on the Hub that you can read, so the job can't read it. "
-            f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
-        )
+    for entry in entries_of(config.dataset):
+        repo = entry.repo_id
+        on_hub = repo is not None and repo not in BUILTIN and entry.root is None
+        if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
+            raise ConfigError(
+                f"dataset.repo_id={repo} is not a dataset on the Hub that you can read, so the job can't read it. "
+                f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
+            )
 
 
 def _describe(hardware: JobHardwareInfo, hours: float) -> str:

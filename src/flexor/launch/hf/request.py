@@ -20,6 +20,7 @@ from flexor import __version__
 from flexor.config.parse import load_config, parse_flags
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
+from flexor.data.mixture.entries import entries_of
 from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
@@ -76,8 +77,9 @@ def settle(words: Sequence[str]) -> Training:
     if "config" in flags and Path(flags["config"]).is_file():
         settings = Path(flags["config"]).read_text()
         flags["config"] = str(SETTINGS)
-    if config.dataset.episodes is not None:  # they may come from a file
-        flags["dataset.episodes"] = json.dumps(config.dataset.episodes)
+    for key in ("episodes", "exclude_episodes"):
+        if isinstance(given := getattr(config.dataset, key), list):  # they may come from a file
+            flags[f"dataset.{key}"] = json.dumps(given)
     if config.policy.device is not None:  # the job may have another device
         flags["policy.device"] = "null"
     flags |= {"output_dir": str(WORK / name), "resume": "auto"}
@@ -97,11 +99,18 @@ def _as_words(flags: dict[str, Any]) -> list[str]:
 
 
 def _refuse_local(config: TrainConfig) -> None:
-    root = config.dataset.root
-    if root is not None and ("://" not in root or root.startswith("file:")):
+    roots = [entry.root for entry in entries_of(config.dataset) if entry.root is not None]
+    root = next((each for each in roots if "://" not in each or each.startswith("file:")), None)
+    if root is not None:
         raise ConfigError(
             f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
             f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
+        )
+    weights = config.sample_weighting.progress_path
+    if weights is not None and "://" not in weights:
+        raise ConfigError(
+            f"sample_weighting.progress_path={weights} is on this machine, which the job can't access. Upload it into "
+            "the dataset's repository and give hf://datasets/USER/NAME/FILE instead."
         )
     path = config.policy_path
     if path is not None and Path(path).exists():

@@ -9,10 +9,10 @@ import numpy as np
 
 from flexor.config.schema import TrainConfig
 from flexor.data.dataset import Dataset
-from flexor.data.frames.clips import VideoClip
+from flexor.data.frames.clips import BlankClip, VideoClip
 from flexor.plan.data.host import PICTURES, Camera, Data
 from flexor.policies.fit import deltas_of, fit_to_dataset
-from flexor.train.build import build_datasets
+from flexor.train.datasets import build_datasets
 
 LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
 
@@ -36,8 +36,9 @@ def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequ
 
 
 def _camera(dataset: Dataset, name: str, steps: int) -> Camera:
-    episodes = dataset.episodes.index.tolist()
-    clip, size = dataset.store.clips[name, episodes[0]], dataset.store.size
+    clips = dataset.store.clips
+    episodes = [e for e in dataset.episodes.index.tolist() if not isinstance(clips[name, e], BlankClip)]
+    clip, size = clips[name, episodes[0]], dataset.store.size
     format = dataset.store.format(name)
     if not isinstance(clip, VideoClip):
         return Camera(format.height, format.width, steps, PICTURES, 1, size, format.layout)

@@ -27,6 +27,7 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
+    reads_camera_masks: ClassVar[bool] = True
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset({"load_vlm_weights"})
     base: ClassVar[str]
     """The published weights to start from."""

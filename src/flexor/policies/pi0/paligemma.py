@@ -59,11 +59,17 @@ class PaliGemma(nn.Module):
         patches = self.vision_tower["vision_model"](images.flatten(0, 1))
         return self.multi_modal_projector["linear"](patches).unflatten(0, images.shape[:2]).flatten(1, 2)
 
-    def read(self, images: Tensor, tokens: Tensor, mask: Tensor) -> Prompt:
-        """Images [B, N, 3, H, W], tokens [B, L] and which of them are there [B, L]. All see each other."""
+    def read(self, images: Tensor, tokens: Tensor, mask: Tensor, cameras: Tensor | None = None) -> Prompt:
+        """Images [B, N, 3, H, W], tokens [B, L] and which of them are there [B, L]. All see each other.
+
+        `cameras` [B, N]: which images are there; None: all.
+        """
         seen = self.see(images)
         x = torch.cat((seen, self.language_model.embed_tokens(tokens).to(seen.dtype)), dim=1)
-        there = torch.cat((mask.new_ones(seen.shape[:2]), mask), dim=1)
+        shown = mask.new_ones(seen.shape[:2])
+        if cameras is not None:
+            shown = cameras.to(mask.dtype).repeat_interleave(seen.shape[1] // cameras.shape[1], dim=1)
+        there = torch.cat((shown, mask), dim=1)
         positions = there.cumsum(1) - 1
         return Prompt(self.language_model.read(x, positions, there[:, None, None]), there)
 

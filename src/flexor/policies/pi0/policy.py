@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import FlexorError
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.base import Loss, ParamGroup, Policy, without_padding
 from flexor.policies.nn.flow import FlowToNoise, time_embedding
 from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.recompute import recompute
@@ -118,6 +118,16 @@ def camera_images(config: PaliGemmaConfig, batch: Batch) -> Tensor:
     return torch.stack(images, dim=1) * 2 - 1
 
 
+def camera_mask(config: PaliGemmaConfig, batch: Batch) -> Tensor | None:
+    """[B, N] which of these images are there; None: all. Datasets of a run may have different cameras."""
+    there = [camera for camera in config.images if camera in batch]
+    masks = {camera: batch.get(f"{camera}_padding_mask") for camera in there}
+    if all(mask is None for mask in masks.values()):
+        return None
+    all_there = torch.ones(len(batch[there[0]]), dtype=torch.bool, device=batch[there[0]].device)
+    return torch.stack([all_there if mask is None else mask.bool() for mask in masks.values()], dim=1)
+
+
 class PiPolicy(Policy):
     """What both have: only their networks and their settings differ."""
 
@@ -154,9 +164,8 @@ class PiPolicy(Policy):
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = batch[ACTION]
         error = self.flow.error(self._velocity(batch), padded(actions, self.config.max_action_dim), noise)
-        return Loss(
-            error[..., : actions.shape[-1]].mean((1, 2)), {}
-        )  # as openpi: without a mask for padded steps
+        error = without_padding(error[..., : actions.shape[-1]], batch)
+        return Loss(error.mean((1, 2)), {})  # as openpi: without a mask for padded steps
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
@@ -168,7 +177,8 @@ class PiPolicy(Policy):
     def _velocity(self, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:
         """A function of a chunk and its time. The prompt is read once, here."""
         reader = self.model.paligemma_with_expert.reader
-        prompt = reader.read(camera_images(self.config, batch), batch[TASK_TOKENS], batch[TASK_MASK])
+        images, cameras = camera_images(self.config, batch), camera_mask(self.config, batch)
+        prompt = reader.read(images, batch[TASK_TOKENS], batch[TASK_MASK], cameras)
         state = padded(batch[STATE], self.config.max_state_dim)
         return partial(self.model.velocity, prompt=prompt, state=state)
 

@@ -25,7 +25,7 @@ from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.rotary import rotation
 from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
-from flexor.policies.pi0.policy import camera_images, name_in_openpis_files
+from flexor.policies.pi0.policy import camera_images, camera_mask, name_in_openpis_files
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
 from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
@@ -141,8 +141,8 @@ class Pi0Fast(Policy):
         return torch.from_numpy(decoded.actions).to(batch[TASK_TOKENS].device)
 
     def _prompt(self, batch: Batch) -> Prompt:
-        images = camera_images(self.config, batch)
-        return self.writer.model.read(images, batch[TASK_TOKENS], batch[TASK_MASK])
+        images, cameras = camera_images(self.config, batch), camera_mask(self.config, batch)
+        return self.writer.model.read(images, batch[TASK_TOKENS], batch[TASK_MASK], cameras)
 
     def _write(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """The words [B, T] that follow the beginning, until all have ended."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.core.batch import Batch
+from flexor.core.batch import DATASET_NUMBER, Batch
 from flexor.core.errors import ConfigError
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.nn.level_table import all_levels, as_table, can_look_up, look_up
@@ -88,12 +88,14 @@ class _Normalization(ProcessingStep):
             x.dtype == torch.uint8 and feature.type is Kind.VISUAL
         ):  # not yet on the device, where it becomes a float
             x = torch.div(x, 255)
+        return self._scaled(x, mode, *self._statistics(key, feature, x, *required_statistics(mode)))
+
+    def _scaled(self, x: Tensor, mode: str, first: Tensor, second: Tensor) -> Tensor:
+        """`first` and `second`: the statistics that the mode uses."""
         if mode == "MEAN_STD":
-            mean, std = self._statistics(key, feature, x, "mean", "std")
-            return x * std + mean if self.inverse else (x - mean) / (std + self.eps)
-        low, high = self._statistics(key, feature, x, *BOUNDS[mode])
-        span = torch.where(high == low, self.eps, high - low)
-        return (x + 1) / 2 * span + low if self.inverse else 2 * (x - low) / span - 1
+            return x * second + first if self.inverse else (x - first) / (second + self.eps)
+        span = torch.where(second == first, self.eps, second - first)
+        return (x + 1) / 2 * span + first if self.inverse else 2 * (x - first) / span - 1
 
     def _statistics(self, key: str, feature: PolicyFeature, like: Tensor, *names: str) -> list[Tensor]:
         found = []
@@ -141,6 +143,39 @@ class _Normalization(ProcessingStep):
 class Normalize(_Normalization):
     inverse = False
     takes_bytes = True
+
+
+class NormalizeByDataset(Normalize):
+    """In training on several datasets: states and actions by the statistics of the sample's own dataset.
+
+    Saved is the normalisation of one of them, which is also used for a batch that does not say where it is from.
+    """
+
+    def __init__(self, saved: Normalize, each: Sequence[Normalize]):
+        super().__init__(saved.features, saved.norm_map, saved.stats, saved.eps)
+        self.each: dict[str, list[Tensor]] = {}
+        for key, feature in self.features.items():
+            names = required_statistics(self.norm_map.get(feature.type, "IDENTITY"))
+            if names and feature.type is not Kind.VISUAL:
+                self.each[key] = [torch.stack([one.stats[key][name] for one in each]) for name in names]
+
+    def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
+        which = batch.get(DATASET_NUMBER)
+        if which is None:
+            return super().__call__(batch, context)
+        own = {key for key in self.each if isinstance(batch.get(key), Tensor)}
+        out = super().__call__({key: value for key, value in batch.items() if key not in own}, context)
+        return {**out, **{key: self._by_dataset(batch[key], key, which) for key in own}}
+
+    def _by_dataset(self, x: Tensor, key: str, which: Tensor) -> Tensor:
+        """x [B, ...] of the datasets `which` [B]."""
+        found = []
+        for number, values in enumerate(self.each[key]):  # [M, D]
+            if values.device != x.device:
+                values = self.each[key][number] = values.to(x.device)
+            of_sample = values.to(x.dtype)[which]
+            found.append(of_sample.reshape(len(x), *[1] * (x.ndim - values.ndim), *values.shape[1:]))
+        return self._scaled(x, self.norm_map[self.features[key].type], *found)
 
 
 @processing_step("unnormalizer_processor")

@@ -24,6 +24,7 @@ class SmolVLAConfig(FineTuningSettings, PolicyConfig):
 
     type: ClassVar[str] = "smolvla"
     trains_in_bf16: ClassVar[bool] = True
+    reads_camera_masks: ClassVar[bool] = True
 
     chunk_size: int = 50
     """Number of actions predicted at once."""

@@ -18,7 +18,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.adapters import is_adapter
-from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
+from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.resize import padded, resize_with_padding
@@ -42,7 +42,7 @@ class SmolVLA(Policy):
         actions = padded(batch[ACTION], self.config.max_action_dim)
         context = self.model.read(self._observe(batch))
         error = self.flow.error(partial(self.model.velocity, context=context), actions, noise)
-        error = error[..., : self.config.action.shape[0]]
+        error = without_padding(error[..., : self.config.action.shape[0]], batch)
         return Loss(mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch), {})
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:

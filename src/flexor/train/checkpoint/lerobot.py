@@ -17,7 +17,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
         "dataset": {
             "repo_id": dataset.repo_id or str(dataset.root),
             "root": dataset.root,
-            "episodes": dataset.episodes,
+            "episodes": dataset.episodes if isinstance(dataset.episodes, list) else None,
             "revision": dataset.revision,
             "use_imagenet_stats": dataset.use_imagenet_stats,
             "eval_split": dataset.eval_split,
@@ -35,8 +35,17 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
         "save_freq": config.save_freq,
         "optimizer": _optimizer(config),
         "scheduler": scheduler(config),
+        "sample_weighting": _sample_weighting(config),
         "wandb": {"enable": config.wandb.enable, "project": config.wandb.project},
     }
+
+
+def _sample_weighting(config: TrainConfig) -> dict[str, Any] | None:
+    """None where LeRobot has no such weights."""
+    settings = config.sample_weighting
+    if settings.chosen != "rabc":
+        return None
+    return {key: value for key, value in {**to_plain(settings), "type": "rabc"}.items() if key != "column"}
 
 
 def _optimizer(config: TrainConfig) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
     saved = json.loads((found / "training_state" / "flexor.json").read_text())
     if saved["dataset_fingerprint"] != fingerprint:
         raise CheckpointError(
-            f"The dataset is not the one that {found} was trained on (its episodes, lengths or files "
-            "differ). Restore that dataset, or start a new run with --policy.path."
+            f"The dataset is not the one that {found} was trained on (its episodes, lengths, files "
+            "or weights differ). Restore that dataset, or start a new run with --policy.path."
         )
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}

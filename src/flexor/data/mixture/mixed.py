@@ -1,0 +1,266 @@
+"""Several datasets that look like one: rows, episodes and frames are numbered through, in the order of the datasets.
+
+    dataset = join_datasets([Member("lab/a", open_dataset("lab/a")), Member("lab/b", open_dataset("lab/b"))])
+
+What brings their features into one form is in `same_form.py`, in which shares they are used in `order/mixed.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from flexor.core.batch import DATASET_NUMBER
+from flexor.core.errors import DatasetError
+from flexor.core.log import Repeats
+from flexor.data.dataset import Dataset, Episodes
+from flexor.data.format.stats import Stats
+from flexor.data.frames.clips import BlankClip, Clip
+from flexor.data.frames.store import FrameStore
+from flexor.data.mixture.same_form import Form, Given, agree, brought, merged_stats
+from flexor.data.video.planes import PlaneFormat
+
+__all__ = ["Member", "MixedDataset", "MixedPart", "join_datasets"]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One of the datasets. `episode_weights` by its own numbers of episodes."""
+
+    name: str
+    dataset: Dataset
+    weight: float | None = None
+    rename_map: dict[str, str] = field(default_factory=dict)
+    episode_weights: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPart:
+    """Episodes of one dataset that have the same weight."""
+
+    member: int
+    episodes: list[int]
+    weight: float
+
+
+@dataclass(eq=False)
+class MixedDataset(Dataset):
+    """Several datasets as one. Episode e of member m is episode first_episode[m] + e."""
+
+    members: list[Member]
+    form: Form
+    first_episode: np.ndarray  # [M + 1]
+
+    @property
+    def names(self) -> list[str]:
+        return [member.name for member in self.members]
+
+    def member_of(self, episodes: np.ndarray) -> np.ndarray:
+        """Which dataset each episode is from."""
+        return np.searchsorted(self.first_episode, episodes, side="right") - 1
+
+    def only(self, member: int) -> Dataset:
+        """The episodes of one dataset, in the form of all, with its own statistics."""
+        episodes = self.episodes.index[self.member_of(self.episodes.index) == member]
+        return replace(self.select(episodes.tolist()), stats=self.stats_of(member))
+
+    def stats_of(self, member: int) -> dict[str, Stats]:
+        return self.form.stats[member]
+
+    def parts(self) -> list[MixedPart]:
+        """The episodes by dataset and by how often they are used."""
+        found: dict[tuple[int, float], list[int]] = {}
+        for episode, number in zip(
+            self.episodes.index.tolist(), self.member_of(self.episodes.index).tolist()
+        ):
+            own = episode - int(self.first_episode[number])
+            found.setdefault((number, self.members[number].episode_weights.get(own, 1.0)), []).append(episode)
+        return [MixedPart(number, found[number, weight], weight) for number, weight in sorted(found)]
+
+    def fingerprint(self) -> str:
+        identity: list[object] = [super().fingerprint()]
+        for number, member in enumerate(self.members):
+            own = self.episodes.index[self.member_of(self.episodes.index) == number]
+            own = own - self.first_episode[number]
+            content = member.dataset.select(own.tolist()).fingerprint() if len(own) else None
+            weights = sorted(member.episode_weights.items())
+            identity += [[content, member.weight, sorted(member.rename_map.items()), weights]]
+        return _hash(identity)
+
+    def content(self) -> str:
+        if len(self.members) == 1 and not self.members[0].rename_map:
+            return self.members[0].dataset.content()
+        blank = sorted(self.form.blank)
+        return _hash([[[m.dataset.content(), sorted(m.rename_map.items())] for m in self.members], blank])
+
+    @property
+    def stays_here(self) -> bool:
+        return all(member.dataset.stays_here for member in self.members)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def join_datasets(
+    members: Sequence[Member], *, on_missing_camera: str = "raise", allow_different_fps: bool = False
+) -> MixedDataset:
+    """Several datasets as one. Features that differ are brought into one form, or an error says why not."""
+    given = [Given(member.name, member.dataset, member.rename_map) for member in members]
+    form = agree(given, on_missing_camera, allow_different_fps)
+    datasets = [member.dataset for member in members]
+    stores = [dataset.store for dataset in datasets]
+    first_episode = np.cumsum([0] + [len(store.ends) for store in stores])
+    first_frame = np.cumsum([0] + [store.frames for store in stores])
+    tasks = list(dict.fromkeys(task for dataset in datasets for task in dataset.tasks))
+    columns = [brought(one, form) for one in given]
+    for number, (dataset, own) in enumerate(zip(datasets, columns)):
+        own["index"] = dataset.frame_ids(np.arange(len(dataset))) + first_frame[number]
+        own["episode_index"] = own["episode_index"] + first_episode[number]
+        own["task_index"] = _renumbered(own["task_index"], dataset.tasks, tasks)
+        own[DATASET_NUMBER] = np.full(len(dataset), number, np.int64)
+    first = datasets[0]
+    return MixedDataset(
+        repo_id=" + ".join(member.name for member in members),
+        root=first.root,
+        version=first.version,
+        fps=first.fps,
+        robot_type=first.robot_type,
+        features=form.features,
+        cameras=form.cameras,
+        absent={},
+        tasks=tasks,
+        stats=merged_stats(form),
+        columns={name: np.concatenate([own[name] for own in columns]) for name in columns[0]},
+        strings={
+            name: [text for dataset in datasets for text in dataset.strings[name]] for name in form.strings
+        },
+        episodes=_joined_episodes([dataset.episodes for dataset in datasets], first_episode, first_frame),
+        skipped={
+            int(first_episode[number]) + episode: f"{members[number].name}: {reason}"
+            for number, dataset in enumerate(datasets)
+            for episode, reason in dataset.skipped.items()
+        },
+        store=MixedStore(members, form, first_episode),
+        source=first.source,
+        files=[],
+        _file_sizes={
+            int(first_episode[number]) + episode: {f"{number}/{file}": size for file, size in sizes.items()}
+            for number, dataset in enumerate(datasets)
+            for episode, sizes in dataset._file_sizes.items()
+        },
+        members=list(members),
+        form=form,
+        first_episode=first_episode,
+    )
+
+
+def _renumbered(column: np.ndarray, own: list[str], tasks: list[str]) -> np.ndarray:
+    """Numbers of tasks in the list of all of them; -1 for those that have no text."""
+    number = {task: i for i, task in enumerate(tasks)}
+    table = np.array([*(number[task] for task in own), -1], np.int64)
+    column = column.astype(np.int64)
+    return table[np.where((column >= 0) & (column < len(own)), column, len(own))]
+
+
+def _joined_episodes(each: list[Episodes], first_episode: np.ndarray, first_frame: np.ndarray) -> Episodes:
+    return Episodes(
+        np.concatenate([own.index + first for own, first in zip(each, first_episode)]),
+        np.concatenate([own.length for own in each]),
+        [tasks for own in each for tasks in own.tasks],
+        np.concatenate([own.first_frame + first for own, first in zip(each, first_frame)]),
+    )
+
+
+class _AllRepeats(Repeats):
+    """Warnings of several stores, told together."""
+
+    def __init__(self, others: Sequence[Repeats]) -> None:
+        super().__init__()
+        self._others = others
+
+    def tell(self, last: bool = False) -> None:
+        for each in self._others:
+            each.tell(last)
+        super().tell(last)
+
+
+class MixedStore(FrameStore):
+    """The frames of several datasets. Those of a camera that a dataset lacks are black."""
+
+    def __init__(self, members: Sequence[Member], form: Form, first_episode: np.ndarray):
+        stores = [member.dataset.store for member in members]
+        clips: dict[tuple[str, int], Clip] = {}
+        for member, store, first in zip(members, stores, first_episode.tolist()):
+            for (camera, episode), clip in store.clips.items():
+                name = member.rename_map.get(camera, camera)
+                if name in form.cameras:
+                    clips[name, first + episode] = clip
+        for camera, lacking in form.blank.items():  # last: the first clip of a camera tells its format
+            for number in lacking:
+                lengths = np.diff(stores[number].ends, prepend=0)
+                for episode, length in enumerate(lengths.tolist()):
+                    place = camera, int(first_episode[number]) + episode
+                    clips[place] = BlankClip(form.features[camera], length)
+        lengths = np.concatenate([np.diff(store.ends, prepend=0) for store in stores])
+        super().__init__(clips, lengths, stores[0].size, any(store.remote for store in stores))
+        self.frame_by = stores[0].frame_by
+        self.repeats = _AllRepeats([store.repeats for store in stores])
+        self._names = [member.name for member in members]
+        self._first = first_episode
+        self._form = form
+
+    def where(self, camera: str, frame: int) -> str:
+        number, _ = self._own(int(self.episode_of(np.array([frame]))[0]))
+        return f"{self._names[number]}, {super().where(camera, frame)}"
+
+    def in_words(self, episode: int) -> str:
+        number, own = self._own(episode)
+        return f"episode {own} of {self._names[number]}"
+
+    def how_to_exclude(self, episode: int) -> str:
+        number, own = self._own(episode)
+        return f"exclude_episodes: {own} of {self._names[number]} in dataset.mix"
+
+    def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
+        if camera in self._form.blank:
+            return f"some of the datasets have no {camera}"
+        if len({*self._formats_of(camera)}) > 1:
+            return f"the datasets store {camera} in different formats"
+        return super().why_not_on_gpu(camera, device)
+
+    def _probe(self, camera: str) -> PlaneFormat:
+        """The format of all datasets, or RGB if theirs differ: from one to the other, colours would be rounded."""
+        formats = list(dict.fromkeys(self._formats_of(camera)))
+        first = formats[0]
+        if len(formats) == 1:
+            return first
+        if any(each.channels != first.channels for each in formats):
+            raise DatasetError(
+                f"camera {camera}: the datasets have images with different numbers of channels"
+            )
+        return PlaneFormat(first.height, first.width, "rgb24") if first.channels == 3 else first
+
+    def _formats_of(self, camera: str) -> list[PlaneFormat]:
+        """Of each dataset that has the camera."""
+        found = []
+        for number, (first, end) in enumerate(pairwise(self._first.tolist())):
+            if number not in self._form.blank.get(camera, []):
+                clips = {
+                    (c, e): clip for (c, e), clip in self.clips.items() if c == camera and first <= e < end
+                }
+                store = FrameStore(clips, np.diff(self.ends, prepend=0), self.size)
+                store.rgb = self.rgb
+                found.append(store.format(camera))
+        return found
+
+    def _own(self, episode: int) -> tuple[int, int]:
+        """The dataset of an episode, and its number there."""
+        number = int(np.searchsorted(self._first, episode, side="right")) - 1
+        return number, episode - int(self._first[number])

@@ -1,0 +1,110 @@
+"""From settings to the data of a run: the datasets, which episodes are held out, and the weights of samples."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import ConfigError, DatasetError
+from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.format.episode_list import checked_episodes
+from flexor.data.mixture.entries import entries_of, parse_episode_weights
+from flexor.data.mixture.mixed import Member, MixedDataset, join_datasets
+from flexor.data.mixture.sample_weights import with_weights
+from flexor.data.settings import DatasetConfig, DatasetEntry, parse_image_size
+from flexor.sim.record import BUILTIN, builtin_dataset
+from flexor.train.ranks.processes import Processes
+
+
+def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
+    """The episodes to train on, and those held out."""
+    entries = entries_of(config)
+    dataset = _open_entry(entries[0], config)
+    if len(entries) > 1 or entries[0].rename_map or entries[0].episode_weights:
+        opened = [dataset, *(_open_entry(entry, config) for entry in entries[1:])]
+        dataset = join_datasets(
+            [_as_member(entry, one) for entry, one in zip(entries, opened)],
+            on_missing_camera=config.on_missing_camera,
+            allow_different_fps=config.allow_different_fps,
+        )
+    if not config.eval_split:
+        return dataset, None
+    training, held_out = split_episodes(dataset, config.eval_split)
+    return dataset.select(training), dataset.select(held_out)
+
+
+def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:
+    root: str | Path | None = entry.root
+    if root is None and entry.repo_id in BUILTIN:
+        root = builtin_dataset(entry.repo_id)
+    return open_dataset(
+        entry.repo_id,
+        root,
+        entry.revision,
+        entry.episodes,
+        streaming=config.streaming,
+        size=parse_image_size(config.cache.size),
+        remote_bytes=None if config.cache.remote_gb is None else int(config.cache.remote_gb * 1e9),
+        exclude_episodes=entry.exclude_episodes,
+        frame_by=config.frame_by,
+        on_bad_episode=config.on_bad_episode,
+        tasks=entry.tasks,
+    )
+
+
+def _as_member(entry: DatasetEntry, dataset: Dataset) -> Member:
+    weights = {}
+    if entry.episode_weights:
+        count = len(dataset.store.ends)
+        weights = parse_episode_weights(entry.episode_weights, count, "dataset.episode_weights")
+        checked_episodes(list(weights), np.arange(count), str(entry.name), "episode_weights")
+    return Member(str(entry.name), dataset, entry.weight, entry.rename_map, weights)
+
+
+def weigh_samples(config: TrainConfig, dataset: Dataset) -> Dataset:
+    """The dataset with the weights of its samples in the loss, if the run has any."""
+    chunk = getattr(config.policy, "chunk_size", len(config.policy.action_deltas))
+    paths = [entry.weights_path for entry in entries_of(config.dataset)]
+    return with_weights(dataset, config.sample_weighting, chunk, paths)
+
+
+def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
+    """All ranks must skip the same episodes. Each rank reads the dataset itself, perhaps from its own disk."""
+    found = processes.gather(sorted(dataset.skipped))
+    other = next((rank for rank, skipped in enumerate(found) if skipped != found[0]), None)
+    if other is not None:
+        differing = sorted({*found[0]} ^ {*found[other]})
+        raise DatasetError(
+            f"{dataset.repo_id}: only one of the ranks 0 and {other} can read the episodes {differing}. Copy the same "
+            "dataset files to all nodes, or exclude these episodes with --dataset.exclude_episodes."
+        )
+
+
+def split_episodes(dataset: Dataset, share: float) -> tuple[list[int], list[int]]:
+    """The last episodes of each task of each dataset are held out, as LeRobot holds them out."""
+    by_task: dict[tuple[int, str], list[int]] = {}
+    index = dataset.episodes.index
+    member = dataset.member_of(index) if isinstance(dataset, MixedDataset) else np.zeros(len(index), int)
+    for episode, number, tasks in zip(index.tolist(), member.tolist(), dataset.episodes.tasks):
+        by_task.setdefault((number, tasks[0] if tasks else ""), []).append(episode)
+    training: list[int] = []
+    held_out: list[int] = []
+    for episodes in by_task.values():
+        cut = len(episodes) - math.ceil(len(episodes) * share)
+        training += episodes[:cut]
+        held_out += episodes[cut:]
+    if not training:
+        raise ConfigError(
+            f"dataset.eval_split={share} holds out all {len(held_out)} episodes: use a smaller value."
+        )
+    if isinstance(dataset, MixedDataset):
+        left = {*dataset.member_of(np.array(training)).tolist()}
+        lost = [name for number, name in enumerate(dataset.names) if number not in left]
+        if lost:
+            raise ConfigError(
+                f"dataset.eval_split={share} holds out all episodes of {', '.join(lost)}: use a smaller value."
+            )
+    return training, held_out

@@ -1,0 +1,114 @@
+"""The order of samples from several parts: shares, epochs of each part, and the same from any position."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_order import runs
+
+from flexor.data.order.mixed import ROUND, MixedOrder, OrderPart, Shares, share_counts
+from flexor.data.order.order import StreamingOrder, StreamOnceOrder, UniformOrder
+
+weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
+
+
+@given(weights)
+def test_counts_are_in_proportion(given_weights):
+    counts = share_counts(given_weights)
+    shares = np.array(given_weights) / sum(given_weights)
+    assert (counts >= 1).all() and counts.sum() <= ROUND + len(counts)
+    assert np.abs(counts / counts.sum() - shares).max() <= 2 * len(counts) / ROUND
+
+
+def test_counts_of_integers_are_exact():
+    assert share_counts([43, 38]).tolist() == [43, 38]
+    assert share_counts([1, 1, 2]).tolist() == [1, 1, 2]
+    assert share_counts([0.5, 0.5]).tolist() == [1, 1]
+    assert share_counts([1e9, 1]).tolist() == [ROUND - 1, 1]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 1000), st.integers(1, 200))
+def test_every_position_belongs_to_one_part_and_numbers_lead_back(counts, position, length):
+    shares = Shares(counts)
+    found = []
+    for part in range(len(counts)):
+        first, end = shares.seen(part, position), shares.seen(part, position + length)
+        found.append(shares.position(part, np.arange(first, end)))
+        # never far from its share, in any stretch
+        assert abs((end - first) - length * counts[part] / sum(counts)) < len(counts) + 1
+    assert sorted(np.concatenate(found).tolist()) == [*range(position, position + length)]
+
+
+def mixed(sizes, counts, kind, seed=3):
+    parts, first = [], 0
+    for number, size in enumerate(sizes):
+        streaming = StreamingOrder(
+            runs([3] * (size // 3) + [size % 3] * (size % 3 > 0)), seed + number, lanes=2, pool=5
+        )
+        uniform = UniformOrder(size, seed + number)
+        order = {"uniform": uniform, "streaming": streaming, "cached": StreamOnceOrder(streaming, uniform)}[
+            kind
+        ]
+        parts.append(OrderPart(np.arange(first, first + size), order))
+        first += size
+    return MixedOrder(parts, Shares(counts))
+
+
+sizes_and_counts = st.lists(st.tuples(st.integers(3, 60), st.integers(1, 9)), min_size=1, max_size=4)
+kinds = st.sampled_from(["uniform", "streaming", "cached"])
+
+
+@given(sizes_and_counts, kinds, st.integers(1, 30))
+@settings(max_examples=40)
+def test_each_part_has_each_sample_once_in_each_of_its_epochs(parts, kind, batch):
+    sizes, counts = zip(*parts)
+    order = mixed(sizes, counts, kind)
+    steps = 3 * sum(counts) * max(sizes) // batch // min(counts) + 1
+    picks = [order.picks(step * batch, batch) for step in range(min(steps, 60))]
+    sample, epoch = (np.concatenate([getattr(p, name) for p in picks]) for name in ("sample", "epoch"))
+    first = 0
+    for number, size in enumerate(sizes):
+        own = (sample >= first) & (sample < first + size)
+        assert own.sum() == order.seen(len(picks) * batch)[number]
+        for each in range(own.sum() // size):  # its complete epochs
+            assert sorted(sample[own & (epoch == each)]) == [*range(first, first + size)]
+        first += size
+
+
+@given(sizes_and_counts, kinds, st.integers(0, 300), st.integers(1, 6), st.integers(1, 5))
+@settings(max_examples=40)
+def test_any_split_of_a_batch_and_any_start_give_the_same_samples(parts, kind, step, ranks, share):
+    sizes, counts = zip(*parts)
+    batch = ranks * share
+    whole = mixed(sizes, counts, kind).picks(step * batch, batch)
+    again = mixed(sizes, counts, kind)
+    again.picks(0, 7)  # what was asked before changes nothing
+    assert np.array_equal(again.samples(step * batch, batch), whole.sample)
+    assert np.array_equal(np.sort(whole.position), np.arange(step * batch, (step + 1) * batch))
+    pieces = np.concatenate([mixed(sizes, counts, kind).samples(step * batch + i, 1) for i in range(batch)])
+    assert np.array_equal(np.sort(pieces), np.sort(whole.sample))
+
+
+@given(sizes_and_counts, st.integers(1, 20))
+@settings(max_examples=30)
+def test_pools_say_where_their_samples_come(parts, batch):
+    """What the loader decodes with a unit is what later batches read."""
+    sizes, counts = zip(*parts)
+    order = mixed(sizes, counts, "streaming")
+    for step in range(5):
+        picks = order.picks(step * batch, batch)
+        keys = sorted(zip(picks.lane.tolist(), picks.pool.tolist(), picks.epoch.tolist()))
+        for lane, pool, epoch in dict.fromkeys(keys):
+            (plan,) = order.pools_of(epoch, [(lane, pool)])
+            at = order.picks(int(plan.position[0]), 1)
+            assert at.sample[0] == plan.sample[0] and at.unit[0] == plan.unit[0]
+            here = (picks.lane == lane) & (picks.pool == pool) & (picks.epoch == epoch)
+            assert set(picks.position[here].tolist()) <= set(plan.position.tolist())
+
+
+def test_weights_decide_how_often():
+    order = mixed([30, 30], share_counts([3, 1]), "uniform")
+    assert order.seen(400) == [300, 100]
+    assert order.epoch(60) == 1
+    with pytest.raises(AssertionError):
+        share_counts([1, 0])
