@@ -1,0 +1,298 @@
+"""What server and robot say to each other: openpi's protocol, and what Flexor adds to it.
+
+A WebSocket without compression, path `/`. If the server has a key, the header `Authorization: Api-Key KEY` is required.
+The server begins with one binary frame, its metadata. Then the client sends a binary frame with an observation and
+gets one binary frame with the result, in turn. An error is a text frame. After it the server closes the connection with
+code 1011, except where the reply says otherwise (see `expired`).
+
+**Frames** are MessagePack. An array is a map with bytes as keys: `b"__ndarray__": True, b"data": bytes,
+b"dtype": "<f4", b"shape": [2, 3]`, in C order. A NumPy scalar is `b"__npgeneric__": True, b"data": 1.5,
+b"dtype": "<f4"`. `pack` writes them and `unpack` reads them. `unpack` trusts nobody: it allows only the kinds of dtype
+b i u f S U, counts what a frame holds before it makes objects of it, and does nothing but build plain values.
+
+**Metadata** (a map; openpi's clients ignore it):
+
+- `server` ("flexor"), `version`, `protocol` (1)
+- `policy`: its type. `inputs`: {name: {"shape": [...], "image": bool}}, names as the client must send them (with
+  --map they are the client's own names), images as [C, H, W]. `language`: whether it reads `prompt`
+- `actions`: [H, A] of a chunk. `action_names`: list of A names, or absent. `action_steps`: how many of them were
+  meant to be executed. `observation_steps`: for policies with a history, the steps that they see relative to now,
+  such as [-1, 0]; else absent. `fps`: the robot's rate in training, or absent
+- `reply`: "chunk" or "action": see below. `continues_chunks`: whether the policy continues `previous` itself; if it
+  doesn't, the server blends
+- `limits`: {"frame_bytes", "sessions", "requests_per_s"}
+
+**Observation**: a map of names to values. A name with slashes is either one key or a path of nested maps:
+"images/top" finds {"images/top": x} as well as {"images": {"top": x}}. `prompt` (or `task`) is the task in words. An
+image is a uint8 array [H, W, C] or [C, H, W], or a JPEG file as bytes (MessagePack's `bin`; it begins with FF D8 FF):
+`encode_jpeg` makes one. A state is a vector, as an array or a list. For a policy with a history, every value may
+be a list or an array of several: those of `observation_steps`, oldest first; without that, the server keeps the last
+observations that it was sent.
+
+The key `flexor` (all of it optional; openpi's clients don't send it) is a map:
+
+- `id`: a number or a short text, returned with the reply
+- `session`: a short text that names one of several robots on this connection; by default all is one robot. A
+  connection that ends takes its sessions with it
+- `reset`: True: this observation is the first of an episode. Queue, history, ensembling and memory are emptied
+- `episode`: its number (default 0). The policy's noise depends on it. A new number is also a reset
+- `step`: the number of the robot's step in its episode, on which the policy's noise depends, too. By default the server
+  assumes that `action_steps` actions of each chunk were executed before the next request
+- `reply`: "chunk": `actions` is the whole chunk [H, A], beginning with the action for this observation (the default).
+  "action": the server keeps the chunk, and `actions` is the one action for this observation, [1, A]. Then every step of
+  the robot must be sent. It is the default for policies with temporal ensembling
+- `previous`: for real-time chunking, with "chunk": float array [K, A], the actions of the last chunk that are not
+  executed yet when this observation was taken. `delay`: how many of them will be executed by the time the reply
+  arrives. The new chunk's entry i is for the same moment as entry i of `previous`; its first `delay` are (nearly)
+  equal to it, so a robot uses the new chunk from entry `delay` on
+- `deadline_ms`: how old the observation may be when its answer is ready to be sent. `age_ms`: how old it was when it
+  was sent (default 0). One that is or will be too old is not predicted: see `expired`
+
+**Result**, a map:
+
+- `actions`: float32 [H, A] (or [1, A]), in the robot's units
+- `server_timing`: {"infer_ms", "decode_ms", "queue_ms", "model_ms", "encode_ms" (of the reply before), "prev_total_ms"
+  (from the second reply on)}. `policy_timing`: {"infer_ms"}
+- `flexor`, only if the observation had it: {"id" (if given), "step", "episode", "batch" (requests that were predicted
+  together), "delay" (if given)}
+- `expired`, instead of `actions`: {"age_ms", "deadline_ms"}: the observation was too old, or would have been. The
+  connection stays open and the session is as before
+
+A text frame means that the observation could not be used; it says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+PROTOCOL = 1
+OPTIONS = "flexor"  # the key of Flexor's own fields, in observations and results
+SCALARS = (bool, int, float, str, bytes)
+# Of the kinds b i u f S U, and of the sizes that every machine has.
+DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9][0-9]{0,5})\Z")
+LARGEST_CHARACTER = 0x10FFFF
+JPEG_START = b"\xff\xd8\xff"
+
+
+class WireError(ValueError):
+    """A frame that is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a frame may hold."""
+
+    frame_bytes: int = 64 * 2**20
+    """Bytes of a frame."""
+    items: int = 20_000
+    """Values in it, those inside of lists and maps included."""
+    depth: int = 16
+    """Lists and maps inside of each other."""
+    dimensions: int = 8
+    """Dimensions of an array."""
+    image_pixels: int = 4096 * 4096
+    """Pixels of a compressed image."""
+
+
+DEFAULT_LIMITS = Limits()
+
+
+def pack(message: Any) -> bytes:
+    """A message as MessagePack, with NumPy arrays and scalars as openpi writes them."""
+    packed: bytes = msgpack.packb(message, default=_pack_numpy)
+    return packed
+
+
+def _pack_numpy(value: Any) -> dict[bytes, Any]:
+    if not isinstance(value, (np.ndarray, np.generic)):
+        raise WireError(
+            f"A {type(value).__name__} can't be sent: only numbers, text, bytes, lists, maps, arrays."
+        )
+    if not DTYPE.match(value.dtype.str):
+        raise WireError(f"An array of {value.dtype} can't be sent: only booleans, integers, floats and text.")
+    if isinstance(value, np.generic):
+        return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
+    return {
+        b"__ndarray__": True,
+        b"data": value.data if value.flags.c_contiguous and value.size else value.tobytes(),
+        b"dtype": value.dtype.str,
+        b"shape": list(value.shape),
+    }
+
+
+def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
+    """The message in a frame; WireError if it is not one, or exceeds the limits. Arrays are read-only."""
+    if len(frame) > limits.frame_bytes:
+        raise WireError(f"The frame has {len(frame):,} bytes; at most {limits.frame_bytes:,} are allowed.")
+    _measure(frame, limits)
+    try:
+        return msgpack.unpackb(
+            frame,
+            object_hook=lambda found: _unpack_numpy(found, limits),
+            strict_map_key=True,
+            max_ext_len=0,
+        )
+    except WireError:
+        raise
+    except Exception as error:  # msgpack has several types, not all of them with a common base
+        raise WireError(f"The frame is not MessagePack: {type(error).__name__}: {error}") from error
+
+
+def _unpack_numpy(found: dict[Any, Any], limits: Limits) -> Any:
+    if b"__ndarray__" in found:
+        return _array(found, limits)
+    if b"__npgeneric__" in found:
+        return _scalar(found)
+    return found
+
+
+def _array(found: dict[Any, Any], limits: Limits) -> np.ndarray:
+    dtype, data, shape = _dtype(found), found.get(b"data"), found.get(b"shape")
+    if not isinstance(data, bytes):
+        raise WireError(f"The data of an array must be bytes, not {type(data).__name__}.")
+    if not isinstance(shape, list) or len(shape) > limits.dimensions:
+        raise WireError(f"The shape of an array must be a list of at most {limits.dimensions} sizes.")
+    size = dtype.itemsize
+    for length in shape:
+        if type(length) is not int or not 0 <= length < 2**40:
+            raise WireError(f"The shape of an array has {length!r:.40} where a size is expected.")
+        size *= length
+    if size != len(data):
+        raise WireError(f"An array {shape} of {dtype} has {size:,} bytes, but {len(data):,} were sent.")
+    array = np.frombuffer(data, dtype).reshape(shape) if data else np.zeros(shape, dtype)
+    if dtype.kind == "U" and array.size:
+        points = np.frombuffer(data, np.dtype("u4").newbyteorder(dtype.byteorder))
+        if points.max() > LARGEST_CHARACTER:
+            raise WireError("An array of text holds something that is no character.")
+    array.flags.writeable = False
+    return array
+
+
+def _scalar(found: dict[Any, Any]) -> Any:
+    dtype, value = _dtype(found), found.get(b"data")
+    if not isinstance(value, SCALARS):
+        raise WireError(f"The data of a NumPy scalar must be a number, not {type(value).__name__}.")
+    if isinstance(value, (str, bytes)) != (dtype.kind in "SU"):
+        raise WireError(f"The data of a NumPy scalar of {dtype} can't be a {type(value).__name__}.")
+    try:
+        with np.errstate(all="ignore"):
+            return dtype.type(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"{value!r:.40} is not a value of {dtype}: {error}") from error
+
+
+def _dtype(found: dict[Any, Any]) -> np.dtype:
+    name = found.get(b"dtype")
+    if not isinstance(name, str) or not DTYPE.match(name):
+        raise WireError(
+            f"The dtype {name!r:.40} is not allowed: only booleans, integers, floats and text (kinds b i u f S U)."
+        )
+    return np.dtype(name)
+
+
+# Of every first byte: how many bytes of header follow, and what they are the length of.
+_FIXED, _BYTES, _LIST, _MAP = range(4)
+_LENGTHS = {
+    **{0xC4 + i: (1 << i, _BYTES) for i in range(3)},  # bin
+    **{0xD9 + i: (1 << i, _BYTES) for i in range(3)},  # str
+    0xDC: (2, _LIST),
+    0xDD: (4, _LIST),
+    0xDE: (2, _MAP),
+    0xDF: (4, _MAP),
+}
+_NUMBERS = {0xCA: 4, 0xCB: 8, **{0xCC + i: 1 << i for i in range(4)}, **{0xD0 + i: 1 << i for i in range(4)}}
+
+
+def _header(frame: bytes, at: int) -> tuple[int, int, int]:
+    """Of the value at a position: its kind, its length, and where its content begins."""
+    first = frame[at]
+    if first < 0x80 or first >= 0xE0 or first in (0xC0, 0xC2, 0xC3):
+        return _FIXED, 0, at + 1
+    if first < 0x90:
+        return _MAP, first & 0x0F, at + 1
+    if first < 0xA0:
+        return _LIST, first & 0x0F, at + 1
+    if first < 0xC0:
+        return _BYTES, first & 0x1F, at + 1
+    if first in _NUMBERS:
+        return _BYTES, _NUMBERS[first], at + 1
+    if first not in _LENGTHS:
+        raise WireError("The frame holds an extension type of MessagePack, which is not allowed.")
+    width, kind = _LENGTHS[first]
+    return kind, int.from_bytes(frame[at + 1 : at + 1 + width], "big"), at + 1 + width
+
+
+def _measure(frame: bytes, limits: Limits) -> None:
+    """Refuse a frame with too many values, too deep, or with lengths beyond its end, before anything is made of it.
+
+    A list of a billion values is announced in five bytes, and a decoder may reserve the memory for it.
+    """
+    at, items, end = 0, 0, len(frame)
+    open_ends = [1]  # of the lists and maps around this position: how many values are still to come
+    while open_ends:
+        if not open_ends[-1]:
+            open_ends.pop()
+            continue
+        open_ends[-1] -= 1
+        if at >= end:
+            raise WireError("The frame ends too early.")
+        kind, length, at = _header(frame, at)
+        items += 1
+        if kind == _BYTES:
+            at += length
+        elif kind != _FIXED and length:
+            open_ends.append(length if kind == _LIST else 2 * length)
+        if at > end:
+            raise WireError("The frame ends too early.")
+        if items > limits.items or open_ends[-1] > limits.items:
+            raise WireError(f"The frame holds more than {limits.items:,} values.")
+        if len(open_ends) > limits.depth + 1:
+            raise WireError(f"Lists and maps are nested more than {limits.depth} deep.")
+    if at != end:
+        raise WireError("Something follows the message in the frame.")
+
+
+def is_jpeg(value: Any) -> bool:
+    return isinstance(value, bytes) and value.startswith(JPEG_START)
+
+
+def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
+    """A uint8 image [H, W, C] or [C, H, W], with 1 or 3 channels, as a JPEG file."""
+    from PIL import Image
+
+    image = np.asarray(image)
+    if image.dtype != np.uint8 or image.ndim != 3:
+        raise WireError(f"An image must be uint8 [H, W, C], not {image.dtype} {list(image.shape)}.")
+    if image.shape[2] not in (1, 3) and image.shape[0] in (1, 3):
+        image = image.transpose(1, 2, 0)
+    if image.shape[2] not in (1, 3):
+        raise WireError(f"An image must have 1 or 3 channels, not {list(image.shape)}.")
+    file = io.BytesIO()
+    plane = np.ascontiguousarray(image if image.shape[2] == 3 else image[:, :, 0])
+    Image.fromarray(plane).save(file, "JPEG", quality=quality)
+    return file.getvalue()
+
+
+def decode_jpeg(data: bytes, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
+    """The RGB image uint8 [H, W, 3] of a JPEG file; WireError if it is none."""
+    from PIL import Image
+
+    if not is_jpeg(data):
+        raise WireError("The bytes are not a JPEG file: one begins with FF D8 FF.")
+    try:
+        with Image.open(io.BytesIO(data), formats=["JPEG"]) as file:
+            if file.width * file.height > limits.image_pixels:
+                raise WireError(
+                    f"The image has {file.width} x {file.height} pixels; at most {limits.image_pixels:,} are allowed."
+                )
+            return np.asarray(file.convert("RGB"))
+    except WireError:
+        raise
+    except Exception as error:  # pillow raises many types for damaged files
+        raise WireError(f"The JPEG file can't be read: {error}") from error
