@@ -19,6 +19,7 @@ GROUPS = (
     "dataset",
     "dataset.cache",
     "dataset.order",
+    "dataset.image_transforms",
     "policy",
     "lora",
     "optimizer",
