@@ -14,6 +14,7 @@ from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.settings import DatasetConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.augment.operations import read_transforms
 
 GROUPS = (
     "dataset",
@@ -258,6 +259,8 @@ def validate(config: TrainConfig) -> None:
     config.lora.validate()
     validate_weights(config)
     parse_image_size(dataset.cache.size)
+    if dataset.image_transforms.enable:
+        read_transforms(dataset.image_transforms)
     _validate_episodes(dataset.episodes)
     check_values(config)
 

@@ -23,6 +23,7 @@ from flexor.data.loader.open import open_loader
 from flexor.data.settings import DatasetConfig, OrderConfig, parse_image_size
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
+from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
 from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
@@ -286,7 +287,15 @@ def build_state(
         scheduler=build_scheduler(config.scheduler, optimizer, config.steps),
         ema=EMA(policy, config.ema.decay) if config.ema.enable else None,
         split=split,
+        augmentation=build_augmentation(config, dataset),
     )
+
+
+def build_augmentation(config: TrainConfig, dataset: Dataset | None = None) -> AugmentImages | None:
+    """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
+    features = {} if dataset is None else dataset.features
+    depth = [name for name, feature in features.items() if feature.is_depth]
+    return augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:

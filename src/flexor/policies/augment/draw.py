@@ -1,7 +1,7 @@
 """What each sample gets: which transforms, in which order, with which numbers. Tensors only, without a look at values.
 
-All random numbers of a batch come from one draw of keyed noise, so a sample's augmentation depends on the seed, the step
-and the sample alone. Each camera has its own choice. All frames of a sample's window share it.
+All random numbers of a batch come from one draw of keyed noise, so a sample's augmentation depends on the seed, the
+step and the sample alone. Each camera has its own choice. All frames of a sample's window share it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Draw:
     """Draws operations for cameras of the given sizes (height, width)."""
 
     def __init__(
-        self, transforms: Sequence[Transform], count: int, random_order: bool, sizes: Sequence[tuple[int, int]]
+        self,
+        transforms: Sequence[Transform],
+        count: int,
+        random_order: bool,
+        sizes: Sequence[tuple[int, int]],
     ):
         self.transforms, self.sizes, self.random_order = list(transforms), list(sizes), random_order
         self.count = min(count, len(self.transforms))
@@ -75,7 +79,9 @@ class Draw:
         }
         drawn = noise.uniform(NAME, (samples, cameras, sum(parts.values())))
         uniform = dict(zip(parts, drawn.split([*parts.values()], dim=-1)))
-        numbers = uniform["numbers"].reshape(samples, cameras, entries, most, NUMBERS) * tables.span + tables.low
+        numbers = (
+            uniform["numbers"].reshape(samples, cameras, entries, most, NUMBERS) * tables.span + tables.low
+        )
         numbers = torch.where(tables.whole, numbers.round(), numbers)
         for which, (entry, place, operation) in enumerate(self.rectangles):
             own = uniform["rectangles"][..., which * RECTANGLE : (which + 1) * RECTANGLE]
@@ -92,9 +98,11 @@ class Draw:
         chosen = scores.topk(self.count, dim=-1).indices
         return chosen if self.random_order else chosen.sort(dim=-1).values
 
-    def _gather(self, chosen: Tensor, numbers: Tensor, order: Tensor, tables: _Tables) -> tuple[Tensor, Tensor]:
+    def _gather(
+        self, chosen: Tensor, numbers: Tensor, order: Tensor, tables: _Tables
+    ) -> tuple[Tensor, Tensor]:
         """The operations of the chosen transforms, in the order in which they are applied."""
-        samples, cameras, count = chosen.shape
+        samples, cameras, _ = chosen.shape
         ops = tables.ops[chosen]  # [B, C, count, M]
         index = chosen[..., None, None].expand(-1, -1, -1, self.most, NUMBERS)
         numbers = numbers.gather(2, index)
@@ -164,12 +172,12 @@ def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback
     area = _within(areas, rectangle.area) * size.prod(-1)[:, None]
     ratio = _within(ratios, (low, high)).exp()
     first, second = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
-    tall, wide = (second, first) if is_crop else (first, second)  # a crop's ratio is width / height, as torchvision's
+    tall, wide = (
+        (second, first) if is_crop else (first, second)
+    )  # a crop's ratio is width / height, as torchvision's
     height, width = size[:, :1], size[:, 1:]
-    if is_crop:
-        fits = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
-    else:
-        fits = (tall < height) & (wide < width)
+    within = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
+    fits = within if is_crop else (tall < height) & (wide < width)
     which, found = fits.int().argmax(-1, keepdim=True), fits.any(-1)
     tall = torch.where(found, tall.gather(-1, which)[..., 0], fallback[:, 0])
     wide = torch.where(found, wide.gather(-1, which)[..., 0], fallback[:, 1])

@@ -51,7 +51,7 @@ def apply(op: Op, images: Tensor, numbers: Tensor, seeds: Tensor | None, reach: 
         return affine(images, numbers, "nearest" if op is Op.AFFINE_NEAREST else "bilinear")
     assert seeds is not None
     if op is Op.NOISE:
-        return add_noise(images, numbers, seeds)
+        return add_noise(images, numbers, normal(seeds, images))
     same = normal(seeds, images[:, 0]).unsqueeze(1)  # in all frames
     return torch.where(_inside(images, numbers), same, images)
 
@@ -81,7 +81,7 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Around the mean gray of each frame. It is computed row by row: torch would sum up a lone image in another order."""
+    """Around the mean gray of each frame. It is computed row by row: torch sums up a lone image in another order."""
     mean = gray(images).mean(-1, keepdim=True).mean(-2, keepdim=True)
     return _blend(images, mean, factor)
 
@@ -173,7 +173,8 @@ def crop_and_resize(images: Tensor, numbers: Tensor) -> Tensor:
         shape = [len(images), 1, 1, size, 1] if dim == -2 else [len(images), 1, 1, 1, size]
         share = (at - first).view(shape)
         near, far = (
-            images.gather(dim, (start + index).long().view(shape).expand_as(images)) for index in (first, second)
+            images.gather(dim, (start + index).long().view(shape).expand_as(images))
+            for index in (first, second)
         )
         images = near * (1 - share) + far * share
     return images
@@ -196,8 +197,9 @@ def blur(images: Tensor, numbers: Tensor, reach: int) -> Tensor:
     return images
 
 
-def add_noise(images: Tensor, numbers: Tensor, seeds: Tensor) -> Tensor:
-    noisy = images + _column(numbers, 0) + _column(numbers, 1) * normal(seeds, images)
+def add_noise(images: Tensor, numbers: Tensor, noise: Tensor) -> Tensor:
+    """`noise`: standard normal, in the shape of the images."""
+    noisy = images + _column(numbers, 0) + _column(numbers, 1) * noise
     return torch.where(_column(numbers, 2) > 0, noisy.clamp(0, 1), noisy)
 
 

@@ -113,7 +113,7 @@ def _check_sizes(transforms: list[Transform], cameras: Mapping[str, PolicyFeatur
 def augmentation(
     settings: ImageTransformsConfig, cameras: Mapping[str, PolicyFeature], skip: Collection[str] = ()
 ) -> AugmentImages | None:
-    """The step for these cameras; None if there is nothing to do. `skip`: cameras that are never augmented, of depth."""
+    """The step for these cameras; None if there is nothing to do. `skip`: cameras of depth, which stay as they are."""
     chosen = {name: feature for name, feature in cameras.items() if name not in skip}
     if not settings.enable or not chosen or not read_transforms(settings):
         return None

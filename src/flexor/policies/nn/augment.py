@@ -1,7 +1,7 @@
 """Operators for image augmentation on NVIDIA GPUs: each applies one operation to every image, in one pass.
 
-Which operation an image gets is read on the GPU. `policies/augment/plain.py` says what they compute. A plan runs them on
-the meta device.
+Which operation an image gets is read on the GPU. `policies/augment/plain.py` says what they compute. A plan runs them
+on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _floats(images: Tensor, *_: object) -> Tensor:
     return torch.empty_like(images, dtype=torch.float32)
 
 
-# images [B, T, C, H, W], bytes or floats in [0, 1]; ops [B, cameras, slots]; numbers [B, cameras, slots, n]; reach: of the largest blur
+# images [B, T, C, H, W], bytes or floats in [0, 1]; ops [B, cameras, slots]; numbers [B, cameras, slots, n];
+# reach: of the largest blur, in pixels from its centre
 operator(
     "augment_gray_sums",  # of the images that change their contrast, in parts
     "(Tensor images, Tensor ops, int camera, int slot) -> Tensor",

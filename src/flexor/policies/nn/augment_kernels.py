@@ -28,17 +28,16 @@ def _read(image, place, mask):
     """Values from 0 to 1."""
     value = tl.load(image + place, mask=mask, other=0)
     if value.dtype == tl.uint8:
-        return tl.div_rn(value.to(tl.float32), 255.0)
-    else:
-        return value
+        value = tl.div_rn(value.to(tl.float32), 255.0)
+    return value
 
 
 @triton.jit
 def _gray(red, green, blue, CHANNELS: tl.constexpr):
-    if CHANNELS == 1:
-        return red
-    else:
-        return red * RED + green * GREEN + blue * BLUE
+    gray = red
+    if CHANNELS == 3:
+        gray = red * RED + green * GREEN + blue * BLUE
+    return gray
 
 
 @triton.jit
@@ -277,7 +276,11 @@ def _slot(
             there = place < tl.num_programs(1)
             found = tl.load(sums + frame * tl.num_programs(1) + place, mask=there, other=0.0)
             mean = tl.sum(found) / pixels
-            red, green, blue = _blend(red, mean, number), _blend(green, mean, number), _blend(blue, mean, number)
+            red, green, blue = (
+                _blend(red, mean, number),
+                _blend(green, mean, number),
+                _blend(blue, mean, number),
+            )
     elif op == SATURATION:
         gray = _gray(red, green, blue, CHANNELS)
         red, green, blue = _blend(red, gray, number), _blend(green, gray, number), _blend(blue, gray, number)
@@ -361,12 +364,16 @@ def augment_gray_sums(images: Tensor, ops: Tensor, camera: int, slot: int) -> Te
     return out
 
 
-def augment_blur_rows(images: Tensor, ops: Tensor, numbers: Tensor, camera: int, slot: int, reach: int) -> Tensor:
+def augment_blur_rows(
+    images: Tensor, ops: Tensor, numbers: Tensor, camera: int, slot: int, reach: int
+) -> Tensor:
     frames, channels, height, width, step, place = _sizes(images, ops, camera, slot)
     out = torch.empty_like(images, dtype=torch.float32)
     own = ops.flatten()[place:], numbers.flatten(0, -2)[place:]
     grid = len(images) * frames, parts_of(images)
-    _blur_rows[grid](images, *own, out, frames, step, height, width, numbers.shape[-1], channels, PIXELS, reach)
+    _blur_rows[grid](
+        images, *own, out, frames, step, height, width, numbers.shape[-1], channels, PIXELS, reach
+    )
     return out
 
 
@@ -383,7 +390,11 @@ def augment_slot(
 ) -> Tensor:
     frames, channels, height, width, step, place = _sizes(images, ops, camera, slot)
     out = torch.empty_like(images, dtype=torch.float32)
-    own = ops.flatten()[place:], numbers.flatten(0, -2)[place:], None if seeds is None else seeds.flatten()[place:]
+    own = (
+        ops.flatten()[place:],
+        numbers.flatten(0, -2)[place:],
+        None if seeds is None else seeds.flatten()[place:],
+    )
     parts = parts_of(images)
     sizes = frames, step, height, width, numbers.shape[-1]
     whole = triton.next_power_of_2(parts)
