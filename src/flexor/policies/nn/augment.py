@@ -12,12 +12,12 @@ from torch import Tensor
 from flexor.policies.nn.fused_norm import kernels_compile
 from flexor.policies.nn.fused_norm_ops import operator
 
-PIXELS = 1024  # of a program
+SUMMED = 4096  # pixels of a program that sums up
 
 
 def parts_of(images: Tensor) -> int:
-    """The number of programs for one image."""
-    return -(-images.shape[-2] * images.shape[-1] // PIXELS)
+    """The number of sums for one image."""
+    return -(-images.shape[-2] * images.shape[-1] // SUMMED)
 
 
 def _floats(images: Tensor, *_: object) -> Tensor:

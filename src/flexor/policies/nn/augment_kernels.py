@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.augment import PIXELS, parts_of
+from flexor.policies.nn.augment import SUMMED, parts_of
+
+# Pixels of a program, and its warps: two pixels per thread, because some operations need many registers for each.
+PIXELS, WARPS = 512, 8
 
 # the operations, as in `policies/augment/operations.py`
 BRIGHTNESS, CONTRAST, SATURATION, HUE = (tl.constexpr(n) for n in (1, 2, 3, 4))
@@ -245,6 +248,7 @@ def _slot(
     sums,
     rows,
     out,
+    parts,
     frames,
     step,
     height,
@@ -273,8 +277,7 @@ def _slot(
     elif op == CONTRAST:
         if sums is not None:
             place = tl.arange(0, PARTS)
-            there = place < tl.num_programs(1)
-            found = tl.load(sums + frame * tl.num_programs(1) + place, mask=there, other=0.0)
+            found = tl.load(sums + frame * parts + place, mask=place < parts, other=0.0)
             mean = tl.sum(found) / pixels
             red, green, blue = (
                 _blend(red, mean, number),
@@ -360,7 +363,7 @@ def augment_gray_sums(images: Tensor, ops: Tensor, camera: int, slot: int) -> Te
     parts = parts_of(images)
     out = images.new_empty(len(images), frames, parts, dtype=torch.float32)
     grid = len(images) * frames, parts
-    _gray_sums[grid](images, ops.flatten()[place:], out, frames, step, height * width, channels, PIXELS)
+    _gray_sums[grid](images, ops.flatten()[place:], out, frames, step, height * width, channels, SUMMED)
     return out
 
 
@@ -370,10 +373,9 @@ def augment_blur_rows(
     frames, channels, height, width, step, place = _sizes(images, ops, camera, slot)
     out = torch.empty_like(images, dtype=torch.float32)
     own = ops.flatten()[place:], numbers.flatten(0, -2)[place:]
-    grid = len(images) * frames, parts_of(images)
-    _blur_rows[grid](
-        images, *own, out, frames, step, height, width, numbers.shape[-1], channels, PIXELS, reach
-    )
+    grid = len(images) * frames, triton.cdiv(height * width, PIXELS)
+    sizes = frames, step, height, width, numbers.shape[-1]
+    _blur_rows[grid](images, *own, out, *sizes, channels, PIXELS, reach, num_warps=WARPS)
     return out
 
 
@@ -396,7 +398,8 @@ def augment_slot(
         None if seeds is None else seeds.flatten()[place:],
     )
     parts = parts_of(images)
-    sizes = frames, step, height, width, numbers.shape[-1]
-    whole = triton.next_power_of_2(parts)
-    _slot[len(images) * frames, parts](images, *own, sums, rows, out, *sizes, channels, PIXELS, whole, reach)
+    sizes = parts, frames, step, height, width, numbers.shape[-1]
+    fixed = channels, PIXELS, triton.next_power_of_2(parts), reach
+    grid = len(images) * frames, triton.cdiv(height * width, PIXELS)
+    _slot[grid](images, *own, sums, rows, out, *sizes, *fixed, num_warps=WARPS)
     return out
