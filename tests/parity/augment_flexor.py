@@ -11,7 +11,7 @@ from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig
 from flexor.policies.augment import plain
 from flexor.policies.augment.draw import Draw
-from flexor.policies.augment.operations import FILL, NUMBERS, Op, read_transforms
+from flexor.policies.augment.operations import FILL, NUMBERS, ImageOp, read_transforms
 from parity.augment_cases import CASES, DRAWN, DRAWS, HEIGHT, SIZE, WIDTH, image, summary
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "augment.npz"
@@ -20,22 +20,26 @@ NEAR = 5e-6  # of values in [0, 1]; nearest neighbours have no middle way
 SPREAD = 5 * math.sqrt(2 / DRAWS)
 
 FACTORS = {
-    "adjust_brightness": Op.BRIGHTNESS,
-    "adjust_contrast": Op.CONTRAST,
-    "adjust_saturation": Op.SATURATION,
-    "adjust_hue": Op.HUE,
-    "adjust_sharpness": Op.SHARPNESS,
+    "adjust_brightness": ImageOp.BRIGHTNESS,
+    "adjust_contrast": ImageOp.CONTRAST,
+    "adjust_saturation": ImageOp.SATURATION,
+    "adjust_hue": ImageOp.HUE,
+    "adjust_sharpness": ImageOp.SHARPNESS,
 }
 
 
-def operation(name: str, arguments: dict) -> tuple[Op, torch.Tensor]:
+def operation(name: str, arguments: dict) -> tuple[ImageOp, torch.Tensor]:
     """torchvision's function and arguments as an operation with its numbers."""
     numbers = torch.zeros(NUMBERS)
     op = FACTORS.get(name)
     if op is not None:
         numbers[0] = next(iter(arguments.values()))
     elif name == "affine":
-        op = Op.AFFINE_BILINEAR if arguments.get("interpolation") == "bilinear" else Op.AFFINE_NEAREST
+        op = (
+            ImageOp.AFFINE_BILINEAR
+            if arguments.get("interpolation") == "bilinear"
+            else ImageOp.AFFINE_NEAREST
+        )
         shear = [math.radians(each) for each in arguments["shear"]]
         centre = arguments.get("center", [WIDTH / 2, HEIGHT / 2])
         numbers[:8] = torch.tensor(
@@ -50,14 +54,14 @@ def operation(name: str, arguments: dict) -> tuple[Op, torch.Tensor]:
         )
         numbers[FILL : FILL + 3] = torch.tensor(arguments["fill"])
     elif name == "resized_crop":
-        op, numbers[:4] = Op.CROP, torch.tensor([*arguments.values()])
+        op, numbers[:4] = ImageOp.CROP, torch.tensor([*arguments.values()])
     elif name == "gaussian_blur":
-        op, numbers[0] = Op.BLUR, arguments["sigma"][0]
+        op, numbers[0] = ImageOp.BLUR, arguments["sigma"][0]
         numbers[1:3] = torch.tensor(arguments["kernel_size"])
     elif name == "gaussian_noise":
-        op, numbers[:3] = Op.NOISE, torch.tensor([float(each) for each in arguments.values()])
+        op, numbers[:3] = ImageOp.NOISE, torch.tensor([float(each) for each in arguments.values()])
     else:
-        op, numbers[:4] = Op.ERASE, torch.tensor([arguments[each] for each in "ijhw"])
+        op, numbers[:4] = ImageOp.ERASE, torch.tensor([arguments[each] for each in "ijhw"])
         numbers[FILL : FILL + 3] = torch.tensor(arguments["v"])
     return op, numbers[None]
 
@@ -66,11 +70,11 @@ def computed(name: str, theirs: np.lib.npyio.NpzFile) -> np.ndarray:
     """What we make of the same images. Noise is theirs."""
     op, numbers = operation(*CASES[name])
     frames = torch.from_numpy(image())[None]
-    if op is Op.NOISE:
+    if op is ImageOp.NOISE:
         mean, sigma = CASES["noise"][1]["mean"], CASES["noise"][1]["sigma"]
         noise = (torch.from_numpy(theirs["image noise"]) - frames - mean) / sigma
         return plain.add_noise(frames, numbers, noise)[0].numpy()
-    reach = int(numbers[0, 1:3].max()) // 2 if op is Op.BLUR else 0
+    reach = int(numbers[0, 1:3].max()) // 2 if op is ImageOp.BLUR else 0
     return plain.apply(op, frames, numbers, None, reach)[0].numpy()
 
 

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m parity.augment_torchvision FILE.npz
 
-The stored file was made by torchvision 0.26.0 with torch 2.11.0, in an environment of its own.
+The stored file was made by torchvision 0.26.0 in an environment of its own.
 """
 
 import sys

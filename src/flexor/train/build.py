@@ -287,15 +287,20 @@ def build_state(
         scheduler=build_scheduler(config.scheduler, optimizer, config.steps),
         ema=EMA(policy, config.ema.decay) if config.ema.enable else None,
         split=split,
-        augmentation=build_augmentation(config, dataset),
+        augmentation=build_augmentation(config, engine.device, dataset),
     )
 
 
-def build_augmentation(config: TrainConfig, dataset: Dataset | None = None) -> AugmentImages | None:
+def build_augmentation(
+    config: TrainConfig, device: torch.device, dataset: Dataset | None = None
+) -> AugmentImages | None:
     """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
     features = {} if dataset is None else dataset.features
     depth = [name for name, feature in features.items() if feature.is_depth]
-    return augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
+    step = augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
+    if step is not None:
+        step.to(str(device))
+    return step
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:

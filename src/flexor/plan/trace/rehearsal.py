@@ -127,7 +127,7 @@ class Rehearsal:
             scheduler=build_scheduler(scheduler, made, config.steps),
             ema=ema,
             split=self.split,
-            augmentation=build_augmentation(config),
+            augmentation=build_augmentation(config, device),
         )
         self.meters = Meters()
         self.run_step: Callable = functools.partial(optimizer_step, self.state)

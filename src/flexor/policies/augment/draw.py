@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
-from flexor.policies.augment.operations import NUMBERS, RANDOM_PIXELS, Op, Operation, Range, Transform
+from flexor.policies.augment.operations import NUMBERS, RANDOM_PIXELS, ImageOp, Operation, Range, Transform
 
 TRIES = 10  # to draw a rectangle that fits into the image, as torchvision does
 RECTANGLE = 2 * TRIES + 3  # random numbers of a rectangle
@@ -68,7 +68,7 @@ class Draw:
         self._tables: dict[torch.device, _Tables] = {}
 
     def __call__(self, noise: NoiseSource, samples: int, device: torch.device) -> Drawn:
-        tables = self._on(device)
+        tables = self.on(device)
         entries, most, cameras = len(self.transforms), self.most, len(self.sizes)
         parts = {
             "numbers": entries * most * NUMBERS,
@@ -113,7 +113,8 @@ class Draw:
             numbers = numbers.gather(3, order[..., None].expand_as(numbers))
         return ops.flatten(2).contiguous(), numbers.flatten(2, 3).contiguous()
 
-    def _on(self, device: torch.device) -> _Tables:
+    def on(self, device: torch.device) -> _Tables:
+        """Made once: a CUDA graph can't bring them from the host."""
         if device not in self._tables:
             self._tables[device] = self._made(device)
         return self._tables[device]
@@ -126,7 +127,7 @@ class Draw:
         for entry, transform in enumerate(self.transforms):
             for place, operation in enumerate(transform.operations):
                 ops[entry, place] = operation.op
-                whole[entry, place, 1:3] = operation.op in (Op.AFFINE_NEAREST, Op.AFFINE_BILINEAR)
+                whole[entry, place, 1:3] = operation.op in (ImageOp.AFFINE_NEAREST, ImageOp.AFFINE_BILINEAR)
                 for camera, size in enumerate(self.sizes):
                     for column, (least, greatest) in _ranges(operation, size).items():
                         low[camera, entry, place, column] = least
@@ -148,7 +149,7 @@ def _ranges(operation: Operation, size: tuple[int, int]) -> dict[int, Range]:
     height, width = size
     across, down = operation.shift[0] * width, operation.shift[1] * height
     ranges = {**operation.ranges}
-    if operation.op in (Op.AFFINE_NEAREST, Op.AFFINE_BILINEAR):
+    if operation.op in (ImageOp.AFFINE_NEAREST, ImageOp.AFFINE_BILINEAR):
         ranges |= {1: (-across, across), 2: (-down, down)}
     if operation.centre is not None:
         x, y = operation.centre[0] - width / 2, operation.centre[1] - height / 2
@@ -161,7 +162,7 @@ def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback
 
     Of ten rectangles, the first that fits. If none does, it has the size `fallback` [C, 2], in the middle.
     """
-    rectangle, is_crop = operation.rectangle, operation.op is Op.CROP
+    rectangle, is_crop = operation.rectangle, operation.op is ImageOp.CROP
     assert rectangle is not None
     areas, ratios, (down, across, lot) = (
         uniform[..., :TRIES],
@@ -192,7 +193,7 @@ def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback
 def fallback_size(operation: Operation, sizes: Sequence[tuple[int, int]]) -> Tensor:
     """For images of these sizes: the largest crop whose ratio is allowed; nothing is erased."""
     assert operation.rectangle is not None
-    if operation.op is not Op.CROP:
+    if operation.op is not ImageOp.CROP:
         return torch.zeros(len(sizes), 2)
     return torch.tensor([_largest(operation.rectangle.ratio, size) for size in sizes])
 

@@ -22,7 +22,7 @@ WHERE = "dataset.image_transforms.tfs"
 Range = tuple[float, float]
 
 
-class Op(IntEnum):
+class ImageOp(IntEnum):
     """The operations, and their numbers by column."""
 
     IDENTITY = 0
@@ -41,7 +41,7 @@ class Op(IntEnum):
     ERASE_NOISE = 12  # the same, filled with standard normal noise
 
 
-RANDOM_PIXELS = (Op.NOISE, Op.ERASE_NOISE)
+RANDOM_PIXELS = (ImageOp.NOISE, ImageOp.ERASE_NOISE)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Operation:
-    op: Op
+    op: ImageOp
     ranges: Mapping[int, Range] = field(default_factory=dict)  # of numbers, by column; others are zero
     shift: Range = (0.0, 0.0)  # AFFINE: the largest shift, as a part of width and height
     centre: Range | None = None  # AFFINE: x and y in pixels; None: the centre of the image
@@ -168,12 +168,16 @@ def _around_zero(value: float) -> Range:
 
 
 def _colour(arguments: Arguments) -> list[Operation]:
-    factors = {"brightness": Op.BRIGHTNESS, "contrast": Op.CONTRAST, "saturation": Op.SATURATION}
+    factors = {
+        "brightness": ImageOp.BRIGHTNESS,
+        "contrast": ImageOp.CONTRAST,
+        "saturation": ImageOp.SATURATION,
+    }
     spans = {op: arguments.span(name, None, _around_one, 0.0) for name, op in factors.items()}
     hue = arguments.span("hue", None, _around_zero, -0.5, 0.5)
     if hue is not None and hue[1] > 0.5:
         raise arguments.fail("hue", hue[1], "a number from 0 to 0.5")
-    spans[Op.HUE] = hue
+    spans[ImageOp.HUE] = hue
     return [Operation(op, {0: span}) for op, span in spans.items() if span is not None]
 
 
@@ -181,7 +185,7 @@ def _sharpness(arguments: Arguments) -> list[Operation]:
     span = arguments.span("sharpness", None, _around_one, 0.0)
     if span is None:
         raise arguments.fail("sharpness", None, "[low, high]")
-    return [Operation(Op.SHARPNESS, {0: span})]
+    return [Operation(ImageOp.SHARPNESS, {0: span})]
 
 
 def _affine(arguments: Arguments) -> list[Operation]:
@@ -222,10 +226,10 @@ def _radians(degrees: Range) -> Range:
     return math.radians(degrees[0]), math.radians(degrees[1])
 
 
-def _interpolation(arguments: Arguments) -> Op:
+def _interpolation(arguments: Arguments) -> ImageOp:
     ways = ("nearest", "bilinear")
     chosen = arguments.choice("interpolation", "nearest", *ways)
-    return Op.AFFINE_NEAREST if chosen == "nearest" else Op.AFFINE_BILINEAR
+    return ImageOp.AFFINE_NEAREST if chosen == "nearest" else ImageOp.AFFINE_BILINEAR
 
 
 def _fill(arguments: Arguments, key: str, default: Any = 0) -> dict[int, Range]:
@@ -250,7 +254,7 @@ def _crop(arguments: Arguments) -> list[Operation]:
     arguments.choice("antialias", True, True, False, None)  # makes no difference: a crop is never larger
     if ratio[0] <= 0:
         raise arguments.fail("ratio", list(ratio), "numbers above 0")
-    return [Operation(Op.CROP, rectangle=Rectangle(area, ratio), size=size and (size[0], size[1]))]
+    return [Operation(ImageOp.CROP, rectangle=Rectangle(area, ratio), size=size and (size[0], size[1]))]
 
 
 def _is_size(size: Any) -> bool:
@@ -271,7 +275,7 @@ def _blur(arguments: Arguments) -> list[Operation]:
     assert sigma is not None
     if sigma[0] <= 0:
         raise arguments.fail("sigma", list(sigma), "numbers above 0")
-    return [Operation(Op.BLUR, {0: sigma, 1: (sizes[0], sizes[0]), 2: (sizes[1], sizes[1])})]
+    return [Operation(ImageOp.BLUR, {0: sigma, 1: (sizes[0], sizes[0]), 2: (sizes[1], sizes[1])})]
 
 
 def _noise(arguments: Arguments) -> list[Operation]:
@@ -280,11 +284,11 @@ def _noise(arguments: Arguments) -> list[Operation]:
     if "std" in arguments.left or not theirs:
         span = arguments.span("std", (5.0, 25.0), lambda value: (0.0, value), 0.0)
         assert span is not None
-        return [Operation(Op.NOISE, {1: (span[0] / 255, span[1] / 255), 2: (1.0, 1.0)})]
+        return [Operation(ImageOp.NOISE, {1: (span[0] / 255, span[1] / 255), 2: (1.0, 1.0)})]
     mean = arguments.number("mean", arguments.take("mean", 0.0))
     sigma = arguments.number("sigma", arguments.take("sigma", 0.1), 0.0)
     clip = float(arguments.choice("clip", True, True, False))
-    return [Operation(Op.NOISE, {0: (mean, mean), 1: (sigma, sigma), 2: (clip, clip)})]
+    return [Operation(ImageOp.NOISE, {0: (mean, mean), 1: (sigma, sigma), 2: (clip, clip)})]
 
 
 def _erasing(arguments: Arguments) -> list[Operation]:
@@ -297,8 +301,8 @@ def _erasing(arguments: Arguments) -> list[Operation]:
     rectangle = Rectangle(area, ratio, probability)
     if arguments.left.get("value") == "random":
         arguments.take("value")
-        return [Operation(Op.ERASE_NOISE, rectangle=rectangle)]
-    return [Operation(Op.ERASE, _fill(arguments, "value"), rectangle=rectangle)]
+        return [Operation(ImageOp.ERASE_NOISE, rectangle=rectangle)]
+    return [Operation(ImageOp.ERASE, _fill(arguments, "value"), rectangle=rectangle)]
 
 
 KINDS: dict[str, Callable[[Arguments], list[Operation]]] = {

@@ -13,44 +13,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexor.core.rng import random_bits
-from flexor.policies.augment.operations import FILL, Op
+from flexor.policies.augment.operations import FILL, ImageOp
 
 GRAY = (0.2989, 0.587, 0.114)
 
 
 def apply_slot(
-    images: Tensor, ops: Tensor, numbers: Tensor, seeds: Tensor | None, used: Collection[Op], reach: int
+    images: Tensor,
+    ops: Tensor,
+    numbers: Tensor,
+    seeds: Tensor | None,
+    used: Collection[ImageOp],
+    reach: int,
+    look: bool,
 ) -> Tensor:
     """One operation for each sample: ops [B], numbers [B, NUMBERS], seeds [B].
 
-    `used`: those that occur in a run; `reach`: of its largest blur, in pixels from the centre.
+    `used`: those that occur in a run; `reach`: of its largest blur, in pixels from the centre; `look`: which samples
+    have an operation is looked up, and it is computed for these only. On a GPU, the host would have to wait for that.
     """
     out = images
-    for op in sorted({*used} - {Op.IDENTITY}):
+    for op in sorted({*used} - {ImageOp.IDENTITY}):
         chosen = ops == op
-        if images.device.type == "cpu":
-            rows = chosen.nonzero()[:, 0]
-            if len(rows):
-                own = None if seeds is None else seeds[rows]
-                out = out.index_copy(0, rows, apply(op, images[rows], numbers[rows], own, reach))
-        else:  # without a look at which are chosen
+        if not look:
             out = torch.where(chosen.view(-1, 1, 1, 1, 1), apply(op, images, numbers, seeds, reach), out)
+        elif len(rows := chosen.nonzero()[:, 0]):
+            own = None if seeds is None else seeds[rows]
+            out = out.index_copy(0, rows, apply(op, images[rows], numbers[rows], own, reach))
     return out
 
 
-def apply(op: Op, images: Tensor, numbers: Tensor, seeds: Tensor | None, reach: int) -> Tensor:
+def apply(op: ImageOp, images: Tensor, numbers: Tensor, seeds: Tensor | None, reach: int) -> Tensor:
     if op in COLOURS:
         return COLOURS[op](images, _column(numbers, 0))
-    if op is Op.CROP:
+    if op is ImageOp.CROP:
         return crop_and_resize(images, numbers)
-    if op is Op.BLUR:
+    if op is ImageOp.BLUR:
         return blur(images, numbers, reach)
-    if op is Op.ERASE:
+    if op is ImageOp.ERASE:
         return torch.where(_inside(images, numbers), _fill(images, numbers), images)
-    if op in (Op.AFFINE_NEAREST, Op.AFFINE_BILINEAR):
-        return affine(images, numbers, "nearest" if op is Op.AFFINE_NEAREST else "bilinear")
+    if op in (ImageOp.AFFINE_NEAREST, ImageOp.AFFINE_BILINEAR):
+        return affine(images, numbers, "nearest" if op is ImageOp.AFFINE_NEAREST else "bilinear")
     assert seeds is not None
-    if op is Op.NOISE:
+    if op is ImageOp.NOISE:
         return add_noise(images, numbers, normal(seeds, images))
     same = normal(seeds, images[:, 0]).unsqueeze(1)  # in all frames
     return torch.where(_inside(images, numbers), same, images)
@@ -124,11 +129,11 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 COLOURS = {
-    Op.BRIGHTNESS: brightness,
-    Op.CONTRAST: contrast,
-    Op.SATURATION: saturation,
-    Op.HUE: hue,
-    Op.SHARPNESS: sharpness,
+    ImageOp.BRIGHTNESS: brightness,
+    ImageOp.CONTRAST: contrast,
+    ImageOp.SATURATION: saturation,
+    ImageOp.HUE: hue,
+    ImageOp.SHARPNESS: sharpness,
 }
 
 
@@ -172,10 +177,9 @@ def crop_and_resize(images: Tensor, numbers: Tensor) -> Tensor:
         second = torch.minimum(first + 1, length - 1)
         shape = [len(images), 1, 1, size, 1] if dim == -2 else [len(images), 1, 1, 1, size]
         share = (at - first).view(shape)
-        near, far = (
-            images.gather(dim, (start + index).long().view(shape).expand_as(images))
-            for index in (first, second)
-        )
+        # within limits, because samples with another operation have other numbers here
+        places = [(start + index).clamp(0, size - 1).long().view(shape) for index in (first, second)]
+        near, far = (images.gather(dim, place.expand_as(images)) for place in places)
         images = near * (1 - share) + far * share
     return images
 

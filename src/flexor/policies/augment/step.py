@@ -15,7 +15,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
 from flexor.policies.augment.draw import Draw, Drawn
-from flexor.policies.augment.operations import WHERE, Op, Transform, read_transforms
+from flexor.policies.augment.operations import WHERE, ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
 from flexor.policies.nn.augment import can_fuse
@@ -36,9 +36,12 @@ class AugmentImages(ProcessingStep):
         sizes = [(feature.shape[1], feature.shape[2]) for feature in cameras.values()]
         operations = [operation for each in transforms for operation in each.operations]
         self.used = {operation.op for operation in operations}
-        self.reach = max((max(o.kernel) // 2 for o in operations if o.op is Op.BLUR), default=0)
+        self.reach = max((max(o.kernel) // 2 for o in operations if o.op is ImageOp.BLUR), default=0)
         _check_sizes(transforms, cameras)
         self.draw = Draw(transforms, settings.max_num_transforms, settings.random_order, sizes)
+
+    def to(self, device: str) -> None:
+        self.draw.on(torch.device(device))
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         if not context.training:
@@ -68,7 +71,7 @@ class AugmentImages(ProcessingStep):
         images = float_image(images) if images.dtype == torch.uint8 else images.float()
         own = drawn.ops[:, camera, slot], drawn.numbers[:, camera, slot]
         seeds = None if drawn.seeds is None else drawn.seeds[:, camera, slot]
-        return apply_slot(images, *own, seeds, self.used, self.reach)
+        return apply_slot(images, *own, seeds, self.used, self.reach, look=images.device.type == "cpu")
 
     def _fused(self, images: Tensor, drawn: Drawn, camera: int, slot: int) -> Tensor:
         """The same in one or two passes over the images; `drawn` is read where it is."""
@@ -76,9 +79,9 @@ class AugmentImages(ProcessingStep):
         if images.dtype != torch.uint8:
             images = images.float()
         sums = rows = None
-        if Op.CONTRAST in self.used:
+        if ImageOp.CONTRAST in self.used:
             sums = ops.augment_gray_sums(images, kinds, camera, slot)
-        if Op.BLUR in self.used:
+        if ImageOp.BLUR in self.used:
             rows = ops.augment_blur_rows(images, kinds, numbers, camera, slot, self.reach)
         return ops.augment_slot(images, kinds, numbers, seeds, sums, rows, camera, slot, self.reach)
 
@@ -103,7 +106,7 @@ def _check_sizes(transforms: list[Transform], cameras: Mapping[str, PolicyFeatur
                         f"{where}.size={list(operation.size)}, but images of {name} are {size}. A policy needs images "
                         "of one size: leave `size` out, and each camera keeps its own."
                     )
-                if operation.op is Op.BLUR and max(operation.kernel) // 2 >= min(size):
+                if operation.op is ImageOp.BLUR and max(operation.kernel) // 2 >= min(size):
                     raise ConfigError(
                         f"{where}.kernel_size={list(operation.kernel)} is too large for images of {name}, "
                         f"which are {size}."
