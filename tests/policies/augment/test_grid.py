@@ -11,7 +11,7 @@ from flexor.cli.main import main
 from flexor.core.errors import ConfigError
 from flexor.data.dataset import open_dataset
 from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig
-from flexor.policies.augment.grid import GAP, augmented_grid
+from flexor.policies.augment.grid import GAP, SMALLEST, augmented_grid
 
 
 def read(path) -> np.ndarray:
@@ -21,7 +21,10 @@ def read(path) -> np.ndarray:
 
 def test_the_first_column_is_what_was_recorded(dataset):
     opened = open_dataset(root=dataset)
-    names, sizes = opened.cameras, [opened.features[name].chw[1:] for name in opened.cameras]
+    names = opened.cameras
+    times = {name: SMALLEST // opened.features[name].chw[2] for name in names}
+    sizes = [tuple(side * times[name] for side in opened.features[name].chw[1:]) for name in names]
+    assert min(times.values()) > 1  # they are small
     bright = {"b": ImageTransformConfig(1.0, "ColorJitter", {"brightness": [0.5, 0.5]})}
     settings = ImageTransformsConfig(True, 1, False, bright)
     done = []
@@ -34,6 +37,7 @@ def test_the_first_column_is_what_was_recorded(dataset):
     for row in rows:
         for name, (height, width) in zip(names, sizes):
             image = opened.read([row], cameras=[name])[name][0].transpose(1, 2, 0)
+            image = image.repeat(times[name], 0).repeat(times[name], 1)
             line = grid[top : top + height]
             assert np.array_equal(line[:, GAP : GAP + width], image)
             second = line[:, 2 * GAP + width : 2 * (GAP + width)]

@@ -17,7 +17,7 @@ from flexor.policies.augment.step import augmentation
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.pipeline import StepContext
 
-WIDEST = 320  # pixels of one image
+SMALLEST, WIDEST = 128, 320  # pixels of one image across; a smaller one is enlarged by a whole factor
 GAP = 4  # pixels between two
 
 
@@ -61,13 +61,15 @@ def augmented_grid(
 
 
 def _cell(image: Tensor) -> np.ndarray:
-    """An image [C, H, W] in [0, 1] as uint8 [h, w, 3], not wider than `WIDEST`."""
+    """An image [C, H, W] in [0, 1] as uint8 [h, w, 3], at a size at which it can be seen."""
     height, width = image.shape[-2:]
     if width > WIDEST:
         small = max(1, round(height * WIDEST / width)), WIDEST
         image = F.interpolate(image[None], small, mode="area")[0]
     levels = (image.clamp(0, 1) * 255).round().to(torch.uint8)
-    return levels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+    factor = max(1, SMALLEST // width)
+    cell = levels.expand(3, -1, -1).permute(1, 2, 0).numpy()
+    return cell.repeat(factor, axis=0).repeat(factor, axis=1)
 
 
 def _arranged(lines: list[list[np.ndarray]]) -> np.ndarray:
