@@ -97,6 +97,10 @@ def test_resume_with_augmented_images(dataset, tiny_act, tmp_path):
     for name in files:
         texts = [(run / "checkpoints/last/pretrained_model" / name).read_text() for run in (whole, without)]
         assert texts[0] == texts[1]
+    said = json.loads((whole / "checkpoints/last/pretrained_model/train_config.json").read_text())
+    assert (
+        said["dataset"]["image_transforms"]["enable"] and said["dataset"]["image_transforms"]["random_order"]
+    )
     assert main(["resume", str(cut), "--steps=5", "--dataset.image_transforms.max_num_transforms=1"]) != 0
 
 
