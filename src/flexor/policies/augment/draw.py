@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
-from flexor.policies.augment.operations import NUMBERS, RANDOM_PIXELS, ImageOp, Operation, Range, Transform
+from flexor.policies.augment.arguments import Range
+from flexor.policies.augment.operations import NUMBERS, RANDOM_PIXELS, ImageOp, Operation, Transform
 
 TRIES = 10  # to draw a rectangle that fits into the image, as torchvision does
 RECTANGLE = 2 * TRIES + 3  # random numbers of a rectangle

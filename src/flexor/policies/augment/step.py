@@ -14,8 +14,9 @@ from flexor.core.batch import Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
+from flexor.policies.augment.arguments import WHERE
 from flexor.policies.augment.draw import Draw, Drawn
-from flexor.policies.augment.operations import WHERE, ImageOp, Transform, read_transforms
+from flexor.policies.augment.operations import ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
 from flexor.policies.nn.augment import can_fuse

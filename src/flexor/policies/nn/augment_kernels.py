@@ -196,7 +196,8 @@ def _noisy(value, numbers, seed, counter):
     return tl.where(tl.load(numbers + 2) > 0, _limit(value), value)
 
 
-@triton.jit
+# Not compiled again for each slot, whose operations begin at any address.
+@triton.jit(do_not_specialize_on_alignment=["ops"])
 def _gray_sums(images, ops, out, frames, step, pixels, CHANNELS: tl.constexpr, PIXELS: tl.constexpr):
     """A program has some pixels of one image."""
     frame, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -210,7 +211,7 @@ def _gray_sums(images, ops, out, frames, step, pixels, CHANNELS: tl.constexpr, P
         tl.store(out + frame * tl.num_programs(1) + part, tl.sum(_gray(red, green, blue, CHANNELS)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ops", "numbers"])
 def _blur_rows(
     images,
     ops,
@@ -239,7 +240,7 @@ def _blur_rows(
             tl.store(out + start + pixel, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ops", "numbers", "seeds"])
 def _slot(
     images,
     ops,
