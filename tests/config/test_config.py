@@ -17,7 +17,7 @@ from flexor.config.lerobot_flags import IGNORED
 from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
 from flexor.config.schema import GROUPS, TrainConfig, group_type
 from flexor.core.errors import ConfigError
-from flexor.core.typed import help_texts
+from flexor.core.typed import help_texts, to_plain
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapters import LoraConfig
 
@@ -411,8 +411,6 @@ def test_each_lerobot_flag_alone(flag):
     "flag",
     [
         "--policy.push_to_hub=true",
-        "--dataset.image_transforms.enable=true",
-        '--dataset.image_transforms={"enable": true}',
         "--dataset.repo_type=bucket",
         "--use_policy_training_preset=false",
         "--job.target=a100-large",
@@ -453,6 +451,72 @@ def test_lerobots_sample_weighting():
     assert load_config([DATA, "--use_rabc=false", "--rabc_kappa=0.05"]).sample_weighting.chosen == "uniform"
     with pytest.raises(ConfigError, match=r"sample_weighting.type='other' is not valid"):
         load_config([DATA, "--sample_weighting.type=other"])
+
+
+AUGMENTED = "dataset.image_transforms"
+ONE = {"type": "ColorJitter", "weight": 2.0, "kwargs": {"hue": [-0.1, 0.1]}}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.tfs={json.dumps({'one': ONE})}"],
+        [f"--{AUGMENTED}.enable=true", "--dataset.image_transforms.tfs={one: {type: ColorJitter, weight: 2,"
+         " kwargs: {hue: [-0.1, 0.1]}}}"],
+        [f"--{AUGMENTED}={json.dumps({'enable': True, 'tfs': {'one': ONE}})}"],
+    ],
+    ids=["JSON", "YAML", "all of it"],
+)  # fmt: skip
+def test_lerobots_forms_of_image_transforms(flags):
+    found = load_config([DATA, *flags]).dataset.image_transforms
+    assert found.enable and found.max_num_transforms == 3 and not found.random_order
+    assert to_plain(found.tfs) == {"one": ONE}
+
+
+def test_parts_of_the_default_image_transforms_can_change():
+    default = to_plain(load_config([DATA]).dataset.image_transforms)
+    flags = [f"--{AUGMENTED}.tfs.hue.weight=0", f"--{AUGMENTED}.tfs.affine.kwargs={{degrees: 9}}"]
+    flags += [f"--{AUGMENTED}.tfs.blur.type=GaussianBlur", f"--{AUGMENTED}.tfs.blur.kwargs.kernel_size=3"]
+    found = to_plain(load_config([DATA, f"--{AUGMENTED}.enable", *flags]).dataset.image_transforms)
+    blur = {"weight": 1.0, "type": "GaussianBlur", "kwargs": {"kernel_size": 3}}
+    assert found["tfs"] == {
+        **default["tfs"],
+        "hue": {**default["tfs"]["hue"], "weight": 0.0},
+        "affine": {**default["tfs"]["affine"], "kwargs": {"degrees": 9}},
+        "blur": blur,
+    }
+    assert list(found["tfs"]) == [*default["tfs"], "blur"]
+
+
+def test_image_transforms_of_a_file_can_change(tmp_path):
+    file = tmp_path / "train_config.json"
+    settings = {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": {"one": ONE}}
+    file.write_text(json.dumps({"dataset": {"root": "x", "image_transforms": settings}}))
+    found = load_config(
+        [f"--config={file}", f"--{AUGMENTED}.tfs.one.weight=3", f"--{AUGMENTED}.random_order=false"]
+    )
+    tfs = {"one": {**ONE, "weight": 3.0}}
+    assert to_plain(found.dataset.image_transforms) == {**settings, "random_order": False, "tfs": tfs}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("max_num_transforms=0", "max_num_transforms=0 must be at least 1"),
+        ("tfs.hue.type=JPEGCompression", r"tfs\.hue\.type='JPEGCompression' is not supported"),
+        ("tfs.hue.kwargs.hue=2", r"tfs\.hue\.kwargs\.hue=2.* is not valid for ColorJitter"),
+        ("tfs.hue.wait=2", r"Unknown setting dataset\.image_transforms\.tfs\.hue\.wait='2'.*weight"),
+        ("tfs=[1]", r"tfs=.* is not valid"),
+        ("tfs={hue: 3}", r"tfs\.hue: expected settings"),
+    ],
+)
+def test_image_transforms_that_can_not_be(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([DATA, f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.{flag}"])
+
+
+def test_image_transforms_that_are_off_may_be_anything_that_lerobot_has():
+    load_config([DATA, f"--{AUGMENTED}.tfs={{a: {{type: JPEGCompression, kwargs: {{quality: [1, 2]}}}}}}"])
 
 
 @pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])

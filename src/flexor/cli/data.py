@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from flexor.cli import augmented
 from flexor.cli.flags import dashed
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
@@ -38,11 +39,17 @@ def run(arguments: list[str]) -> int:
             )
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
+    _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
     cache_flags.add_verb(verbs)
-    parsed = parser.parse_args(dashed(arguments))
+    parsed, settings = parser.parse_known_args(dashed(arguments))
+    if getattr(parsed, "augmented", None):
+        return augmented.run(parsed, _address(parsed.root), settings)
+    if settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
     verbs_run = {
+        "show": _show,
         "info": _info,
         "check": _check,
         "stats": _stats,
@@ -51,6 +58,14 @@ def run(arguments: list[str]) -> int:
         "cache": _cache,
     }
     return verbs_run[parsed.verb](parsed)
+
+
+def _add_show(verbs: Any) -> None:
+    text = "show a dataset's images as a training run augments them"
+    verb = verbs.add_parser("show", help=text, description=text)
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    augmented.add_flags(verb)
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_repair(verbs: Any) -> None:
@@ -116,6 +131,10 @@ def _check(parsed: argparse.Namespace) -> int:
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
     print_result(report.to_json(), parsed.json, str(report))
     return 0 if report.ok else 1
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    raise ConfigError("flexor data show: name a picture to write with --augmented FILE.png.")
 
 
 def _repair(parsed: argparse.Namespace) -> int:

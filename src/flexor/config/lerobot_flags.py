@@ -41,7 +41,6 @@ IGNORED = {
     "checkpoint_path": "use `flexor resume RUN` to resume a run",
     "resume": "use `flexor resume RUN` to resume a run",
     "dataset.repo_type": "Flexor reads only dataset repositories",
-    "dataset.image_transforms": "image augmentation is not supported yet",
     "dataset.depth_output_unit": "depth maps are not supported yet",
     "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos saves videos of them",
     "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
@@ -63,7 +62,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "checkpoint_path": (None,),
     "resume": (False,),
     "dataset.repo_type": ("dataset",),
-    "dataset.image_transforms.enable": (False,),
     "eval.recording": (False,),
     "use_policy_training_preset": (True,),
 }

@@ -15,11 +15,13 @@ from flexor.data.mixture.entries import check_entries
 from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.augment.operations import read_transforms
 
 GROUPS = (
     "dataset",
     "dataset.cache",
     "dataset.order",
+    "dataset.image_transforms",
     "policy",
     "sample_weighting",
     "lora",
@@ -260,6 +262,8 @@ def validate(config: TrainConfig) -> None:
     config.lora.validate()
     validate_weights(config)
     parse_image_size(dataset.cache.size)
+    if dataset.image_transforms.enable:
+        read_transforms(dataset.image_transforms)
     _validate_episodes(dataset.episodes)
     check_values(config)
     check_entries(dataset)

@@ -28,7 +28,7 @@ from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.train.build import make_policy
+from flexor.train.build import build_augmentation, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
@@ -127,6 +127,7 @@ class Rehearsal:
             scheduler=build_scheduler(scheduler, made, config.steps),
             ema=ema,
             split=self.split,
+            augmentation=build_augmentation(config, device),
         )
         self.meters = Meters()
         self.run_step: Callable = functools.partial(optimizer_step, self.state)
