@@ -13,6 +13,8 @@ from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
+LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
+
 
 def run(arguments: list[str]) -> int:
     from flexor.data.loader import cache_flags
@@ -38,6 +40,7 @@ def run(arguments: list[str]) -> int:
             )
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
+    _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
     cache_flags.add_verb(verbs)
@@ -46,6 +49,7 @@ def run(arguments: list[str]) -> int:
         "info": _info,
         "check": _check,
         "stats": _stats,
+        "show": _show,
         "repair": _repair,
         "tokenizer": _tokenizer,
         "cache": _cache,
@@ -53,15 +57,35 @@ def run(arguments: list[str]) -> int:
     return verbs_run[parsed.verb](parsed)
 
 
+def _add_show(verbs: Any) -> None:
+    text = "write one HTML page about a dataset: filmstrips, curves, statistics, and what the check found"
+    verb = verbs.add_parser("show", help=text, description=f"{text}. The page loads nothing from a network.")
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument("--episodes", "--episode", metavar="LIST", help=f"show only these episodes: {LISTED}")
+    verb.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; default: the dataset's name with .html"
+    )
+    verb.add_argument("--max-mb", type=float, default=20, help="largest size of the page, in MB (default: 20)")
+    verb.add_argument("--deep", action="store_true", help="decode every frame for the check")
+    verb.add_argument(
+        "--terminal",
+        nargs="?",
+        const="auto",
+        choices=("auto", "kitty", "iterm2", "sixel", "blocks"),
+        help="draw the episodes in this terminal instead (default: the first one); "
+        "Flexor finds out what the terminal supports",
+    )
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_repair(verbs: Any) -> None:
     text = "write the good and the repairable episodes of a dataset to a new dataset, v3.0"
     verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not changed.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("out", type=Path, help="folder for the new dataset")
-    listed = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
-    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {listed}")
+    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {LISTED}")
     verb.add_argument(
-        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {listed}"
+        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {LISTED}"
     )
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
     verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
@@ -116,6 +140,36 @@ def _check(parsed: argparse.Namespace) -> int:
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
     print_result(report.to_json(), parsed.json, str(report))
     return 0 if report.ok else 1
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    from flexor.data.format.episode_list import parse_episodes
+
+    episodes = None if parsed.episodes is None else parse_episodes(parsed.episodes, "--episodes")
+    if parsed.terminal:
+        from flexor.data.show.terminal import show_in_terminal
+
+        if parsed.json or parsed.output:
+            raise ConfigError("--terminal writes no page: leave out --json and --output.")
+        show_in_terminal(_local(parsed.root), episodes, parsed.terminal)
+        return 0
+    from flexor.data.show.page import render, show_dataset
+    from flexor.pages.page import check_writable
+
+    name = parsed.root.rstrip("/").rpartition("/")[2] or "dataset"
+    output = parsed.output or Path(f"{name}.html")
+    check_writable(output)
+    result = show_dataset(
+        _local(parsed.root),
+        output,
+        episodes=episodes,
+        limit=int(parsed.max_mb * 1e6),
+        deep=parsed.deep,
+        checking=progress("checking"),
+        drawing=progress("drawing"),
+    )
+    print_result(result, parsed.json, render(result))
+    return 0
 
 
 def _repair(parsed: argparse.Namespace) -> int:

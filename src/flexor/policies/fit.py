@@ -13,12 +13,13 @@ from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.format.flat_names import flat_names
 from flexor.data.statistics import compute_stats, relative_action_stats
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.processing.pipeline import Stats
-from flexor.policies.processing.relative_actions import RelativeActionSettings, flat_names
+from flexor.policies.processing.relative_actions import RelativeActionSettings
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 

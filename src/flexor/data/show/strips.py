@@ -1,0 +1,117 @@
+"""Filmstrips: some frames of an episode, of all cameras, as one JPEG."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexor.core.errors import DatasetError, SourceError
+from flexor.data.dataset import Dataset
+from flexor.data.show.budget import Sheet
+from flexor.data.video.planes import to_rgb
+from flexor.pages.images import jpeg, scaled
+
+QUANTIZERS = (5, 8, 12, 18, 31)  # tried in this order until the image is small enough
+UNREADABLE = np.array([120, 40, 40], np.uint8)
+
+
+@dataclass
+class Strip:
+    """The images of an episode."""
+
+    frames: list[int]
+    """Which frames of the episode it shows."""
+    image: bytes = b""
+    """A JPEG: a row per camera, a column per frame. Empty if nothing could be decoded."""
+    problems: dict[str, str] = field(default_factory=dict)
+    """Cameras with frames that can't be decoded, and why."""
+    levels: dict[str, np.ndarray] = field(default_factory=dict)
+    """Per camera: how many pixels of its thumbnails have each level, [channels, 256]."""
+
+
+def make_strip(dataset: Dataset, position: int, sheet: Sheet, nbytes: int) -> Strip:
+    """The strip of the episode at this position, of at most `nbytes`."""
+    length = int(dataset.episodes.length[position])
+    frames = chosen_frames(length, sheet.most)
+    strip = Strip(frames)
+    first = int(dataset.episodes.start[position])
+    rows = []
+    for camera in sheet.widths:
+        thumbnails, why = camera_thumbnails(
+            dataset, camera, first + np.array(frames), sheet.height, sheet.widths[camera]
+        )
+        if why:
+            strip.problems[camera] = why
+        rows.append(thumbnails)
+        strip.levels[camera] = _levels(thumbnails)
+    while rows:
+        strip.image = _smallest(_sheet(rows), nbytes)
+        if len(strip.image) <= nbytes or len(strip.frames) == 1:
+            break
+        strip.frames = strip.frames[::2]
+        rows = [row[::2] for row in rows]
+    if len(strip.image) > nbytes:
+        strip.image = b""
+        strip.problems["images"] = "no room for them on the page: show fewer episodes"
+    return strip
+
+
+def chosen_frames(length: int, most: int) -> list[int]:
+    """Frames at equal distances, the first and the last among them."""
+    return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int)).tolist()
+
+
+def camera_thumbnails(
+    dataset: Dataset, camera: str, rows: np.ndarray, height: int, width: int
+) -> tuple[np.ndarray, str | None]:
+    """Thumbnails [n, height, width, 3] of rows, and why some can't be decoded: these are of one colour."""
+    out = np.empty((len(rows), height, width, 3), np.uint8)
+    out[:] = UNREADABLE
+    try:
+        why = _decode(dataset, camera, dataset.frame_ids(rows), out)
+    except SourceError:
+        raise
+    except DatasetError as error:  # none of the camera's frames can be decoded
+        why = {0: str(error)}
+    if not why:
+        return out, None
+    return out, f"{len(why)} of {len(rows)} frames can't be decoded: {next(iter(why.values()))}"
+
+
+def _decode(dataset: Dataset, camera: str, ids: np.ndarray, out: np.ndarray) -> dict[int, str]:
+    store = dataset.store
+    format = store.format(camera)
+    planes = np.empty(format.nbytes, np.uint8)
+    pixels = np.empty((format.height, format.width, format.channels), np.uint8)
+
+    def keep(i: int) -> None:
+        to_rgb(format, planes, pixels)
+        out[i] = scaled(_three_channels(pixels), *out.shape[1:3])
+
+    return store.decode(camera, ids, lambda _: planes, keep)
+
+
+def _three_channels(pixels: np.ndarray) -> np.ndarray:
+    return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
+
+
+def _sheet(rows: list[np.ndarray]) -> np.ndarray:
+    """Thumbnails [n, h, w, 3] of each camera -> one image, a row each."""
+    wide = max(len(row) * row.shape[2] for row in rows)
+    lines = [np.concatenate(list(row), axis=1) for row in rows]
+    return np.concatenate([np.pad(line, ((0, 0), (0, wide - line.shape[1]), (0, 0))) for line in lines])
+
+
+def _smallest(pixels: np.ndarray, nbytes: int) -> bytes:
+    """The best JPEG of at most `nbytes`, or the smallest there is."""
+    data = b""
+    for quantizer in QUANTIZERS:
+        data = jpeg(pixels, quantizer)
+        if len(data) <= nbytes:
+            break
+    return data
+
+
+def _levels(thumbnails: np.ndarray) -> np.ndarray:
+    return np.stack([np.bincount(thumbnails[..., c].ravel(), minlength=256) for c in range(3)])
