@@ -7,6 +7,7 @@ network: every host name is mapped to nowhere.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -30,6 +31,13 @@ def find_browser() -> str | None:
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
+def _not_small(end: int) -> int:
+    """The same end of a pipe under a number that is not 3 or 4, which Chromium uses."""
+    moved = fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(end)
+    return moved
+
+
 class Browser:
     """One tab. `errors` collects uncaught exceptions, console errors, and what the page's policy blocked."""
 
@@ -39,11 +47,11 @@ class Browser:
         self.requests: list[str] = []
         self._profile = tempfile.mkdtemp(prefix="browser")
         self._last, self._rest = 0, b""
-        to_read, self._to = os.pipe()
-        self._from, to_write = os.pipe()
+        to_read, self._to = (_not_small(end) for end in os.pipe())
+        self._from, to_write = (_not_small(end) for end in os.pipe())
+        flags = [*FLAGS, f"--user-data-dir={self._profile}", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "browser", program, *FLAGS]
-            + [f"--user-data-dir={self._profile}", "about:blank"],
+            ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{to_write}', "browser", program, *flags],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -52,7 +60,9 @@ class Browser:
         os.close(to_write)
         tabs = self._send("Target.getTargets", session=None)["targetInfos"]
         tab = next(t["targetId"] for t in tabs if t["type"] == "page")
-        self._session = self._send("Target.attachToTarget", session=None, targetId=tab, flatten=True)["sessionId"]
+        self._session = self._send("Target.attachToTarget", session=None, targetId=tab, flatten=True)[
+            "sessionId"
+        ]
         for part in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{part}.enable")
 

@@ -65,15 +65,20 @@ def _add_show(verbs: Any) -> None:
     verb.add_argument(
         "--output", type=Path, metavar="FILE", help="the page; default: the dataset's name with .html"
     )
-    verb.add_argument("--max-mb", type=float, default=20, help="largest size of the page, in MB (default: 20)")
+    verb.add_argument(
+        "--max-mb", type=float, default=20, help="largest size of the page, in MB (default: 20)"
+    )
     verb.add_argument("--deep", action="store_true", help="decode every frame for the check")
     verb.add_argument(
         "--terminal",
-        nargs="?",
-        const="auto",
+        action="store_true",
+        help="write no page, but draw the episodes (default: the first one) in this terminal",
+    )
+    verb.add_argument(
+        "--graphics",
         choices=("auto", "kitty", "iterm2", "sixel", "blocks"),
-        help="draw the episodes in this terminal instead (default: the first one); "
-        "Flexor finds out what the terminal supports",
+        default="auto",
+        help="how --terminal draws images (default: auto, what the terminal supports; blocks work everywhere)",
     )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -151,7 +156,7 @@ def _show(parsed: argparse.Namespace) -> int:
 
         if parsed.json or parsed.output:
             raise ConfigError("--terminal writes no page: leave out --json and --output.")
-        show_in_terminal(_local(parsed.root), episodes, parsed.terminal)
+        show_in_terminal(_local(parsed.root), episodes, parsed.graphics)
         return 0
     from flexor.data.show.page import render, show_dataset
     from flexor.pages.page import check_writable

@@ -26,9 +26,7 @@ Files = Sequence[tuple[str, str]]
 """Package and file name of styles or scripts, in the order in which they are included."""
 
 
-def page(
-    title: str, *, body: str = "", data: object = None, styles: Files = (), scripts: Files = ()
-) -> str:
+def page(title: str, *, body: str = "", data: object = None, styles: Files = (), scripts: Files = ()) -> str:
     """The whole file. `body` is HTML; `data` is what the scripts read with `pageData()`.
 
     Pages without scripts get only the shared styles.

@@ -48,7 +48,8 @@ function curvePlot(title, curves, every, length) {
       cursor.setAttribute("x2", x(frame));
       curves.forEach((curve, number) => {
         const [low, high] = [curve.low[bucket], curve.high[bucket]];
-        values[number].textContent = low === high ? figure(low) : `${figure(low)} … ${figure(high)}`;
+        if (Number.isNaN(low)) values[number].textContent = "not finite";
+        else values[number].textContent = low === high ? figure(low) : `${figure(low)} … ${figure(high)}`;
       });
     },
   };

@@ -176,7 +176,9 @@ def _problems(report: CheckReport) -> dict[str, Any]:
                 "kind": first.kind,
                 "feature": _short(first.feature or ""),
                 "file": _short(first.file or ""),
-                "episodes": sorted({p.episode for p in group if p.episode is not None})[:MOST_EPISODES_OF_GROUP],
+                "episodes": sorted({p.episode for p in group if p.episode is not None})[
+                    :MOST_EPISODES_OF_GROUP
+                ],
                 "messages": [_short(message) for message in messages[:3]],
                 "more": max(len(messages) - 3, 0),
                 "fix": first.fix,
@@ -218,7 +220,9 @@ def _episode(
     return {
         "index": int(dataset.episodes.index[position]),
         "length": length,
-        "tasks": [task_numbers[t] for t in dict.fromkeys(dataset.episodes.tasks[position]) if t in task_numbers][:5],
+        "tasks": [
+            task_numbers[t] for t in dict.fromkeys(dataset.episodes.tasks[position]) if t in task_numbers
+        ][:5],
         "frames": strip.frames,
         "image": as_base64(strip.image),
         "problems": {camera: _short(why) for camera, why in strip.problems.items()},

@@ -257,7 +257,7 @@ function filmstrip(episode, show) {
 
 /** A camera's frame under the cursor, enlarged. */
 function largeFrame(episode, camera, row, preview) {
-  const scale = Math.max(160 / data.sheet_height, 1);
+  const scale = Math.min(160 / data.sheet_height, 320 / camera.thumbnail_width);
   const [width, height] = [camera.thumbnail_width * scale, data.sheet_height * scale];
   const widest = Math.max(...data.cameras.map((other) => other.thumbnail_width)) * episode.frames.length;
   const frame = make("div", { class: "frame" });

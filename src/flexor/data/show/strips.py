@@ -13,6 +13,7 @@ from flexor.data.video.planes import to_rgb
 from flexor.pages.images import jpeg, scaled
 
 QUANTIZERS = (5, 8, 12, 18, 31)  # tried in this order until the image is small enough
+GAIN = 5  # the coarsest is at most so much smaller than the finest
 UNREADABLE = np.array([120, 40, 40], np.uint8)
 
 
@@ -47,7 +48,10 @@ def make_strip(dataset: Dataset, position: int, sheet: Sheet, nbytes: int) -> St
         strip.levels[camera] = _levels(thumbnails)
     while rows:
         strip.image = _smallest(_sheet(rows), nbytes)
-        if len(strip.image) <= nbytes or len(strip.frames) == 1:
+        if len(strip.image) <= nbytes:
+            break
+        if len(strip.frames) == 1:
+            strip.image = jpeg(_sheet(rows), QUANTIZERS[-1])
             break
         strip.frames = strip.frames[::2]
         rows = [row[::2] for row in rows]
@@ -104,11 +108,11 @@ def _sheet(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def _smallest(pixels: np.ndarray, nbytes: int) -> bytes:
-    """The best JPEG of at most `nbytes`, or the smallest there is."""
+    """The best JPEG of at most `nbytes`; a larger one if the coarsest is still too large, or would be."""
     data = b""
     for quantizer in QUANTIZERS:
         data = jpeg(pixels, quantizer)
-        if len(data) <= nbytes:
+        if len(data) <= nbytes or len(data) > GAIN * nbytes:
             break
     return data
 
