@@ -202,10 +202,10 @@ def _repair(parsed: argparse.Namespace) -> int:
 def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.dataset import open_dataset
     from flexor.data.format.stats import to_json, write_stats
-    from flexor.data.statistics import compute_stats
+    from flexor.data.statistics import compute_stats, in_stored_unit
 
     dataset = open_dataset(root=_local(parsed.root))
-    stats = compute_stats(dataset, progress=progress("statistics"))
+    stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
     print(json.dumps(to_json(stats), indent=None if parsed.json else 2))

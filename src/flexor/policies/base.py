@@ -45,6 +45,9 @@ class PolicyConfig:
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
 
+    takes_depth: ClassVar[bool] = False
+    """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
+
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
 

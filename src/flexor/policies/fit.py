@@ -52,7 +52,7 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
             f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
             "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
         )
-    policy = policy.fitted(inputs, outputs)
+    policy = policy.fitted(_taken(policy, dataset, inputs), outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
         named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
@@ -71,6 +71,17 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
     return policy
 
 
+def _taken(
+    policy: PolicyConfig, dataset: Dataset, inputs: dict[str, PolicyFeature]
+) -> dict[str, PolicyFeature]:
+    """The inputs that the policy takes: without depth maps, unless it takes these."""
+    depth = [name for name in inputs if dataset.features[name].depth is not None]
+    if not depth or policy.takes_depth or policy.input_features:
+        return inputs
+    log.info("%s is not used: policy.type=%s takes colour images only", ", ".join(depth), policy.type)
+    return {name: feature for name, feature in inputs.items() if name not in depth}
+
+
 def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
     """The time steps of each feature in a sample."""
     deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
@@ -84,7 +95,7 @@ def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
 def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> Stats:
     """The dataset's statistics for the policy's features. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
-    cameras = [name for name in policy.images if use_imagenet]
+    cameras = [name for name in policy.images if use_imagenet and dataset.features[name].depth is None]
     stats: dict[str, dict[str, np.ndarray]] = {name: dict(dataset.stats.get(name, {})) for name in features}
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}

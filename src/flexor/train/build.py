@@ -55,6 +55,7 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         exclude_episodes=config.exclude_episodes,
         frame_by=config.frame_by,
         on_bad_episode=config.on_bad_episode,
+        depth_unit=config.depth_output_unit,
     )
     if not config.eval_split:
         return dataset, None

@@ -18,7 +18,7 @@ from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import PAGE_BYTES, PageBudget, Sheet, page_budget, sheet_layout
 from flexor.data.show.curves import CurveFeature, curve_features, episode_curves, frames_per_point
 from flexor.data.show.statistics import feature_statistics, length_histogram, task_counts
-from flexor.data.show.strips import Strip, make_strip
+from flexor.data.show.strips import Strip, depth_ends, make_strip
 from flexor.pages.images import as_base64
 from flexor.pages.page import check_writable, page, write_page
 
@@ -202,8 +202,19 @@ def _camera(dataset: Dataset, name: str, sheet: Sheet, strips: list[Strip]) -> d
         "height": height,
         "width": width,
         "thumbnail_width": sheet.widths[name],
+        "depth": _depth_text(dataset, name),
         "histograms": [{"low": 0, "high": 256, "counts": channel} for channel in counts],
     }
+
+
+def _depth_text(dataset: Dataset, name: str) -> str | None:
+    """What the colours of a depth map mean."""
+    if dataset.features[name].depth is None:
+        return None
+    near, far = depth_ends(dataset, name)
+    return (
+        f"depth: yellow is {near:.4g} {dataset.store.depth_unit}, violet {far:.4g} {dataset.store.depth_unit}"
+    )
 
 
 def _episode(

@@ -114,7 +114,7 @@ function levelsTable() {
       {},
       make("td", {}, camera.name),
       make("td", {}, `${camera.height} x ${camera.width}`),
-      make("td", { class: "levels" }, camera.histograms.map((h, c) => histogram(h, 260, 24, CHANNELS[c]))),
+      make("td", { class: "levels" }, camera.depth ?? camera.histograms.map((h, c) => histogram(h, 260, 24, CHANNELS[c]))),
     ),
   );
   const heads = ["camera", "size", "levels of red, green and blue in the frames shown"];

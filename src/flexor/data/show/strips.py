@@ -14,6 +14,7 @@ from flexor.pages.images import jpeg, scaled
 
 QUANTIZERS = (5, 8, 12, 18, 31)  # tried in this order until the image is small enough
 GAIN = 5  # the coarsest is at most so much smaller than the finest
+DEPTH_COLOURS = np.array([[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]])
 UNREADABLE = np.array([120, 40, 40], np.uint8)
 
 
@@ -87,17 +88,41 @@ def _decode(dataset: Dataset, camera: str, ids: np.ndarray, out: np.ndarray) -> 
     store = dataset.store
     format = store.format(camera)
     planes = np.empty(format.nbytes, np.uint8)
-    pixels = np.empty((format.height, format.width, format.channels), np.uint8)
+    pixels = np.empty((format.height, format.width, format.channels), format.dtype)
+    ends = depth_ends(dataset, camera) if format.is_depth else None
 
     def keep(i: int) -> None:
         to_rgb(format, planes, pixels)
-        out[i] = scaled(_three_channels(pixels), *out.shape[1:3])
+        seen = _three_channels(pixels) if ends is None else depth_colours(pixels[..., 0], *ends)
+        out[i] = scaled(seen, *out.shape[1:3])
 
     return store.decode(camera, ids, lambda _: planes, keep)
 
 
 def _three_channels(pixels: np.ndarray) -> np.ndarray:
     return np.repeat(pixels, 3, axis=2) if pixels.shape[2] == 1 else pixels[:, :, :3]
+
+
+def depth_ends(dataset: Dataset, camera: str) -> tuple[float, float]:
+    """The depths between which colours change: those of almost all pixels, in the unit that is read."""
+    stats = dataset.stats.get(camera, {})
+    for near, far in (("q01", "q99"), ("min", "max")):
+        if near in stats and far in stats:
+            low, high = float(np.min(stats[near])), float(np.max(stats[far]))
+            if np.isfinite(high - low) and high > low:
+                return max(low, 0.0), high
+    scale = dataset.features[camera].depth
+    assert scale is not None
+    metre = 1000.0 if dataset.store.depth_unit == "mm" else 1.0
+    return scale.low * metre, scale.high * metre
+
+
+def depth_colours(depths: np.ndarray, near: float, far: float) -> np.ndarray:
+    """Depths [H, W] as colours [H, W, 3]: near is warm, far is dark blue; black where nothing was measured."""
+    place = np.nan_to_num((depths - near) / (far - near), nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1)
+    stops = np.linspace(0, 1, len(DEPTH_COLOURS))
+    colours = np.stack([np.interp(place, stops, DEPTH_COLOURS[:, c]) for c in range(3)], axis=-1)
+    return np.where(np.isfinite(depths)[..., None] & (depths[..., None] > 0), colours, 0).astype(np.uint8)
 
 
 def _sheet(rows: list[np.ndarray]) -> np.ndarray:
