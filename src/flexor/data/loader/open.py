@@ -128,8 +128,8 @@ def open_tier(
     store = dataset.store
     count = sum(len(selection) for selection in selections)
     sizes = {camera: store.format(camera).nbytes for camera in cameras}
-    need = int(count * sum(sizes.values()) * (JPEG_SHARE if cache.format == "jpeg" else 1))
     keys = _keys(dataset, cache, cameras)
+    need = int(count * sum(n * (1 if keys[c].jpeg is None else JPEG_SHARE) for c, n in sizes.items()))
     wanted = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
     if wanted == "stream":
         return "stream"
@@ -210,7 +210,7 @@ def _keys(dataset: Dataset, cache: CacheConfig, cameras: Sequence[str]) -> dict[
             f"{content} {store.format(camera).layout} {store.frame_by}",
             camera,
             store.size,
-            quality,
+            None if store.format(camera).is_depth else quality,  # JPEG can't hold depth maps
             dataset.repo_id,
         )
         for camera in cameras

@@ -8,6 +8,7 @@ import numpy as np
 
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.dataset import Dataset
+from flexor.data.format.depth import depths_of_codes
 from flexor.data.show.budget import Sheet
 from flexor.data.video.planes import to_rgb
 from flexor.pages.images import jpeg, scaled
@@ -90,10 +91,12 @@ def _decode(dataset: Dataset, camera: str, ids: np.ndarray, out: np.ndarray) -> 
     planes = np.empty(format.nbytes, np.uint8)
     pixels = np.empty((format.height, format.width, format.channels), format.dtype)
     ends = depth_ends(dataset, camera) if format.is_depth else None
+    # In a video, code 0 stands for all that is nearer than the scale begins, and for what was not measured.
+    nothing = float(depths_of_codes(format.depth)[0]) if format.layout == "gray12" else 0.0
 
     def keep(i: int) -> None:
         to_rgb(format, planes, pixels)
-        seen = _three_channels(pixels) if ends is None else depth_colours(pixels[..., 0], *ends)
+        seen = _three_channels(pixels) if ends is None else depth_colours(pixels[..., 0], *ends, nothing)
         out[i] = scaled(seen, *out.shape[1:3])
 
     return store.decode(camera, ids, lambda _: planes, keep)
@@ -117,12 +120,14 @@ def depth_ends(dataset: Dataset, camera: str) -> tuple[float, float]:
     return scale.low * metre, scale.high * metre
 
 
-def depth_colours(depths: np.ndarray, near: float, far: float) -> np.ndarray:
-    """Depths [H, W] as colours [H, W, 3]: near is warm, far is dark blue; black where nothing was measured."""
+def depth_colours(depths: np.ndarray, near: float, far: float, nothing: float = 0.0) -> np.ndarray:
+    """Depths [H, W] as colours [H, W, 3]: near is warm, far is violet; black where a depth is at most `nothing`."""
     place = np.nan_to_num((depths - near) / (far - near), nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1)
     stops = np.linspace(0, 1, len(DEPTH_COLOURS))
     colours = np.stack([np.interp(place, stops, DEPTH_COLOURS[:, c]) for c in range(3)], axis=-1)
-    return np.where(np.isfinite(depths)[..., None] & (depths[..., None] > 0), colours, 0).astype(np.uint8)
+    return np.where(np.isfinite(depths)[..., None] & (depths[..., None] > nothing), colours, 0).astype(
+        np.uint8
+    )
 
 
 def _sheet(rows: list[np.ndarray]) -> np.ndarray:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from av.video.reformatter import VideoReformatter
 
-from flexor.core.errors import DatasetError
 from flexor.data.format.depth import CODES, DepthScale, depths_of_codes, in_output_unit
 from flexor.data.video.tiff import float_tiff
 
@@ -92,7 +91,3 @@ def decode_depth_image(data: bytes) -> av.VideoFrame:
         raise ValueError(f"its pixels are {layout}, but depth maps have 16 bits or floating point")
     wanted = "grayf32le" if layout.startswith("grayf32") else "gray16le"
     return frames[0] if layout == wanted else VideoReformatter().reformat(frames[0], format=wanted)
-
-
-def refuse_jpeg() -> DatasetError:
-    return DatasetError("JPEG can't hold depth maps: use --dataset.cache.format=raw for this dataset")

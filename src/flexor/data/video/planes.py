@@ -24,7 +24,6 @@ from flexor.data.video.depth_planes import (
     depth_on_device,
     depth_values,
     pack_depth,
-    refuse_jpeg,
 )
 
 __all__ = [
@@ -258,8 +257,7 @@ def _table(levels: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
     """A frame's planes, uint8 [nbytes], as a JPEG of those values: colour matrix and range stay the camera's."""
-    if format.is_depth:
-        raise refuse_jpeg()
+    assert not format.is_depth, "JPEG can't hold depth maps"
     if format.layout == "rgba":
         raise FlexorError(
             "JPEG does not support transparency: use --dataset.cache.format=raw for this dataset"
