@@ -1,7 +1,10 @@
 """Images in a terminal: what each kind of terminal would show, decoded again."""
 
 import base64
+import os
 import re
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -109,3 +112,25 @@ def test_a_coarser_jpeg_is_smaller():
     assert all(one > other for one, other in pairwise(sizes))
     assert abs(decoded(jpeg(image, 2), "mjpeg").astype(int) - image).mean() < 6
     assert np.array_equal(decoded(png(image), "png"), image)
+
+
+@pytest.mark.parametrize(("answer", "way"), [(b"\x1b[?62;4;22c", "sixel"), (b"\x1b[?62;22c", "blocks")])
+def test_a_terminal_is_asked_for_sixel(answer: bytes, way: str):
+    """A real terminal (a pseudo-terminal) on which the program asks and this test answers."""
+    ours, theirs = os.openpty()
+    script = "from flexor.pages.terminal import find_way; print(find_way({'TERM': 'xterm'}))"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
+    )
+    os.close(theirs)
+    said = b""
+    while b"\x1b[c" not in said:
+        said += os.read(ours, 64)
+    os.write(ours, answer)
+    try:
+        while way.encode() not in said:
+            said += os.read(ours, 64)
+    finally:
+        child.communicate(timeout=60)
+        os.close(ours)
+    assert child.returncode == 0

@@ -12,6 +12,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -55,6 +56,7 @@ class Browser:
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(to_read)
         os.close(to_write)
@@ -70,12 +72,8 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        os.killpg(self._process.pid, signal.SIGKILL)  # nothing to save; asked politely, it takes seconds
+        self._process.wait()
         os.close(self._to)
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)

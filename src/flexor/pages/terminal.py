@@ -22,7 +22,7 @@ WAYS = ("kitty", "iterm2", "sixel", "blocks")
 CELL = (16, 8)  # pixels of a character, height and width, if the terminal does not say
 CHUNK = 4096  # kitty takes base64 in parts of this size
 CUBE = 6  # levels per channel of a sixel image: 216 colours, and terminals have at least 256
-QUERY_S = 0.3  # how long the terminal has to answer
+QUERY_S = 0.5  # how long the terminal has to answer
 
 
 def find_way(environment: Mapping[str, str] = os.environ) -> str:
