@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from flexor.cli import main as cli
 from flexor.core.batch import SAMPLE_ID
 from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset
@@ -32,6 +33,7 @@ from flexor.policies.fit import fit_to_dataset, statistics
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from parity.depth import CASES, DEPTH, rows
 from support.damage import edit_json
+from support.own_policy import own_policy
 
 GOLDEN = Path(__file__).parents[1] / "golden/depth"
 
@@ -171,6 +173,32 @@ def test_a_policy_that_takes_depth_gets_it_normalised():
     found = Pipeline(PREPROCESSOR, policy.steps_before(stats))(dict(batch))[DEPTH]
     expected = (batch[DEPTH] - stats[DEPTH]["mean"].item()) / (stats[DEPTH]["std"].item() + 1e-8)
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+LOOKS = """
+        self.layer = torch.nn.Linear(2, 2)
+    def loss(self, batch, noise):
+        depth = batch["observation.images.depth"]
+        assert depth.dtype == torch.float32 and depth.shape[1:] == (1, 24, 40)
+        assert abs(depth.mean()) < 3  # normalised, not millimetres
+        seen = torch.stack([depth.mean((1, 2, 3)), depth[:, 0, 10, 10]], 1)
+        return Loss(((self.layer(seen) - batch["action"][:, 0]) ** 2).mean(1), {})
+    def predict(self, batch, noise):
+        depth = batch["observation.images.depth"]
+        return self.layer(torch.stack([depth.mean((1, 2, 3)), depth[:, 0, 10, 10]], 1))[:, None]
+"""
+
+
+def test_a_policy_of_ones_own_is_trained_on_depth(tmp_path: Path):
+    takes = """    from typing import ClassVar
+    from dataclasses import field
+    takes_depth: ClassVar[bool] = True
+    normalization_mapping: dict = field(default_factory=lambda: {"VISUAL": "MEAN_STD"})
+"""
+    (tmp_path / "sees.py").write_text(own_policy(LOOKS, takes))
+    flags = [f"--policy.type={tmp_path / 'sees.py'}:Own", "--policy.device=cpu", "--steps=2", "--batch_size=2"]
+    flags += [f"--dataset.root={GOLDEN / 'video'}", f"--output_dir={tmp_path / 'run'}"]
+    assert cli.main(["train", *flags]) == 0
 
 
 def test_other_policies_train_without_it(log_lines: list[str]):
