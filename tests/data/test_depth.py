@@ -196,7 +196,12 @@ def test_a_policy_of_ones_own_is_trained_on_depth(tmp_path: Path):
     normalization_mapping: dict = field(default_factory=lambda: {"VISUAL": "MEAN_STD"})
 """
     (tmp_path / "sees.py").write_text(own_policy(LOOKS, takes))
-    flags = [f"--policy.type={tmp_path / 'sees.py'}:Own", "--policy.device=cpu", "--steps=2", "--batch_size=2"]
+    flags = [
+        f"--policy.type={tmp_path / 'sees.py'}:Own",
+        "--policy.device=cpu",
+        "--steps=2",
+        "--batch_size=2",
+    ]
     flags += [f"--dataset.root={GOLDEN / 'video'}", f"--output_dir={tmp_path / 'run'}"]
     assert cli.main(["train", *flags]) == 0
 
