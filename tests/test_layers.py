@@ -11,6 +11,7 @@ LAYERS = {
     "": [
         *(
             "core",
+            "pages",
             "data",
             "policies",
             "config",
@@ -38,7 +39,7 @@ LAYERS = {
             "loader",
             "check",
         ),
-        "repair",
+        *("show", "repair"),
     ],
     "plan": [
         "site",

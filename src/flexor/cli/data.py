@@ -14,6 +14,8 @@ from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
+LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
+
 
 def run(arguments: list[str]) -> int:
     from flexor.data.loader import cache_flags
@@ -49,10 +51,10 @@ def run(arguments: list[str]) -> int:
     if settings:
         parser.error(f"unrecognized arguments: {' '.join(settings)}")
     verbs_run = {
-        "show": _show,
         "info": _info,
         "check": _check,
         "stats": _stats,
+        "show": _show,
         "repair": _repair,
         "tokenizer": _tokenizer,
         "cache": _cache,
@@ -61,9 +63,28 @@ def run(arguments: list[str]) -> int:
 
 
 def _add_show(verbs: Any) -> None:
-    text = "show a dataset's images as a training run augments them"
-    verb = verbs.add_parser("show", help=text, description=text)
+    text = "write one HTML page about a dataset: filmstrips, curves, statistics, and what the check found"
+    verb = verbs.add_parser("show", help=text, description=f"{text}. The page loads nothing from a network.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument("--episodes", "--episode", metavar="LIST", help=f"show only these episodes: {LISTED}")
+    verb.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; default: the dataset's name with .html"
+    )
+    verb.add_argument(
+        "--max-mb", type=float, default=20, help="largest size of the page, in MB (default: 20)"
+    )
+    verb.add_argument("--deep", action="store_true", help="decode every frame for the check")
+    verb.add_argument(
+        "--terminal",
+        action="store_true",
+        help="write no page, but draw the episodes (default: the first one) in this terminal",
+    )
+    verb.add_argument(
+        "--graphics",
+        choices=("auto", "kitty", "iterm2", "sixel", "blocks"),
+        default="auto",
+        help="how --terminal draws images (default: auto, what the terminal supports; blocks work everywhere)",
+    )
     augmented.add_flags(verb)
     verb.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -73,10 +94,9 @@ def _add_repair(verbs: Any) -> None:
     verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not changed.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("out", type=Path, help="folder for the new dataset")
-    listed = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
-    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {listed}")
+    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {LISTED}")
     verb.add_argument(
-        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {listed}"
+        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {LISTED}"
     )
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
     verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
@@ -134,7 +154,33 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    raise ConfigError("flexor data show: name a picture to write with --augmented FILE.png.")
+    from flexor.data.format.episode_list import parse_episodes
+
+    episodes = None if parsed.episodes is None else parse_episodes(parsed.episodes, "--episodes")
+    if parsed.terminal:
+        from flexor.data.show.terminal import show_in_terminal
+
+        if parsed.json or parsed.output:
+            raise ConfigError("--terminal writes no page: leave out --json and --output.")
+        show_in_terminal(_local(parsed.root), episodes, parsed.graphics)
+        return 0
+    from flexor.data.show.page import render, show_dataset
+    from flexor.pages.page import check_writable
+
+    name = parsed.root.rstrip("/").rpartition("/")[2] or "dataset"
+    output = parsed.output or Path(f"{name}.html")
+    check_writable(output)
+    result = show_dataset(
+        _local(parsed.root),
+        output,
+        episodes=episodes,
+        limit=int(parsed.max_mb * 1e6),
+        deep=parsed.deep,
+        checking=progress("checking"),
+        drawing=progress("drawing"),
+    )
+    print_result(result, parsed.json, render(result))
+    return 0
 
 
 def _repair(parsed: argparse.Namespace) -> int:
@@ -162,10 +208,10 @@ def _repair(parsed: argparse.Namespace) -> int:
 def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.dataset import open_dataset
     from flexor.data.format.stats import to_json, write_stats
-    from flexor.data.statistics import compute_stats
+    from flexor.data.statistics import compute_stats, in_stored_unit
 
     dataset = open_dataset(root=_local(parsed.root))
-    stats = compute_stats(dataset, progress=progress("statistics"))
+    stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
     print(json.dumps(to_json(stats), indent=None if parsed.json else 2))

@@ -22,7 +22,7 @@ VERBS = {
     "export": "write the policy of a checkpoint as one file, even if several processes saved it in parts",
     "record": "record demonstrations of the built-in task as a dataset",
     "launch": "local, slurm, hf-jobs: start a run on several GPUs, on a cluster or in the cloud",
-    "data": "info, check, repair, stats, cache: inspect, repair and decode a dataset before training on it",
+    "data": "info, check, show, repair, stats, cache: inspect, repair and decode a dataset before training on it",
     "bench": "data, step: measure how fast batches are loaded or a step is, and how fast the hardware could be",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
     "doctor": "show the information for a bug report, and problems with this machine",

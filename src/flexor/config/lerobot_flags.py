@@ -41,7 +41,6 @@ IGNORED = {
     "checkpoint_path": "use `flexor resume RUN` to resume a run",
     "resume": "use `flexor resume RUN` to resume a run",
     "dataset.repo_type": "Flexor reads only dataset repositories",
-    "dataset.depth_output_unit": "depth maps are not supported yet",
     "eval.recording": "evaluation episodes are not recorded as datasets; --eval.videos saves videos of them",
     "eval.recording_repo_id": "evaluation episodes are not recorded as datasets",
     "eval.recording_private": "evaluation episodes are not recorded as datasets",

@@ -152,6 +152,8 @@ class DatasetConfig:
     use_imagenet_stats: bool = True
     """Normalise images with ImageNet's mean and standard deviation instead of the dataset's."""
     image_transforms: ImageTransformsConfig = field(default_factory=ImageTransformsConfig)
+    depth_output_unit: Literal["mm", "m"] = "mm"
+    """Unit of depth maps: mm or m. Their statistics are converted too."""
     streaming: bool = setting(False, may_change=True)
     """Read a Hub dataset's videos over the network when they are needed, instead of downloading them first."""
     decoder: Literal["auto", "cpu", "nvdec"] = setting("auto", may_change=True)

@@ -48,6 +48,9 @@ class PolicyConfig:
     reads_camera_masks: ClassVar[bool] = False
     """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
+    takes_depth: ClassVar[bool] = False
+    """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
+
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
 

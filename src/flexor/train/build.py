@@ -243,7 +243,7 @@ def build_augmentation(
 ) -> AugmentImages | None:
     """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
     features = {} if dataset is None else dataset.features
-    depth = [name for name, feature in features.items() if feature.is_depth]
+    depth = [name for name, feature in features.items() if feature.depth is not None]
     step = augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
     if step is not None:
         step.to(str(device))

@@ -235,7 +235,7 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
         if name in deltas:
             batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
         if feature.type is Kind.VISUAL:
-            batch[name] = pictures(feature.shape, batch_size, steps, device)
+            batch[name] = pictures(feature.shape, batch_size, steps, device, policy.takes_depth)
         else:
             batch[name] = zeros(*steps, *feature.shape)
     if REWARD in deltas:
@@ -247,10 +247,15 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
     return batch
 
 
-def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device) -> Staged:
-    """One camera's images [B, (T,) C, H, W]. All frames are different, which gives the maximum number of bytes."""
+def pictures(
+    shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device, takes_depth: bool = False
+) -> Staged:
+    """One camera's images [B, (T,) C, H, W]. All frames are different, which gives the maximum number of bytes.
+
+    If the policy takes depth maps, an image of one channel is one.
+    """
     channels, height, width = shape
-    layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
+    layout = {1: "gray12" if takes_depth else "gray", 3: "rgb24", 4: "rgba"}[channels]
     if channels == 3 and not (height % 2 or width % 2):
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)

@@ -38,7 +38,7 @@ def augmented_grid(
     cameras = {
         name: PolicyFeature(Kind.VISUAL, tuple(feature.chw))
         for name, feature in dataset.features.items()
-        if feature.is_camera and not feature.is_depth
+        if feature.is_camera and feature.depth is None
     }
     step = augmentation(settings, cameras)
     if step is None:
