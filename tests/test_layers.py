@@ -38,6 +38,7 @@ LAYERS = {
             "check",
         ),
         "repair",
+        "push",
     ],
     "plan": [
         "site",
@@ -62,6 +63,7 @@ LAYERS = {
             "announce",
             "build",
             "stopping",
+            "hub",
             "validate",
             "step",
             "graph",
