@@ -57,7 +57,7 @@ def add_repository_flags(parser: Any, default: str | None = None) -> None:
 def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Push, and what to print about it."""
     from flexor.core.console import progress
-    from flexor.core.hub import persist
+    from flexor.core.hub_errors import persist
     from flexor.train.checkpoint.export import export, find_checkpoint
     from flexor.train.hub.upload import RunOnHub, policy_files, settings_of
 
@@ -82,7 +82,7 @@ def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
         commit = persist(
             what,
             lambda one=one: hub.push(  # type: ignore[misc]
-                one, one.name, parsed.checkpoints, one == newest, progress=progress(f"uploading {one.name}")
+                one, one.name, parsed.checkpoints, progress=progress(f"uploading {one.name}")
             ),
         )
     about |= {"commit": commit, "checkpoints": [f.name for f in earlier]}

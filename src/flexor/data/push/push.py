@@ -16,7 +16,8 @@ from typing import Any
 
 from flexor.core.console import Progress
 from flexor.core.errors import ConfigError, DatasetError
-from flexor.core.hub import CARD, Content, HubEntry, HubRepository, persist, require_token
+from flexor.core.hub import CARD, HubEntry, HubRepository
+from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
 from flexor.data.format.metadata import Metadata, read_metadata
 from flexor.data.push.card import dataset_card
@@ -114,6 +115,17 @@ def push_dataset(
         "uploaded_bytes": new_bytes,
         "deleted_files": len(extra),
     }
+
+
+class _Bar:
+    """One progress bar for several commits."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self.progress, self.total, self.done = progress, total, 0
+
+    def report(self, done: int, _: int) -> None:
+        if self.progress is not None and self.total:
+            self.progress(min(self.done + done, self.total), self.total)
 
 
 def _extra(plan: PushPlan, there: dict[str, HubEntry], repository: HubRepository, delete: bool) -> list[str]:

@@ -36,7 +36,7 @@ def note(folder: Path, **values: Any) -> dict[str, Any]:
 
 def describe_dataset(training: Dataset) -> dict[str, Any]:
     return {
-        "repo_id": training.repo_id,
+        "name": Path(training.repo_id).name if Path(training.repo_id).is_absolute() else training.repo_id,
         "episodes": len(training.episodes),
         "frames": len(training),
         "fps": training.fps,

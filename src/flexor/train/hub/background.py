@@ -16,7 +16,7 @@ from typing import Any
 
 from flexor.config.schema import TrainConfig, pushes_policy
 from flexor.core.errors import FlexorError
-from flexor.core.hub import PATIENCE, Backoff, HubError, redacted
+from flexor.core.hub_errors import PATIENCE, Backoff, HubError, redacted
 from flexor.core.log import log
 from flexor.core.run_files import CHECKPOINTS
 from flexor.train.checkpoint import folder as checkpoint

@@ -44,7 +44,7 @@ def model_card(
     settings, record = read_run(run), read_record(run)
     kind = str(settings["policy"]["type"])
     dataset = record.get("dataset") or {}
-    trained_on = dataset.get("repo_id") or settings["dataset"].get("repo_id") or "a local dataset"
+    trained_on = dataset.get("name") or settings["dataset"].get("repo_id") or "a local dataset"
     parts = [
         _front_matter(settings, kind, license, tags),
         MADE_BY,
@@ -136,7 +136,7 @@ def _cell(value: Any) -> str:
 def _data(dataset: dict[str, Any], settings: dict[str, Any]) -> list[tuple[str, Any]]:
     wanted = settings["dataset"].get("episodes")
     return [
-        ("dataset", dataset.get("repo_id")),
+        ("dataset", dataset.get("name")),
         ("revision", settings["dataset"].get("revision")),
         ("episodes", dataset.get("episodes")),
         ("which episodes", "a selection: see config.yaml" if wanted else None),

@@ -16,7 +16,8 @@ from typing import Any
 
 from flexor.core.console import progress
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.core.hub import HubEntry, HubRepository, persist
+from flexor.core.hub import HubEntry, HubRepository
+from flexor.core.hub_errors import persist
 from flexor.core.log import log
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.data.storage.source import is_repo_id

@@ -20,7 +20,8 @@ from typing import Any
 from flexor.config.parse import read_run
 from flexor.config.schema import TrainConfig
 from flexor.core.console import Progress
-from flexor.core.hub import CARD, Content, HubEntry, HubError, HubRepository, require_token
+from flexor.core.hub import CARD, HubEntry, HubRepository
+from flexor.core.hub_errors import Content, HubError, require_token
 from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import note, read_record
