@@ -100,14 +100,14 @@ def _refuse_local(config: TrainConfig) -> None:
     root = config.dataset.root
     if root is not None and ("://" not in root or root.startswith("file:")):
         raise ConfigError(
-            f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
-            f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
+            f"dataset.root={root} is on this machine, which the job can't access. Push it with "
+            f"`flexor data push {root} USER/NAME` and give --dataset.repo_id=USER/NAME instead."
         )
     path = config.policy_path
     if path is not None and Path(path).exists():
         raise ConfigError(
-            f"policy.path={path} is on this machine, which the job can't access. Upload its pretrained_model "
-            "folder with `hf upload USER/NAME FOLDER` and give --policy.path=USER/NAME instead."
+            f"policy.path={path} is on this machine, which the job can't access. Push it with "
+            "`flexor push RUN --repo_id=USER/NAME` and give --policy.path=USER/NAME instead."
         )
     if is_code(config.policy.type):
         raise ConfigError(
