@@ -181,9 +181,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])
-        elif verb == "eval":
-            assert cli.main([verb, *words]) == 0
-        elif verb == "push" or (verb, words[0]) == ("data", "push"):
+        elif verb in ("eval", "push") or (verb, words[0]) == ("data", "push"):
             assert cli.main([verb, *words]) == 0
         elif verb == "demo":
             load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])

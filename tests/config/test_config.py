@@ -448,7 +448,10 @@ def test_ignored_settings_may_hold_anything(value):
         (["--policy.repo_id=me/policy", "--policy.push_to_hub=true"], True),
         (["--policy.repo_id=me/policy", "--policy.push_to_hub=false"], False),
         (["--policy.push_to_hub=false"], False),
-        (["--policy.repo_id=me/policy", "--policy.push_to_hub=false", "--save_checkpoint_to_hub=true"], False),
+        (
+            ["--policy.repo_id=me/policy", "--policy.push_to_hub=false", "--save_checkpoint_to_hub=true"],
+            False,
+        ),
     ],
 )
 def test_when_the_policy_is_pushed(flags, pushes):
@@ -458,7 +461,10 @@ def test_when_the_policy_is_pushed(flags, pushes):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--policy.push_to_hub=true"], r"policy.push_to_hub=true needs the name .*--policy.repo_id=USER/NAME"),
+        (
+            ["--policy.push_to_hub=true"],
+            r"policy.push_to_hub=true needs the name .*--policy.repo_id=USER/NAME",
+        ),
         (["--save_checkpoint_to_hub=true"], r"save_checkpoint_to_hub=true needs the name"),
         (["--policy.repo_id=policy"], r"policy.repo_id=policy is not the name of a repository.*USER/NAME"),
         (["--policy.repo_id=a/b/c"], r"is not the name of a repository"),

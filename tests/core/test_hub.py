@@ -171,6 +171,18 @@ def test_a_bad_licence(server):
         repository().commit({"README.md": b"---\nlicense: nonsense\n---\n"}, "card")
 
 
+@pytest.mark.parametrize(
+    ("status", "may_help"), [("401 Unauthorized", False), ("500 Internal Server Error", True)]
+)
+def test_errors_of_the_native_uploader_are_told_apart(status, may_help):
+    """hf_xet, which uploads to the real Hub, has only a text."""
+    error = RuntimeError(
+        f"Network error: Request error: HTTP status client error ({status}), domain: http://x/y"
+    )
+    found = hub_errors.explain(error, "https://huggingface.co/ann/run")
+    assert found.may_help == may_help and status in str(found)
+
+
 def test_stop(server):
     stop = threading.Event()
     stop.set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flexor.core.errors import FlexorError
 from flexor.core.http_errors import http_status, retry_after
@@ -125,10 +126,14 @@ def explain(error: Exception, url: str) -> HubError:
         )
     answer = next((e for e in chain if isinstance(e, HfHubHTTPError)), None)
     if answer is not None:
-        return _rejected(answer, url)
+        return _rejected(
+            http_status(answer) or 0, answer.server_message or _first_line(answer), url, retry_after(answer)
+        )
     if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
         return HubError("HF_HUB_OFFLINE is set, so the Hub can't be used. Unset it.", offline=True)
     said = redacted(_first_line(chain[-1]))
+    if status := re.search(r"HTTP status \w+ error \((\d{3})", said):  # of hf_xet, which uploads large files
+        return _rejected(int(status[1]), said, url)
     unreachable = isinstance(
         error, json.JSONDecodeError | LocalEntryNotFoundError
     )  # an error page; no answer
@@ -137,9 +142,8 @@ def explain(error: Exception, url: str) -> HubError:
     return HubError(f"Can't reach {url}: {said}. Check the network.", may_help=True)
 
 
-def _rejected(error: Any, url: str) -> HubError:
-    status = http_status(error) or 0
-    said = redacted(error.server_message or _first_line(error)).rstrip(".")
+def _rejected(status: int, said: str, url: str, wait: float | None = None) -> HubError:
+    said = redacted(said).rstrip(".")
     full = status in (402, 403, 413, 507) and any(word in said.lower() for word in FULL)
     owner = url.split("/")[-2]
     advice = {
@@ -151,7 +155,7 @@ def _rejected(error: Any, url: str) -> HubError:
     if full:
         advice = f"The storage of {owner} on the Hub is full. Delete what is not needed there, or get more."
     may_help = not full and (status in (408, 409, 412, 425, 429) or status >= 500)
-    return HubError(f"{advice} Its answer: {status} {said}.", may_help, retry_after(error))
+    return HubError(f"{advice} Its answer: {status} {said}.", may_help, wait)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -48,7 +48,10 @@ def local(root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 def test_what_is_pushed_is_read_back(server, samples, version, capsys):
     root = samples[version]
-    assert main(["data", "push", str(root), NAME, "--private", "--license=mit", "--tags=pens,so101", "--json"]) == 0
+    assert (
+        main(["data", "push", str(root), NAME, "--private", "--license=mit", "--tags=pens,so101", "--json"])
+        == 0
+    )
     report = json.loads(capsys.readouterr().out)
     repo = server.dataset(NAME)
     assert repo.private and repo.tags == {version: report["commit"]} and report["tag"] == version
@@ -63,14 +66,21 @@ def test_what_is_pushed_is_read_back(server, samples, version, capsys):
     there, here = open_dataset(NAME), open_dataset(root=root)
     assert there.version == version and there.fingerprint() == here.fingerprint()
     np.testing.assert_array_equal(
-        there.read(np.array([3]))["observation.images.top"], here.read(np.array([3]))["observation.images.top"]
+        there.read(np.array([3]))["observation.images.top"],
+        here.read(np.array([3]))["observation.images.top"],
     )
 
 
 def test_the_card_describes_the_dataset(server, samples, capsys):
     assert main(["data", "push", str(samples["v3.0"]), NAME, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    for part in ("# ann/pens", "| episodes | ", "## Tasks", f"--dataset.repo_id={NAME}", "visualize_dataset?path=ann/pens"):
+    for part in (
+        "# ann/pens",
+        "| episodes | ",
+        "## Tasks",
+        f"--dataset.repo_id={NAME}",
+        "visualize_dataset?path=ann/pens",
+    ):
         assert part in said, part
     assert not server.asked
 
@@ -80,7 +90,9 @@ def test_pushed_again_only_what_is_new(server, samples, tmp_path):
     first = push_dataset(root, NAME)
     uploads = len(server.uploads)
     again = push_dataset(root, NAME)
-    assert again["uploaded_files"] == 0 and len(server.uploads) == uploads and again["commit"] == first["commit"]
+    assert (
+        again["uploaded_files"] == 0 and len(server.uploads) == uploads and again["commit"] == first["commit"]
+    )
     info = json.loads((root / "meta/info.json").read_text())
     (root / "meta/info.json").write_text(json.dumps(info | {"robot_type": "another"}))
     changed = push_dataset(root, NAME)
@@ -88,9 +100,19 @@ def test_pushed_again_only_what_is_new(server, samples, tmp_path):
     assert server.dataset(NAME).tags == {"v3.0": changed["commit"]}
 
 
-@pytest.mark.parametrize("trouble", [(500, {}), (429, {"Retry-After": "0"}), "drop"], ids=["500", "429", "drop"])
+@pytest.mark.parametrize(
+    "trouble", [(500, {}), (429, {"Retry-After": "0"}), "drop"], ids=["500", "429", "drop"]
+)
 def test_what_passes_is_tried_again(server, samples, trouble):
-    for request in ("repos/create", "/tree/", "/preupload/", "objects/batch", "PUT /upload", "/commit/", "/tag/"):
+    for request in (
+        "repos/create",
+        "/tree/",
+        "/preupload/",
+        "objects/batch",
+        "PUT /upload",
+        "/commit/",
+        "/tag/",
+    ):
         server.troubles.append((request, trouble))
     push_dataset(samples["v3.0"], NAME)
     assert files(server) == local(samples["v3.0"]) and not server.troubles
@@ -131,7 +153,9 @@ def test_readers_keep_the_version_before_while_a_new_one_is_pushed(server, sampl
 def test_another_dataset_is_not_overwritten_by_mistake(server, samples, capsys):
     push_dataset(samples["v2.1"], NAME)
     before = files(server)
-    with pytest.raises(ConfigError, match=r"files of a dataset that are not in this one(.|\n)*--delete-extra"):
+    with pytest.raises(
+        ConfigError, match=r"files of a dataset that are not in this one(.|\n)*--delete-extra"
+    ):
         push_dataset(samples["v3.0"], NAME)
     assert files(server) == before
     assert main(["data", "push", str(samples["v3.0"]), NAME, "--delete-extra"]) == 0
@@ -165,13 +189,16 @@ def test_what_is_not_a_dataset(server, samples, tmp_path):
         push_dataset(samples["v3.0"], "pens")
     root = shutil.copytree(samples["v3.0"], tmp_path / "mine")
     next(root.rglob("*.mp4")).unlink()
-    with pytest.raises(DatasetError, match=r"is not complete: 1 of its files are missing(.|\n)*flexor data check"):
+    with pytest.raises(
+        DatasetError, match=r"is not complete: 1 of its files are missing(.|\n)*flexor data check"
+    ):
         push_dataset(root, NAME)
     assert not server.asked
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"), [((401, {}), "does not accept your token"), ((403, {}), "no permission"), (QUOTA, "is full")]
+    ("trouble", "said"),
+    [((401, {}), "does not accept your token"), ((403, {}), "no permission"), (QUOTA, "is full")],
 )
 def test_what_the_hub_rejects(server, samples, trouble, said, capsys):
     server.troubles.append(("/preupload/", trouble))

@@ -90,13 +90,16 @@ def _how_to_load(kind: str, repo_id: str, checkpoints: bool) -> str:
     own = f", overrides={{'type': 'FILE.py:{short_name(kind)}'}}" if is_code(kind) else ""
     lines = [
         "## Load it",
+        "",
         "With Flexor:",
+        "",
         "```python",
         "from flexor import load_pretrained",
         "",
         f'policy = load_pretrained("{repo_id}", device="cuda"{own})',
         "actions = policy.chunk(observation, task=[...])  # [robots, steps, action], in the robot's units",
         "```",
+        "",
         "```console",
         f"flexor eval {repo_id} --env.type=...",
         f"flexor train --policy.path={repo_id} --dataset.repo_id=... --output_dir=...",
@@ -107,14 +110,16 @@ def _how_to_load(kind: str, repo_id: str, checkpoints: bool) -> str:
         lines += [
             "",
             "With LeRobot:",
+            "",
             "```python",
             "from lerobot.policies.factory import get_policy_class, make_pre_post_processors",
             "",
             f'policy = get_policy_class("{kind}").from_pretrained("{repo_id}")',
             f'before, after = make_pre_post_processors(policy.config, pretrained_path="{repo_id}")',
             "```",
+            "",
             "```console",
-            f"lerobot-train --policy.path={repo_id} --dataset.repo_id=... --output_dir=...",
+            f"lerobot-train --policy.path={repo_id} --dataset.repo_id=... --policy.push_to_hub=false",
             "```",
         ]
     return "\n".join(lines)
