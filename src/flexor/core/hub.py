@@ -7,7 +7,6 @@ message contains the token, and no file that contains it is uploaded.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -154,18 +153,32 @@ class HubRepository:
     def _explained(self) -> Iterator[HfApi]:
         """The client of the Hub; its errors become `HubError`."""
         from huggingface_hub import HfApi
-        from huggingface_hub.utils import disable_progress_bars
 
-        # its log names addresses that anybody may upload to
-        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-        if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
-            disable_progress_bars()  # Flexor draws its own
         try:
-            yield HfApi()
+            with _quiet():
+                yield HfApi()
         except FlexorError:
             raise
         except Exception as error:
             raise explain(error, self.url) from None  # a traceback could show headers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the client's own progress bars and log, which names addresses that anybody may upload to."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    logger = logging.getLogger("huggingface_hub")
+    level, bars = logger.level, not are_progress_bars_disabled()
+    logger.setLevel(logging.CRITICAL)
+    if bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            enable_progress_bars()
 
 
 def _groups(added: list[Any]) -> Iterator[tuple[list[Any], int, int]]:

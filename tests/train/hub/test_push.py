@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -282,25 +283,39 @@ def test_a_rejection_during_training_does_not_stop_it(server, train, trouble, lo
     assert "000004" in server.model("ann/run").tags  # tried again with the next one
 
 
-def test_training_does_not_wait_for_a_slow_upload(server, train, log_lines):
+def test_training_does_not_wait_for_a_slow_upload(server, train, log_lines, monkeypatch):
     """The Hub takes no commit until the last step is saved. The checkpoint that waited is skipped, the last pushed."""
-    from flexor.train.hub.background import Pusher
+    finished, finish = threading.Event(), background.Pusher.finish
 
-    finished, finish = threading.Event(), Pusher.finish
-
-    def last(self: Pusher, complete: bool) -> None:
+    def last(self: background.Pusher, complete: bool) -> None:
         finished.set()  # training is over
         finish(self, complete)
 
-    Pusher.finish = last  # type: ignore[method-assign]
+    monkeypatch.setattr(background.Pusher, "finish", last)
     server.before_commit = lambda: wait_for(finished.is_set)
-    try:
-        train(REPO, "--save_checkpoint_to_hub=true", "--save_freq=1", "--checkpoint.keep_last=1")
-    finally:
-        Pusher.finish = finish  # type: ignore[method-assign]
+    train(REPO, "--save_checkpoint_to_hub=true", "--save_freq=1", "--checkpoint.keep_last=1")
     tags = server.model("ann/run").tags.keys()
     assert "000004" in tags and "000001" in tags  # which keep_last had removed during its upload
     assert any("is not pushed: 00000" in line and "is newer" in line for line in log_lines)
+
+
+def test_a_signal_ends_the_waiting_for_the_last_push(server, train, log_lines, capsys, monkeypatch):
+    """The run is done and saved: it ends well, and says how to push it later."""
+    done, finish = threading.Event(), background.Pusher.finish
+
+    def told(self: background.Pusher, complete: bool) -> None:
+        server.before_commit = lambda: wait_for(done.is_set)
+        threading.Timer(0.2, setattr, (self.stop_signal, "signal", signal.SIGTERM)).start()
+        finish(self, complete)
+
+    monkeypatch.setattr(background.Pusher, "finish", told)
+    try:
+        run = train(REPO, "--json")
+    finally:
+        done.set()
+    report = json.loads(capsys.readouterr().out)["hub"]
+    assert not report["pushed"] and report["error"] == "interrupted"
+    assert any(f"Push it later with: flexor push {run}" in line for line in log_lines)
 
 
 def test_another_runs_checkpoints_are_not_mixed_with_ours(server, train, lowdim, tiny_act, tmp_path, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.config.schema import TrainConfig, pushes_policy
+from flexor.core.console import progress
 from flexor.core.errors import FlexorError
 from flexor.core.hub_errors import PATIENCE, Backoff, HubError, redacted
 from flexor.core.log import log
@@ -125,6 +126,7 @@ class Pusher:
         newest = checkpoint.newest(self.run / CHECKPOINTS)
         if complete and newest is not None:
             self._queue(PushJob(newest, newest.name, self.every, final=True))
+            log.info("waiting until checkpoint %s is pushed; Ctrl-C ends the waiting", newest.name)
         with self.change:
             self.closing_since = time.monotonic()
             self.change.notify_all()
@@ -202,7 +204,8 @@ class Pusher:
                 if not self.outcome["pushed"]:
                     self.hub.repository.create()
                 new = self.pushed != job.name  # else only the metrics and the card are
-                commit = self.hub.push(job.folder, job.name, job.whole and new, new, stop=self.stop)
+                bar = progress(f"pushing checkpoint {job.name}") if job.final else None
+                commit = self.hub.push(job.folder, job.name, job.whole and new, new, bar, self.stop)
             except HubError as error:
                 if not error.may_help or not self._pause(
                     backoff.seconds(error), error, job, backoff.failures
