@@ -31,7 +31,6 @@ def samples(tmp_path_factory):
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     monkeypatch.setattr(hub_errors, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(hub_errors, "PATIENCE", 0.5)
     with hub(monkeypatch, tmp_path / "downloads") as server:
         yield server
 
@@ -123,6 +122,7 @@ def test_what_passes_is_tried_again(server, samples, trouble):
 def test_a_push_that_is_interrupted_is_no_dataset_and_continues(server, samples, monkeypatch, at):
     """The network goes in the middle: what is there is not a dataset yet. The next push uploads only the rest."""
     monkeypatch.setattr(push, "COMMIT_FILES", 2)
+    monkeypatch.setattr(hub_errors, "PATIENCE", 0.3)
     server.before_commit = lambda: setattr(
         server, "unplugged", sum("/commit/" in asked for asked in server.asked) >= at
     )

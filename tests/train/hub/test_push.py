@@ -1,5 +1,6 @@
 """Runs that are pushed while they train, and resumed from the Hub; with a Hub that fails, and one that is not there."""
 
+import copy
 import json
 import shutil
 import signal
@@ -17,7 +18,7 @@ from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.hub import background
 from flexor.train.hub.download import fetch_run
 from support import runs
-from support.hub_server import QUOTA, TOKEN, Blob, HubServer, everything_written, hub
+from support.hub_server import QUOTA, TOKEN, Blob, HubServer, Repo, everything_written, hub
 from support.limits import wait_for
 
 REPO = "--policy.repo_id=ann/run"
@@ -29,10 +30,35 @@ POLICY = {"config.json", "model.safetensors", "train_config.json", "policy_prepr
 def server(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub_errors, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(hub_errors, "PATIENCE", 0.5)
-    monkeypatch.setattr(background, "PATIENCE", 0.5)
     with hub(monkeypatch, tmp_path / "downloads") as server:
         yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(hub_errors, "PATIENCE", 0.3)
+    monkeypatch.setattr(background, "PATIENCE", 0.3)
+
+
+@pytest.fixture(scope="module")
+def first(lowdim, tiny_act, tmp_path_factory):
+    """A run of 4 steps that has pushed two checkpoints, and what the Hub has of it then."""
+    folder = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as monkeypatch, hub(monkeypatch, folder / "downloads") as server:
+        flags = (REPO, *EVERY, "--steps=4", "--log_freq=2")
+        run = runs.train(lowdim, folder / "run", tiny_act, *flags)
+        assert main(["push", str(run), "--checkpoints"]) == 0  # one that was skipped, if any
+        return run, server.model("ann/run"), server.large
+
+
+@pytest.fixture
+def pushed(first, server):
+    """The Hub has that run."""
+    run, repo, large = first
+    copied = copy.deepcopy(repo)
+    copied.url = f"{server.address}/ann/run"
+    server.repos["models", "ann/run"], server.large = copied, dict(large)
+    return run
 
 
 @pytest.fixture
@@ -139,8 +165,7 @@ def test_every_checkpoint_and_resume_from_the_hub_exactly(
     assert any("already has checkpoint 000006" in line for line in log_lines)
 
 
-def test_resume_at_a_step(server, train, tmp_path):
-    train(REPO, *EVERY)
+def test_resume_at_a_step(pushed, tmp_path):
     run = fetch_run("hub:ann/run@000002", tmp_path / "two")
     assert [*checkpoint.complete(run / "checkpoints")] == [2] and (run / "checkpoints/last").is_symlink()
     fetch_run("hub:ann/run", tmp_path / "two")  # the newest
@@ -151,8 +176,7 @@ def test_resume_at_a_step(server, train, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["manifest", "weights", "changed", "same size"])
-def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, train, tmp_path, damage, log_lines):
-    train(REPO, *EVERY)
+def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, pushed, tmp_path, damage, log_lines):
     there = server.model("ann/run").files
     base = "checkpoints/000004"
     weights = f"{base}/training_state/optimizer_state.safetensors"
@@ -177,7 +201,7 @@ def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, train, tmp_pat
     assert any("checkpoint 000004 of" in line and "is not complete" in line for line in log_lines)
 
 
-def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(server, train, tmp_path):
+def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(server, impatient, train, tmp_path):
     """Half of a checkpoint's files are uploaded when the network goes: they are not a checkpoint."""
     train(REPO, *EVERY, steps=2)
     server.troubles.extend([("PUT /upload", "drop")] * 1000)
@@ -188,8 +212,7 @@ def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(server, train, t
     assert [*checkpoint.complete(run / "checkpoints")] == [2]
 
 
-def test_a_broken_download_goes_on(server, train, tmp_path):
-    train(REPO, *EVERY)
+def test_a_broken_download_goes_on(server, pushed, tmp_path):
     server.troubles.extend(
         [("GET .*optimizer_state", "drop"), ("/tree/", (503, {})), ("GET .*manifest", (500, {}))]
     )
@@ -198,8 +221,7 @@ def test_a_broken_download_goes_on(server, train, tmp_path):
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
 
 
-def test_a_folder_that_is_taken(server, train, tmp_path):
-    train(REPO, *EVERY)
+def test_a_folder_that_is_taken(pushed, train):
     train(name="runs/run", steps=2)
     with pytest.raises(ConfigError, match=r"runs/run exists and is not the run in .*ann/run. .*--output_dir"):
         fetch_run("hub:ann/run")
@@ -213,8 +235,11 @@ def test_a_folder_that_is_taken(server, train, tmp_path):
         ("hub:ann/model", "no complete"),
     ],
 )
-def test_what_is_not_a_run(server, train, tmp_path, address, said):
-    train("--policy.repo_id=ann/model", steps=1)
+def test_what_is_not_a_run(server, pushed, address, said):
+    whole = server.model("ann/run").files
+    policy = {name: blob for name, blob in whole.items() if not name.startswith("checkpoints/")}
+    server.repos["models", "ann/model"] = Repo(f"{server.address}/ann/model")
+    server.model("ann/model").commit(policy, "only the policy")
     assert main(["resume", address]) in (1, 2)
     with pytest.raises(Exception, match=said):
         fetch_run(address)
@@ -223,7 +248,7 @@ def test_what_is_not_a_run(server, train, tmp_path, address, said):
 # A Hub that fails
 
 
-def test_training_goes_on_without_the_network(server, train, log_lines, capsys, monkeypatch):
+def test_training_goes_on_without_the_network(server, impatient, train, log_lines, capsys, monkeypatch):
     """From the first step to the last: it ends well, says what is missing, and the rest is pushed by hand later."""
     server.unplugged = True
     run = train(REPO, *EVERY, "--json")
@@ -291,7 +316,15 @@ def test_training_does_not_wait_for_a_slow_upload(server, train, log_lines, monk
         finished.set()  # training is over
         finish(self, complete)
 
+    saved = background.Pusher.saved
+
+    def begin(self: background.Pusher, folder: Path) -> None:
+        saved(self, folder)
+        if folder.name == "000001":
+            wait_for(lambda: self.waiting is None)  # it is being uploaded
+
     monkeypatch.setattr(background.Pusher, "finish", last)
+    monkeypatch.setattr(background.Pusher, "saved", begin)
     server.before_commit = lambda: wait_for(finished.is_set)
     train(REPO, "--save_checkpoint_to_hub=true", "--save_freq=1", "--checkpoint.keep_last=1")
     tags = server.model("ann/run").tags.keys()
@@ -318,11 +351,11 @@ def test_a_signal_ends_the_waiting_for_the_last_push(server, train, log_lines, c
     assert any(f"Push it later with: flexor push {run}" in line for line in log_lines)
 
 
-def test_another_runs_checkpoints_are_not_mixed_with_ours(server, train, lowdim, tiny_act, tmp_path, capsys):
-    train(REPO, *EVERY)
+def test_another_runs_checkpoints_are_not_mixed_with_ours(pushed, lowdim, tiny_act, tmp_path, capsys):
     flags = runs.flags(lowdim, tmp_path / "other", tiny_act, REPO, "--steps=2")
     assert main(["train", *flags]) == 1
     assert "already holds the checkpoints of another run" in capsys.readouterr().err
+    shutil.copytree(pushed, "run", symlinks=True)
     assert main(["resume", "run", "--steps=5"]) == 0  # the same run may
 
 
