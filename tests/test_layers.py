@@ -39,7 +39,7 @@ LAYERS = {
             "loader",
             "check",
         ),
-        *("show", "repair"),
+        *("show", "repair", "push"),
     ],
     "plan": [
         "site",
@@ -65,6 +65,7 @@ LAYERS = {
             "datasets",
             "build",
             "stopping",
+            "hub",
             "validate",
             "step",
             "graph",

@@ -15,11 +15,12 @@ from flexor.cli.main import main
 from flexor.config.help import train_help
 from flexor.config.lerobot_flags import IGNORED
 from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
-from flexor.config.schema import GROUPS, TrainConfig, group_type
+from flexor.config.schema import GROUPS, TrainConfig, group_type, pushes_policy
 from flexor.core.errors import ConfigError
 from flexor.core.typed import help_texts, to_plain
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.pretrained import as_lerobot
 
 DATA = "--dataset.root=somewhere"
 
@@ -389,13 +390,14 @@ def test_a_lerobot_command_with_everything_is_taken(log_lines):
     said = " ".join(log_lines)
     for ignored in (
         "prefetch_factor",
-        "policy.repo_id",
         "dataset.video_backend",
         "wandb.add_tags",
         "tolerance_s",
     ):
         assert f"--{ignored} has no effect in Flexor" in said
-    assert "push_to_hub" not in said  # nothing was asked for, so there is nothing to say
+    assert "push_to_hub" not in said and "repo_id" not in said  # it has an effect
+    assert config.policy.repo_id == "me/policy" and config.policy.tags == ["a", "b"] and config.policy.private
+    assert not pushes_policy(config)  # push_to_hub=false
 
 
 @pytest.mark.parametrize("flag", LEROBOT_TRAIN)
@@ -410,11 +412,9 @@ def test_each_lerobot_flag_alone(flag):
 @pytest.mark.parametrize(
     "flag",
     [
-        "--policy.push_to_hub=true",
         "--dataset.repo_type=bucket",
         "--use_policy_training_preset=false",
         "--job.target=a100-large",
-        "--save_checkpoint_to_hub=true",
         "--rename_map={a: b}",
         "--rename_map.a=b",
         "--peft={r: 8}",
@@ -521,7 +521,54 @@ def test_image_transforms_that_are_off_may_be_anything_that_lerobot_has():
 
 @pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])
 def test_ignored_settings_may_hold_anything(value):
-    load_config([DATA, f"--policy.repo_id={value}", f"--policy.tags={value}"])
+    load_config([DATA, f"--dataset.video_backend={value}", f"--wandb.add_tags={value}"])
+
+
+# What is pushed to the Hub
+
+
+@pytest.mark.parametrize(
+    ("flags", "pushes"),
+    [
+        ([], False),
+        (["--policy.repo_id=me/policy"], True),  # LeRobot's default is to push, and it requires the name then
+        (["--policy.repo_id=me/policy", "--policy.push_to_hub=true"], True),
+        (["--policy.repo_id=me/policy", "--policy.push_to_hub=false"], False),
+        (["--policy.push_to_hub=false"], False),
+        (
+            ["--policy.repo_id=me/policy", "--policy.push_to_hub=false", "--save_checkpoint_to_hub=true"],
+            False,
+        ),
+    ],
+)
+def test_when_the_policy_is_pushed(flags, pushes):
+    assert pushes_policy(load_config([DATA, *flags])) == pushes
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--policy.push_to_hub=true"],
+            r"policy.push_to_hub=true needs the name .*--policy.repo_id=USER/NAME",
+        ),
+        (["--save_checkpoint_to_hub=true"], r"save_checkpoint_to_hub=true needs the name"),
+        (["--policy.repo_id=policy"], r"policy.repo_id=policy is not the name of a repository.*USER/NAME"),
+        (["--policy.repo_id=a/b/c"], r"is not the name of a repository"),
+        (["--policy.repo_id=me/policy", "--save_checkpoint=false"], r"but save_checkpoint=false"),
+        (["--policy.tags=a: b: c"], r"policy.tags"),
+    ],
+)
+def test_what_can_not_be_pushed(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config([DATA, *flags])
+
+
+def test_a_checkpoint_does_not_say_where_it_was_pushed():
+    """Or who trains from it, here or in LeRobot, would push over it."""
+    config = load_config([DATA, "--policy.repo_id=me/policy", "--policy.tags=[a]"])
+    saved = as_lerobot(config.policy)
+    assert saved["repo_id"] is None and saved["push_to_hub"] is False and saved["tags"] is None
 
 
 def test_a_train_config_of_lerobot_is_a_settings_file(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 from flexor.cli import augmented
 from flexor.cli.flags import dashed
+from flexor.cli.push import add_repository_flags
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -44,6 +45,7 @@ def run(arguments: list[str]) -> int:
     _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
+    _add_push(verbs)
     cache_flags.add_verb(verbs)
     parsed, settings = parser.parse_known_args(dashed(arguments))
     if getattr(parsed, "augmented", None):
@@ -57,6 +59,7 @@ def run(arguments: list[str]) -> int:
         "show": _show,
         "repair": _repair,
         "tokenizer": _tokenizer,
+        "push": _push,
         "cache": _cache,
     }
     return verbs_run[parsed.verb](parsed)
@@ -132,6 +135,24 @@ def _add_tokenizer(verbs: Any) -> None:
     verb.add_argument("--fraction", type=float, default=0.1, help="part of all chunks to train on")
     verb.add_argument("--seed", type=int, default=0, help="which chunks are trained on")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_push(verbs: Any) -> None:
+    text = "push a dataset to the Hugging Face Hub"
+    verb = verbs.add_parser(
+        "push",
+        help=text,
+        description=f"{text}, in LeRobot's layout, with a card and the tag of its format. Run it again after an "
+        "interruption: what is there already is not uploaded again.",
+    )
+    verb.add_argument("root", type=Path, help="folder of the dataset")
+    verb.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub")
+    add_repository_flags(verb)
+    verb.add_argument(
+        "--delete-extra",
+        action="store_true",
+        help="delete files of a dataset in the repository that this dataset does not have",
+    )
 
 
 def _info(parsed: argparse.Namespace) -> int:
@@ -236,6 +257,33 @@ def _tokenizer(parsed: argparse.Namespace) -> int:
     )
     save_tokenizer(tokenizer, report, parsed.output)
     print_result({"folder": str(parsed.output), **report}, parsed.json, render(report, parsed.output))
+    return 0
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    from flexor.data.push.push import plan_push, push_dataset
+
+    if parsed.dry_run:
+        plan = plan_push(parsed.root, parsed.repo_id, parsed.license, parsed.tags)
+        files = [*plan.tables_and_videos, *plan.metadata]
+        report = {"repo_id": parsed.repo_id, "dry_run": True, "files": files, "bytes": plan.bytes}
+        text = (
+            f"{plan.card}\n{len(files)} files, {plan.bytes / 1e6:.1f} MB would be pushed to {parsed.repo_id}"
+        )
+        print_result(report | {"card": plan.card}, parsed.json, text)
+        return 0
+    result = push_dataset(
+        parsed.root,
+        parsed.repo_id,
+        parsed.private,
+        parsed.license,
+        parsed.tags,
+        parsed.delete_extra,
+        progress("comparing"),
+        progress("uploading"),
+    )
+    text = "pushed {files} files ({uploaded_files} new) to {url}, tag {tag}".format(**result)
+    print_result(result, parsed.json, text)
     return 0
 
 

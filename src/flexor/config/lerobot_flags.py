@@ -24,11 +24,6 @@ IGNORED = {
     "eval.use_async_envs": "all environments run in one process",
     "wandb.disable_artifact": "no artifacts are uploaded",
     "wandb.add_tags": "the configuration itself is logged",
-    "policy.push_to_hub": "nothing is uploaded: use `hf upload REPO RUN/checkpoints/last/pretrained_model`",
-    "policy.repo_id": "nothing is uploaded",
-    "policy.private": "nothing is uploaded",
-    "policy.tags": "nothing is uploaded",
-    "policy.license": "nothing is uploaded",
     "policy.use_peft": "--policy.path recognises adapters by their files, and merges them",
     "peft.method_type": "LoRA is the only type of adapter",
     "peft.init_type": "adapters always use PEFT's default initialisation",
@@ -37,7 +32,6 @@ IGNORED = {
     "scheduler.name": "--scheduler.type chooses the scheduler",
     "rename_map": "the policy and the dataset must use the same names",
     "job": "the run starts on this machine",
-    "save_checkpoint_to_hub": "nothing is uploaded",
     "checkpoint_path": "use `flexor resume RUN` to resume a run",
     "resume": "use `flexor resume RUN` to resume a run",
     "dataset.repo_type": "Flexor reads only dataset repositories",
@@ -49,7 +43,6 @@ IGNORED = {
 }
 # Any other value of these requests something Flexor does not support: an error, not a warning.
 HARMLESS: dict[str, tuple[Any, ...]] = {
-    "policy.push_to_hub": (False,),
     "peft.method_type": ("LORA", "lora"),
     "peft.init_type": (None,),
     "peft": (None,),
@@ -57,7 +50,6 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "rename_map": ({}, None),
     "scheduler.name": ("cosine",),
     "job.target": (None, "local"),
-    "save_checkpoint_to_hub": (False,),
     "checkpoint_path": (None,),
     "resume": (False,),
     "dataset.repo_type": ("dataset",),
