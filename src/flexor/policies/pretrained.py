@@ -175,7 +175,14 @@ def _download(name: str, files: Sequence[str]) -> Path:
 
     repo, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision or None,
+                allow_patterns=list(files),
+                ignore_patterns=[f"{CHECKPOINTS}/*"],  # of a run that is pushed as a whole
+            )
+        )
     except Exception as error:  # the client raises many types; all mean the same to the user
         raise CheckpointError(
             f"{name} is neither a local folder nor a policy that can be downloaded from the Hub: {error}"
