@@ -71,7 +71,7 @@ def serving(
     pretrained: Pretrained | Predictor, names: Mapping[str, str] | None = None, **settings: Any
 ) -> Iterator[tuple[str, PolicyServer]]:
     """A server on a free port: its address and itself."""
-    given = ServeSettings(port=0, **settings)
+    given = ServeSettings(**{"port": 0, **settings})
     if isinstance(pretrained, Pretrained):
         pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
     server = PolicyServer(given, pretrained, names)
@@ -87,7 +87,6 @@ def serving(
         except Exception as error:
             found.append(error)
             ready.set()
-            raise
 
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
     thread.start()
@@ -107,7 +106,8 @@ class Talk:
     """A client that says exactly what it is told to."""
 
     def __init__(self, url: str, **settings: Any):
-        self.socket: ClientConnection = connect(url, compression=None, max_size=None, **settings)
+        self.connecting = connect(url, compression=None, max_size=None, **settings)
+        self.socket: ClientConnection = self.connecting.__enter__()
         self.metadata = unpack(self.socket.recv(timeout=30))
 
     def ask(self, message: Any) -> Any:
