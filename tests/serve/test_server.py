@@ -166,21 +166,24 @@ def test_in_a_batch_only_the_one_who_broke_it_gets_the_error():
 
 def test_an_observation_that_is_too_old_is_said_to_be():
     slow = threading.Event()
-    with serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _):
-        with Talk(url) as robot, Talk(url) as other:
-            late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
-            assert "actions" not in late and late["flexor"]["id"] == 4
-            assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
-            assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
-            slow.set()
-            with ThreadPoolExecutor(1) as threads:
-                busy = threads.submit(other.ask, observation(2))
-                time.sleep(0.05)
-                waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
-                assert "expired" in waited and waited["expired"]["age_ms"] > 100
-                assert "actions" in busy.result()
-            slow.clear()
-            np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
+    with (
+        serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _),
+        Talk(url) as robot,
+        Talk(url) as other,
+    ):
+        late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
+        assert "actions" not in late and late["flexor"]["id"] == 4
+        assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
+        assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
+        slow.set()
+        with ThreadPoolExecutor(1) as threads:
+            busy = threads.submit(other.ask, observation(2))
+            time.sleep(0.05)
+            waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
+            assert "expired" in waited and waited["expired"]["age_ms"] > 100
+            assert "actions" in busy.result()
+        slow.clear()
+        np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
 
 
 def test_a_slow_model_is_tried_again():
@@ -200,18 +203,21 @@ def test_a_slow_model_is_tried_again():
 def test_connections_are_kept_alive_while_the_model_is_busy():
     """As long as it compiles, pings of both sides are answered."""
     busy = threading.Event()
-    with serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _):
-        with Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot, Talk(url) as other:
-            busy.set()
-            with ThreadPoolExecutor(1) as threads:
-                waiting = threads.submit(robot.ask, observation(4))
-                time.sleep(0.3)
-                started = time.perf_counter()
-                assert other.socket.ping().wait(10)
-                assert time.perf_counter() - started < 1
-                np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
-            busy.clear()
-            np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
+    with (
+        serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _),
+        Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot,
+        Talk(url) as other,
+    ):
+        busy.set()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(robot.ask, observation(4))
+            time.sleep(0.3)
+            started = time.perf_counter()
+            assert other.socket.ping().wait(10)
+            assert time.perf_counter() - started < 1
+            np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
+        busy.clear()
+        np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
 
 
 def test_the_port_opens_when_the_policy_is_warm():

@@ -195,7 +195,7 @@ def _add_serve(measures: Any) -> None:
         "serve",
         help="how long a robot waits for the actions of a served policy, and where that time goes",
         description="Serve a policy on this machine and ask it from other processes. The time is split into network, "
-        "decode (reading the observation), queue, model and encode (sending the actions). Without a checkpoint there "
+        "decode (reading the observation), queue, model and encode (packing the actions). Without a checkpoint there "
         "is no model: what is measured is the server.",
         allow_abbrev=False,
     )

@@ -19,7 +19,7 @@ from flexor.core.log import log
 from flexor.policies.features import Kind
 from flexor.serve import web
 from flexor.serve.access import REALM, has_key, is_foreign_page, wants_socket
-from flexor.serve.batcher import Batcher
+from flexor.serve.batching import RequestBatcher
 from flexor.serve.clients import ClientLoop
 from flexor.serve.metrics import Metrics
 from flexor.serve.predictor import Predictor
@@ -71,7 +71,7 @@ class PolicyServer:
         switch = sys.getswitchinterval()
         try:
             sys.setswitchinterval(SWITCH_S)
-            batcher = Batcher(
+            batcher = RequestBatcher(
                 self.predictor.answer, self.predictor.max_batch, self.settings.batch_window_ms / 1e3
             )
             await asyncio.get_running_loop().run_in_executor(batcher.thread, self.predictor.warm)
