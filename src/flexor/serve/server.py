@@ -28,6 +28,7 @@ from flexor.serve.settings import ServeSettings
 from flexor_client.wire import PROTOCOL, pack
 
 SWITCH_S = 0.001  # Python's threads take turns this often: the model's must not hold up the connections
+OPENING_S = 4.0  # for a request: browsers open connections in reserve, and the server's end waits for them
 BUFFERED_FRAMES = 1  # of a client that sends without waiting for its answers
 
 
@@ -102,6 +103,7 @@ class PolicyServer:
             compression=None,
             max_size=settings.limits.frame_bytes,
             max_queue=BUFFERED_FRAMES,
+            open_timeout=OPENING_S,
             ping_interval=settings.ping_s,
             ping_timeout=settings.ping_s,
             server_header=None,
