@@ -28,9 +28,15 @@ def test_images_may_have_their_channels_first_or_last(image):
 def test_a_jpeg_file_is_decoded():
     flat = np.full((SIZE, SIZE, 3), (200, 30, 90), np.uint8)
     message = observation() | {CAMERA: encode_jpeg(flat)}
-    assert reader().has_files(message) and not reader().has_files(observation())
+    assert reader().files(message) == [message[CAMERA]] and reader().files(observation()) == []
     found = reader().read(message).observation[CAMERA]
     assert np.abs(found.astype(int) - flat.transpose(2, 0, 1)).max() < 8
+    decoded = {id(message[CAMERA]): reader().decode(message[CAMERA])}
+    np.testing.assert_array_equal(reader().read(message, decoded).observation[CAMERA], found)
+    assert (
+        reader().decode(b"GIF") is None
+        and reader().decode(encode_jpeg(np.zeros((16, 8, 3), np.uint8))) is None
+    )
 
 
 def test_names_are_keys_or_paths():
@@ -60,6 +66,10 @@ def test_names_are_keys_or_paths():
         (
             observation() | {CAMERA: PIXELS / 255},
             "uint8 array or a JPEG file in bytes, not an array of float64",
+        ),
+        (
+            observation() | {CAMERA: encode_jpeg(np.zeros((32, 16, 3), np.uint8))},
+            r"is \[32, 16, 3\], .* images \[8, 8, 3\]: resize it",
         ),
         (observation() | {CAMERA: b"GIF89a"}, f"{CAMERA}: The bytes are not a JPEG"),
         (observation() | {CAMERA: "text"}, "not text"),
