@@ -14,6 +14,7 @@ from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.settings import DatasetConfig, parse_image_size
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.rename import check_names
 
 GROUPS = (
     "dataset",
@@ -215,6 +216,9 @@ class TrainConfig:
     """Maximum samples for the held-out loss; 0: all."""
     env_eval_freq: int = setting(20_000, at_least=0, may_change=True)
     """Steps between two evaluations in the environment (needs env.type); 0: never."""
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """The dataset's names of observations and the policy's, if they differ:
+    {observation.images.top: observation.images.camera1, ...}. It is saved with the policy."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -254,6 +258,7 @@ def validate(config: TrainConfig) -> None:
         raise ConfigError(
             f"eval_steps={config.eval_steps} needs held-out episodes: set --dataset.eval_split=0.1."
         )
+    check_names(config.rename_map)
     config.lora.validate()
     validate_weights(config)
     parse_image_size(dataset.cache.size)

@@ -41,6 +41,7 @@ from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
+from flexor.policies.processing.rename_and_move import RenameObservations
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 FOREIGN = {
@@ -263,6 +264,16 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     return Pretrained(policy.eval(), before, after)
+
+
+def saved_renaming(folder: Path) -> dict[str, str]:
+    """The `rename_map` that the policy in a folder was trained with."""
+    file = folder / f"{PREPROCESSOR}.json"
+    if not file.is_file():
+        return {}
+    steps = json.loads(file.read_text()).get("steps", [])
+    found = [step for step in steps if step.get("registry_name") == RenameObservations.name]
+    return found[0].get("config", {}).get("rename_map", {}) if found else {}
 
 
 def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:

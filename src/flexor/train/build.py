@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,10 +25,10 @@ from flexor.data.settings import DatasetConfig, OrderConfig, parse_image_size
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
 from flexor.policies.base import Policy
-from flexor.policies.fit import deltas_of, statistics
+from flexor.policies.fit import sample_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.pretrained import find_folder, to_be_filled
+from flexor.policies.pretrained import find_folder, saved_renaming, to_be_filled
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.sim.record import BUILTIN, builtin_dataset
 from flexor.train.checkpoint.state import TrainState
@@ -60,6 +61,15 @@ def build_datasets(config: DatasetConfig) -> tuple[Dataset, Dataset | None]:
         return dataset, None
     training, held_out = split_episodes(dataset, config.eval_split)
     return dataset.select(training), dataset.select(held_out)
+
+
+def tell_other_names(config: TrainConfig) -> None:
+    """A policy to start from may have been trained under names that its dataset did not have."""
+    assert config.policy_path is not None
+    renamed = saved_renaming(find_folder(config.policy_path, ("*.json",)))
+    if renamed and not config.rename_map:
+        said = config.policy_path, json.dumps(renamed)
+        log.info("the rename_map of %s is not used here; to use it, give --rename_map='%s'", *said)
 
 
 def check_same_episodes(dataset: Dataset, processes: Processes) -> None:
@@ -161,11 +171,12 @@ def build_loader(
 def _open_loader(
     config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
 ) -> Loader:
+    cameras, deltas = sample_of(config.policy, config.rename_map)
     return open_loader(
         training,
         config.dataset,
-        deltas_of(config.policy),
-        cameras=list(config.policy.images),
+        deltas,
+        cameras=cameras,
         batch_size=split.batch_size,
         accumulation=split.accumulation,
         seed=config.seed,
@@ -290,8 +301,8 @@ def build_state(
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
-    stats = statistics(dataset, config.policy, config.dataset.use_imagenet_stats)
-    before, after = config.policy.pipelines(stats, str(engine.device))
+    stats = statistics(dataset, config.policy, config.dataset.use_imagenet_stats, config.rename_map)
+    before, after = config.policy.pipelines(stats, str(engine.device), config.rename_map)
     before.prepare()
     after.prepare()
     return before, after

@@ -23,6 +23,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "eval_split": dataset.eval_split,
         },
         "policy": as_lerobot(config.policy),
+        "rename_map": config.rename_map,
         "output_dir": config.output_dir,
         "job_name": config.job_name,
         "seed": config.seed,
