@@ -19,6 +19,7 @@ from torch import Tensor
 
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
+from flexor.core.name_ranges import ON_ONE_LINE, grouped, listed
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
     CHECKPOINTS,
@@ -304,16 +305,17 @@ def load_weights(policy: Policy, folder: Path) -> None:
         unused = {policy.name_in_file(name, there) for name in dead}
         missing = {name for name in own if names[name] not in there}
         unexpected = there.keys() - {*names.values()} - unused
-        shapes = [
-            f"{name}: {there[names[name]]} in the file, {tuple(own[name].shape)} in the policy"
-            for name in own.keys() - missing
-            if there[names[name]] != tuple(own[name].shape)
-        ]
-        if missing or unexpected or shapes:
+        shapes = {name: (there[names[name]], tuple(own[name].shape)) for name in own.keys() - missing}
+        other = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+        if missing or unexpected or other:
             raise CheckpointError(
-                f"{file} does not fit this {policy.config.type} policy. "
-                f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Different shape: {_some(shapes)}. "
-                "Check for overridden settings that change the network."
+                _paragraphs(
+                    f"{file} does not fit this {policy.config.type} policy.",
+                    f"Missing: {listed(missing)}.",
+                    f"Unexpected: {listed(unexpected)}.",
+                    f"Different shape: {_reshaped(other)}.",
+                    "Check for overridden settings that change the network.",
+                )
             )
         fill(own, file, names)
         start_adapters(policy)
@@ -321,7 +323,19 @@ def load_weights(policy: Policy, folder: Path) -> None:
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
 
 
-def _some(names: Any, limit: int = 12) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "nothing") + more
+def _paragraphs(*sentences: str) -> str:
+    """In one line, unless there is a list among them."""
+    return ("\n" if any("\n" in sentence for sentence in sentences) else " ").join(sentences)
+
+
+def _reshaped(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
+    """The names of weights, by their shapes in the file and in the policy."""
+    lines = []
+    for pair in sorted(set(shapes.values())):
+        names = grouped(name for name in shapes if shapes[name] == pair)
+        lines += [f"{name}: {pair[0]} in the file, {pair[1]} in the policy" for name in names]
+    return (
+        "; ".join(lines) or "nothing"
+        if len(lines) <= ON_ONE_LINE
+        else "".join(f"\n  {line}" for line in lines)
+    )
