@@ -19,7 +19,6 @@ from torch import Tensor
 
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
-from flexor.core.name_ranges import ON_ONE_LINE, grouped, listed
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
     CHECKPOINTS,
@@ -30,13 +29,14 @@ from flexor.core.run_files import (
     TRAINING_STATE,
     WEIGHTS,
 )
-from flexor.core.tensors import described_in, fill
+from flexor.core.tensors import fill
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.check_weights import names_in_file
 from flexor.policies.external import is_code, is_loaded, settled, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
@@ -299,43 +299,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
     try:
-        there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
-        names = {name: policy.name_in_file(name, there) for name in own}
-        dead = policy.dead_weights({name: torch.empty_like(t, device="meta") for name, t in own.items()})
-        unused = {policy.name_in_file(name, there) for name in dead}
-        missing = {name for name in own if names[name] not in there}
-        unexpected = there.keys() - {*names.values()} - unused
-        shapes = {name: (there[names[name]], tuple(own[name].shape)) for name in own.keys() - missing}
-        other = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-        if missing or unexpected or other:
-            raise CheckpointError(
-                _paragraphs(
-                    f"{file} does not fit this {policy.config.type} policy.",
-                    f"Missing: {listed(missing)}.",
-                    f"Unexpected: {listed(unexpected)}.",
-                    f"Different shape: {_reshaped(other)}.",
-                    "Check for overridden settings that change the network.",
-                )
-            )
-        fill(own, file, names)
+        fill(own, file, names_in_file(policy, own, file))
         start_adapters(policy)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
-
-
-def _paragraphs(*sentences: str) -> str:
-    """In one line, unless there is a list among them."""
-    return ("\n" if any("\n" in sentence for sentence in sentences) else " ").join(sentences)
-
-
-def _reshaped(shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """The names of weights, by their shapes in the file and in the policy."""
-    lines = []
-    for pair in sorted(set(shapes.values())):
-        names = grouped(name for name in shapes if shapes[name] == pair)
-        lines += [f"{name}: {pair[0]} in the file, {pair[1]} in the policy" for name in names]
-    return (
-        "; ".join(lines) or "nothing"
-        if len(lines) <= ON_ONE_LINE
-        else "".join(f"\n  {line}" for line in lines)
-    )
