@@ -2,8 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, adapters, renamed; a folder beside this file (act, vqbet, resnet, ...) for what
-a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of them.
+Parts are data, writer, repair, colour, adapters, renamed, optimizers; a folder beside this file (act, vqbet, resnet,
+...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of all. Without any,
+all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is a package
-from parity import adapters, colour, compare_data, flexor_side, renamed
+from parity import adapters, colour, compare_data, flexor_side, optimizers, renamed
 from parity.environment import lerobot_python
 from parity.exchange_flexor import Exchange
 from parity.kinds import KINDS, cases_of, golden, policies
@@ -103,6 +104,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "colour": colours,
     "adapters": adapters.rows,
     "renamed": renamed.rows,
+    "optimizers": optimizers.rows,
     **{kind: partial(compare, kind) for kind in KINDS},
     **EXCHANGES,
 }

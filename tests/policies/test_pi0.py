@@ -20,6 +20,8 @@ from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
 from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
 from flexor.policies.pretrained import load_pretrained, load_weights, read_config, save_pretrained
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.tensors import OPTIMIZER
 from support import runs, small_pi
 from support.tokenizers import make_tokenizer
 
@@ -158,6 +160,39 @@ def test_settings_that_lerobot_lacks_are_not_in_its_file(saved):
     there = json.loads((folder / "config.json").read_text())
     assert not there.keys() & {"load_vlm_weights", "tokenizer_name"}
     assert read_config(str(folder)).chunk_size == policy.config.chunk_size
+
+
+def test_the_optimizer_is_numbered_as_lerobots(dataset, tmp_path):
+    """Which counts the heads. Runs from before that go on, too."""
+    flags = ["--policy.type=pi0", *(f"--policy.{setting}" for setting in small_pi.SETTINGS)]
+    flags += [f"--policy.tokenizer_name={make_tokenizer(tmp_path / 'tokenizer')}", "--policy.device=cpu"]
+    run = runs.train(dataset, tmp_path / "run", flags, "--steps=3", "--save_freq=2")
+    cut = runs.cut_back(run, tmp_path / "cut", 2)
+    saved = cut / "checkpoints/000002"
+    states, groups = (saved / "training_state" / name for name in (OPTIMIZER, "optimizer_param_groups.json"))
+    weights, numbered, (group,) = (
+        load_file(saved / "pretrained_model/model.safetensors"),
+        load_file(states),
+        json.loads(groups.read_text()),
+    )
+    names = list(dict(load_pretrained(str(cut)).policy.named_parameters()))
+    expert = next(n for n, name in enumerate(names) if ".gemma_expert." in name)
+    counted = [LANGUAGE_HEAD, *names[:expert], EXPERT_HEAD, *names[expert:]]
+    assert group["params"] == list(range(len(counted)))
+    for key, state in numbered.items():
+        _, number, what = key.split("/")
+        assert what == "step" or state.shape == weights[counted[int(number)]].shape
+    group["params"] = list(range(len(names)))
+    groups.write_text(json.dumps([group]))
+    before = {}
+    for key, state in numbered.items():
+        _, number, what = key.split("/")
+        before[f"state/{names.index(counted[int(number)])}/{what}"] = state
+    save_file(before, states)
+    (saved / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(saved, 2, {})
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(run, cut, 3)
 
 
 # other robots than the one of the weights

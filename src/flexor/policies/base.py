@@ -263,6 +263,11 @@ class Policy(nn.Module):
         """
         return {}
 
+    @classmethod
+    def names_in_optimizer(cls, names: list[str]) -> list[str]:
+        """The names of the optimizer's parameters as LeRobot numbers them, with those of weights that have no use."""
+        return names
+
     def load_backbone(self) -> None:
         """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""
 
