@@ -114,7 +114,7 @@ def test_evaluation_acts_with_such_weights(tiny_act, tmp_path):
         ("ddp", []),
         ("fsdp", []),
         ("fsdp", ["--ema.enable", "--gradient_accumulation_steps=2", "--activation_checkpointing"]),
-        ("hsdp", ["--parallel.cpu_offload=true", "--parallel.dp_shard=2"]),
+        ("hsdp --parallel.dp_shard=2 --parallel.cpu_offload=true", []),
         ("fsdp", ["--lora.r=2"]),
         ("ddp", ["--lora.r=2", "--ema.enable"]),
     ],
@@ -125,5 +125,6 @@ def test_many_processes_train_alike(strategy, more, lowdim, tiny_act, tmp_path):
         return ["train", *runs.flags(lowdim, run, tiny_act, *common)]
 
     ranks.run(tmp_path / "1", 1, command(tmp_path / "alone", 4))
-    ranks.run(tmp_path / "2", 2, command(tmp_path / "many", 2, f"--parallel.strategy={strategy}"))
+    shared = f"--parallel.strategy={strategy}".split()
+    ranks.run(tmp_path / "2", 2, command(tmp_path / "many", 2, *shared))
     assert ranks.losses(tmp_path / "many") == pytest.approx(ranks.losses(tmp_path / "alone"), rel=2e-2)
