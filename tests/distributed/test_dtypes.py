@@ -1,12 +1,15 @@
 """Shards of a policy whose trained weights have several dtypes: matrices in bfloat16, norms in float32."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from flexor.config.parse import load_config
+from flexor.core.errors import ConfigError
 from flexor.data.dataset import open_dataset
 from flexor.policies import policy_class
 from flexor.policies.base import Policy
@@ -71,6 +74,15 @@ def test_one_dtype_needs_nothing_apart(dataset, tmp_path):
     policy = policy_of([*small_flags("pi05", tmp_path), "--policy.device=cpu"], dataset)
     sharding = sharding_of(policy)
     assert sharding.units == [*policy.shard_units(), policy] and not sharding.whole
+
+
+def test_accelerate_does_not_shard_several_dtypes(dataset, tmp_path):
+    """Its own FSDP would fail in the first step."""
+    from flexor.train.engine.accelerate import AccelerateShardedEngine
+
+    engine: Any = SimpleNamespace(world_size=2, strategy="fsdp")
+    with pytest.raises(ConfigError, match="flexor train --gpus=2 --parallel.strategy=fsdp"):
+        AccelerateShardedEngine.prepare(engine, policy_of(flags("pi0", tmp_path), dataset), engine)
 
 
 # runs
