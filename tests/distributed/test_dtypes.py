@@ -81,7 +81,7 @@ def test_accelerate_does_not_shard_several_dtypes(dataset, tmp_path):
     from flexor.train.engine.accelerate import AccelerateShardedEngine
 
     engine: Any = SimpleNamespace(world_size=2, strategy="fsdp")
-    with pytest.raises(ConfigError, match="flexor train --gpus=2 --parallel.strategy=fsdp"):
+    with pytest.raises(ConfigError, match=r"flexor train --gpus=2 --parallel\.strategy=fsdp"):
         AccelerateShardedEngine.prepare(engine, policy_of(flags("pi0", tmp_path), dataset), engine)
 
 
