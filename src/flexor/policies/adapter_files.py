@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.core.errors import CheckpointError
+from flexor.core.name_ranges import listed
 from flexor.core.run_files import POLICY_CONFIG, WEIGHTS
 from flexor.core.tensors import copy_part, is_sharded, local, part
 from flexor.policies.adapters import LoraConfig, is_adapter, modules_named
@@ -149,26 +150,32 @@ def merge_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
     ]
     if foreign:
         raise CheckpointError(
-            f"{folder / TENSORS}: {min(foreign)} does not fit this policy: the adapters belong to another one, or to a "
-            "layer that is not linear."
+            f"{folder / TENSORS} does not fit this policy: the adapters belong to another one, or to layers that are "
+            f"not linear: {listed(foreign)}."
         )
+    shapes = {name: tensor.shape for name, tensor in others.items()}
+    for layer in layers:
+        down, up = (saved[f"{layer}{kind}.weight"] for kind in (DOWN, UP))
+        shapes[f"{layer}.weight"] = torch.Size((len(up), down.shape[1]))
+    _check_shapes(folder, shapes, weights)
     for name, tensor in others.items():
-        _check_shape(folder, name, tensor.shape, weights[name])
         copy_part(weights[name], tensor)
     for layer in layers:
         down, up = (saved[f"{layer}{kind}.weight"].float() for kind in (DOWN, UP))
         added = _scale(settings, layer, len(down)) * (up @ down)
         target = weights[f"{layer}.weight"]
-        _check_shape(folder, layer, added.shape, target)
         own = local(target)
         own.copy_(own.float() + (added[part(target)] if is_sharded(target) else added).to(own.device))
 
 
-def _check_shape(folder: Path, name: str, shape: torch.Size, target: Tensor) -> None:
-    if shape != target.shape:
-        raise CheckpointError(
-            f"{folder / TENSORS}: {name} is {list(shape)}, but {list(target.shape)} in the policy."
+def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+    wrong = [name for name, shape in shapes.items() if shape != weights[name].shape]
+    if wrong:
+        said = "; ".join(
+            f"{name} is {list(shapes[name])}, but {list(weights[name].shape)} in the policy"
+            for name in sorted(wrong)
         )
+        raise CheckpointError(f"{folder / TENSORS}: {said}.")
 
 
 def _scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:

@@ -302,12 +302,12 @@ def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
     Weights are gathered in the lower precision, which replaces autocast's copies.
     """
     parallel: ParallelConfig = config.parallel
-    width = 4 if config.precision == "no" else 2
-    *units, rest = (numbers for numbers, _ in trace.units)
+    lower = config.precision != "no"
+    *units, rest = (unit.gathered(lower) for unit in trace.units)
     units = sorted(units, reverse=True)
     whole = rest + sum(units[:2] if parallel.reshard_after_forward else units)
-    largest = max(trained for _, trained in trace.units)
-    gathered = [whole * width, largest * width, largest * 4]
+    largest = max(trace.units, key=lambda unit: unit.trained)
+    gathered = [whole, largest.gradients(lower), largest.trained * 4]
     category: dict[int, Category] = dict(trace.category)
     added = [
         *_births(gathered[:1], category, "weights"),

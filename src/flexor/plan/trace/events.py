@@ -53,6 +53,24 @@ class StepEvents:
     """Steps with the same key can be replayed as one CUDA graph; None: they can't."""
 
 
+class UnitSize(NamedTuple):
+    """What FSDP gathers together."""
+
+    parameters: int
+    trained: int
+    nbytes: int
+    """Of all parameters, as they are stored."""
+    trained_nbytes: int
+
+    def gathered(self, lower: bool) -> int:
+        """Bytes of its weights, gathered on every GPU; in a lower precision they take two bytes each."""
+        return min(self.nbytes, 2 * self.parameters) if lower else self.nbytes
+
+    def gradients(self, lower: bool) -> int:
+        """Bytes of its gradients before they are reduced."""
+        return min(self.trained_nbytes, 2 * self.trained) if lower else self.trained_nbytes
+
+
 @dataclass(eq=False)
 class Trace:
     events: list[Event]
@@ -69,8 +87,8 @@ class Trace:
     """Passes in the trace: all passes after the second repeat it."""
     parameters: int
     trained: int
-    units: list[tuple[int, int]]
-    """Parameters of each separately sharded block, and how many are trained; the rest of the policy comes last."""
+    units: list[UnitSize]
+    """What FSDP would gather together. The rest of the policy comes last."""
     gradients: int = 0
     """Bytes of all gradients."""
     inputs: tuple[int, ...] = ()

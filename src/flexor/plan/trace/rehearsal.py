@@ -20,7 +20,7 @@ from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
 from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
-from flexor.plan.trace.events import Category, Event, StepEvents
+from flexor.plan.trace.events import Category, Event, StepEvents, UnitSize
 from flexor.plan.trace.ops import Phase
 from flexor.plan.trace.shortcuts import without_initial_values
 from flexor.policies.base import Policy, PolicyConfig
@@ -32,6 +32,7 @@ from flexor.train.build import build_augmentation, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
+from flexor.train.engine.shard_units import sharding_of
 from flexor.train.graph import GraphStep
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
@@ -179,14 +180,16 @@ class Rehearsal:
         self.state.config = replace(self.config, step="graph")
         self.run_step = GraphStep(self.state)
 
-    def units(self) -> list[tuple[int, int]]:
-        """The number of parameters of each block, and how many are trained; the rest of the policy comes last."""
+    def units(self) -> list[UnitSize]:
+        """What FSDP would gather together. What it leaves whole because of its dtype is little, and counts with it."""
         seen: set[int] = set()
         sizes = []
-        for unit in [*self.policy.shard_units(), self.policy]:
+        for unit in sharding_of(self.policy).units:
             own = [p for p in unit.parameters() if id(p) not in seen]
+            trained = [p for p in own if p.requires_grad]
             seen |= {id(p) for p in own}
-            sizes.append((sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)))
+            counts = (sum(p.numel() for p in some) for some in (own, trained))
+            sizes.append(UnitSize(*counts, *(sum(p.nbytes for p in some) for some in (own, trained))))
         return sizes
 
 
