@@ -44,6 +44,8 @@ class PolicyConfig:
     trains_in_bf16: ClassVar[bool] = False
     """Whether the policy learns as well in bf16 mixed precision as in float32, and faster: then it is its default on
     GPUs that support it."""
+    same_operations: ClassVar[bool] = True
+    """Whether a step has the same operations for every batch size of at least 2. Otherwise a plan traces each one."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""

@@ -61,7 +61,7 @@ def test_what_is_written_word_by_word_is_what_the_loss_expects(case):
     policy = made.policy.eval()
     batch = batch_of(made, case)
     with torch.no_grad():
-        written = policy._write(batch, NOISE)
+        written = policy.written(policy.run(batch, NOISE))
         start = torch.full((BATCH, 1), policy.words.beginning)
         likely = torch.cat((start, written), 1)
         best = policy.writer.losses(policy._prompt(batch), likely)
@@ -79,7 +79,7 @@ def test_whatever_is_written_there_are_actions_and_it_is_said(case, monkeypatch,
     made = make(case, validate_action_token_prefix=True)
     for rows in ([[5, 0, 1]] * BATCH, [[made.policy.words.stop]] * BATCH, [[400] * 50] * BATCH):
         caplog.clear()
-        monkeypatch.setattr(made.policy, "_write", lambda *_, rows=rows: torch.tensor(rows))
+        monkeypatch.setattr(made.policy, "written", lambda *_, rows=rows: torch.tensor(rows))
         assert np.isfinite(chunk(made, case)).all()
         assert f"the tokens of {BATCH} are not those of a whole chunk" in caplog.text
 
