@@ -124,6 +124,7 @@ def test_memory_of_what_is_known_is_bounded(monkeypatch):
 # In a process of its own, as in that of the tests the compiler may be there already; one of it for each case.
 AFTERWARDS = """
 import importlib, inspect, os, sys, traceback, torch
+from torch.utils.checkpoint import checkpoint
 from flexor.plan.trace.shortcuts import NoCompiler, without_compiler
 
 def check(then):
@@ -137,6 +138,7 @@ def check(then):
         told = torch.optim.Optimizer.zero_grad.__wrapped__
         assert told.__dynamo_disable is told
         torch.empty(3, device="meta").exp()
+        checkpoint(torch.exp, weight, use_reentrant=False).sum().backward()
         inspect.getmodule(inspect.currentframe())  # looks at every module
         assert isinstance(sys.modules["torch._dynamo"], NoCompiler), "something asked for more"
         exec(then)
@@ -173,6 +175,7 @@ def test_the_compiler_is_itself_afterwards():
     cases = [
         "",  # not asked for
         "import torch._dynamo.config; assert torch._dynamo.config.cache_size_limit",  # asked for
+        "assert torch._dynamo.config.cache_size_limit",
     ]
     if importlib.util.find_spec("transformers"):  # a policy may import a library when it is made
         cases.append("from transformers.models.clip.modeling_clip import CLIPTextModel")

@@ -22,7 +22,7 @@ class LeastMemory:
 
 def least_memory(trace: Trace) -> LeastMemory:
     """No replay of the trace needs less: it plays every step again, when all that is kept is there from its start."""
-    end = trace.steps[-1].end
+    start, end = trace.steps[-1].start, trace.steps[-1].end
     what, storages, nbytes, _ = zip(*trace.events[:end], strict=True)
     born, dies = (np.array([each == kind for each in what]) for kind in ("born", "dies"))
     storage = np.array(storages)
@@ -33,6 +33,9 @@ def least_memory(trace: Trace) -> LeastMemory:
     freed = np.zeros(len(of_storage), dtype=bool)
     freed[storage[dies]] = True
     kept = int(of_storage[~freed].sum())
-    held = np.cumsum(np.where(freed[storage], change, 0))  # of what is freed again
-    held += np.where(born | dies, 0, size)  # workspaces, during one operation
-    return LeastMemory(kept, kept + int(held[trace.steps[-1].start :].max(initial=0)))
+    passing = np.zeros(len(of_storage), dtype=bool)  # what comes and goes within the step
+    passing[storage[start:][born[start:]]] = True
+    passing &= freed
+    held = np.cumsum(np.where(passing[storage], change, 0)[start:])
+    held += np.where(born | dies, 0, size)[start:]  # workspaces, during one operation
+    return LeastMemory(kept, kept + int(held.max(initial=0)))
