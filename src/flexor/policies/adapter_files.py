@@ -51,22 +51,35 @@ def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig,
         return
     folder = model / ADAPTER
     folder.mkdir(parents=True, exist_ok=True)
-    layers = sorted(name.removesuffix(UP) for name in weights if name.endswith(UP))
-    whole = _whole_modules(weights, config)
-    tensors = {
-        f"{PREFIX}{layer}{kind}.weight": weights[f"{layer}{kind}"] for layer in layers for kind in (DOWN, UP)
-    }
-    for name, tensor in weights.items():
-        if not is_adapter(name) and name.startswith(tuple(f"{module}." for module in whole)):
-            tensors[f"{PREFIX}{name}"] = tensor
+    tensors = adapter_tensors(weights, config)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / TENSORS, metadata={"format": "pt"})
-    (folder / SETTINGS).write_text(json.dumps(_settings(layers, whole, config, base), indent=2))
+    described = _settings(_layers(weights), _whole_modules(weights, config), config, base)
+    (folder / SETTINGS).write_text(json.dumps(described, indent=2))
     for file in model.glob("policy_*processor*"):
         shutil.copyfile(file, folder / file.name)
     described = json.loads((model / POLICY_CONFIG).read_text())
     described |= {"use_peft": True, "pretrained_path": base}
     (folder / POLICY_CONFIG).write_text(json.dumps(described, indent=4))
+
+
+def adapter_tensors(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """The adapters in `weights` and what is trained fully besides, under PEFT's names."""
+    tensors = {
+        f"{PREFIX}{layer}{kind}.weight": weights[f"{layer}{kind}"]
+        for layer in _layers(weights)
+        for kind in (DOWN, UP)
+    }
+    whole = tuple(f"{module}." for module in _whole_modules(weights, config))
+    for name, tensor in weights.items():
+        if not is_adapter(name) and name.startswith(whole):
+            tensors[f"{PREFIX}{name}"] = tensor
+    return tensors
+
+
+def _layers(weights: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have adapters."""
+    return sorted(name.removesuffix(UP) for name in weights if name.endswith(UP))
 
 
 def _settings(layers: list[str], whole: list[str], config: LoraConfig, base: str) -> dict[str, Any]:

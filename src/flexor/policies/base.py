@@ -50,6 +50,8 @@ class PolicyConfig:
 
     takes_depth: ClassVar[bool] = False
     """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
+    same_operations: ClassVar[bool] = True
+    """Whether a step has the same operations for every batch size of at least 2. Otherwise a plan traces each one."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""

@@ -71,6 +71,20 @@ class UnitSize(NamedTuple):
         return min(self.trained_nbytes, 2 * self.trained) if lower else self.trained_nbytes
 
 
+@dataclass(frozen=True)
+class SavedWeights:
+    """Bytes of the weights in a checkpoint, each in a file of its own."""
+
+    raw: int = 0
+    """As they are trained: parameters, buffers and adapters."""
+    average: int = 0
+    """The moving average; 0 if there is none."""
+    exported: int = 0
+    """For inference, as LeRobot's file has them: adapters are merged, and there may be weights without any use."""
+    adapters: int = 0
+    """Adapters beside the merged weights; 0 if there are none, or nothing that they can be added to."""
+
+
 @dataclass(eq=False)
 class Trace:
     events: list[Event]
@@ -93,6 +107,7 @@ class Trace:
     """Bytes of all gradients."""
     inputs: tuple[int, ...] = ()
     """Bytes of each tensor of one pass's batch, of which a CUDA graph has a copy."""
+    saved: SavedWeights = SavedWeights()
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""
