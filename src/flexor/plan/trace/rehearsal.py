@@ -217,7 +217,11 @@ def total(tensors: Iterable[Tensor]) -> int:
 
 def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
     """The policy as the trainer makes it, with the weights from its constructor."""
-    policy = make_policy(config) if device != META else _without_memory(config)
+    if device == META:
+        policy = _without_memory(config)
+    else:
+        with device:  # random weights of a large policy take minutes on a CPU
+            policy = make_policy(config)
     there = all(tensor.device == device for tensor in (*policy.parameters(), *policy.buffers()))
     return policy if there else policy.to(device)
 
