@@ -16,7 +16,10 @@ def run(arguments: list[str]) -> int:
     )
     parser.add_argument("policy", help="run, checkpoint folder or Hub repository")
     parser.add_argument(
-        "settings", nargs="*", help="--env.type=..., --eval.n_episodes=..., --policy.device=..."
+        "settings",
+        nargs="*",
+        help="--env.type=..., --eval.n_episodes=..., --policy.device=..., "
+        "--rename_map='{observation.image: observation.images.top}' (the environment's names: the policy's)",
     )
     parser.add_argument(
         "--videos",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.config.lerobot_flags import drop_ignored
-from flexor.config.parse import flatten, nest, parse_flags, read_run
+from flexor.config.parse import check_rename_map, flatten, nest, parse_flags, read_run
 from flexor.config.schema import EnvConfig, EvalConfig
 from flexor.core.console import Progress
 from flexor.core.devices import find_device
@@ -19,8 +19,11 @@ from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.policies.pretrained import find_folder, load_pretrained
+from flexor.policies.processing.rename_and_move import with_renaming
+from flexor.policies.rename import check_names
 
 GROUPS = ("env", "eval", "policy")
+ALONE = ("seed", "rename_map")
 
 
 def evaluate_policy(
@@ -28,13 +31,13 @@ def evaluate_policy(
 ) -> tuple[dict[str, Any], str]:
     """Success of the policy at `path`; settings that are not given come from its training run."""
     flags = drop_ignored(parse_flags(settings))
+    check_rename_map(flags)
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
         log.warning("--policy.use_amp has no effect: evaluation runs in float32")
     for key in flags:
-        if key.split(".")[0] not in (*GROUPS, "seed"):
-            raise ConfigError(
-                f"Unknown setting {key}={flags[key]!r}. {closest(key, [f'{g}.' for g in GROUPS])}"
-            )
+        if key.split(".")[0] not in (*GROUPS, *ALONE):
+            known = [*(f"{group}." for group in GROUPS), *ALONE]
+            raise ConfigError(f"Unknown setting {key}={flags[key]!r}. {closest(key, known)}")
     folder = find_folder(path)
     tree = nest({**_run_settings(folder), **flags})
     env = from_plain(EnvConfig, tree.get("env", {}), "env")
@@ -44,7 +47,12 @@ def evaluate_policy(
     given = nest(flags).get("policy", {})
     device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
-    actor = PolicyActor(load_pretrained(str(folder), str(device), given), seed)
+    policy = load_pretrained(str(folder), str(device), given)
+    if "rename_map" in flags:
+        rename_map = coerce(flags["rename_map"], dict[str, str], "rename_map")
+        check_names(rename_map)
+        policy.preprocessor = with_renaming(policy.preprocessor, rename_map)
+    actor = PolicyActor(policy, seed)
     if videos is not None and settings_.videos == 0:
         settings_.videos = min(3, settings_.n_episodes)
     videos = videos or _video_folder(folder)
