@@ -6,9 +6,10 @@ import pytest
 from flexor.core.errors import ConfigError
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.processing.rename_and_move import with_renaming
 from flexor.serve.request import BadRequest, ObservationReader
 from flexor_client.wire import Limits, encode_jpeg
-from support.serving import CAMERA, SIZE, STATE, numbers, observation
+from support.serving import CAMERA, SIZE, STATE, Talk, expected, numbers, observation, serving
 
 CONFIG = numbers().policy.config
 PIXELS = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
@@ -51,6 +52,22 @@ def test_names_are_keys_or_paths():
     for name in (CAMERA, STATE):
         np.testing.assert_array_equal(one.observation[name], other.observation[name])
     assert one.task == other.task == "go" and one.observation[STATE].dtype == np.float32
+
+
+def test_a_policy_that_renames_is_asked_under_the_robots_names():
+    """As it was trained: --rename_map={observation.images.front: observation.images.top}."""
+    policy = numbers()
+    policy.preprocessor = with_renaming(policy.preprocessor, {"observation.images.front": CAMERA})
+    image = observation()[CAMERA]
+    with serving(policy) as (url, _), Talk(url) as robot:
+        assert [*robot.metadata["inputs"]] == [STATE, "observation.images.front"]
+        for name in ("observation.images.front", CAMERA):
+            asked = {STATE: np.array([3, -3, 0], np.float32), name: image}
+            np.testing.assert_array_equal(robot.ask(asked)["actions"], expected(3))
+        assert "needs observation.images.front" in robot.ask({STATE: [1, 2, 3]})
+    with serving(policy, {CAMERA: "eye"}) as (url, _), Talk(url) as robot:
+        np.testing.assert_array_equal(robot.ask({STATE: [3, -3, 0], "eye": image})["actions"], expected(3))
+        assert "needs eye" in robot.ask(observation(3))
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,15 @@ class PolicyRequest:
 class ObservationReader:
     """Reads observations for a policy, under the names that a client uses."""
 
-    def __init__(self, config: PolicyConfig, names: Mapping[str, str], limits: Limits):
+    def __init__(
+        self,
+        config: PolicyConfig,
+        names: Mapping[str, str],
+        limits: Limits,
+        usual: Mapping[str, str] | None = None,
+    ):
+        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
+        policy's own are both good."""
         self.features, self.limits = config.observed, limits
         self.action_size = config.action.shape[0]
         for name in names:
@@ -117,7 +125,8 @@ class ObservationReader:
                 raise ConfigError(
                     f"--map {name}=...: the policy has no such input. {closest(name, self.features)}"
                 )
-        self.names = {name: names.get(name, name) for name in self.features}
+        self.names = {name: names.get(name, (usual or {}).get(name, name)) for name in self.features}
+        self.own_too = {name for name in self.features if name not in names} - {*self.names.values()}
         self.sizes = {feature.shape[1:] for feature in config.images.values()}
         deltas = config.observation_deltas
         self.steps = None if deltas is None else [step for step in deltas if step <= 0]
@@ -128,7 +137,7 @@ class ObservationReader:
             return []
         found: list[bytes] = []
         for name, feature in self.features.items():
-            value = _find(message, self.names[name]) if feature.type is Kind.VISUAL else None
+            value = self._find(message, name) if feature.type is Kind.VISUAL else None
             found += [value] if isinstance(value, bytes) else []
             if isinstance(value, list) and len(value) == len(self.steps or []):
                 found += [one for one in value if isinstance(one, bytes)]
@@ -150,7 +159,7 @@ class ObservationReader:
             raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
         found: dict[str, np.ndarray] = {}
         for name, feature in self.features.items():
-            value = _find(message, self.names[name])
+            value = self._find(message, name)
             if value is None:
                 raise BadRequest(self._missing(name, message))
             found[name] = self._value(self.names[name], _with_images(value, images), feature)
@@ -163,6 +172,10 @@ class ObservationReader:
         return PolicyRequest(
             found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size)
         )
+
+    def _find(self, message: Mapping[Any, Any], name: str) -> Any:
+        value = _find(message, self.names[name])
+        return message.get(name) if value is None and name in self.own_too else value
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
         wanted = self.names[name]
