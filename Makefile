@@ -8,11 +8,11 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.ready
 
 # The virtual environment is rebuilt whenever the requirements change, and only then.
-$(VENV)/.ready: pyproject.toml client/pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" || \
 	  { echo "Flexor needs Python 3.11 to 3.13. Name one that you have: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e client -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: setup
