@@ -162,6 +162,9 @@ def test_checkpoint_holds_the_files_named(followed_readme):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_other_commands_parse(page, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "evaluate_policy", lambda path, settings, *_: (parses_eval(settings), ""))
+    pushed = {"files": 1, "uploaded_files": 1, "url": "", "tag": ""}
+    monkeypatch.setattr("flexor.data.push.push.push_dataset", lambda *_: pushed)
+    monkeypatch.setattr("flexor.cli.push.push_run", lambda _: ({}, ""))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -178,7 +181,7 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])
-        elif verb == "eval":
+        elif verb in ("eval", "push") or (verb, words[0]) == ("data", "push"):
             assert cli.main([verb, *words]) == 0
         elif verb == "demo":
             load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])

@@ -11,6 +11,7 @@ LAYERS = {
     "": [
         *(
             "core",
+            "pages",
             "data",
             "policies",
             "config",
@@ -38,7 +39,7 @@ LAYERS = {
             "loader",
             "check",
         ),
-        "repair",
+        *("show", "repair", "push"),
     ],
     "plan": [
         "site",
@@ -64,6 +65,7 @@ LAYERS = {
             "datasets",
             "build",
             "stopping",
+            "hub",
             "validate",
             "step",
             "graph",

@@ -15,11 +15,12 @@ from flexor.cli.main import main
 from flexor.config.help import train_help
 from flexor.config.lerobot_flags import IGNORED
 from flexor.config.parse import build_config, flatten, load_config, nest, parse_flags
-from flexor.config.schema import GROUPS, TrainConfig, group_type
+from flexor.config.schema import GROUPS, TrainConfig, group_type, pushes_policy
 from flexor.core.errors import ConfigError
-from flexor.core.typed import help_texts
+from flexor.core.typed import help_texts, to_plain
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.pretrained import as_lerobot
 
 DATA = "--dataset.root=somewhere"
 
@@ -389,13 +390,14 @@ def test_a_lerobot_command_with_everything_is_taken(log_lines):
     said = " ".join(log_lines)
     for ignored in (
         "prefetch_factor",
-        "policy.repo_id",
         "dataset.video_backend",
         "wandb.add_tags",
         "tolerance_s",
     ):
         assert f"--{ignored} has no effect in Flexor" in said
-    assert "push_to_hub" not in said  # nothing was asked for, so there is nothing to say
+    assert "push_to_hub" not in said and "repo_id" not in said  # it has an effect
+    assert config.policy.repo_id == "me/policy" and config.policy.tags == ["a", "b"] and config.policy.private
+    assert not pushes_policy(config)  # push_to_hub=false
 
 
 @pytest.mark.parametrize("flag", LEROBOT_TRAIN)
@@ -410,13 +412,9 @@ def test_each_lerobot_flag_alone(flag):
 @pytest.mark.parametrize(
     "flag",
     [
-        "--policy.push_to_hub=true",
-        "--dataset.image_transforms.enable=true",
-        '--dataset.image_transforms={"enable": true}',
         "--dataset.repo_type=bucket",
         "--use_policy_training_preset=false",
         "--job.target=a100-large",
-        "--save_checkpoint_to_hub=true",
         "--rename_map={a: b}",
         "--rename_map.a=b",
         "--peft={r: 8}",
@@ -455,9 +453,122 @@ def test_lerobots_sample_weighting():
         load_config([DATA, "--sample_weighting.type=other"])
 
 
+AUGMENTED = "dataset.image_transforms"
+ONE = {"type": "ColorJitter", "weight": 2.0, "kwargs": {"hue": [-0.1, 0.1]}}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.tfs={json.dumps({'one': ONE})}"],
+        [f"--{AUGMENTED}.enable=true", "--dataset.image_transforms.tfs={one: {type: ColorJitter, weight: 2,"
+         " kwargs: {hue: [-0.1, 0.1]}}}"],
+        [f"--{AUGMENTED}={json.dumps({'enable': True, 'tfs': {'one': ONE}})}"],
+    ],
+    ids=["JSON", "YAML", "all of it"],
+)  # fmt: skip
+def test_lerobots_forms_of_image_transforms(flags):
+    found = load_config([DATA, *flags]).dataset.image_transforms
+    assert found.enable and found.max_num_transforms == 3 and not found.random_order
+    assert to_plain(found.tfs) == {"one": ONE}
+
+
+def test_parts_of_the_default_image_transforms_can_change():
+    default = to_plain(load_config([DATA]).dataset.image_transforms)
+    flags = [f"--{AUGMENTED}.tfs.hue.weight=0", f"--{AUGMENTED}.tfs.affine.kwargs={{degrees: 9}}"]
+    flags += [f"--{AUGMENTED}.tfs.blur.type=GaussianBlur", f"--{AUGMENTED}.tfs.blur.kwargs.kernel_size=3"]
+    found = to_plain(load_config([DATA, f"--{AUGMENTED}.enable", *flags]).dataset.image_transforms)
+    blur = {"weight": 1.0, "type": "GaussianBlur", "kwargs": {"kernel_size": 3}}
+    assert found["tfs"] == {
+        **default["tfs"],
+        "hue": {**default["tfs"]["hue"], "weight": 0.0},
+        "affine": {**default["tfs"]["affine"], "kwargs": {"degrees": 9}},
+        "blur": blur,
+    }
+    assert list(found["tfs"]) == [*default["tfs"], "blur"]
+
+
+def test_image_transforms_of_a_file_can_change(tmp_path):
+    file = tmp_path / "train_config.json"
+    settings = {"enable": True, "max_num_transforms": 2, "random_order": True, "tfs": {"one": ONE}}
+    file.write_text(json.dumps({"dataset": {"root": "x", "image_transforms": settings}}))
+    found = load_config(
+        [f"--config={file}", f"--{AUGMENTED}.tfs.one.weight=3", f"--{AUGMENTED}.random_order=false"]
+    )
+    tfs = {"one": {**ONE, "weight": 3.0}}
+    assert to_plain(found.dataset.image_transforms) == {**settings, "random_order": False, "tfs": tfs}
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("max_num_transforms=0", "max_num_transforms=0 must be at least 1"),
+        ("tfs.hue.type=JPEGCompression", r"tfs\.hue\.type='JPEGCompression' is not supported"),
+        ("tfs.hue.kwargs.hue=2", r"tfs\.hue\.kwargs\.hue=2.* is not valid for ColorJitter"),
+        ("tfs.hue.wait=2", r"Unknown setting dataset\.image_transforms\.tfs\.hue\.wait='2'.*weight"),
+        ("tfs=[1]", r"tfs=.* is not valid"),
+        ("tfs={hue: 3}", r"tfs\.hue: expected settings"),
+    ],
+)
+def test_image_transforms_that_can_not_be(flag, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config([DATA, f"--{AUGMENTED}.enable=true", f"--{AUGMENTED}.{flag}"])
+
+
+def test_image_transforms_that_are_off_may_be_anything_that_lerobot_has():
+    load_config([DATA, f"--{AUGMENTED}.tfs={{a: {{type: JPEGCompression, kwargs: {{quality: [1, 2]}}}}}}"])
+
+
 @pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])
 def test_ignored_settings_may_hold_anything(value):
-    load_config([DATA, f"--policy.repo_id={value}", f"--policy.tags={value}"])
+    load_config([DATA, f"--dataset.video_backend={value}", f"--wandb.add_tags={value}"])
+
+
+# What is pushed to the Hub
+
+
+@pytest.mark.parametrize(
+    ("flags", "pushes"),
+    [
+        ([], False),
+        (["--policy.repo_id=me/policy"], True),  # LeRobot's default is to push, and it requires the name then
+        (["--policy.repo_id=me/policy", "--policy.push_to_hub=true"], True),
+        (["--policy.repo_id=me/policy", "--policy.push_to_hub=false"], False),
+        (["--policy.push_to_hub=false"], False),
+        (
+            ["--policy.repo_id=me/policy", "--policy.push_to_hub=false", "--save_checkpoint_to_hub=true"],
+            False,
+        ),
+    ],
+)
+def test_when_the_policy_is_pushed(flags, pushes):
+    assert pushes_policy(load_config([DATA, *flags])) == pushes
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--policy.push_to_hub=true"],
+            r"policy.push_to_hub=true needs the name .*--policy.repo_id=USER/NAME",
+        ),
+        (["--save_checkpoint_to_hub=true"], r"save_checkpoint_to_hub=true needs the name"),
+        (["--policy.repo_id=policy"], r"policy.repo_id=policy is not the name of a repository.*USER/NAME"),
+        (["--policy.repo_id=a/b/c"], r"is not the name of a repository"),
+        (["--policy.repo_id=me/policy", "--save_checkpoint=false"], r"but save_checkpoint=false"),
+        (["--policy.tags=a: b: c"], r"policy.tags"),
+    ],
+)
+def test_what_can_not_be_pushed(flags, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config([DATA, *flags])
+
+
+def test_a_checkpoint_does_not_say_where_it_was_pushed():
+    """Or who trains from it, here or in LeRobot, would push over it."""
+    config = load_config([DATA, "--policy.repo_id=me/policy", "--policy.tags=[a]"])
+    saved = as_lerobot(config.policy)
+    assert saved["repo_id"] is None and saved["push_to_hub"] is False and saved["tags"] is None
 
 
 def test_a_train_config_of_lerobot_is_a_settings_file(tmp_path):

@@ -195,7 +195,7 @@ def test_a_declared_camera_without_files_is_left_out_and_named(broken, caplog):
         dataset.read(np.array([0]), cameras=[TOP])
 
 
-def test_depth_maps_are_left_out_and_named(broken):
+def test_depth_maps_of_several_channels_are_left_out_and_named(broken):
     features = json.loads((broken / "meta/info.json").read_text())["features"]
     features[TOP]["info"]["is_depth_map"] = True
     edit_info(broken, features=features)

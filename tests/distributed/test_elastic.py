@@ -88,6 +88,25 @@ def alone(lowdim, tiny_act, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
+def test_augmented_images_are_the_same_on_any_number_of_processes(dataset, tiny_act, tmp_path):
+    more = [
+        "--steps=3",
+        "--save_freq=1",
+        "--policy.dropout=0",
+        "--policy.use_vae=false",
+        "--global_batch_size=4",
+    ]
+    more += ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.random_order=true"]
+    ranks.run(tmp_path / "1", 1, train(dataset, tmp_path / "one", tiny_act, *more))
+    run = tmp_path / "two" / "run"
+    ranks.run(tmp_path / "2", 2, train(dataset, tmp_path / "two", tiny_act, *more, DDP))
+    assert ranks.losses(run) == pytest.approx(ranks.losses(tmp_path / "one/run"), rel=20 * LOSS_TOLERANCE)
+    cut = runs.cut_back(run, tmp_path / "cut", 1)
+    ranks.run(tmp_path / "3", 1, ["resume", str(cut)])
+    assert ranks.losses(cut) == pytest.approx(ranks.losses(run), rel=20 * LOSS_TOLERANCE)
+
+
+@pytest.mark.slow
 def test_any_other_processes_go_on_with_the_same_run(alone, lowdim, tiny_act, tmp_path):
     (count, way), *others = CHAIN
     run = tmp_path / "run"

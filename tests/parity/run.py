@@ -2,8 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, adapters, a folder beside this file (act, vqbet, resnet, ...) for what a kind of
-policy computes, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all of them.
+Parts are data, writer, repair, colour, augment, depth, adapters, hub, a folder beside this file (act, vqbet, ...)
+for what a kind of policy computes, exchange-KIND for its checkpoints, and exchange for those of all. Without any, all
+of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -19,10 +20,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is a package
-from parity import adapters, colour, compare_data, flexor_side
+from parity import adapters, augment_flexor, colour, compare_data, depth, flexor_side, hub
 from parity.environment import lerobot_python
 from parity.exchange_flexor import Exchange
 from parity.kinds import KINDS, cases_of, golden, policies
@@ -91,6 +93,26 @@ def colours(lerobot: Path, folder: Path) -> Iterator[Row]:
         yield Row(what, far)
 
 
+def augment(lerobot: Path, folder: Path) -> Iterator[Row]:
+    """torchvision's augmented images and drawn parameters, made again, against the stored ones and against ours."""
+    call(lerobot, "augment_torchvision", folder / "live.npz")
+    with np.load(folder / "live.npz") as live, np.load(augment_flexor.GOLDEN) as stored:
+        for name in stored:
+            if name.startswith("image "):
+                yield Row(
+                    f"augmented {name}, as stored", float(np.abs(live[name] - stored[name]).max()), 1e-6
+                )
+        for what, far, limit in augment_flexor.differences(live):
+            yield Row(f"augmented {what}", far, limit)
+
+
+def depth_maps(lerobot: Path, folder: Path) -> Iterator[Row]:
+    """Depth maps that LeRobot writes, read on both sides."""
+    call(lerobot, "depth", "write", folder)
+    for what, far in depth.rows(folder):
+        yield Row(what, far)
+
+
 def exchange(kind: str, lerobot: Path, folder: Path) -> Iterator[Row]:
     yield from Exchange(kind, lerobot, folder).rows()
 
@@ -101,7 +123,10 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "writer": writer,
     "repair": repair,
     "colour": colours,
+    "augment": augment,
+    "depth": depth_maps,
     "adapters": adapters.rows,
+    "hub": hub.rows,
     **{kind: partial(compare, kind) for kind in KINDS},
     **EXCHANGES,
 }

@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
                 self.send_header(name, value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
         except OSError:
             self.close_connection = True  # nobody listens any more

@@ -152,6 +152,7 @@ def small(request, lowdim, dataset, tiny_act, tmp_path_factory) -> tuple[Path, l
         ["--precision=bf16", "--ema.enable=true", "--channels_last=true"],
         ["--gradient_accumulation_steps=2", "--precision=no"],
         ["--precision=fp16"],
+        ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.random_order=true"],
         [
             "--scheduler.type=cosine",
             "--scheduler.num_warmup_steps=4",

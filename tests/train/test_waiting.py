@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from flexor.config.schema import TrainConfig
+from flexor.data.settings import DatasetConfig, ImageTransformConfig, ImageTransformsConfig
 from flexor.plan.speed.measure import Stopwatch
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.trace import trace_step
@@ -11,6 +13,7 @@ from flexor.policies import POLICIES
 from flexor.train.stopping import OnTheWay
 from parity.multi_task_dit.clips import make_clips
 from parity.smolvla.vlms import make_vlms
+from support.image_transforms import ALL
 from support.plans import H200, settings
 
 
@@ -30,6 +33,22 @@ def test_no_policy_asks_for_values_or_brings_them(config):
     asked = [asked.name for asked in trace_step(config, 2, H200).asked]
     once = ["item"] if config.policy.type == "vqbet" else []  # whether its vocabulary is there, as it begins
     assert asked == once
+
+
+@pytest.fixture
+def augmented() -> TrainConfig:
+    """With every operation."""
+    tfs = {name: ImageTransformConfig(1.0, *entry) for name, entry in ALL.items()}
+    return settings(dataset=DatasetConfig(image_transforms=ImageTransformsConfig(True, 3, True, tfs)))
+
+
+def test_augmentation_does_not_ask_for_values_or_bring_them(augmented):
+    assert trace_step(augmented, 2, H200).asked == []
+
+
+@pytest.mark.gpu
+def test_torch_sees_no_augmented_step_wait(augmented):
+    test_torch_sees_no_step_wait(augmented)
 
 
 @pytest.mark.gpu

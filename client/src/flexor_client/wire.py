@@ -15,12 +15,11 @@ b i u f S U, counts what a frame holds before it makes objects of it, and does n
 - `server` ("flexor"), `version`, `protocol` (1)
 - `policy`: its type. `inputs`: {name: {"shape": [...], "image": bool}}, names as the client must send them (with
   --map they are the client's own names), images as [C, H, W]. `language`: whether it reads `prompt`
-- `actions`: [H, A] of a chunk. `action_names`: list of A names, or absent. `action_steps`: how many of them were
-  meant to be executed. `observation_steps`: for policies with a history, the steps that they see relative to now,
-  such as [-1, 0]; else absent. `fps`: the robot's rate in training, or absent
+- `actions`: [H, A] of a chunk. `action_steps`: how many of them were meant to be executed. `observation_steps`: for
+  policies with a history, the steps that they see relative to now, such as [-1, 0]; else absent
 - `reply`: "chunk" or "action": see below. `continues_chunks`: whether the policy continues `previous` itself; if it
   doesn't, the server blends
-- `limits`: {"frame_bytes", "sessions", "requests_per_s"}
+- `limits`: {"frame_bytes", "sessions", "requests_per_s"}. A client that asks more often is answered later
 
 **Observation**: a map of names to values. A name with slashes is either one key or a path of nested maps:
 "images/top" finds {"images/top": x} as well as {"images": {"top": x}}. `prompt` (or `task`) is the task in words. An
@@ -88,9 +87,9 @@ class WireError(ValueError):
 class Limits:
     """The most that a frame may hold."""
 
-    frame_bytes: int = 64 * 2**20
+    frame_bytes: int = 32 * 2**20
     """Bytes of a frame."""
-    items: int = 20_000
+    items: int = 5_000
     """Values in it, those inside of lists and maps included."""
     depth: int = 16
     """Lists and maps inside of each other."""

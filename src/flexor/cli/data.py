@@ -8,10 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from flexor.cli import augmented
 from flexor.cli.flags import dashed
+from flexor.cli.push import add_repository_flags
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+
+LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
 
 
 def run(arguments: list[str]) -> int:
@@ -38,19 +42,54 @@ def run(arguments: list[str]) -> int:
             )
         if name == "stats":
             verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
+    _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
+    _add_push(verbs)
     cache_flags.add_verb(verbs)
-    parsed = parser.parse_args(dashed(arguments))
+    parsed, settings = parser.parse_known_args(dashed(arguments))
+    if getattr(parsed, "augmented", None):
+        return augmented.run(parsed, _address(parsed.root), settings)
+    if settings:
+        parser.error(f"unrecognized arguments: {' '.join(settings)}")
     verbs_run = {
         "info": _info,
         "check": _check,
         "stats": _stats,
+        "show": _show,
         "repair": _repair,
         "tokenizer": _tokenizer,
+        "push": _push,
         "cache": _cache,
     }
     return verbs_run[parsed.verb](parsed)
+
+
+def _add_show(verbs: Any) -> None:
+    text = "write one HTML page about a dataset: filmstrips, curves, statistics, and what the check found"
+    verb = verbs.add_parser("show", help=text, description=f"{text}. The page loads nothing from a network.")
+    verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
+    verb.add_argument("--episodes", "--episode", metavar="LIST", help=f"show only these episodes: {LISTED}")
+    verb.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; default: the dataset's name with .html"
+    )
+    verb.add_argument(
+        "--max-mb", type=float, default=20, help="largest size of the page, in MB (default: 20)"
+    )
+    verb.add_argument("--deep", action="store_true", help="decode every frame for the check")
+    verb.add_argument(
+        "--terminal",
+        action="store_true",
+        help="write no page, but draw the episodes (default: the first one) in this terminal",
+    )
+    verb.add_argument(
+        "--graphics",
+        choices=("auto", "kitty", "iterm2", "sixel", "blocks"),
+        default="auto",
+        help="how --terminal draws images (default: auto, what the terminal supports; blocks work everywhere)",
+    )
+    augmented.add_flags(verb)
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_repair(verbs: Any) -> None:
@@ -58,10 +97,9 @@ def _add_repair(verbs: Any) -> None:
     verb = verbs.add_parser("repair", help=text, description=f"{text}. The original is not changed.")
     verb.add_argument("root", help="folder, Hub repository or fsspec address of the dataset")
     verb.add_argument("out", type=Path, help="folder for the new dataset")
-    listed = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
-    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {listed}")
+    verb.add_argument("--episodes", metavar="LIST", help=f"keep only these episodes: {LISTED}")
     verb.add_argument(
-        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {listed}"
+        "--exclude_episodes", "--exclude-episodes", metavar="LIST", help=f"leave out these episodes: {LISTED}"
     )
     verb.add_argument("--quick", action="store_true", help="decode only the frames that the statistics need")
     verb.add_argument("--dry-run", action="store_true", help="report what would be done, and write nothing")
@@ -99,6 +137,24 @@ def _add_tokenizer(verbs: Any) -> None:
     verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def _add_push(verbs: Any) -> None:
+    text = "push a dataset to the Hugging Face Hub"
+    verb = verbs.add_parser(
+        "push",
+        help=text,
+        description=f"{text}, in LeRobot's layout, with a card and the tag of its format. Run it again after an "
+        "interruption: what is there already is not uploaded again.",
+    )
+    verb.add_argument("root", type=Path, help="folder of the dataset")
+    verb.add_argument("repo_id", metavar="USER/NAME", help="repository on the Hub")
+    add_repository_flags(verb)
+    verb.add_argument(
+        "--delete-extra",
+        action="store_true",
+        help="delete files of a dataset in the repository that this dataset does not have",
+    )
+
+
 def _info(parsed: argparse.Namespace) -> int:
     from flexor.data.check.info import describe, render
 
@@ -116,6 +172,36 @@ def _check(parsed: argparse.Namespace) -> int:
         log.info("%d good episodes listed in %s", len(report.good_episodes), parsed.good_episodes)
     print_result(report.to_json(), parsed.json, str(report))
     return 0 if report.ok else 1
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    from flexor.data.format.episode_list import parse_episodes
+
+    episodes = None if parsed.episodes is None else parse_episodes(parsed.episodes, "--episodes")
+    if parsed.terminal:
+        from flexor.data.show.terminal import show_in_terminal
+
+        if parsed.json or parsed.output:
+            raise ConfigError("--terminal writes no page: leave out --json and --output.")
+        show_in_terminal(_local(parsed.root), episodes, parsed.graphics)
+        return 0
+    from flexor.data.show.page import render, show_dataset
+    from flexor.pages.page import check_writable
+
+    name = parsed.root.rstrip("/").rpartition("/")[2] or "dataset"
+    output = parsed.output or Path(f"{name}.html")
+    check_writable(output)
+    result = show_dataset(
+        _local(parsed.root),
+        output,
+        episodes=episodes,
+        limit=int(parsed.max_mb * 1e6),
+        deep=parsed.deep,
+        checking=progress("checking"),
+        drawing=progress("drawing"),
+    )
+    print_result(result, parsed.json, render(result))
+    return 0
 
 
 def _repair(parsed: argparse.Namespace) -> int:
@@ -143,10 +229,10 @@ def _repair(parsed: argparse.Namespace) -> int:
 def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.dataset import open_dataset
     from flexor.data.format.stats import to_json, write_stats
-    from flexor.data.statistics import compute_stats
+    from flexor.data.statistics import compute_stats, in_stored_unit
 
     dataset = open_dataset(root=_local(parsed.root))
-    stats = compute_stats(dataset, progress=progress("statistics"))
+    stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
     print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
@@ -171,6 +257,33 @@ def _tokenizer(parsed: argparse.Namespace) -> int:
     )
     save_tokenizer(tokenizer, report, parsed.output)
     print_result({"folder": str(parsed.output), **report}, parsed.json, render(report, parsed.output))
+    return 0
+
+
+def _push(parsed: argparse.Namespace) -> int:
+    from flexor.data.push.push import plan_push, push_dataset
+
+    if parsed.dry_run:
+        plan = plan_push(parsed.root, parsed.repo_id, parsed.license, parsed.tags)
+        files = [*plan.tables_and_videos, *plan.metadata]
+        report = {"repo_id": parsed.repo_id, "dry_run": True, "files": files, "bytes": plan.bytes}
+        text = (
+            f"{plan.card}\n{len(files)} files, {plan.bytes / 1e6:.1f} MB would be pushed to {parsed.repo_id}"
+        )
+        print_result(report | {"card": plan.card}, parsed.json, text)
+        return 0
+    result = push_dataset(
+        parsed.root,
+        parsed.repo_id,
+        parsed.private,
+        parsed.license,
+        parsed.tags,
+        parsed.delete_extra,
+        progress("comparing"),
+        progress("uploading"),
+    )
+    text = "pushed {files} files ({uploaded_files} new) to {url}, tag {tag}".format(**result)
+    print_result(result, parsed.json, text)
     return 0
 
 

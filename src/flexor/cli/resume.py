@@ -17,19 +17,35 @@ def run(arguments: list[str]) -> int:
 
     if take_flag(arguments, "-h", "--help"):
         print(
-            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n\n"
+            "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n"
+            "       flexor resume hub:USER/NAME[@REVISION] [--output_dir=FOLDER] ...\n\n"
             "Continue the run in folder RUN from its newest checkpoint. Settings that would make it a\n"
             "different run can't be changed. --gpus=N starts one process per GPU (N or all),\n"
-            "--processes=N starts N processes on the CPU."
+            "--processes=N starts N processes on the CPU.\n\n"
+            "hub:USER/NAME is a run that was pushed with its checkpoints: the newest complete one is\n"
+            "downloaded to --output_dir, by default runs/NAME."
         )
         return 0
     processes, as_json = take_processes("resume", arguments), take_flag(arguments, "--json")
     if not arguments or arguments[0].startswith("--"):
         raise ConfigError("The run folder is missing. Name it first: flexor resume RUN [--steps=N ...].")
+    if arguments[0].startswith("hub:"):
+        arguments = _downloaded(arguments)
     if processes > 1:
         return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
     config = resumed_config(Path(arguments[0]), arguments[1:])
     return report_run(run_training(config, "yes", Preflight()), as_json)
+
+
+def _downloaded(arguments: list[str]) -> list[str]:
+    """The arguments with the run's folder on this machine instead of its address on the Hub."""
+    from flexor.config.parse import parse_flags
+    from flexor.train.hub.download import fetch_run
+
+    flags = parse_flags(arguments[1:])
+    output = flags.pop("output_dir", None)
+    run = fetch_run(arguments[0], Path(output) if output else None)
+    return [str(run), *(f"--{key}={value}" for key, value in flags.items())]
 
 
 def report_run(result: Any, as_json: bool) -> int:
@@ -39,6 +55,7 @@ def report_run(result: Any, as_json: bool) -> int:
         "checkpoint": str(result.checkpoint) if result.checkpoint else None,
         "wall_clock_s": round(result.seconds, 3),
         "metrics": result.metrics,
+        **({"hub": result.hub} if result.hub else {}),
     }
     if not result.main:
         return 0

@@ -13,13 +13,16 @@ from flexor.core.errors import ConfigError
 from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.mixture.entries import check_entries
 from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
+from flexor.data.storage.source import is_repo_id
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
+from flexor.policies.augment.operations import read_transforms
 
 GROUPS = (
     "dataset",
     "dataset.cache",
     "dataset.order",
+    "dataset.image_transforms",
     "policy",
     "sample_weighting",
     "lora",
@@ -211,6 +214,9 @@ class TrainConfig:
     """Save checkpoints."""
     save_freq: int = setting(20_000, may_change=True)
     """Steps between two checkpoints; the last step is always saved. 0 or less: save only the last step."""
+    save_checkpoint_to_hub: bool = setting(False, may_change=True)
+    """Push every checkpoint to the Hub (needs policy.repo_id) while training continues, so that the run can be resumed
+    on another machine with `flexor resume hub:USER/NAME`."""
     eval_steps: int = setting(0, at_least=0, may_change=True)
     """Steps between two evaluations of the held-out loss (needs dataset.eval_split); 0: only at the end."""
     max_eval_samples: int = setting(0, at_least=0, may_change=True)
@@ -259,7 +265,10 @@ def validate(config: TrainConfig) -> None:
         )
     config.lora.validate()
     validate_weights(config)
+    _validate_hub(config)
     parse_image_size(dataset.cache.size)
+    if dataset.image_transforms.enable:
+        read_transforms(dataset.image_transforms)
     _validate_episodes(dataset.episodes)
     check_values(config)
     check_entries(dataset)
@@ -279,6 +288,38 @@ def validate_weights(config: TrainConfig) -> None:
             f"{setting} is not supported by {config.policy.type}: this policy updates some of its weights itself, "
             "so all weights must be trained, in float32."
         )
+
+
+def _validate_hub(config: TrainConfig) -> None:
+    repo = config.policy.repo_id
+    asked = next(
+        (
+            name
+            for name, on in (
+                ("policy.push_to_hub=true", config.policy.push_to_hub),
+                ("save_checkpoint_to_hub=true", config.save_checkpoint_to_hub),
+                (f"policy.repo_id={repo}", pushes_policy(config)),
+            )
+            if on
+        ),
+        None,
+    )
+    if asked and repo is None:
+        raise ConfigError(f"{asked} needs the name of a repository: give --policy.repo_id=USER/NAME.")
+    if repo is not None and not is_repo_id(repo):
+        raise ConfigError(
+            f"policy.repo_id={repo} is not the name of a repository on the Hub: give USER/NAME."
+        )
+    if asked and not config.save_checkpoint:
+        raise ConfigError(
+            f"{asked} pushes what a checkpoint contains, but save_checkpoint=false. Leave out one of them."
+        )
+
+
+def pushes_policy(config: TrainConfig) -> bool:
+    """Whether the policy is pushed at the end of the run. As in LeRobot, naming a repository asks for it."""
+    policy = config.policy
+    return policy.repo_id is not None if policy.push_to_hub is None else policy.push_to_hub
 
 
 def _validate_episodes(episodes: list[int] | str | None) -> None:

@@ -46,6 +46,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
+def random_bits(streams: Tensor, count: int) -> Tensor:
+    """The first `count` values of 64 bits of each stream: [B] -> [B, count]."""
+    counter = torch.arange(1, count + 1, device=streams.device) * _signed(_GOLDEN)
+    return _mix(streams[:, None] + counter[None, :])
+
+
 class NoiseSource(Protocol):
     """Where policies and processing steps get their random numbers: `Noise`, or another in tests."""
 
@@ -72,9 +78,7 @@ class Noise:
         assert batch == len(self.sample_ids), f"noise {name!r} needs the batch first, got {tuple(shape)}"
         count = math.prod(rest)
         streams = _mix(self.sample_ids * _signed(_GOLDEN) + self._key(name))
-        counter = torch.arange(1, count + 1, device=self.sample_ids.device) * _signed(_GOLDEN)
-        bits = _mix(streams[:, None] + counter[None, :])
-        return ((bits >> 40) & ((1 << 24) - 1)).view(batch, *rest)
+        return ((random_bits(streams, count) >> 40) & ((1 << 24) - 1)).view(batch, *rest)
 
     def _key(self, name: str) -> int | Tensor:
         if isinstance(self.step, int):

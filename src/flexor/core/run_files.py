@@ -2,6 +2,7 @@
 
 RUN_CONFIG = "config.yaml"  # all settings of the run
 METRICS = "metrics.jsonl"
+RUN_RECORD = "run.json"  # what was trained where, and how it compares with the plan
 LOCK = ".lock"
 LAUNCH = ".launch"  # which launch started the run
 CHECKPOINTS = "checkpoints"  # 000100, 000200, ..., last

@@ -126,10 +126,26 @@ def from_plain(cls: type[T], data: Any, where: str = "") -> T:
             raise ConfigError(
                 f"Unknown setting {join(where, key)}={value!r}. {closest(join(where, key), valid)}"
             )
-        values[key] = coerce(value, types_of[key], join(where, key))
-        if isinstance(value, Partial) and isinstance(values[key], dict):
-            values[key] = {**getattr(cls(), key), **values[key]}
+        partly = isinstance(value, Partial) and _is_dict(types_of[key])
+        default = (getattr(cls(), key) or {}) if partly else {}
+        values[key] = coerce(_completed(value, default), types_of[key], join(where, key))
+        if default:
+            values[key] = {**default, **values[key]}
     return cls(**values)
+
+
+def _is_dict(expected: Any) -> bool:
+    return any(typing.get_origin(option) is dict for option in _options(expected))
+
+
+def _completed(value: Any, default: dict[str, Any]) -> Any:
+    """Entries that are groups of settings themselves, given in part, with the other settings of the default."""
+    part = {
+        name: {**to_plain(default[name]), **entry}
+        for name, entry in (value.items() if default else ())
+        if isinstance(entry, Partial) and dataclasses.is_dataclass(default.get(name))
+    }
+    return {**value, **part} if part else value
 
 
 def to_plain(value: Any) -> Any:

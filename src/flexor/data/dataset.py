@@ -111,7 +111,8 @@ class Dataset:
 
         Every column is [B, ...]; one named in `deltas` is a window [B, T, ...] with `{name}_is_pad` [B, T].
         Cameras (default: all) are uint8 [B, C, H, W] or [B, T, C, H, W]: views of channels-last
-        memory, which is the layout of decoded frames. "task" is a list of strings.
+        memory, which is the layout of decoded frames. Depth maps are float32 with one channel.
+        "task" is a list of strings.
         """
         rows = self._checked_rows(rows)
         chosen = self.cameras if cameras is None else list(cameras)
@@ -233,12 +234,13 @@ def open_dataset(
     frame_by: FrameBy = "auto",
     on_bad_episode: str = "raise",
     tasks: Sequence[str] | str | None = None,
+    depth_unit: str = "mm",
 ) -> Dataset:
     """Open a LeRobot dataset from a folder, the Hub or any fsspec address.
 
     With `streaming`, byte ranges of a Hub dataset's videos are read when needed, instead of downloading first.
     Data read over a network is cached on disk, up to `remote_bytes` (default: a quarter of the free space).
-    `size` (height, width) scales all images.
+    `size` (height, width) scales all images. Depth maps are read in `depth_unit`, mm or m.
 
     `episodes` and `exclude_episodes` are lists, or text such as "0:50,60:". `tasks` are parts of the task's text, or
     patterns with * and ? for all of it: only episodes with such a task are read.
@@ -272,7 +274,7 @@ def open_dataset(
         bad.reasons |= unreadable_clips(clips)
     bad.settle(on_bad_episode)
     rule.repeats.tell()
-    store = FrameStore(clips, meta.episodes.length, size, source.streams, rule)
+    store = FrameStore(clips, meta.episodes.length, size, source.streams, rule, depth_unit)
     dataset = _assemble(source, meta, rows, bad, store, size)
     return dataset if bad.good == rows.episodes else dataset.select(bad.good)
 
@@ -323,7 +325,7 @@ def _assemble(
         cameras=rows.cameras,
         absent=rows.absent,
         tasks=meta.tasks,
-        stats=meta.stats,
+        stats=_in_depth_unit(meta, store.depth_unit),
         columns=rows.columns,
         strings=table.strings,
         episodes=Episodes(
@@ -357,6 +359,19 @@ def _present(
     for name, column in columns.items():
         features.setdefault(name, Feature(name, str(column.dtype), (1,)))
     return features
+
+
+def _in_depth_unit(meta: Metadata, unit: str) -> dict[str, dict[str, np.ndarray]]:
+    """The statistics, those of depth maps in the unit in which these are read."""
+    stats = dict(meta.stats)
+    for name, feature in meta.features.items():
+        if feature.depth is None or name not in stats:
+            continue
+        if feature.depth.unit is None:
+            warn_once("%s: meta/info.json does not say depth_unit: its statistics are used as they are", name)
+        factor = feature.depth.reading(unit).factor
+        stats[name] = {key: value if key == "count" else value * factor for key, value in stats[name].items()}
+    return stats
 
 
 def _clips(

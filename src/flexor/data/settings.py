@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import setting
@@ -69,6 +69,44 @@ class DatasetEntry:
 
 
 @dataclass
+class ImageTransformConfig:
+    """One kind of image augmentation, as LeRobot writes it."""
+
+    weight: float = 1.0
+    """How often it is chosen, relative to the others; 0: never."""
+    type: str = "Identity"
+    """torchvision's or LeRobot's name of the transform."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its arguments, such as {brightness: [0.8, 1.2]}."""
+
+
+def default_transforms() -> dict[str, ImageTransformConfig]:
+    """LeRobot's."""
+    ranges: dict[str, tuple[str, dict[str, Any]]] = {
+        "brightness": ("ColorJitter", {"brightness": [0.8, 1.2]}),
+        "contrast": ("ColorJitter", {"contrast": [0.8, 1.2]}),
+        "saturation": ("ColorJitter", {"saturation": [0.5, 1.5]}),
+        "hue": ("ColorJitter", {"hue": [-0.05, 0.05]}),
+        "sharpness": ("SharpnessJitter", {"sharpness": [0.5, 1.5]}),
+        "affine": ("RandomAffine", {"degrees": [-5.0, 5.0], "translate": [0.05, 0.05]}),
+    }
+    return {name: ImageTransformConfig(1.0, kind, kwargs) for name, (kind, kwargs) in ranges.items()}
+
+
+@dataclass
+class ImageTransformsConfig:
+    enable: bool = False
+    """Augment the images of training samples: each gets some of the transforms in `tfs`, by chance."""
+    max_num_transforms: int = setting(3, at_least=1)
+    """Number of different transforms per image; if there are fewer, all of them."""
+    random_order: bool = False
+    """Apply them in a random order instead of the order of `tfs`."""
+    tfs: dict[str, ImageTransformConfig] = field(default_factory=default_transforms)
+    """The transforms by name, each with weight, type and kwargs. A whole dictionary replaces the default; a dotted key
+    such as tfs.hue.weight=0 changes it."""
+
+
+@dataclass
 class DatasetConfig:
     repo_id: str | None = setting(None, may_change=True)
     """Dataset on the Hub, or its name under $HF_LEROBOT_HOME; `builtin/place` and
@@ -113,6 +151,9 @@ class DatasetConfig:
     """Fraction of the episodes of each task that is held out for the held-out loss."""
     use_imagenet_stats: bool = True
     """Normalise images with ImageNet's mean and standard deviation instead of the dataset's."""
+    image_transforms: ImageTransformsConfig = field(default_factory=ImageTransformsConfig)
+    depth_output_unit: Literal["mm", "m"] = "mm"
+    """Unit of depth maps: mm or m. Their statistics are converted too."""
     streaming: bool = setting(False, may_change=True)
     """Read a Hub dataset's videos over the network when they are needed, instead of downloading them first."""
     decoder: Literal["auto", "cpu", "nvdec"] = setting("auto", may_change=True)

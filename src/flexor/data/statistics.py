@@ -11,6 +11,8 @@ from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import Dataset
 from flexor.data.format.stats import (
+    PIXELS_FROM,
+    PIXELS_TO,
     RunningStats,
     Stats,
     aggregate_stats,
@@ -88,6 +90,31 @@ def _episode_stats(dataset: Dataset, features: Sequence[str], start: int, length
         rows = start + sample_indices(length)
         images = dataset.read(rows, cameras=cameras)
         for name in cameras:
+            if dataset.features[name].depth is not None:
+                result[name] = depth_stats(images[name])
+                continue
             counts = sum(pixel_counts(image) for image in np.moveaxis(images[name], 1, -1))  # [n, H, W, C]
             result[name] = image_stats(np.asarray(counts), len(rows))
+    return result
+
+
+def depth_stats(depths: np.ndarray) -> Stats:
+    """Statistics of depth maps [n, 1, H, W] in the unit in which they were read, each [1, 1, 1]."""
+    running = RunningStats()
+    step = 1 if max(depths.shape[-2:]) < PIXELS_FROM else int(max(depths.shape[-2:]) / PIXELS_TO)
+    running.update(depths[..., ::step, ::step].reshape(-1, 1))
+    stats = {name: value.reshape(-1, 1, 1) for name, value in running.result().items() if name != "count"}
+    return stats | {"count": np.array([len(depths)])}
+
+
+def in_stored_unit(dataset: Dataset, stats: dict[str, Stats]) -> dict[str, Stats]:
+    """Statistics as a dataset stores them: those of depth maps in the unit of its recording."""
+    result = dict(stats)
+    for name, feature in dataset.features.items():
+        if feature.depth is None or name not in stats:
+            continue
+        factor = feature.depth.reading(dataset.store.depth_unit).factor
+        result[name] = {
+            key: value if key == "count" else value / factor for key, value in stats[name].items()
+        }
     return result

@@ -48,6 +48,9 @@ class PolicyConfig:
     reads_camera_masks: ClassVar[bool] = False
     """Whether the policy ignores images that a sample does not have: `<camera>_padding_mask` [B] is False there."""
 
+    takes_depth: ClassVar[bool] = False
+    """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
+
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
 
@@ -61,6 +64,16 @@ class PolicyConfig:
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
     device: str | None = setting(None, may_change=True)
     """Device: cpu, cuda, cuda:1 or mps. By default the best one available."""
+    push_to_hub: bool | None = setting(None, may_change=True)
+    """Push the policy to the Hub at the end of the run; default: if repo_id is given."""
+    repo_id: str | None = setting(None, may_change=True)
+    """Repository on the Hub that the policy is pushed to: USER/NAME. It is created if it does not exist."""
+    private: bool | None = setting(None, may_change=True)
+    """Make a new repository private; default: as its owner has set on the Hub."""
+    tags: list[str] | None = setting(None, may_change=True)
+    """More tags of the model card, such as [so101, kitchen]."""
+    license: str | None = setting(None, may_change=True)
+    """Licence in the model card, such as mit; default: apache-2.0."""
 
     def validate(self) -> None:
         """Refuse impossible settings; called before anything is built."""

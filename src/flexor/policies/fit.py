@@ -13,13 +13,14 @@ from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.data.dataset import Dataset
+from flexor.data.format.flat_names import flat_names
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.statistics import compute_stats, relative_action_stats
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.processing.pipeline import Stats
-from flexor.policies.processing.relative_actions import RelativeActionSettings, flat_names
+from flexor.policies.processing.relative_actions import RelativeActionSettings
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -53,7 +54,7 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
             "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
         )
     _check_padding(policy, dataset)
-    policy = policy.fitted(inputs, outputs)
+    policy = policy.fitted(_taken(policy, dataset, inputs), outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
         named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
@@ -89,6 +90,17 @@ def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
         )
 
 
+def _taken(
+    policy: PolicyConfig, dataset: Dataset, inputs: dict[str, PolicyFeature]
+) -> dict[str, PolicyFeature]:
+    """The inputs that the policy takes: without depth maps, unless it takes these."""
+    depth = [name for name in inputs if dataset.features[name].depth is not None]
+    if not depth or policy.takes_depth or policy.input_features:
+        return inputs
+    log.info("%s is not used: policy.type=%s takes colour images only", ", ".join(depth), policy.type)
+    return {name: feature for name, feature in inputs.items() if name not in depth}
+
+
 def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
     """The time steps of each feature in a sample."""
     deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
@@ -102,7 +114,7 @@ def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
 def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> Stats:
     """The dataset's statistics for the policy's features. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
-    cameras = [name for name in policy.images if use_imagenet]
+    cameras = [name for name in policy.images if use_imagenet and dataset.features[name].depth is None]
     stats: dict[str, dict[str, np.ndarray]] = {name: dict(dataset.stats.get(name, {})) for name in features}
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}

@@ -71,13 +71,15 @@ class Pretrained:
         noise: Noise | None = None,
         memory: Batch | None = None,
         previous: np.ndarray | None = None,
-        delay: int = 0,
+        delay: int | Sequence[int] = 0,
+        left: Sequence[int] | None = None,
     ) -> np.ndarray:
         """Actions [B, H, A] for observations [B, (T,) ...] of B robots, both in the robots' units.
 
         `memory` holds what the policy remembers of these robots; the policy updates it. `previous` [B, K, A] are the
         actions that are left of the last chunk, of which the robots will have executed `delay` when they get this one:
-        the new chunk continues it (real-time chunking).
+        the new chunk continues it (real-time chunking). Where robots differ, `delay` has a value for each, and `left`
+        how many of the K actions are its own; 0 for a robot without a last chunk.
         """
         tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in observation.items()}
         noise = noise or Noise(0, 0, torch.arange(len(task)))
@@ -88,17 +90,26 @@ class Pretrained:
             MEMORY: {} if memory is None else memory,
         }
         if previous is not None:
-            config = self.policy.config
-            settings = RealTimeSettings.of(getattr(config, "rtc_config", None))
-            pull = settings.pull(len(config.action_deltas), previous.shape[1], delay)
             batch[PREVIOUS] = batch.pop(ACTION)
-            batch[PULL] = pull.to(batch[PREVIOUS])
+            batch[PULL] = self.pull(previous.shape[1] if left is None else left, delay).to(batch[PREVIOUS])
         self.policy.eval()
         device = next(self.policy.parameters()).device
         actions = self.predict(batch, noise.to(device))
         context = StepContext(noise=noise, observation=self.preprocessor.renamed(seen))
         chunk: np.ndarray = self.postprocessor({ACTION: actions}, context)[ACTION].float().numpy()
         return chunk
+
+    def pull(self, left: int | Sequence[int], delay: int | Sequence[int]) -> Tensor:
+        """How much each action of a new chunk is drawn to the last one: [H], or [B, H] where robots differ."""
+        config = self.policy.config
+        settings = RealTimeSettings.of(getattr(config, "rtc_config", None))
+        chunk = len(config.action_deltas)
+        if isinstance(left, int) and isinstance(delay, int):
+            return settings.pull(chunk, left, delay)
+        count = len(delay) if isinstance(left, int) else len(left)  # type: ignore[arg-type]
+        lefts = [left] * count if isinstance(left, int) else left
+        delays = [delay] * count if isinstance(delay, int) else delay
+        return torch.stack([settings.pull(chunk, *both) for both in zip(lefts, delays, strict=True)])
 
     def _continued(self, previous: np.ndarray) -> Tensor:
         kind, actions = self.policy.config.type, self.policy.config.action.shape[0]
@@ -164,7 +175,14 @@ def _download(name: str, files: Sequence[str]) -> Path:
 
     repo, _, revision = name.partition("@")
     try:
-        return Path(snapshot_download(repo, revision=revision or None, allow_patterns=list(files)))
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision or None,
+                allow_patterns=list(files),
+                ignore_patterns=[f"{CHECKPOINTS}/*"],  # of a run that is pushed as a whole
+            )
+        )
     except Exception as error:  # the client raises many types; all mean the same to the user
         raise CheckpointError(
             f"{name} is neither a local folder nor a policy that can be downloaded from the Hub: {error}"

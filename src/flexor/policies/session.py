@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +82,7 @@ class Session:
         self.episode, self.step = episode, 0
         self.history = History(self.config.observation_deltas)
         self.queue: deque[np.ndarray] = deque()  # actions [A] that are still to be executed
-        self.memory: Batch = {}
+        self.memory: Batch = {}  # what the policy gets back at the next prediction
         coefficient = self.config.ensemble_coefficient
         self.ensembler = (
             None if coefficient is None else TemporalEnsembler(coefficient, len(self.config.action_deltas))
@@ -99,9 +101,8 @@ class Session:
     def needs_chunk(self) -> bool:
         return self.ensembler is not None or not self.queue
 
-    def take(self, chunk: np.ndarray, memory: Batch) -> None:
-        """Store a new chunk [H, A], and the memory that the policy gets back at the next prediction."""
-        self.memory = memory
+    def take(self, chunk: np.ndarray) -> None:
+        """Store a new chunk [H, A]."""
         if self.ensembler:
             self.queue.append(self.ensembler(chunk))
         else:
@@ -126,45 +127,114 @@ class Session:
                 )
 
 
+@dataclass(frozen=True)
+class Executing:
+    """What a robot executes while the policy predicts."""
+
+    actions: np.ndarray
+    """[K, A]: what is left of its last chunk, from the moment of the observation."""
+    delay: int
+    """How many of them it will have executed when it gets the new chunk."""
+
+
 def act_together(
     sessions: Sequence[Session], observations: Sequence[Observation], tasks: Sequence[str]
 ) -> np.ndarray:
     """One action for each robot, [N, A]. The policy computes all chunks that are due in one batch."""
     for session, observation, task in zip(sessions, observations, tasks, strict=True):
         session.observe(observation, task)
-    for group in _alike([session for session in sessions if session.needs_chunk()]):
-        _ask(group)
+    due = [session for session in sessions if session.needs_chunk()]
+    for session, chunk in zip(due, predict_together(due, [session.history.stacked() for session in due])):
+        session.take(chunk)
     return np.stack([session.next_action() for session in sessions])
 
 
-def _alike(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Groups of sessions that can share a batch: their memories have the same names and shapes."""
-    groups: dict[object, list[Session]] = {}
-    for session in sessions:
+def predict_together(
+    sessions: Sequence[Session],
+    shown: Sequence[Observation],
+    executing: Sequence[Executing | None] | None = None,
+    sizes: Sequence[int] = (),
+) -> list[np.ndarray]:
+    """The chunk [H, A] of each robot for what it is shown, in as few batches as possible. Their memory is updated.
+
+    `sizes` are the allowed sizes of a batch: it is filled up to the next one. So a GPU needs few graphs.
+    """
+    chunks: dict[int, np.ndarray] = {}
+    for rows in _alike(sessions):
+        running = [executing[row] if executing else None for row in rows]
+        answers = _ask([sessions[row] for row in rows], [shown[row] for row in rows], running, sizes)
+        chunks.update(zip(rows, answers))
+    return [chunks[row] for row in range(len(sessions))]
+
+
+def _alike(sessions: Sequence[Session]) -> Iterator[list[int]]:
+    """The numbers of sessions that can share a batch: their memories have the same names and shapes."""
+    groups: dict[object, list[int]] = {}
+    for row, session in enumerate(sessions):
         shapes = tuple((name, tuple(value.shape)) for name, value in sorted(session.memory.items()))
-        groups.setdefault((id(session.pretrained), session.seed, shapes), []).append(session)
+        groups.setdefault((id(session.pretrained), session.seed, shapes), []).append(row)
     yield from groups.values()
 
 
-def _ask(sessions: list[Session]) -> None:
-    """Predict the chunks of all sessions in one batch."""
-    first, shown = sessions[0], [session.history.stacked() for session in sessions]
-    steps = [session.step for session in sessions]
-    episodes = torch.tensor([session.episode for session in sessions])
+def _ask(
+    sessions: list[Session],
+    shown: list[Observation],
+    executing: list[Executing | None],
+    sizes: Sequence[int],
+) -> np.ndarray:
+    """Predict the chunks of all sessions in one batch, [N, H, A]."""
+    first, count = sessions[0], len(sessions)
+    size = min((size for size in sizes if size >= count), default=count)
+    rows = [*range(count), *([count - 1] * (size - count))]
+    steps = [sessions[row].step for row in rows]
     memory: Batch = {
-        name: torch.stack([session.memory[name] for session in sessions]) for name in first.memory
+        name: torch.stack([sessions[row].memory[name] for row in rows]) for name in first.memory
     }
+    running = [executing[row] for row in rows]
+    continues = first.pretrained.policy.continues_chunks
     chunks = first.pretrained.chunk(
-        {name: np.stack([one[name] for one in shown]) for name in shown[0]},
-        [session.task for session in sessions],
-        Noise(first.seed, steps[0] if len({*steps}) == 1 else steps, episodes),
+        {name: np.stack([shown[row][name] for row in rows]) for name in shown[0]},
+        [sessions[row].task for row in rows],
+        # with fixed sizes, always one step per robot: else there were two graphs of each size
+        Noise(
+            first.seed,
+            steps[0] if not sizes and len({*steps}) == 1 else steps,
+            torch.tensor([sessions[row].episode for row in rows]),
+        ),
         memory,
+        **(_continued(first.pretrained, running) if continues else {}),
     )
     for name, value in memory.items():
-        if not isinstance(value, Tensor) or len(value) != len(sessions):
+        if not isinstance(value, Tensor) or len(value) != size:
             raise FlexorError(
                 f"The policy wrote {value!r} to batch['memory'][{name!r}]: it must be a tensor whose first "
-                f"dimension is the batch ({len(sessions)})."
+                f"dimension is the batch ({size})."
             )
-    for row, (session, chunk) in enumerate(zip(sessions, chunks)):
-        session.take(chunk, {name: value[row] for name, value in memory.items()})
+    for row, session in enumerate(sessions):
+        session.memory = {name: value[row] for name, value in memory.items()}
+    return chunks[:count] if continues else _blended(first.pretrained, chunks[:count], running)
+
+
+def _continued(pretrained: Pretrained, running: list[Executing | None]) -> dict[str, Any]:
+    """The last chunks, for a policy that continues them itself; nothing if no robot has one."""
+    if not any(running):
+        return {}
+    config = pretrained.policy.config
+    most = len(config.action_deltas)  # always as many, so that a GPU needs few graphs
+    previous = np.zeros((len(running), most, config.action.shape[0]), np.float32)
+    left = [0 if one is None else min(len(one.actions), most) for one in running]
+    for row, one in enumerate(running):
+        if one is not None:
+            previous[row, : left[row]] = one.actions[: left[row]]
+            previous[row, left[row] :] = one.actions[-1]  # of no effect, but ordinary values
+    return {"previous": previous, "left": left, "delay": [0 if one is None else one.delay for one in running]}
+
+
+def _blended(pretrained: Pretrained, chunks: np.ndarray, running: list[Executing | None]) -> np.ndarray:
+    """For a policy that can't continue a chunk: the new one fades in while the last one fades out."""
+    for chunk, one in zip(chunks, running):
+        if one is not None:
+            left = min(len(one.actions), len(chunk))
+            weight = pretrained.pull(left, one.delay).numpy()[:left, None]
+            chunk[:left] = weight * one.actions[:left] + (1 - weight) * chunk[:left]
+    return chunks

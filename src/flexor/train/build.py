@@ -23,6 +23,7 @@ from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.settings import OrderConfig
 from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
+from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
 from flexor.policies.fit import deltas_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
@@ -233,7 +234,20 @@ def build_state(
         scheduler=build_scheduler(config.scheduler, optimizer, config.steps),
         ema=EMA(policy, config.ema.decay) if config.ema.enable else None,
         split=split,
+        augmentation=build_augmentation(config, engine.device, dataset),
     )
+
+
+def build_augmentation(
+    config: TrainConfig, device: torch.device, dataset: Dataset | None = None
+) -> AugmentImages | None:
+    """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
+    features = {} if dataset is None else dataset.features
+    depth = [name for name, feature in features.items() if feature.depth is not None]
+    step = augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
+    if step is not None:
+        step.to(str(device))
+    return step
 
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:

@@ -52,6 +52,7 @@ def _open_entry(entry: DatasetEntry, config: DatasetConfig) -> Dataset:
         frame_by=config.frame_by,
         on_bad_episode=config.on_bad_episode,
         tasks=entry.tasks,
+        depth_unit=config.depth_output_unit,
     )
 
 

@@ -114,7 +114,7 @@ class GraphStep:
         self.gave_up = not wants_graph(state.config, reason)
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
-            self.on_host, self.on_gpu = state.preprocessor.split()
+            self.on_host, self.on_gpu = state.training_preprocessor.split()
 
     def __call__(self, micro_batches: list[dict[str, Any]], meters: Meters) -> tuple[Tensor, Tensor]:
         state = self.state

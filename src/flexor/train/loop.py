@@ -32,12 +32,14 @@ from flexor.train.build import build_engine, build_loader, build_state
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
+from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
+from flexor.train.hub.background import Pushing
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
 from flexor.train.ranks.watchdog import Watchdog
@@ -67,23 +69,24 @@ class TrainResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     main: bool = True  # this process is rank 0
+    hub: dict[str, Any] | None = None  # what was pushed where, if anything was to be pushed
 
 
 def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck | None = None) -> TrainResult:
     """Start or resume a run, as one of its processes."""
     processes = find_processes()
     set_rank(processes.rank, processes.world_size)
-    try:
-        with StopSignal() as stop:
-            return _take_part(config, resume, processes, stop, preflight)
-    except FlexorError as error:
-        processes.say_once(error)
-        raise
-    except Exception as error:
-        if processes.world_size == 1 or getattr(error, "errno", None) in UNWRITABLE:
+    with StopSignal() as stop, Pushing(stop) as pushing:  # the last push comes when the other ranks have left
+        try:
+            return _take_part(config, resume, processes, stop, preflight, pushing)
+        except FlexorError as error:
+            processes.say_once(error)
             raise
-        log.exception("rank %d on %s failed", processes.rank, processes.host)
-        raise Crashed(repr(error)) from error
+        except Exception as error:
+            if processes.world_size == 1 or getattr(error, "errno", None) in UNWRITABLE:
+                raise
+            log.exception("rank %d on %s failed", processes.rank, processes.host)
+            raise Crashed(repr(error)) from error
 
 
 def _take_part(
@@ -92,6 +95,7 @@ def _take_part(
     processes: Processes,
     stop: StopSignal,
     preflight: PreflightCheck | None,
+    pushing: Pushing,
 ) -> TrainResult:
     started = time.perf_counter()
     let_gpu_memory_grow()
@@ -104,16 +108,22 @@ def _take_part(
         settled = settle_for_gpu(config, lowest_capability(processes, device))
         config.precision, config.channels_last = settled.precision, settled.channels_last
         assert config.output_dir is not None
+        processes.share(lambda: pushing.prepare(config))
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
             state, loader, held_out = _build(config, found, run, processes, device, preflight)
+            if processes.is_main:
+                pushing.start()
             with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
-                result = fit(state, run, loader, held_out, stop, dog)
+                result = fit(state, run, loader, held_out, stop, dog, pushing)
             if preflight is not None and processes.is_main:
-                result.metrics |= preflight.after(result.metrics, device)
+                figures = preflight.after(result.metrics, device)
+                result.metrics |= figures
+                note(run.folder, plan=figures)
         processes.barrier()
     result.seconds, result.main = time.perf_counter() - started, processes.is_main
     processes.leave()
+    result.hub = pushing.outcome
     return result
 
 
@@ -173,6 +183,7 @@ def _build(
     if processes.is_main:
         run.forget_metrics_after(state.step)
         run.write_config(config)
+        note(run.folder, dataset=describe_dataset(training), machine=describe_machine(engine))
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
     return state, loader, held_out
@@ -186,11 +197,17 @@ def _find_checkpoint(run: Run, must: bool) -> Path | None:
 
 
 def fit(
-    state: TrainState, run: Run, loader: Loader, held_out: Dataset | None, stop: StopSignal, dog: Watchdog
+    state: TrainState,
+    run: Run,
+    loader: Loader,
+    held_out: Dataset | None,
+    stop: StopSignal,
+    dog: Watchdog,
+    pushing: Pushing,
 ) -> TrainResult:
     """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
-    meters, saver = Meters(engine.device), Saver(state, run)
+    meters, saver = Meters(engine.device), Saver(state, run, pushing.saved)
     watch = Watch(run, engine, saver.complete)
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)

@@ -47,6 +47,7 @@ def compute_step(
     state: TrainState, micro_batches: list[dict[str, Any]], preprocessor: Pipeline | None = None
 ) -> StepFigures:
     """What the device does, operation by operation. `preprocessor`: what is left to do of the run's."""
+    preprocessor = preprocessor or state.training_preprocessor
     set_rates(state)
     total = torch.zeros((), device=state.engine.device)
     parts: dict[str, Tensor] = {}
@@ -54,9 +55,7 @@ def compute_step(
         seed_dropout(state, micro)
         with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
-            loss, found = forward_backward(
-                state, on_device(batch, state.engine.device), noise, preprocessor or state.preprocessor
-            )
+            loss, found = forward_backward(state, on_device(batch, state.engine.device), noise, preprocessor)
         total += loss
         for name, part in found.items():
             parts[name] = parts[name] + part if name in parts else part

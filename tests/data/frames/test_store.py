@@ -8,6 +8,7 @@ import pytest
 
 from flexor.core.errors import DatasetError
 from flexor.data.format.encode import encode_png
+from flexor.data.format.metadata import Feature
 from flexor.data.frames.clips import decode_image
 from flexor.data.frames.store import FrameStore, fill_cache
 from support.samples import picture
@@ -17,6 +18,8 @@ LENGTHS = np.array([5, 3, 4])
 
 class Pictures:
     """Frame n of episode e is filled with 10 e + n; some may be broken."""
+
+    feature = Feature("cam", "video", (4, 6, 3))
 
     def __init__(self, episode, length, bad=(), size=(4, 6), layout="rgb24"):
         self.episode, self.length, self.bad, self.size, self.layout = episode, length, bad, size, layout

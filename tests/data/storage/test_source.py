@@ -1,6 +1,5 @@
 """Where datasets come from: folders, fsspec addresses and the Hub."""
 
-import json
 import shutil
 from collections.abc import Callable
 
@@ -12,7 +11,8 @@ from flexor.core.errors import DatasetError
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.storage.ranges import LocalRanges
 from flexor.data.storage.source import find_source
-from support.file_server import FileServer, Handler
+from support.file_server import FileServer
+from support.hub_server import HubServer
 from support.legacy import to_v2
 from support.samples import write_sample
 
@@ -93,37 +93,10 @@ def test_unreachable_hub(hub_at):
         open_dataset("me/sample")
 
 
-class Hub(Handler):
-    """As much of the Hub as downloading takes: one dataset `me/sample` with one tag."""
-
-    def do_GET(self) -> None:
-        api = "/api/datasets/me/sample"
-        tag = self.owner.root.name
-        if self.path.startswith(f"{api}/refs"):
-            named = {"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": COMMIT}
-            self.answer_json({"branches": [], "converts": [], "tags": [named]})
-        elif self.path.startswith((f"{api}/revision/{tag}", f"{api}/revision/{COMMIT}")):
-            about = {"id": "me/sample", "sha": COMMIT, "siblings": [], "private": False, "tags": []}
-            self.answer_json(about | {"downloads": 0, "likes": 0})
-        elif self.path.startswith(f"{api}/tree/{COMMIT}"):
-            files = [path for path in self.owner.root.rglob("*") if path.is_file()]
-            sizes = {path.relative_to(self.owner.root).as_posix(): path.stat().st_size for path in files}
-            self.answer_json(
-                [{"type": "file", "path": n, "size": size, "oid": COMMIT} for n, size in sizes.items()]
-            )
-        elif self.path.startswith(f"/datasets/me/sample/resolve/{COMMIT}/"):
-            name = self.path.removeprefix(f"/datasets/me/sample/resolve/{COMMIT}/")
-            self.answer_file((self.owner.root / name).read_bytes(), {"X-Repo-Commit": COMMIT})
-        else:
-            self.answer(404, b"")
-
-    def answer_json(self, content: object) -> None:
-        self.answer(200, json.dumps(content).encode())
-
-
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
 def test_hub_download_is_of_the_selected_episodes_only(samples, hub_at, version):
-    with FileServer(samples[version], Hub) as server:
+    with HubServer() as server:
+        server.add("datasets", "me/sample", samples[version], version)
         hub_at(server.address)
         dataset = open_dataset("me/sample", episodes=[0])
         assert dataset.version == version and len(dataset) == 7
@@ -139,7 +112,8 @@ def test_hub_download_is_of_the_selected_episodes_only(samples, hub_at, version)
 def test_hub_streaming_reads_videos_by_ranges(samples, tmp_path, hub_at, monkeypatch, version, address):
     """Through broken connections and refusals; a local copy is made when asked for, and only then."""
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
-    with FileServer(samples[version], Hub) as server:
+    with HubServer() as server:
+        server.add("datasets", "me/sample", samples[version], version)
         hub_at(server.address)
         server.faults.extend(["drop", 503])
         dataset = open_dataset(address, episodes=[0], streaming=True)

@@ -194,7 +194,7 @@ def test_local_things_are_refused(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("flexor.whl").touch()
     for arguments, message in [
-        (["--", f"--dataset.root={tmp_path}"], "hf upload USER/NAME"),
+        (["--", f"--dataset.root={tmp_path}"], "flexor data push .* USER/NAME"),
         (["--", f"--dataset.root=file://{tmp_path}"], "on this machine"),
         (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is on this machine"),
         (["--", "--resume=true", PENS], "leave out --resume"),
@@ -225,7 +225,7 @@ def test_a_remote_root_is_not_refused(hub):
 
 
 def test_a_dataset_that_is_not_on_the_hub(hub):
-    with pytest.raises(ConfigError, match=r"ann/cups is not a dataset.*hf upload ann/cups"):
+    with pytest.raises(ConfigError, match=r"ann/cups is not a dataset.*flexor data push FOLDER ann/cups"):
         launch(["--", "--dataset.repo_id=ann/cups"])
     assert not hub.bodies(*SUBMIT)
 

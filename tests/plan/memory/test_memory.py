@@ -8,6 +8,7 @@ import pytest
 
 from flexor.config.schema import EMAConfig, ParallelConfig
 from flexor.core.errors import ConfigError
+from flexor.data.settings import DatasetConfig, ImageTransformsConfig
 from flexor.plan.memory.allocator import MIB, CachingAllocator, replay
 from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, is_captured, plan_memory, usable
 from flexor.plan.trace.events import Event, StepEvents, Trace
@@ -166,9 +167,13 @@ def test_parts_add_up(planner: MemoryPlanner):
     assert plan.allocator >= 0 and max(size for _, size in plan.timeline) == plan.allocated
 
 
-@pytest.mark.parametrize("kind", ["act", "diffusion", "vqbet", "tdmpc"])
+AUGMENTED = DatasetConfig(image_transforms=ImageTransformsConfig(enable=True))
+
+
+@pytest.mark.parametrize("kind", ["act", "act, augmented", "diffusion", "vqbet", "tdmpc"])
 def test_any_batch_size_from_two_traces(kind: str):
-    config = settings(kind)
+    kind, _, more = kind.partition(", ")
+    config = settings(kind, **({"dataset": AUGMENTED} if more else {}))
     planner = MemoryPlanner(config, H200)
     scaled, traced = planner.trace(7), trace_step(config, 7, H200)
     assert planner.traces.scalable
@@ -198,6 +203,9 @@ def test_more_of_what_takes_memory_takes_more():
     assert again.part("activations") < plan.part("activations")
     lower = plan_memory(replace(base, precision="bf16"), H200, 16)
     assert lower.part("activations") < plan.part("activations")
+    seen = [[op.name for op in trace_step(c, 2, H200).ops] for c in (base, replace(base, dataset=AUGMENTED))]
+    slots = [len([name for name in names if "augment_slot" in name]) for names in seen]
+    assert slots == [0, 3]
     passes = plan_memory(replace(base, gradient_accumulation_steps=4), H200, 16)
     assert passes.accumulation == 4 and passes.part("batch") > plan.part("batch")
     assert passes.part("gradients") >= 4 * trace_step(base, 2, H200).trained

@@ -9,6 +9,7 @@ import torch
 
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.data.dataset import open_dataset
+from flexor.data.format.flat_names import flat_names
 from flexor.data.statistics import relative_action_stats
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.features import Kind, PolicyFeature
@@ -18,7 +19,6 @@ from flexor.policies.processing.relative_actions import (
     AbsoluteActions,
     RelativeActions,
     RelativeActionSettings,
-    flat_names,
 )
 from support.written import write
 

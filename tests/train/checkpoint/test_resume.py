@@ -77,6 +77,42 @@ def test_resume_with_pictures(before, after, dataset, tiny_act, tmp_path):
     runs.assert_same(whole, cut, 4)
 
 
+AUGMENTED = ["--dataset.image_transforms.enable=true", "--dataset.image_transforms.random_order=true"]
+
+
+def test_resume_with_augmented_images(dataset, tiny_act, tmp_path):
+    more = ["--steps=4", "--save_freq=2", "--dataset.eval_split=0.25", "--eval_steps=4"]
+    whole = runs.train(dataset, tmp_path / "whole", tiny_act, *more, *AUGMENTED)
+    cut = runs.cut_back(whole, tmp_path / "cut", 2)
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(whole, cut, 4)
+    without = runs.train(dataset, tmp_path / "without", tiny_act, *more)
+    first, second = (runs.metrics(run)[0]["loss"] for run in (whole, without))
+    assert first != second
+    files = (
+        "policy_preprocessor.json",
+        "policy_postprocessor.json",
+        "config.json",
+    )  # what a robot gets is the same
+    for name in files:
+        texts = [(run / "checkpoints/last/pretrained_model" / name).read_text() for run in (whole, without)]
+        assert texts[0] == texts[1]
+    said = json.loads((whole / "checkpoints/last/pretrained_model/train_config.json").read_text())
+    assert (
+        said["dataset"]["image_transforms"]["enable"] and said["dataset"]["image_transforms"]["random_order"]
+    )
+    assert main(["resume", str(cut), "--steps=5", "--dataset.image_transforms.max_num_transforms=1"]) != 0
+
+
+def test_augmentation_does_not_depend_on_how_a_batch_is_split(dataset, tiny_act, tmp_path):
+    more = ["--steps=2", "--policy.dropout=0", "--policy.use_vae=false", *AUGMENTED]
+    whole = runs.train(dataset, tmp_path / "whole", tiny_act, *more)
+    parts = ["--batch_size=2", "--gradient_accumulation_steps=2"]
+    split = runs.train(dataset, tmp_path / "split", tiny_act, *more, *parts)
+    losses = [[line["loss"] for line in runs.metrics(run) if "loss" in line] for run in (whole, split)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_order_of_samples_can_not_change(dataset, tiny_act, tmp_path, capsys):
     whole = runs.train(dataset, tmp_path / "whole", tiny_act, "--steps=1", "--dataset.cache.tier=stream")
     assert main(["resume", str(whole), "--steps=2", "--dataset.order.kind=uniform"]) != 0

@@ -49,6 +49,7 @@ def check_dataset(
         return report
     check_episodes(layout, report)
     check_totals(layout, report)
+    check_depth(layout, report)
     tables = check_tables(layout, selected, report)
     _check_stats(layout, tables, report)
     check_videos(layout, selected, tables.timestamps, report, progress)
@@ -108,6 +109,23 @@ def check_totals(layout: Layout, report: CheckReport) -> None:
             report.warning("splits", what, "none needed to train with Flexor", file="meta/info.json")
     if any(not task for task in layout.tasks.values()):
         report.warning("task-empty", "a task has no text", "policies that read the task need one: add it")
+
+
+def check_depth(layout: Layout, report: CheckReport) -> None:
+    """Check whether the depths of depth maps can be computed, and in which unit they are."""
+    fix = "correct the feature's `info` in meta/info.json, or take it from the original dataset"
+    for name, feature in layout.features.items():
+        if feature.depth is None or not feature.is_camera or len(feature.shape) != 3:
+            continue
+        where = {"feature": name, "file": "meta/info.json"}
+        if feature.chw[0] != 1:
+            what = f"the depth map has {feature.chw[0]} channels instead of one: training leaves it out"
+            report.warning("depth-scale", what, fix, **where)
+        elif fault := feature.depth.fault():
+            report.warning("depth-scale", f"{fault}: training leaves the depth map out", fix, **where)
+        elif feature.depth.unit is None:
+            what = "depth_unit is missing: statistics, and images in the tables, are used as they are"
+            report.warning("depth-unit", what, "add `depth_unit` (m or mm) to the feature's `info`", **where)
 
 
 def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:

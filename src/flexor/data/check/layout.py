@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from flexor.core.errors import DatasetError
 from flexor.data.check.problems import CheckReport
 from flexor.data.format import stats as statistics
+from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
 from flexor.data.format.metadata import Feature
 
@@ -118,6 +119,10 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     return layout
 
 
+def _depth(spec: dict[str, Any]) -> DepthScale | None:
+    return depth_scale({**(spec.get("video_info") or {}), **(spec.get("info") or {})})
+
+
 def _read_features(layout: Layout, report: CheckReport) -> None:
     fix = "correct meta/info.json, or take it from the original dataset"
     fps = layout.info.get("fps")
@@ -132,7 +137,7 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
     for name, spec in features.items():
         try:
             shape = tuple(int(n) for n in spec.get("shape") or (1,))
-            layout.features[name] = Feature(name, str(spec["dtype"]), shape, spec.get("names"))
+            layout.features[name] = Feature(name, str(spec["dtype"]), shape, spec.get("names"), _depth(spec))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
             what = f"the feature is declared as {spec!r}: {why}"

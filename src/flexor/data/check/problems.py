@@ -85,7 +85,7 @@ class CheckReport:
     def _lines(self) -> Iterable[str]:
         depth = "every frame decoded" if self.deep else "only packets read, nothing decoded"
         yield f"{self.root}: {self.version}, {len(self.checked)} episodes checked ({depth})"
-        for group in _grouped(self.problems):
+        for group in group_problems(self.problems):
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
@@ -97,7 +97,7 @@ class CheckReport:
         yield f"`flexor data repair {self.root} NEW_FOLDER` repairs what it can and leaves out the other episodes"
 
 
-def _grouped(problems: list[Problem]) -> list[list[Problem]]:
+def group_problems(problems: list[Problem]) -> list[list[Problem]]:
     """Group problems by kind and feature, errors first: one broken file may affect 200 episodes."""
     groups: dict[tuple, list[Problem]] = {}
     for problem in sorted(problems, key=lambda problem: problem.severity):

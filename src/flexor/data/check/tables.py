@@ -14,7 +14,7 @@ from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
 from flexor.data.check.problems import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
-from flexor.data.frames.clips import decode_image
+from flexor.data.frames.clips import image_frame
 
 OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Columns of every dataset; the reader derives missing ones."""
@@ -263,11 +263,12 @@ class _File:
         if not data:
             return "the image is empty"
         try:
-            shape = decode_image(data).shape
+            frame = image_frame(data, feature)
+            shape = (frame.height, frame.width)
         except (av.FFmpegError, ValueError) as error:
             return str(error)[:100]
         _, height, width = feature.chw
-        if shape[:2] != (height, width):
+        if shape != (height, width):
             return f"it is {shape[0]}x{shape[1]}, but meta/info.json declares {height}x{width}"
         return None
 

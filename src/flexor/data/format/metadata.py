@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from flexor.core.errors import DatasetError
 from flexor.core.log import warn_once
 from flexor.data.format import stats as statistics
+from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
 from flexor.data.storage.source import Source
 
@@ -46,7 +47,8 @@ class Feature:
     dtype: str
     shape: tuple[int, ...]
     names: object = None
-    is_depth: bool = False
+    depth: DepthScale | None = None
+    """The scale of a depth map; None for all other features."""
 
     @property
     def is_video(self) -> bool:
@@ -178,9 +180,8 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
 
 def _feature(name: str, spec: dict[str, Any]) -> Feature:
     info = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
-    is_depth = bool(info.get("is_depth_map") or info.get("video.is_depth_map"))
     shape = tuple(int(size) for size in spec.get("shape") or (1,))
-    return Feature(name, str(spec["dtype"]), shape, spec.get("names"), is_depth)
+    return Feature(name, str(spec["dtype"]), shape, spec.get("names"), depth_scale(info))
 
 
 def _frame_rate(value: Any) -> float:

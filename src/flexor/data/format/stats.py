@@ -23,6 +23,7 @@ Stats = dict[str, np.ndarray]
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 BINS = 5000
+PIXELS_FROM, PIXELS_TO = 300, 150  # a longer side than the first is subsampled to about the second
 
 
 class RunningStats:
@@ -138,8 +139,8 @@ def pixel_counts(image: np.ndarray) -> np.ndarray:
     are all that the statistics need of a frame, so frames are not stored.
     """
     height, width, channels = image.shape
-    if max(height, width) >= 300:
-        step = int(max(height, width) / 150)
+    if max(height, width) >= PIXELS_FROM:
+        step = int(max(height, width) / PIXELS_TO)
         image = image[::step, ::step]
     flat = image.reshape(-1, channels)
     return np.stack([np.bincount(flat[:, c], minlength=256) for c in range(channels)])

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import warn_once, with_examples
 from flexor.data.format.episode_list import write_episodes
-from flexor.data.format.metadata import Metadata
+from flexor.data.format.metadata import Feature, Metadata
 from flexor.data.frames.clips import Clip
 from flexor.data.storage.source import Source
 
@@ -63,9 +63,11 @@ def video_cameras(
     for name, feature in meta.features.items():
         if not feature.is_camera:
             continue
-        why = "it is a depth map, which Flexor does not support yet" if feature.is_depth else None
-        if why is None and len(feature.shape) != 3:
+        why = None
+        if len(feature.shape) != 3:
             why = f"its shape is {list(feature.shape)}, not height, width and channels"
+        if why is None and feature.depth is not None:
+            why = _why_no_depth(feature)
         if why is None and feature.is_video:
             why = _why_no_video(source, meta, name, selected)
         if why is not None:
@@ -73,6 +75,14 @@ def video_cameras(
         elif feature.is_video:
             cameras.append(name)
     return cameras, absent
+
+
+def _why_no_depth(feature: Feature) -> str | None:
+    assert feature.depth is not None
+    if feature.chw[0] != 1:
+        return f"it is a depth map of {feature.chw[0]} channels; a depth map has one"
+    fault = feature.depth.fault()
+    return fault and f"it is a depth map, but {fault} in meta/info.json"
 
 
 def _why_no_video(source: Source, meta: Metadata, camera: str, selected: Sequence[int]) -> str | None:

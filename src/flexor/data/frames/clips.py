@@ -17,6 +17,7 @@ from flexor.core.log import Repeats
 from flexor.data.format.metadata import Feature, read_parquet
 from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
+from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.frame_match import FrameBy, NoMatch, match_frames
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "VideoClip",
     "VideoFile",
     "decode_image",
+    "image_frame",
 ]
 
 
@@ -37,6 +39,10 @@ Decode = Callable[[np.ndarray, Sink], dict[int, str]]
 
 class Clip(Protocol):
     """One camera's frames of one episode."""
+
+    @property
+    def feature(self) -> Feature:
+        """The camera's declaration."""
 
     @property
     def where(self) -> str:
@@ -105,6 +111,10 @@ class VideoClip:
     times: np.ndarray  # [length] the episode's timestamps
     rule: FrameRule
     _numbers: np.ndarray | None = None
+
+    @property
+    def feature(self) -> Feature:
+        return self.file.feature
 
     @property
     def where(self) -> str:
@@ -203,9 +213,10 @@ class ImageClip:
         for i, row in enumerate(rows.tolist()):
             data = encoded[row].as_py()
             try:
-                sink(i, _picture(data or b""))
+                sink(i, image_frame(data or b"", self.feature))
             except (av.FFmpegError, ValueError) as error:
-                what = f"not a PNG or JPEG ({error})" if data else "the image is missing"
+                kinds = "PNG or JPEG" if self.feature.depth is None else "depth map"
+                what = f"not a {kinds} ({error})" if data else "the image is missing"
                 bad[i] = f"row {row}: {what}"
         return bad
 
@@ -241,6 +252,11 @@ def decode_image(data: bytes) -> np.ndarray:
     """PNG or JPEG bytes -> uint8 [H, W, C], with the image's own number of channels."""
     pixels = _picture(data).to_ndarray()
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def image_frame(data: bytes, feature: Feature) -> av.VideoFrame:
+    """The bytes of an image of this camera as a frame: in gray, rgb24 or rgba, or with a depth map's own values."""
+    return _picture(data) if feature.depth is None else decode_depth_image(data)
 
 
 def _picture(data: bytes) -> av.VideoFrame:

@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import Tensor
 
 Slot = np.ndarray | Tensor
@@ -67,12 +68,12 @@ class Buffers:
         self._arrays: list[np.ndarray] = []
         self._lock = threading.Lock()
 
-    def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """A uint8 array of this shape, with its previous content."""
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike = np.uint8) -> np.ndarray:
+        """An array of this shape, with its previous content."""
         with self._lock:
             for array in self._arrays:
                 # References: the list, `array` and the call itself. Any view would be one more.
-                if array.shape == shape and sys.getrefcount(array) == 3:
+                if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) == 3:
                     return array[:]
-            self._arrays.append(np.empty(shape, np.uint8))
+            self._arrays.append(np.empty(shape, dtype))
             return self._arrays[-1][:]

@@ -26,7 +26,16 @@ from flexor.data.frames.gpu_cache import GPUFrames
 from flexor.data.frames.slots import Slot
 from flexor.data.video import nvdec
 from flexor.data.video.decode import Sink, read_ahead
-from flexor.data.video.planes import PlaneFormat, decode_jpeg, encode_jpeg, format_of, pack, resized, to_rgb
+from flexor.data.video.planes import (
+    PlaneFormat,
+    decode_jpeg,
+    depth_format,
+    encode_jpeg,
+    format_of,
+    pack,
+    resized,
+    to_rgb,
+)
 
 PROBED = 16  # frames tried to find a camera's format, if the first ones can't be decoded
 
@@ -55,15 +64,17 @@ class FrameStore:
         size: tuple[int, int] | None = None,
         remote: bool = False,
         rule: FrameRule | None = None,
+        depth_unit: str = "mm",
     ):
         """`clips` by camera and episode; `lengths` of all published episodes; `size` to scale frames to;
-        `remote` if videos are read over a network; `rule` of the clips."""
+        `remote` if videos are read over a network; `rule` of the clips; `depth_unit` of depth maps, mm or m."""
         self.clips = clips
         self.ends = np.cumsum(lengths)
         self.size = size
         self.remote = remote
         self.frame_by = rule.frame_by if rule else "auto"
         self.repeats = rule.repeats if rule else Repeats()
+        self.depth_unit = depth_unit
         self.rgb = False
         self.caches: Mapping[str, Keeper] = {}
         self._formats: dict[str, PlaneFormat] = {}
@@ -92,9 +103,12 @@ class FrameStore:
                 self._formats.clear()
 
     def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
-        """Any frames -> RGB uint8 [n, H, W, C]. A frame that can't be decoded raises an error."""
+        """Any frames -> RGB uint8 [n, H, W, C], or depths float32 [n, H, W, 1].
+
+        A frame that can't be decoded raises an error.
+        """
         format = self.format(camera)
-        out = np.empty((len(ids), format.height, format.width, format.channels), np.uint8)
+        out = np.empty((len(ids), format.height, format.width, format.channels), format.dtype)
         distinct, slot = np.unique(ids, return_inverse=True)
         kept = self.kept(camera, distinct)
         for i in np.flatnonzero(kept[slot]):
@@ -246,6 +260,12 @@ class FrameStore:
             at += places
         return [(decode, np.concatenate(found), at) for decode, found, at in files.values()]
 
+    def _format(self, clip: Clip, picture: av.VideoFrame) -> PlaneFormat:
+        depth = clip.feature.depth
+        if depth is None:
+            return format_of(picture)
+        return depth_format(picture, depth.reading(self.depth_unit), coded=clip.feature.is_video)
+
     def _probe(self, camera: str) -> PlaneFormat:
         """The format of the first frame that can be decoded; all other frames are converted to it."""
         reason, found = "it has no frames", []
@@ -255,9 +275,10 @@ class FrameStore:
             try:
                 for frame in range(min(len(clip.starts()), PROBED)):
                     _, decode, numbers = clip.request(np.array([frame]))
-                    bad = decode(numbers, lambda _, picture: found.append(format_of(picture)))
+                    bad = decode(numbers, lambda _, picture: found.append(picture))
                     if found:
-                        format = resized(found[0], *self.size) if self.size else found[0]
+                        format = self._format(clip, found[0])
+                        format = resized(format, *self.size) if self.size else format
                         planar = format.layout == "yuv420p"
                         return (
                             PlaneFormat(format.height, format.width, "rgb24")

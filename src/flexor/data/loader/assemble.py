@@ -111,7 +111,8 @@ class Batcher:
 
     def _fill_on_cpu(self, step: Step, shots: StepFrames, samples: np.ndarray) -> list[Job]:
         format = self.dataset.store.format(shots.camera)
-        pixels = self.buffers.take((*shots.ids.shape, format.height, format.width, format.channels))
+        shape = (*shots.ids.shape, format.height, format.width, format.channels)
+        pixels = self.buffers.take(shape, format.dtype)
         pictures = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
         pictures = pictures if shots.camera in self.deltas else pictures[:, 0]
         step.pictures[shots.camera] = list(pictures.chunk(self.accumulation))

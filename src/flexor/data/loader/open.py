@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from flexor.data.frames.gpu_cache import GPUFrames
 from flexor.data.loader.choose_order import choose_order
 from flexor.data.loader.loader import Loader
 from flexor.data.settings import CacheConfig, DatasetConfig
-from flexor.data.video.planes import JPEG_QUALITY
+from flexor.data.video.planes import JPEG_QUALITY, PlaneFormat
 
 JPEG_SHARE = 0.2  # of the raw size, about
 ENOUGH_CORES = 12  # per GPU: they decode as fast as the GPU's decoder does during training
@@ -127,8 +128,8 @@ def open_tier(
     store = dataset.store
     count = sum(len(selection) for selection in selections)
     sizes = {camera: store.format(camera).nbytes for camera in cameras}
-    need = int(count * sum(sizes.values()) * (JPEG_SHARE if cache.format == "jpeg" else 1))
     keys = _keys(dataset, cache, cameras)
+    need = int(count * sum(n * (1 if keys[c].jpeg is None else JPEG_SHARE) for c, n in sizes.items()))
     wanted = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
     if wanted == "stream":
         return "stream"
@@ -209,7 +210,7 @@ def _keys(dataset: Dataset, cache: CacheConfig, cameras: Sequence[str]) -> dict[
             f"{content} {store.format(camera).layout} {store.frame_by}",
             camera,
             store.size,
-            quality,
+            None if store.format(camera).is_depth else quality,  # JPEG can't hold depth maps
             dataset.repo_id,
         )
         for camera in cameras
@@ -229,7 +230,18 @@ def _open_caches(
             raise DatasetError(f"{folder} has no room for {gigabytes(need)}")
     return {
         camera: FrameCache.open(
-            folder, key, dataset.store.frames, formats[camera].nbytes, asdict(formats[camera]), shares[camera]
+            folder,
+            key,
+            dataset.store.frames,
+            formats[camera].nbytes,
+            _layout(formats[camera]),
+            shares[camera],
         )
         for camera, key in keys.items()
     }
+
+
+def _layout(format: PlaneFormat) -> dict[str, Any]:
+    """What a cache records of its frames' format; only depth maps have a scale."""
+    layout = asdict(format)
+    return layout if format.is_depth else {key: value for key, value in layout.items() if key != "depth"}

@@ -41,7 +41,7 @@ class Staged:
     kept: Tensor | None = None  # int64 [k] rows of the GPU's frame cache
 
     def on(self, device: torch.device) -> Tensor:
-        """RGB uint8 [b, (T,) C, H, W] on the device."""
+        """RGB uint8 [b, (T,) C, H, W] on the device, or depths float32."""
         parts = [self.host.to(device, non_blocking=True)] if len(self.host) else []
         if self.decoded is not None:
             parts.append(self.decoded)

@@ -209,7 +209,8 @@ class MixedStore(FrameStore):
                     place = camera, int(first_episode[number]) + episode
                     clips[place] = BlankClip(form.features[camera], length)
         lengths = np.concatenate([np.diff(store.ends, prepend=0) for store in stores])
-        super().__init__(clips, lengths, stores[0].size, any(store.remote for store in stores))
+        remote = any(store.remote for store in stores)
+        super().__init__(clips, lengths, stores[0].size, remote, depth_unit=stores[0].depth_unit)
         self.frame_by = stores[0].frame_by
         self.repeats = _AllRepeats([store.repeats for store in stores])
         self._names = [member.name for member in members]

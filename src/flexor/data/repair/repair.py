@@ -38,6 +38,7 @@ from flexor.data.repair.plan import RepairPlan, make_plan
 from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
+from flexor.data.video.depth_planes import decode_depth_image
 
 __all__ = ["RepairReport", "repair_dataset"]
 
@@ -227,7 +228,8 @@ class _Repair:
                 if isinstance(found, str):
                     one.reason = f"{name}: {found}"
                     return
-                stats[name] = found
+                if not _is_depth(self.plan.columns.features[name]):
+                    stats[name] = found
         if self.dry_run:
             return
         clips = {camera: self._clip(clip, delays[camera]) for camera, clip in one.clips.items()}
@@ -272,7 +274,8 @@ class _Repair:
         if len(shapes) > 1 or next(iter(shapes))[:2] != feature.chw[1:]:
             sizes = ", ".join(f"{height}x{width}x{channels}" for height, width, channels in sorted(shapes))
             return f"its images are {sizes}, but {list(feature.shape)} is declared"
-        return image_stats(np.sum(counts, axis=0), len(sampled))
+        counted = np.sum(counts, axis=0)
+        return image_stats(counted, len(sampled)) if counted.any() else {}
 
     def _clip(self, clip: RepairClip, delay: int) -> PacketClip | FileClip:
         path = self.root / clip.file
@@ -331,11 +334,22 @@ def _count_picture(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | s
     """An image's shape and pixel counts, or what is wrong with it."""
     if not data:
         return "the image is empty"
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        return _depth_shape(data)
     try:
         picture = decode_image(data)
     except (av.FFmpegError, ValueError) as error:
         return str(error)[:100]
     return picture.shape, pixel_counts(picture)
+
+
+def _depth_shape(data: bytes) -> tuple[tuple[int, ...], np.ndarray] | str:
+    """A depth map in a table: its shape, and no pixel counts."""
+    try:
+        frame = decode_depth_image(data)
+    except (av.FFmpegError, ValueError) as error:
+        return str(error)[:100]
+    return (frame.height, frame.width, 1), np.zeros((1, 256), np.int64)
 
 
 def _is_depth(spec: Mapping[str, Any]) -> bool:

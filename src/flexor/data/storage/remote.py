@@ -8,11 +8,11 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flexor.core.errors import DatasetError, SourceError
+from flexor.core.http_errors import http_status, retry_after
 from flexor.core.log import log
 
 __all__ = [
@@ -98,9 +98,9 @@ def retrying(what: str, attempt: Callable[[], T]) -> T:
 
 def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
     tried = f" after {attempts} attempts" if attempts > 1 else ""
-    if _status(error) in (401, 403) or isinstance(error, PermissionError):
+    if http_status(error) in (401, 403) or isinstance(error, PermissionError):
         fix = "Check the credentials (for the Hub: `hf auth login`)"
-    elif _status(error) == 404 or isinstance(error, FileNotFoundError):
+    elif http_status(error) == 404 or isinstance(error, FileNotFoundError):
         fix = "Check the URL, and that the dataset there is complete"
     else:
         fix = "Check the network and the server, then start again: a run resumes from its last checkpoint"
@@ -109,7 +109,7 @@ def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
 
 def _wait(error: Exception, attempt: int) -> float | None:
     """Seconds to wait before the next attempt; None if another attempt would not help."""
-    status = _status(error)
+    status = http_status(error)
     if status is None:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -117,30 +117,10 @@ def _wait(error: Exception, attempt: int) -> float | None:
             return None
     elif status not in (408, 425, 429) and status < 500:
         return None
-    asked = _retry_after(error)
+    asked = retry_after(error)
     if asked is not None:
         return asked if asked <= LONGEST_RETRY_AFTER else None
     return random.uniform(0.5, 1) * min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
-
-
-def _status(error: Exception) -> int | None:
-    """The HTTP status of an error, from the attributes that HTTP libraries use."""
-    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _retry_after(error: Exception) -> float | None:
-    """Seconds the server asks to wait: given in seconds, or as a date."""
-    headers = getattr(error, "headers", None) or getattr(getattr(error, "response", None), "headers", None)
-    value = headers.get("Retry-After") if isinstance(headers, Mapping) else None
-    if not value:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return None
 
 
 def _check_answer(

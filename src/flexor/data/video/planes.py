@@ -16,12 +16,21 @@ import numpy as np
 import torch
 
 from flexor.core.errors import DatasetError, FlexorError
+from flexor.data.format.depth import DepthScale
 from flexor.data.video import colour
+from flexor.data.video.depth_planes import PIXELS as DEPTH_PIXELS
+from flexor.data.video.depth_planes import (
+    depth_layout,
+    depth_on_device,
+    depth_values,
+    pack_depth,
+)
 
 __all__ = [
     "JPEG_QUALITY",
     "PlaneFormat",
     "decode_jpeg",
+    "depth_format",
     "encode_jpeg",
     "format_of",
     "pack",
@@ -30,7 +39,8 @@ __all__ = [
     "to_rgb",
 ]
 
-CHANNELS = {"yuv420p": 3, "rgb24": 3, "rgba": 4, "gray": 1}
+CHANNELS = {"yuv420p": 3, "rgb24": 3, "rgba": 4, "gray": 1} | dict.fromkeys(DEPTH_PIXELS, 1)
+USUAL_DEPTH = DepthScale()
 JPEG_QUALITY = 2  # mjpeg's quantiser: 1 is the best, 2 is about JPEG quality 95
 
 
@@ -41,13 +51,16 @@ class PlaneFormat:
     height: int
     width: int
     layout: str
-    """yuv420p (sides even), rgb24, rgba or gray."""
+    """yuv420p (sides even), rgb24, rgba or gray; of depth maps gray12, gray16 or grayf32."""
 
     matrix: str = "bt601"
     """Coefficients of yuv420p: bt601, bt709, fcc, smpte240m or bt2020."""
 
     full_range: bool = True
     """Luma 0..255 instead of 16..235."""
+
+    depth: DepthScale = USUAL_DEPTH
+    """What the values of a depth map mean."""
 
     def __post_init__(self) -> None:
         assert self.layout in CHANNELS and self.matrix in colour.MATRICES
@@ -59,8 +72,19 @@ class PlaneFormat:
         return CHANNELS[self.layout]
 
     @property
+    def is_depth(self) -> bool:
+        return self.layout in DEPTH_PIXELS
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the converted image: levels, or depths."""
+        return np.dtype(np.float32 if self.is_depth else np.uint8)
+
+    @property
     def nbytes(self) -> int:
         pixels = self.height * self.width
+        if self.is_depth:
+            return pixels * DEPTH_PIXELS[self.layout].itemsize
         return pixels * 3 // 2 if self.layout == "yuv420p" else pixels * self.channels
 
     @property
@@ -85,6 +109,11 @@ def format_of(frame: av.VideoFrame) -> PlaneFormat:
     )
 
 
+def depth_format(frame: av.VideoFrame, scale: DepthScale, coded: bool) -> PlaneFormat:
+    """The format in which depth maps like this one are stored; `coded`: frames of a video."""
+    return PlaneFormat(frame.height, frame.width, depth_layout(frame, coded), depth=scale)
+
+
 @lru_cache  # called for every frame
 def _format(height: int, width: int, name: str, matrix: str, full_range: bool) -> PlaneFormat:
     if name in ("yuv420p", "yuvj420p") and not (height % 2 or width % 2):
@@ -104,6 +133,9 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
 
     A frame of exactly this format is copied; any other is converted, and scaled by area averaging.
     """
+    if format.is_depth:
+        pack_depth(frame, format.layout, (format.height, format.width), out)
+        return
     own = format_of(frame)
     if own == format and (own.layout == "yuv420p" or frame.format.name == own.layout):
         packed = frame
@@ -123,7 +155,13 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
 
 
 def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
-    """Planes uint8 [nbytes] -> the image in `out`, uint8 [H, W, C]; swscale releases the GIL."""
+    """Planes uint8 [nbytes] -> the image in `out`, uint8 [H, W, C]; swscale releases the GIL.
+
+    A depth map becomes float32 [H, W, 1], in the unit that is read.
+    """
+    if format.is_depth:
+        out[:] = depth_values(format.layout, format.depth, planes).reshape(out.shape)
+        return
     if format.layout != "yuv420p":
         out[:] = planes.reshape(out.shape)
         return
@@ -152,6 +190,8 @@ def rgb_on_device(format: PlaneFormat, planes: torch.Tensor) -> torch.Tensor:
     differently on each type of processor.
     """
     n, height, width = len(planes), format.height, format.width
+    if format.is_depth:
+        return depth_on_device(format.layout, format.depth, planes).view(n, 1, height, width)
     if format.layout != "yuv420p":
         return planes.view(n, height, width, format.channels).permute(0, 3, 1, 2).contiguous()
     slope, of_u, of_v = _levels(format.matrix, format.full_range, width % 32, planes.device)
@@ -217,6 +257,7 @@ def _table(levels: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
     """A frame's planes, uint8 [nbytes], as a JPEG of those values: colour matrix and range stay the camera's."""
+    assert not format.is_depth, "JPEG can't hold depth maps"
     if format.layout == "rgba":
         raise FlexorError(
             "JPEG does not support transparency: use --dataset.cache.format=raw for this dataset"

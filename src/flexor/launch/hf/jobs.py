@@ -163,7 +163,7 @@ def _check_dataset(api: HfApi, config: TrainConfig) -> None:
         if on_hub and not api.repo_exists(str(repo), repo_type="dataset"):
             raise ConfigError(
                 f"dataset.repo_id={repo} is not a dataset on the Hub that you can read, so the job can't read it. "
-                f"Upload it with `hf upload {repo} FOLDER --repo-type=dataset`."
+                f"Upload it with `flexor data push FOLDER {repo}`."
             )
 
 

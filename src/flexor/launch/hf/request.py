@@ -103,8 +103,8 @@ def _refuse_local(config: TrainConfig) -> None:
     root = next((each for each in roots if "://" not in each or each.startswith("file:")), None)
     if root is not None:
         raise ConfigError(
-            f"dataset.root={root} is on this machine, which the job can't access. Upload it with "
-            f"`hf upload USER/NAME {root} --repo-type=dataset` and give --dataset.repo_id=USER/NAME instead."
+            f"dataset.root={root} is on this machine, which the job can't access. Push it with "
+            f"`flexor data push {root} USER/NAME` and give --dataset.repo_id=USER/NAME instead."
         )
     weights = config.sample_weighting.progress_path
     if weights is not None and "://" not in weights:
@@ -115,8 +115,8 @@ def _refuse_local(config: TrainConfig) -> None:
     path = config.policy_path
     if path is not None and Path(path).exists():
         raise ConfigError(
-            f"policy.path={path} is on this machine, which the job can't access. Upload its pretrained_model "
-            "folder with `hf upload USER/NAME FOLDER` and give --policy.path=USER/NAME instead."
+            f"policy.path={path} is on this machine, which the job can't access. Push it with "
+            "`flexor push RUN --repo_id=USER/NAME` and give --policy.path=USER/NAME instead."
         )
     if is_code(config.policy.type):
         raise ConfigError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flexor.pages.page import page as whole_page
 from flexor.plan.compare import Comparison
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.show.report import duration, number, render
@@ -16,20 +17,6 @@ from flexor.policies.external import short_name
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 300, 64, 40, 16
 POINTS = 600  # per curve; a step has thousands of operations
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --soft: #6b7280; --grid: #e5e7eb; --line: #2563eb;
-  --mark: #d97706; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --paper: #16181c; --soft: #9ca3af; --grid: #30343b;
-  --line: #60a5fa; --mark: #fbbf24; } }
-body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }
-pre { overflow-x: auto; font-size: 13px; line-height: 1.4; }
-svg { max-width: 100%; height: auto; } figure { margin: 2rem 0; } figcaption { color: var(--soft); }
-text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid { stroke: var(--grid); }
-.line { fill: none; stroke: var(--line); stroke-width: 2; } .limit { stroke: var(--mark); stroke-dasharray: 5 4; }
-circle { fill: var(--line); } circle.best { fill: var(--mark); } text.name { fill: var(--ink); }
-"""
 
 
 def page(study: Comparison) -> str:
@@ -44,12 +31,8 @@ def page(study: Comparison) -> str:
     drawn = "\n".join(
         f"<figure>\n<figcaption>{caption}</figcaption>\n{plot}\n</figure>" for caption, plot in figures
     )
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        '<meta name="viewport" content="width=device-width">\n'
-        f"<style>{STYLE}</style>\n<h1>{html.escape(title)}</h1>\n{drawn}\n<pre>{html.escape(render(study))}</pre>\n"
-        "</html>\n"
-    )
+    body = f"<h1>{html.escape(title)}</h1>\n{drawn}\n<pre>{html.escape(render(study))}</pre>"
+    return whole_page(title, body=body)
 
 
 # The three plots.

@@ -28,7 +28,7 @@ from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.train.build import make_policy
+from flexor.train.build import build_augmentation, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
@@ -127,6 +127,7 @@ class Rehearsal:
             scheduler=build_scheduler(scheduler, made, config.steps),
             ema=ema,
             split=self.split,
+            augmentation=build_augmentation(config, device),
         )
         self.meters = Meters()
         self.run_step: Callable = functools.partial(optimizer_step, self.state)
@@ -234,7 +235,7 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
         if name in deltas:
             batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
         if feature.type is Kind.VISUAL:
-            batch[name] = pictures(feature.shape, batch_size, steps, device)
+            batch[name] = pictures(feature.shape, batch_size, steps, device, policy.takes_depth)
         else:
             batch[name] = zeros(*steps, *feature.shape)
     if REWARD in deltas:
@@ -246,10 +247,15 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
     return batch
 
 
-def pictures(shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device) -> Staged:
-    """One camera's images [B, (T,) C, H, W]. All frames are different, which gives the maximum number of bytes."""
+def pictures(
+    shape: tuple[int, ...], batch_size: int, steps: list[int], device: torch.device, takes_depth: bool = False
+) -> Staged:
+    """One camera's images [B, (T,) C, H, W]. All frames are different, which gives the maximum number of bytes.
+
+    If the policy takes depth maps, an image of one channel is one.
+    """
     channels, height, width = shape
-    layout = {1: "gray", 3: "rgb24", 4: "rgba"}[channels]
+    layout = {1: "gray12" if takes_depth else "gray", 3: "rgb24", 4: "rgba"}[channels]
     if channels == 3 and not (height % 2 or width % 2):
         layout = "yuv420p"
     format = PlaneFormat(height, width, layout)

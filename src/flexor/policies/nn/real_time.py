@@ -20,7 +20,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.typed import from_plain
 
 PREVIOUS = "previous_actions"  # [B, K, A]: of the last chunk, from now on, normalised
-PULL = "previous_actions_pull"  # [H]: how much each action of the new chunk is drawn to them
+PULL = "previous_actions_pull"  # [H] or [B, H]: how much each action of the new chunk is drawn to them
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Held(NamedTuple):
     """What a new chunk is drawn to."""
 
     actions: Tensor  # [B, H, A]
-    pull: Tensor  # [H]
+    pull: Tensor  # [H] or [B, H]
     most: float  # max_guidance_weight
 
     def correct(self, velocity: Tensor, x: Tensor, time: float) -> Tensor:
@@ -77,7 +77,7 @@ class Held(NamedTuple):
         weight = self.most
         if time < 1:
             weight = min(weight, time / (1 - time) * (time**2 + (1 - time) ** 2) / time**2)
-        return velocity - weight * self.pull[:, None] * (self.actions - ahead)
+        return velocity - weight * self.pull[..., None] * (self.actions - ahead)
 
 
 def held_in(batch: Batch, settings: dict[str, Any] | None, chunk: int, width: int) -> Held | None:

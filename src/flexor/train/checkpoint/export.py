@@ -21,7 +21,7 @@ def export(path: Path, output: Path | None = None) -> Path:
 
     `output` is a new folder for it. By default the weights are written into the checkpoint itself.
     """
-    found = _find(path)
+    found = find_checkpoint(path)
     checkpoint.verify(found)
     target = found / PRETRAINED
     if output is not None:
@@ -36,7 +36,7 @@ def export(path: Path, output: Path | None = None) -> Path:
     return target
 
 
-def _find(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     if (path / checkpoint.MANIFEST).is_file():
         return path
     newest = checkpoint.newest(path / "checkpoints")

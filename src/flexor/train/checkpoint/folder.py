@@ -123,6 +123,14 @@ def _point_last_at(folder: Path) -> None:
     link.rename(folder.parent / LAST)
 
 
+def adopt(source: Path, target: Path) -> None:
+    """Move a complete checkpoint from elsewhere on this file system to its place."""
+    for path in (*source.rglob("*"), source):
+        flush_to_disk(path)
+    _replace_folder(source, target)
+    _point_last_at(target)
+
+
 def complete(checkpoints: Path) -> dict[int, Path]:
     """step -> folder of every finished checkpoint, oldest first."""
     found = {}
@@ -167,8 +175,9 @@ def sweep(checkpoints: Path) -> None:
     for path in checkpoints.glob(".*.writing"):
         log.info("removing the incomplete checkpoint %s", path.name)
         shutil.rmtree(path, ignore_errors=True)
-    for path in checkpoints.glob(".*.old"):
-        shutil.rmtree(path, ignore_errors=True)
+    for pattern in (".*.old", ".*.downloading"):
+        for path in checkpoints.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
     for path in checkpoints.glob(f".{LAST}.*"):
         path.unlink()
     for path in checkpoints.glob("[0-9]*"):

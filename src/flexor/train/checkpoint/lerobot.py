@@ -21,6 +21,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "revision": dataset.revision,
             "use_imagenet_stats": dataset.use_imagenet_stats,
             "eval_split": dataset.eval_split,
+            "image_transforms": to_plain(dataset.image_transforms),
         },
         "policy": as_lerobot(config.policy),
         "output_dir": config.output_dir,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ OTHERS_S = 60  # to complete a checkpoint after an error: the watchdog ends the 
 class Saver:
     """The checkpoints of a run."""
 
-    def __init__(self, state: TrainState, run: Run):
-        self.state, self.run = state, run
+    def __init__(self, state: TrainState, run: Run, saved: Callable[[Path], None] | None = None):
+        """`saved` is called on rank 0 with the folder of every complete checkpoint, before older ones are removed."""
+        self.state, self.run, self.saved = state, run, saved
         self.processes = state.engine.processes
         self.newest = checkpoint.newest(run.checkpoints)
         self.thread: threading.Thread | None = None
@@ -120,6 +122,8 @@ class Saver:
                 folder.finish(hashes)
                 held = time.perf_counter() - self.started if held is None else held
                 log.info("saved %s (held the loop for %.1f s)", folder.final, held)
+                if self.saved is not None:
+                    self.saved(folder.final)
                 self._prune()
         self._together()
         self.newest = folder.final

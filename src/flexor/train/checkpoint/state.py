@@ -26,6 +26,7 @@ from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import merged
+from flexor.policies.augment.step import AugmentImages, augmented
 from flexor.policies.base import Policy
 from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.pipeline import Pipeline
@@ -50,7 +51,13 @@ class TrainState:
     scheduler: LambdaLR
     ema: EMA | None
     split: Split
+    augmentation: AugmentImages | None = None  # only of training samples, so no checkpoint has it
     step: int = 0
+
+    @property
+    def training_preprocessor(self) -> Pipeline:
+        """The processing of training samples: `preprocessor`, with augmented images."""
+        return augmented(self.preprocessor, self.augmentation)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes, by name; this rank's shards if the run is sharded."""

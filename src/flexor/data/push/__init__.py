@@ -1,0 +1,1 @@
+"""Pushes a dataset to the Hugging Face Hub, in LeRobot's layout."""

@@ -1,0 +1,246 @@
+"""A dataset as one HTML page: filmstrips, curves, statistics, tasks, and what the check found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.core.console import Progress
+from flexor.core.errors import ConfigError
+from flexor.core.machine import usable_cores
+from flexor.data.check.check import check_dataset
+from flexor.data.check.problems import CheckReport, group_problems, ranges
+from flexor.data.dataset import Dataset, open_dataset
+from flexor.data.show.budget import PAGE_BYTES, PageBudget, Sheet, page_budget, sheet_layout
+from flexor.data.show.curves import CurveFeature, curve_features, episode_curves, frames_per_point
+from flexor.data.show.statistics import feature_statistics, length_histogram, task_counts
+from flexor.data.show.strips import Strip, depth_ends, make_strip
+from flexor.pages.images import as_base64
+from flexor.pages.page import check_writable, page, write_page
+
+STYLES = (("flexor.data.show", "show.css"),)
+SCRIPTS = (("flexor.data.show", "show.js"),)
+LEVEL_BINS = 32
+MOST_TASKS = 500
+MOST_GROUPS = 100
+MOST_EPISODES_OF_GROUP = 300
+MOST_CAMERAS = 16
+MOST_LETTERS = 300  # of a text from the dataset
+SMALLEST_PAGE = 2_000_000
+
+
+def show_dataset(
+    root: str | Path,
+    output: Path,
+    *,
+    episodes: Sequence[int] | None = None,
+    limit: int = PAGE_BYTES,
+    deep: bool = False,
+    checking: Progress | None = None,
+    drawing: Progress | None = None,
+) -> dict[str, Any]:
+    """Write the page to `output`, in at most `limit` bytes; returns what it shows.
+
+    The check decodes every frame only if `deep`. Unreadable episodes are left out; the check says why.
+    """
+    if limit < SMALLEST_PAGE:
+        raise ConfigError(f"a page needs at least {SMALLEST_PAGE / 1e6:g} MB: choose a larger --max-mb.")
+    check_writable(output)
+    report = check_dataset(root, deep=deep, episodes=episodes, progress=checking)
+    dataset = open_dataset(root=root, episodes=episodes, on_bad_episode="skip")
+    data = page_data(dataset, report, limit, drawing)
+    text = page(data["title"], data=data, styles=STYLES, scripts=SCRIPTS)
+    write_page(output, text)
+    return {
+        "file": str(output),
+        "bytes": output.stat().st_size,
+        "episodes": len(dataset.episodes),
+        "episodes_shown": len(data["episodes"]),
+        "skipped_episodes": sorted(dataset.skipped),
+        "errors": len(report.errors),
+        "warnings": len(report.warnings),
+    }
+
+
+def render(result: dict[str, Any]) -> str:
+    shown, there = result["episodes_shown"], result["episodes"]
+    some = f"{there} episodes" if shown == there else f"{shown} of {there} episodes (--episodes chooses)"
+    found = f"{result['errors']} errors, {result['warnings']} warnings"
+    return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {some}; the check found {found}"
+
+
+def page_data(
+    dataset: Dataset, report: CheckReport, limit: int = PAGE_BYTES, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Everything that the page's script draws, as plain JSON values."""
+    budget = page_budget(dataset.episodes.length.tolist(), limit)
+    features = curve_features(dataset)
+    cameras = dataset.cameras[:MOST_CAMERAS]
+    sizes = {name: dataset.features[name].chw[1:] for name in cameras}
+    sheet = sheet_layout(sizes, budget.image_bytes) if sizes else None
+    strips = _strips(dataset, budget, sheet, progress)
+    tasks = task_counts(dataset)[:MOST_TASKS]
+    numbers = {task["text"]: number for number, task in enumerate(tasks)}
+    return {
+        "title": dataset.root.resolve().name or str(dataset.root),
+        "facts": _facts(dataset),
+        "notes": _notes(dataset, budget, features),
+        "tasks": [task | {"text": _short(task["text"])} for task in tasks],
+        "check": _problems(report),
+        "lengths": length_histogram(dataset),
+        "statistics": feature_statistics(features),
+        "cameras": [_camera(dataset, name, sheet, strips) for name in cameras] if sheet else [],
+        "sheet_height": sheet.height if sheet else 0,
+        "curves": [
+            {"name": f.name, "names": f.names, "low": f.low.tolist(), "high": f.high.tolist()}
+            for f in features
+        ],
+        "episodes": [
+            _episode(dataset, position, features, budget, strip, numbers)
+            for position, strip in zip(budget.episodes, strips)
+        ],
+    }
+
+
+def _strips(
+    dataset: Dataset, budget: PageBudget, sheet: Sheet | None, progress: Progress | None
+) -> list[Strip]:
+    """The strips of all shown episodes, decoded in threads."""
+    if sheet is None:
+        return [Strip([]) for _ in budget.episodes]
+    strips: list[Strip] = []
+    with ThreadPoolExecutor(min(usable_cores(), 16), thread_name_prefix="strips") as threads:
+        jobs = [
+            threads.submit(make_strip, dataset, position, sheet, budget.image_bytes)
+            for position in budget.episodes
+        ]
+        try:
+            for job in jobs:
+                strips.append(job.result())
+                if progress:
+                    progress(len(strips), len(jobs))
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+    return strips
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    return {
+        "root": str(dataset.root.resolve()),
+        "version": dataset.version,
+        "robot": dataset.robot_type,
+        "fps": dataset.fps,
+        "episodes": len(dataset.episodes),
+        "frames": len(dataset),
+        "shortest": int(dataset.episodes.length.min()),
+        "longest": int(dataset.episodes.length.max()),
+    }
+
+
+def _notes(dataset: Dataset, budget: PageBudget, features: list[CurveFeature]) -> list[str]:
+    """What the page does not show."""
+    notes = []
+    if len(budget.episodes) < len(dataset.episodes):
+        notes.append(
+            f"Shown are {len(budget.episodes)} of {len(dataset.episodes)} episodes, at equal distances. "
+            "--episodes chooses others."
+        )
+    if dataset.skipped:
+        notes.append(f"{len(dataset.skipped)} episodes can't be read: {ranges(sorted(dataset.skipped))}.")
+    notes += [f"{name} can't be read: {why}." for name, why in dataset.absent.items()]
+    if len(dataset.cameras) > MOST_CAMERAS:
+        notes.append(f"Shown are {MOST_CAMERAS} of {len(dataset.cameras)} cameras.")
+    notes += [
+        f"Shown are the first {len(feature.names)} of {feature.size} values of {feature.name}."
+        for feature in features
+        if len(feature.names) < feature.size
+    ]
+    if len(dataset.tasks) > MOST_TASKS:
+        notes.append(f"Listed are the {MOST_TASKS} most frequent tasks.")
+    return notes
+
+
+def _problems(report: CheckReport) -> dict[str, Any]:
+    groups = []
+    for group in group_problems(report.problems)[:MOST_GROUPS]:
+        first = group[0]
+        messages = list(dict.fromkeys(problem.message for problem in group))
+        groups.append(
+            {
+                "severity": first.severity,
+                "kind": first.kind,
+                "feature": _short(first.feature or ""),
+                "file": _short(first.file or ""),
+                "episodes": sorted({p.episode for p in group if p.episode is not None})[
+                    :MOST_EPISODES_OF_GROUP
+                ],
+                "messages": [_short(message) for message in messages[:3]],
+                "more": max(len(messages) - 3, 0),
+                "fix": first.fix,
+            }
+        )
+    return {
+        "ok": report.ok,
+        "deep": report.deep,
+        "errors": len(report.errors),
+        "warnings": len(report.warnings),
+        "groups": groups,
+    }
+
+
+def _camera(dataset: Dataset, name: str, sheet: Sheet, strips: list[Strip]) -> dict[str, Any]:
+    _, height, width = dataset.features[name].chw
+    levels = np.sum([strip.levels[name] for strip in strips], axis=0)  # [3, 256]
+    counts = levels.reshape(3, LEVEL_BINS, -1).sum(-1).tolist()
+    return {
+        "name": name,
+        "height": height,
+        "width": width,
+        "thumbnail_width": sheet.widths[name],
+        "depth": _depth_text(dataset, name),
+        "histograms": [{"low": 0, "high": 256, "counts": channel} for channel in counts],
+    }
+
+
+def _depth_text(dataset: Dataset, name: str) -> str | None:
+    """What the colours of a depth map mean."""
+    if dataset.features[name].depth is None:
+        return None
+    near, far = depth_ends(dataset, name)
+    return (
+        f"depth: yellow is {near:.4g} {dataset.store.depth_unit}, violet {far:.4g} {dataset.store.depth_unit}"
+    )
+
+
+def _episode(
+    dataset: Dataset,
+    position: int,
+    features: list[CurveFeature],
+    budget: PageBudget,
+    strip: Strip,
+    task_numbers: dict[str, int],
+) -> dict[str, Any]:
+    length = int(dataset.episodes.length[position])
+    every = frames_per_point(length, budget.points(sum(len(f.names) for f in features)))
+    codes = episode_curves(features, int(dataset.episodes.start[position]), length, every)
+    return {
+        "index": int(dataset.episodes.index[position]),
+        "length": length,
+        "tasks": [
+            task_numbers[t] for t in dict.fromkeys(dataset.episodes.tasks[position]) if t in task_numbers
+        ][:5],
+        "frames": strip.frames,
+        "image": as_base64(strip.image),
+        "problems": {camera: _short(why) for camera, why in strip.problems.items()},
+        "every": every,
+        "curves": as_base64(codes.astype("<u2").tobytes()),
+    }
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"

@@ -1,0 +1,102 @@
+"use strict";
+// Plots as SVG: curves with a cursor, and histograms.
+
+// The first are colours that people with colour blindness can tell apart (Okabe and Ito).
+const CURVE_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#7a5195"];
+
+function curveColour(number) {
+  return CURVE_COLOURS[number] ?? `hsl(${(number * 137.5) % 360} 60% 52%)`;
+}
+
+/**
+ * Curves over the frames of an episode. `curves`: [{name, low: [...], high: [...], from, to}], where low and high are
+ * the smallest and the largest value of every `every` frames (the same array if every is 1), NaN where one is missing;
+ * from and to are the limits of its axis, which are named if all curves have the same.
+ * Returns {element, svg, show(frame)}.
+ */
+function curvePlot(title, curves, every, length) {
+  const width = 600;
+  const height = 110;
+  const x = (frame) => (length > 1 ? (frame / (length - 1)) * width : width / 2);
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
+  const legend = make("div", { class: "legend" });
+  const values = curves.map((curve, number) => {
+    const path = draw("path", { class: "curve", d: curvePath(curve, every, length, x, height) });
+    path.style.stroke = curveColour(number);
+    svg.append(path, ...missingMarks(curve, every, length, x, height));
+    const value = make("b");
+    const swatch = make("i");
+    swatch.style.background = curveColour(number);
+    const entry = make("span", {}, swatch, `${curve.name} `, value);
+    legend.append(entry);
+    entry.addEventListener("pointerenter", () => path.classList.add("strong"));
+    entry.addEventListener("pointerleave", () => path.classList.remove("strong"));
+    return value;
+  });
+  const cursor = draw("line", { class: "cursor", y1: 0, y2: height, x1: -9, x2: -9 });
+  svg.append(cursor);
+  const [{ from, to }] = curves;
+  const same = curves.every((curve) => curve.from === from && curve.to === to) && Number.isFinite(from);
+  const axis = same ? make("div", { class: "axis" }, make("span", {}, figure(to)), make("span", {}, figure(from))) : null;
+  const area = make("div", { class: "area" }, svg, axis);
+  return {
+    element: make("div", { class: "curves" }, make("h4", {}, title), area, legend),
+    svg,
+    show(frame) {
+      const bucket = Math.floor(frame / every);
+      cursor.setAttribute("x1", x(frame));
+      cursor.setAttribute("x2", x(frame));
+      curves.forEach((curve, number) => {
+        const [low, high] = [curve.low[bucket], curve.high[bucket]];
+        if (Number.isNaN(low)) values[number].textContent = "not finite";
+        else values[number].textContent = low === high ? figure(low) : `${figure(low)} … ${figure(high)}`;
+      });
+    },
+  };
+}
+
+function curvePath(curve, every, length, x, height) {
+  const span = curve.to - curve.from || 1;
+  const y = (value) => (height - 4 - ((value - curve.from) / span) * (height - 8)).toFixed(1);
+  let path = "";
+  let pen = "M";
+  curve.low.forEach((low, bucket) => {
+    if (Number.isNaN(low)) {
+      pen = "M";
+      return;
+    }
+    const at = x(Math.min((bucket + 0.5) * every - 0.5, length - 1)).toFixed(1);
+    path += `${pen}${at} ${y(low)}L${at} ${y(curve.high[bucket])}`;
+    pen = "L";
+  });
+  return path;
+}
+
+/** A mark at the bottom where a curve has values that are not finite. */
+function missingMarks(curve, every, length, x, height) {
+  const marks = [];
+  curve.low.forEach((low, bucket) => {
+    if (!Number.isNaN(low)) return;
+    const at = x(Math.min((bucket + 0.5) * every - 0.5, length - 1));
+    marks.push(draw("line", { class: "gap", x1: at, x2: at, y1: height - 10, y2: height }));
+  });
+  return marks;
+}
+
+/** A histogram: `counts` of equal bins from `low` to `high`. */
+function histogram({ low, high, counts }, width = 160, height = 32, colour = null) {
+  const most = Math.max(...counts, 1);
+  const bar = width / counts.length;
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "histogram" });
+  counts.forEach((count, number) => {
+    if (!count) return;
+    const tall = Math.max((count / most) * height, 1);
+    const [from, to] = [number, number + 1].map((edge) => low + ((high - low) * edge) / counts.length);
+    const title = draw("title", {}, `${figure(from)} to ${figure(to)}: ${count.toLocaleString("en")}`);
+    const place = { x: number * bar, y: height - tall, width: Math.max(bar - 0.5, 0.5), height: tall };
+    const drawn = draw("rect", { class: "bar", ...place }, title);
+    if (colour) drawn.style.fill = colour;
+    svg.append(drawn);
+  });
+  return svg;
+}

@@ -1,0 +1,52 @@
+"""Operators for image augmentation on NVIDIA GPUs: each applies one operation to every image, in one pass.
+
+Which operation an image gets is read on the GPU. `policies/augment/plain.py` says what they compute. A plan runs them
+on the meta device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexor.policies.nn.fused_norm import kernels_compile
+from flexor.policies.nn.fused_norm_ops import operator
+
+SUMMED = 4096  # pixels of a program that sums up
+
+
+def parts_of(images: Tensor) -> int:
+    """The number of sums for one image."""
+    return -(-images.shape[-2] * images.shape[-1] // SUMMED)
+
+
+def _floats(images: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(images, dtype=torch.float32)
+
+
+# images [B, T, C, H, W], bytes or floats in [0, 1]; ops [B, cameras, slots]; numbers [B, cameras, slots, n];
+# reach: of the largest blur, in pixels from its centre
+operator(
+    "augment_gray_sums",  # of the images that change their contrast, in parts
+    "(Tensor images, Tensor ops, int camera, int slot) -> Tensor",
+    lambda images, *_: images.new_empty(*images.shape[:2], parts_of(images), dtype=torch.float32),
+    "augment_kernels",
+)
+operator(
+    "augment_blur_rows",  # the images that are blurred, blurred along their rows
+    "(Tensor images, Tensor ops, Tensor numbers, int camera, int slot, int reach) -> Tensor",
+    _floats,
+    "augment_kernels",
+)
+operator(
+    "augment_slot",
+    "(Tensor images, Tensor ops, Tensor numbers, Tensor? seeds, Tensor? sums, Tensor? rows, int camera, int slot, "
+    "int reach) -> Tensor",
+    _floats,
+    "augment_kernels",
+)
+
+
+def can_fuse(images: Tensor) -> bool:
+    """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
+    return images.device.type == "meta" or (images.is_cuda and kernels_compile(images.device))

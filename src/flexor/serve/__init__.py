@@ -1,0 +1,1 @@
+"""`flexor serve`: a trained policy for robots on the network, in openpi's protocol."""

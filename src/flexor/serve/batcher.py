@@ -1,0 +1,104 @@
+"""Collects requests that come close together, and hands them to the model's thread as one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from flexor.serve.predictor import Job
+
+ACTIVE_S = 1.0  # a robot that asked within this time is expected to ask again
+REMEMBERED = 32  # predictions, to know how long one takes
+
+
+class Batcher:
+    """One queue for all clients. Only the event loop uses it, except for `answer`."""
+
+    def __init__(self, answer: Callable[[Sequence[Job]], None], most: int, window_s: float):
+        self.answer, self.most, self.window_s = answer, most, window_s
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self.waiting: deque[tuple[Job, asyncio.Future[None]]] = deque()
+        self.changed = asyncio.Event()
+        self.seen: dict[object, float] = {}  # session -> when it asked last
+        self.took: deque[float] = deque(maxlen=REMEMBERED)
+        self.trust = 1.0  # in what is remembered of it
+
+    async def submit(self, job: Job) -> None:
+        """Return when the job is answered or has expired."""
+        job.queued = time.perf_counter()
+        self.seen[job.session] = job.queued
+        if self._too_late(job):
+            job.expired = True
+            return
+        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((job, answered))
+        self.changed.set()
+        await answered
+
+    def forget(self, session: object) -> None:
+        self.seen.pop(session, None)
+
+    def fastest(self) -> float:
+        """How long a prediction takes at least, in seconds, as far as is known."""
+        return self.trust * min(self.took, default=0.0)
+
+    async def run(self) -> None:
+        """Answer requests until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            while not self.waiting:
+                self.changed.clear()
+                await self.changed.wait()
+            await self._wait_for_others()
+            batch = self._take()
+            if not batch:
+                continue
+            started = time.perf_counter()
+            try:
+                await loop.run_in_executor(self.thread, self.answer, [job for job, _ in batch])
+            except Exception as error:
+                for job, _ in batch:
+                    job.error = job.error or f"The server failed: {type(error).__name__}."
+            self.took.append(time.perf_counter() - started)
+            self.trust = 1.0
+            for _, answered in batch:
+                if not answered.done():
+                    answered.set_result(None)
+
+    async def _wait_for_others(self) -> None:
+        """Until all robots that are expected have asked, but not longer than the window."""
+        until = self.waiting[0][0].queued + self.window_s
+        while len(self.waiting) < min(self.most, self._expected()):
+            left = until - time.perf_counter()
+            if left <= 0:
+                return
+            self.changed.clear()
+            try:
+                await asyncio.wait_for(self.changed.wait(), left)
+            except TimeoutError:
+                return
+
+    def _expected(self) -> int:
+        since = time.perf_counter() - ACTIVE_S
+        return sum(when >= since for when in self.seen.values())
+
+    def _take(self) -> list[tuple[Job, asyncio.Future[None]]]:
+        """The next batch, without those whose robots are gone or whose time is over."""
+        batch: list[tuple[Job, asyncio.Future[None]]] = []
+        while self.waiting and len(batch) < self.most:
+            job, answered = self.waiting.popleft()
+            if not job.alive() or self._too_late(job):
+                job.expired = True
+                answered.set_result(None)
+            else:
+                batch.append((job, answered))
+        return batch
+
+    def _too_late(self, job: Job) -> bool:
+        if job.due is None or time.perf_counter() + self.fastest() <= job.due:
+            return False
+        self.trust *= 0.9  # a model that was slow once is tried again
+        return True

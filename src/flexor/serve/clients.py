@@ -1,0 +1,202 @@
+"""One client: its connection, its robots' sessions, its rate limit, and the loop that answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+from websockets.protocol import State
+
+from flexor.core.log import log
+from flexor.policies.session import Session
+from flexor.serve.batcher import Batcher
+from flexor.serve.metrics import Metrics
+from flexor.serve.predictor import Job, Predictor
+from flexor.serve.request import Asked, BadRequest, ObservationReader
+from flexor.serve.settings import ServeSettings
+from flexor_client.wire import OPTIONS, WireError, pack, unpack
+
+FAILED = 1011  # the close code of openpi's server after an error
+BURST_S = 1.0  # a client may use this much of its rate at once
+
+
+class RateLimit:
+    """So many requests per second on average: a bucket that fills with time."""
+
+    def __init__(self, per_s: float):
+        self.per_s, self.most = per_s, max(1.0, BURST_S * per_s)
+        self.left, self.last = self.most, time.perf_counter()
+
+    def wait_s(self) -> float:
+        """Take one, and say how long to wait before it may be used."""
+        now = time.perf_counter()
+        self.left = min(self.most, self.left + (now - self.last) * self.per_s) - 1
+        self.last = now
+        return max(0.0, -self.left / self.per_s)
+
+
+class Client:
+    """A connected client, as the page shows it."""
+
+    def __init__(self, number: int, connection: ServerConnection, settings: ServeSettings):
+        self.number, self.connection = number, connection
+        self.address = str((connection.remote_address or ("unknown",))[0])
+        self.since = time.time()
+        self.requests = self.expired = 0
+        self.last_total_ms: float | None = None
+        self.images: dict[str, np.ndarray] = {}  # the last of each camera, [C, H, W]
+        self.task = ""
+        self.sessions: dict[str, Session] = {}
+        self.rate = RateLimit(settings.requests_per_s)
+        self.encode_ms: float | None = None  # of the last reply
+
+    def alive(self) -> bool:
+        return self.connection.state is State.OPEN
+
+
+class ClientLoop:
+    """Answers clients, each in a task of its own."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        predictor: Predictor,
+        reader: ObservationReader,
+        batcher: Batcher,
+        metrics: Metrics,
+        metadata: bytes,
+    ):
+        self.settings, self.predictor, self.reader = settings, predictor, reader
+        self.batcher, self.metrics, self.metadata = batcher, metrics, metadata
+        self.clients: dict[int, Client] = {}
+        self.decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
+        self.cameras = [*predictor.config.images]
+
+    async def __call__(self, connection: ServerConnection) -> None:
+        """From the first frame to the last."""
+        self.metrics.connections += 1
+        client = Client(self.metrics.connections, connection, self.settings)
+        self.clients[client.number] = client
+        try:
+            await connection.send(self.metadata)
+            async for frame in connection:
+                if not await self._turn(client, frame):
+                    break
+        except ConnectionClosed:
+            pass  # whichever way it went, only this client is concerned
+        finally:
+            del self.clients[client.number]
+            for session in client.sessions.values():
+                self.batcher.forget(session)
+
+    async def _turn(self, client: Client, frame: bytes | str) -> bool:
+        """Answer one frame; False if that ends the connection."""
+        arrived = time.perf_counter()
+        wait = client.rate.wait_s()
+        if wait:
+            self.metrics.delayed += 1
+            await asyncio.sleep(wait)
+        self.metrics.bytes_in += len(frame)
+        begun = time.perf_counter()
+        try:
+            asked = await self._read(frame)
+            session = self._session(client, asked)
+        except (WireError, BadRequest) as error:
+            return await self._refuse(client, "refused", str(error))
+        decoded = time.perf_counter()
+        job = Job(asked, session, arrived, client.alive)
+        await self.batcher.submit(job)
+        if job.error is not None:
+            return await self._refuse(client, "failed", job.error)
+        await self._reply(client, job, decoded - begun)
+        return True
+
+    async def _read(self, frame: bytes | str) -> Asked:
+        if isinstance(frame, str):
+            raise BadRequest("An observation must be a binary frame of MessagePack, not text.")
+        message = unpack(frame, self.settings.limits)
+        if not self.reader.has_files(message):
+            return self.reader.read(message)
+        # decoding an image takes milliseconds, in which other clients are served
+        return await asyncio.get_running_loop().run_in_executor(self.decoders, self.reader.read, message)
+
+    def _session(self, client: Client, asked: Asked) -> Session:
+        name = asked.options.session if asked.options else ""
+        if name not in client.sessions:
+            if len(client.sessions) >= self.settings.max_sessions:
+                raise BadRequest(f"A connection can have at most {self.settings.max_sessions} sessions.")
+            client.sessions[name] = self.predictor.session()
+        for camera in self.cameras:
+            image = asked.observation[camera]
+            client.images[camera] = image[-1] if asked.stacked else image
+        client.task = asked.task
+        return client.sessions[name]
+
+    async def _refuse(self, client: Client, result: str, reason: str) -> bool:
+        self.metrics.results[result] += 1
+        log.info("client %d (%s): %s", client.number, client.address, reason)
+        with contextlib.suppress(ConnectionClosed):
+            await client.connection.send(reason)
+            await client.connection.close(FAILED, "the observation could not be answered")
+        return False
+
+    async def _reply(self, client: Client, job: Job, decode_s: float) -> None:
+        before = time.perf_counter()
+        reply = pack(_message(client, job, decode_s))
+        await client.connection.send(reply)
+        now = time.perf_counter()
+        client.encode_ms, client.last_total_ms = 1e3 * (now - before), 1e3 * (now - job.arrived)
+        client.requests += 1
+        self.metrics.bytes_out += len(reply)
+        if job.expired:
+            client.expired += 1
+            self.metrics.results["expired"] += 1
+            return
+        self.metrics.results["ok"] += 1
+        seconds = {
+            "decode": decode_s,
+            "queue": job.started - job.queued,
+            "model": job.finished - job.started,
+            "encode": now - before,
+            "total": now - job.arrived,
+        }
+        self.metrics.answered(seconds, job.batch)
+
+
+def _message(client: Client, job: Job, decode_s: float) -> dict[str, Any]:
+    options = job.options
+    timing = {"decode_ms": 1e3 * decode_s}
+    if client.encode_ms is not None and client.last_total_ms is not None:
+        timing |= {"encode_ms": client.encode_ms, "prev_total_ms": client.last_total_ms}
+    message: dict[str, Any] = {}
+    if job.expired:
+        age = options.age_ms + 1e3 * (time.perf_counter() - job.arrived)
+        message["expired"] = {"age_ms": age, "deadline_ms": options.deadline_ms}
+    else:
+        model_ms = 1e3 * (job.finished - job.started)
+        timing |= {
+            "queue_ms": 1e3 * (job.started - job.queued),
+            "model_ms": model_ms,
+            "infer_ms": 1e3 * (job.finished - job.queued),
+        }
+        message["actions"] = job.actions
+        message["policy_timing"] = {"infer_ms": model_ms}
+    message["server_timing"] = timing
+    if job.asked.options is not None:
+        told: dict[str, Any] = {
+            "step": job.step,
+            "episode": job.session.episode,
+            "batch": job.batch,
+        }
+        if options.id is not None:
+            told["id"] = options.id
+        if options.previous is not None:
+            told["delay"] = options.delay
+        message[OPTIONS] = told
+    return message

@@ -1,0 +1,229 @@
+"""A client's message -> what a policy is asked. What does not fit is refused with a sentence that says how to fix it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.typed import closest
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.serve.settings import Reply
+from flexor_client.wire import OPTIONS, Limits, WireError, decode_jpeg
+
+TASK_KEYS = ("prompt", "task")
+LONGEST_NAME = 64
+LONGEST_TASK = 4096
+LARGEST_NUMBER = 2**53  # of an episode or step
+
+
+class BadRequest(FlexorError):
+    """A message that can't be answered; its text is for the client."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """The fields under the key `flexor` of an observation: see flexor_client/wire.py."""
+
+    id: int | str | None = None
+    session: str = ""
+    reset: bool = False
+    episode: int | None = None
+    step: int | None = None
+    reply: Reply | None = None
+    previous: np.ndarray | None = None
+    delay: int = 0
+    deadline_ms: float | None = None
+    age_ms: float = 0.0
+
+    @classmethod
+    def read(cls, given: Any, action_size: int) -> RequestOptions | None:
+        """The options in a message; None if it has none."""
+        if given is None:
+            return None
+        if not isinstance(given, dict):
+            raise BadRequest(f"`{OPTIONS}` must be a map of options, not {_kind(given)}.")
+        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        if unknown:
+            raise BadRequest(
+                f"`{OPTIONS}` has an unknown option {unknown[0]!r:.60}. "
+                f"{closest(str(unknown[0])[:60], cls.__dataclass_fields__)}"
+            )
+        options = cls(**given)
+        options._check(action_size)
+        return options
+
+    def _check(self, action_size: int) -> None:
+        def require(name: str, fits: bool, wanted: str) -> None:
+            if not fits:
+                raise BadRequest(f"`{OPTIONS}.{name}` must be {wanted}.")
+
+        short = isinstance(self.id, str) and len(self.id) <= LONGEST_NAME
+        require("id", self.id is None or short or _whole(self.id), f"a number or at most {LONGEST_NAME} characters")
+        fits = isinstance(self.session, str) and len(self.session) <= LONGEST_NAME
+        require("session", fits, f"at most {LONGEST_NAME} characters")
+        require("reset", isinstance(self.reset, bool), "true or false")
+        require("episode", self.episode is None or _whole(self.episode), "a whole number from 0")
+        require("step", self.step is None or _whole(self.step), "a whole number from 0")
+        require("reply", self.reply in (None, "chunk", "action"), "chunk or action")
+        require("delay", _whole(self.delay), "a whole number from 0")
+        for name in ("deadline_ms", "age_ms"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
+            require(name, (value is None and name == "deadline_ms") or number, "milliseconds, from 0")
+        if self.previous is not None:
+            value = self.previous
+            fits = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind == "f" and len(value) > 0
+            require("previous", fits and value.shape[1] == action_size, f"a float array [at least 1, {action_size}]")
+            require("previous", bool(np.isfinite(value).all()), "finite")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a message asks for."""
+
+    observation: dict[str, np.ndarray]
+    """Images as uint8 [C, H, W], states as float32; with `stacked`, [T, ...]."""
+    stacked: bool
+    task: str
+    options: RequestOptions | None
+
+
+class ObservationReader:
+    """Reads observations for a policy, under the names that a client uses."""
+
+    def __init__(self, config: PolicyConfig, names: Mapping[str, str], limits: Limits):
+        self.features, self.limits = config.observed, limits
+        self.action_size = config.action.shape[0]
+        for name in names:
+            if name not in self.features:
+                raise ConfigError(f"--map {name}=...: the policy has no such input. {closest(name, self.features)}")
+        self.names = {name: names.get(name, name) for name in self.features}
+        deltas = config.observation_deltas
+        self.steps = None if deltas is None else [step for step in deltas if step <= 0]
+
+    def has_files(self, message: Any) -> bool:
+        """Whether a message holds compressed images, which take long to decode."""
+        if not isinstance(message, dict):
+            return False
+        values = (_find(message, self.names[name]) for name, f in self.features.items() if f.type is Kind.VISUAL)
+        return any(isinstance(v, bytes) or (isinstance(v, list) and bytes in map(type, v)) for v in values)
+
+    def read(self, message: Any) -> Asked:
+        if not isinstance(message, dict):
+            raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
+        found: dict[str, np.ndarray] = {}
+        for name, feature in self.features.items():
+            value = _find(message, self.names[name])
+            if value is None:
+                raise BadRequest(self._missing(name, message))
+            found[name] = self._value(self.names[name], value, feature)
+        stacked = self._stacked(found)
+        task = next((message[key] for key in TASK_KEYS if key in message), "")
+        if isinstance(task, np.str_):
+            task = str(task)
+        if not isinstance(task, str) or len(task) > LONGEST_TASK:
+            raise BadRequest(f"`prompt` must be text of at most {LONGEST_TASK} characters.")
+        return Asked(found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size))
+
+    def _missing(self, name: str, message: dict[Any, Any]) -> str:
+        wanted = self.names[name]
+        there = ", ".join(sorted(str(key)[:LONGEST_NAME] for key in message if key != OPTIONS)[:20]) or "nothing"
+        return (
+            f"The policy needs {wanted}, but the observation has only {there}. Send it under this name, or start the "
+            f"server with --map {name}=NAME."
+        )
+
+    def _value(self, name: str, value: Any, feature: PolicyFeature) -> np.ndarray:
+        if feature.type is Kind.VISUAL:
+            if isinstance(value, list):
+                return np.stack([self._image(name, one, feature.shape) for one in _few(name, value, self.steps)])
+            return self._image(name, value, feature.shape)
+        return self._vector(name, value, feature.shape)
+
+    def _image(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """An image uint8 [C, H, W], or several [T, C, H, W]."""
+        if isinstance(value, bytes):
+            try:
+                value = decode_jpeg(value, self.limits)
+            except WireError as error:
+                raise BadRequest(f"{name}: {error}") from error
+        if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
+            got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else _kind(value)
+            raise BadRequest(f"{name} must be an image, as a uint8 array or a JPEG file in bytes, not {got}.")
+        channels, height, width = shape
+        if value.shape[-3:] == (height, width, channels) and value.ndim in (3, 4):
+            value = np.moveaxis(value, -1, -3)
+        if value.shape[-3:] != shape or value.ndim not in (3, 4):
+            raise BadRequest(
+                f"{name} is {list(value.shape)}, but the policy was trained on images [{height}, {width}, {channels}]: "
+                "resize it before you send it."
+            )
+        return value
+
+    def _vector(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+        try:
+            array = np.asarray(value)
+            fits = array.dtype.kind in "fiub"
+        except ValueError:  # a list of lists of different lengths
+            fits = False
+        if not fits:
+            raise BadRequest(f"{name} must be numbers, not {_kind(value)}.")
+        if array.shape != shape and array.shape[1:] != shape:
+            raise BadRequest(f"{name} is {list(array.shape)}, but the policy was trained on {list(shape)}.")
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            raise BadRequest(f"{name} has values that are not finite: nan or infinity.")
+        return array
+
+    def _stacked(self, found: dict[str, np.ndarray]) -> bool:
+        """Whether the message brings its own history. All values must, or none."""
+        more = {name: array.ndim > len(self.features[name].shape) for name, array in found.items()}
+        if not any(more.values()):
+            return False
+        steps = self.steps
+        for name, has in more.items():
+            if steps is None or not has or len(found[name]) != len(steps):
+                raise BadRequest(
+                    f"{self.names[name]} is {list(found[name].shape)}: "
+                    + (
+                        "the policy sees one observation, without a history."
+                        if steps is None
+                        else f"with a history, every input must have {len(steps)} entries, those of the steps {steps}."
+                    )
+                )
+        return True
+
+
+def _find(message: Mapping[Any, Any], name: str) -> Any:
+    """The value under a name: one key, or a path of nested maps."""
+    if name in message:
+        return message[name]
+    value: Any = message
+    for part in name.split("/"):
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _few(name: str, values: list[Any], steps: Sequence[int] | None) -> list[Any]:
+    """Checked before anything is decoded."""
+    if len(values) != len(steps or [0]):
+        raise BadRequest(f"{name} is a list of {len(values)} values, but the policy sees {len(steps or [0])}.")
+    return values
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_NUMBER
+
+
+def _kind(value: Any) -> str:
+    return {dict: "a map", list: "a list", str: "text", type(None): "nothing"}.get(
+        type(value), f"a {type(value).__name__}"
+    )

@@ -1,0 +1,69 @@
+"""How a server is run: its address, its limits, and how requests are batched."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from flexor.core.errors import ConfigError
+from flexor_client.wire import Limits
+
+Reply = Literal["chunk", "action"]
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Settings of `flexor serve`; see its flags."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    reply: Reply | None = None
+    """None: a chunk, or an action for policies with temporal ensembling."""
+    seed: int = 0
+    """Of the policy's noise."""
+    max_batch: int = 8
+    batch_window_ms: float = 2.0
+    """How long a request waits for those of other robots."""
+    max_clients: int = 64
+    max_sessions: int = 64
+    """Robots on one connection."""
+    requests_per_s: float = 200.0
+    """Of one client, on average. Faster ones are answered later."""
+    limits: Limits = field(default_factory=Limits)
+    ping_s: float = 20.0
+    """Clients that are silent get a ping this often, and are disconnected if they do not answer in the same time."""
+
+    def validate(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port={self.port} must be from 0 to 65535; 0 takes any free one.")
+        for name in ("max_batch", "max_clients", "max_sessions", "requests_per_s", "ping_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}={getattr(self, name)} must be greater than 0."
+                )
+        if self.batch_window_ms < 0:
+            raise ConfigError(f"--batch-window-ms={self.batch_window_ms} must be at least 0.")
+        if self.limits.frame_bytes < 2**16:
+            raise ConfigError("--max-frame-mb is less than an image needs.")
+        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
+            raise ConfigError("The API key must be ASCII text that is not empty.")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key must be given together.")
+
+    def tls(self) -> ssl.SSLContext | None:
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"Can't read the certificate {self.tls_cert} with the key {self.tls_key}: {error}. "
+                "Both must be PEM files that belong together."
+            ) from error
+        return context

@@ -1,0 +1,204 @@
+"""The model card of a run: what was trained on what, how well, how it compares with the plan, and how to load it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flexor.config.parse import read_run
+from flexor.core.hub import LICENSE, MADE_BY
+from flexor.core.machine import gigabytes
+from flexor.core.run_files import METRICS
+from flexor.data.storage.source import is_repo_id
+from flexor.policies.external import is_code, short_name
+from flexor.sim.record import BUILTIN
+from flexor.train.checkpoint.run_record import read_record
+
+SETTINGS = (
+    ("steps", "optimizer steps"),
+    ("batch_size", "samples per process and pass"),
+    ("global_batch_size", "samples per step"),
+    ("optimizer.type", "optimizer"),
+    ("optimizer.lr", "learning rate"),
+    ("scheduler.type", "schedule"),
+    ("precision", "precision"),
+    ("ema.enable", "moving average of the weights"),
+    ("lora.r", "rank of the adapters (LoRA)"),
+    ("seed", "seed"),
+)
+
+
+def model_card(
+    run: Path,
+    step: int,
+    repo_id: str,
+    license: str | None = None,
+    tags: Sequence[str] | None = None,
+    checkpoints: bool = False,
+) -> str:
+    """`checkpoints`: whether the repository has the whole checkpoint, so that the run can be resumed from it."""
+    settings, record = read_run(run), read_record(run)
+    kind = str(settings["policy"]["type"])
+    dataset = record.get("dataset") or {}
+    trained_on = dataset.get("name") or settings["dataset"].get("repo_id") or "a local dataset"
+    parts = [
+        _front_matter(settings, kind, license, tags),
+        MADE_BY,
+        f"# {short_name(kind)}, trained on {trained_on}",
+        f"A robot policy of type `{short_name(kind)}`, trained with Flexor on {_linked(trained_on)}: step {step} of "
+        f"{settings['steps']}.",
+        _how_to_load(kind, repo_id, checkpoints),
+        _section("Data", _data(dataset, settings)),
+        _section("Settings", _settings(settings), "All settings are in `config.yaml`."),
+        _section("Metrics", _metrics(run, step), "All metrics are in `metrics.jsonl`."),
+        _section("Plan and reality", _plan(record.get("plan") or {})),
+        _section("Where", _machine(record.get("machine") or {})),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _front_matter(
+    settings: dict[str, Any], kind: str, license: str | None, tags: Sequence[str] | None
+) -> str:
+    dataset, base = settings["dataset"].get("repo_id"), settings.get("policy_path")
+    values: dict[str, Any] = {
+        "license": license or LICENSE,
+        "library_name": "lerobot",
+        "pipeline_tag": "robotics",
+        "tags": list(dict.fromkeys(["robotics", "lerobot", "flexor", short_name(kind), *(tags or [])])),
+    }
+    if _on_hub(dataset):
+        values["datasets"] = [dataset]
+    if base and not Path(base).exists() and is_repo_id(base.partition("@")[0]):
+        values["base_model"] = base.partition("@")[0]
+    return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
+
+
+def _on_hub(dataset: Any) -> bool:
+    return isinstance(dataset, str) and is_repo_id(dataset) and dataset not in BUILTIN
+
+
+def _linked(dataset: str) -> str:
+    return f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _on_hub(dataset) else f"`{dataset}`"
+
+
+def _how_to_load(kind: str, repo_id: str, checkpoints: bool) -> str:
+    own = f", overrides={{'type': 'FILE.py:{short_name(kind)}'}}" if is_code(kind) else ""
+    lines = [
+        "## Load it",
+        "",
+        "With Flexor:",
+        "",
+        "```python",
+        "from flexor import load_pretrained",
+        "",
+        f'policy = load_pretrained("{repo_id}", device="cuda"{own})',
+        "actions = policy.chunk(observation, task=[...])  # [robots, steps, action], in the robot's units",
+        "```",
+        "",
+        "```console",
+        f"flexor eval {repo_id} --env.type=...",
+        f"flexor train --policy.path={repo_id} --dataset.repo_id=... --output_dir=...",
+    ]
+    lines += [f"flexor resume hub:{repo_id}"] if checkpoints else []
+    lines.append("```")
+    if not is_code(kind):
+        lines += [
+            "",
+            "With LeRobot:",
+            "",
+            "```python",
+            "from lerobot.policies.factory import get_policy_class, make_pre_post_processors",
+            "",
+            f'policy = get_policy_class("{kind}").from_pretrained("{repo_id}")',
+            f'before, after = make_pre_post_processors(policy.config, pretrained_path="{repo_id}")',
+            "```",
+            "",
+            "```console",
+            f"lerobot-train --policy.path={repo_id} --dataset.repo_id=... --policy.push_to_hub=false",
+            "```",
+        ]
+    return "\n".join(lines)
+
+
+def _section(title: str, rows: Iterable[tuple[str, Any]], more: str = "") -> str:
+    rows = [(name, value) for name, value in rows if value not in (None, "", [])]
+    if not rows:
+        return ""
+    table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+    return f"## {title}\n\n{table}" + (f"\n\n{more}" if more else "")
+
+
+def _cell(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _data(dataset: dict[str, Any], settings: dict[str, Any]) -> list[tuple[str, Any]]:
+    wanted = settings["dataset"].get("episodes")
+    return [
+        ("dataset", dataset.get("name")),
+        ("revision", settings["dataset"].get("revision")),
+        ("episodes", dataset.get("episodes")),
+        ("which episodes", "a selection: see config.yaml" if wanted else None),
+        ("frames", dataset.get("frames")),
+        ("frames per second", dataset.get("fps")),
+        ("robot", dataset.get("robot_type")),
+        ("cameras", dataset.get("cameras")),
+        ("tasks", dataset.get("tasks")),
+    ]
+
+
+def _settings(settings: dict[str, Any]) -> list[tuple[str, Any]]:
+    rows = []
+    for key, text in SETTINGS:
+        value: Any = settings
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        rows.append((text, None if value in (False, 0) and key != "seed" else value))
+    return rows
+
+
+def _metrics(run: Path, step: int) -> list[tuple[str, Any]]:
+    """The newest value of each metric up to this step."""
+    newest: dict[str, tuple[float, int]] = {}
+    try:
+        lines = (run / METRICS).read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue  # being written
+        for name, value in values.items():
+            if isinstance(value, int | float) and values.get("step", step + 1) <= step:
+                newest[name] = (value, values["step"])
+    shown = ("loss", "held_out_loss", "samples_per_s", "epoch", *(n for n in newest if n.startswith("eval_")))
+    return [(n, f"{newest[n][0]:.5g} (step {newest[n][1]})") for n in shown if n in newest]
+
+
+def _plan(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if "planned_allocated_bytes" in plan:
+        planned, measured = (gigabytes(int(plan[k])) for k in ("planned_allocated_bytes", "allocated_bytes"))
+        rows.append(("peak memory per GPU", f"{planned} planned, {measured} measured"))
+    if "planned_step_s" in plan:
+        planned, measured = (f"{1e3 * plan[k]:.0f} ms" for k in ("planned_step_s", "step_s"))
+        rows.append(("time per step", f"{planned} planned, {measured} measured"))
+    return rows
+
+
+def _machine(machine: dict[str, Any]) -> list[tuple[str, Any]]:
+    if not machine:
+        return []
+    return [
+        ("device", f"{machine['processes']} x {machine['device']}"),
+        ("strategy", machine["strategy"] if machine["processes"] > 1 else None),
+        ("precision", machine["precision"]),
+        ("versions", f"flexor {machine['flexor']}, torch {machine['torch']}"),
+    ]

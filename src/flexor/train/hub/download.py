@@ -1,0 +1,148 @@
+"""`flexor resume hub:USER/NAME`: downloads the newest complete checkpoint of a run, to be resumed here.
+
+A checkpoint is complete if the repository has every file of its manifest, with its size and hash. It is downloaded to a
+hidden folder, checked again, and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flexor.core.console import progress
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.hub import HubEntry, HubRepository
+from flexor.core.hub_errors import persist
+from flexor.core.log import log
+from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
+from flexor.data.storage.source import is_repo_id
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.run_record import read_record
+
+PREFIX = "hub:"
+
+
+def fetch_run(address: str, output: Path | None = None) -> Path:
+    """The folder of the run, with its newest checkpoint. `address`: hub:USER/NAME or hub:USER/NAME@REVISION."""
+    repo_id, _, revision = address.removeprefix(PREFIX).partition("@")
+    if not is_repo_id(repo_id):
+        raise ConfigError(f"{address} is not a run on the Hub: give hub:USER/NAME or hub:USER/NAME@REVISION.")
+    run = output or Path("runs") / repo_id.partition("/")[2]
+    run.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(run):
+        _Download(HubRepository(repo_id), revision or None, run).fetch()
+    return run
+
+
+@contextmanager
+def _one_at_a_time(run: Path) -> Iterator[None]:
+    """Several processes of a run may ask for it: the first one downloads, the others wait and find it."""
+    file = run.parent / f".{run.name}.download"
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    file.unlink(missing_ok=True)
+
+
+class _Download:
+    def __init__(self, repository: HubRepository, revision: str | None, run: Path):
+        self.repository, self.run, self.pinned = repository, run, revision is not None
+        what = f"looking at {repository.url}"
+        self.commit = persist(what, lambda: repository.newest_commit(revision))
+        self.there = persist(what, lambda: repository.files(self.commit))
+
+    def fetch(self) -> None:
+        name, files = self._newest_complete()
+        self._check_folder()
+        here = checkpoint.newest(self.run / CHECKPOINTS)
+        if here is not None and int(here.name) >= int(name):
+            if self.pinned and here.name != name:
+                raise ConfigError(
+                    f"{self.run} already has checkpoint {here.name} of this run, which is newer than {name}. Choose "
+                    "another folder with --output_dir."
+                )
+            log.info("%s already has checkpoint %s", self.run, here.name)
+            return
+        self.run.mkdir(parents=True, exist_ok=True)
+        for file in (RUN_RECORD, RUN_CONFIG, METRICS):
+            text = self._read(file)
+            if text is not None:
+                (self.run / file).write_bytes(text)
+        self._download(name, files)
+        log.info("downloaded checkpoint %s of %s to %s", name, self.repository.url, self.run)
+
+    def _newest_complete(self) -> tuple[str, dict[str, int]]:
+        """The name of the newest checkpoint whose files are all there, and their sizes."""
+        names = {path.split("/")[1] for path in self.there if path.startswith(f"{CHECKPOINTS}/")}
+        steps = sorted((name for name in names if name.isdigit()), key=int, reverse=True)
+        for name in steps:
+            files, wrong = self._files_of(name)
+            if wrong is None:
+                return name, files
+            log.warning("checkpoint %s of %s is not complete: %s", name, self.repository.url, wrong)
+        raise CheckpointError(
+            f"{self.repository.url} has no complete checkpoint of a Flexor run to resume from "
+            f"({len(steps)} that are not complete). Push them with `flexor push RUN --checkpoints`, or train with "
+            f"--save_checkpoint_to_hub=true. To start a new run from its policy: "
+            f"flexor train --policy.path={self.repository.repo_id}"
+        )
+
+    def _files_of(self, name: str) -> tuple[dict[str, int], str | None]:
+        """The files of a checkpoint with their sizes, and what is wrong with them."""
+        base = f"{CHECKPOINTS}/{name}"
+        text = self._read(f"{base}/{checkpoint.MANIFEST}")
+        if text is None:
+            return {}, f"{checkpoint.MANIFEST} is missing"
+        try:
+            listed: dict[str, Any] = json.loads(text)["files"]
+            expected = {f"{base}/{file}": (int(e["size"]), str(e["sha256"])) for file, e in listed.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return {}, f"{checkpoint.MANIFEST} can't be read"
+        for path, (size, sha256) in expected.items():
+            entry: HubEntry | None = self.there.get(path)
+            if entry is None:
+                return {}, f"{path} is missing"
+            if entry.size != size or entry.sha256 not in (None, sha256):
+                return {}, f"{path} is not the file that was saved"
+        if any(".." in path.split("/") for path in expected):
+            return {}, f"{checkpoint.MANIFEST} names files outside of it"
+        manifest = f"{base}/{checkpoint.MANIFEST}"
+        return {path: size for path, (size, _) in expected.items()} | {manifest: len(text)}, None
+
+    def _check_folder(self) -> None:
+        """Refuse a folder that holds something else."""
+        if not self.run.exists() or not any(self.run.iterdir()):
+            return
+        text = self._read(RUN_RECORD)
+        theirs = json.loads(text).get("id") if text else None
+        if theirs is None or read_record(self.run).get("id") != theirs:
+            raise ConfigError(
+                f"{self.run} exists and is not the run in {self.repository.url}. Choose another folder with "
+                "--output_dir."
+            )
+
+    def _download(self, name: str, files: dict[str, int]) -> None:
+        checkpoints = self.run / CHECKPOINTS
+        aside = checkpoints / f".{name}.downloading"
+        aside.mkdir(parents=True, exist_ok=True)
+        self.repository.download(files, aside, self.commit, progress(f"downloading checkpoint {name}"))
+        got = aside / CHECKPOINTS / name
+        try:
+            checkpoint.verify(got)
+        except CheckpointError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"Checkpoint {name} of {self.repository.url} arrived damaged and was removed: {error} Try again."
+            ) from error
+        checkpoint.adopt(got, checkpoints / name)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _read(self, name: str) -> bytes | None:
+        if name not in self.there:
+            return None
+        return persist(f"reading {name}", lambda: self.repository.read(name, self.commit))
