@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable
@@ -61,6 +62,7 @@ class RemotePolicy:
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._connection: ClientConnection | None = None
+        self._stack = ExitStack()  # closes it
         self._metadata: dict[str, Any] = {}
         self._episode: int | None = None
         self._resets, self._resets_told = 0, 0  # new episodes, and those that the server knows of
@@ -163,14 +165,16 @@ class RemotePolicy:
         if self._connection is not None:
             return self._connection
         try:
-            self._connection = connect(
-                self.url,
-                additional_headers=self._headers,
-                ssl=self._tls,
-                compression=None,
-                max_size=None,
-                open_timeout=self.timeout_s,
-                close_timeout=1,
+            self._connection = self._stack.enter_context(
+                connect(
+                    self.url,
+                    additional_headers=self._headers,
+                    ssl=self._tls,
+                    compression=None,
+                    max_size=None,
+                    open_timeout=self.timeout_s,
+                    close_timeout=1,
+                )
             )
         except InvalidStatus as error:
             status = error.response.status_code
@@ -219,9 +223,8 @@ class RemotePolicy:
         return message
 
     def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        self._connection = None
+        self._stack.close()
 
 
 def _tls(url: str, certificate: str | Path | None) -> ssl.SSLContext | None:

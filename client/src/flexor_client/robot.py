@@ -160,7 +160,11 @@ def drive(
 
 
 def _pause(
-    began: float, period: float, report: DriveReport, clock: Callable[[], float], sleep: Callable[[float], None]
+    began: float,
+    period: float,
+    report: DriveReport,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
 ) -> float:
     """Wait for the next step; returns how long after this one it begins.
 

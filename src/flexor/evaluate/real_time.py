@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from flexor_client import ChunkPlayer, RealTimePlayer, drive
-from flexor_client.players import ChunkSource
 
 from flexor.core.console import Progress
 from flexor.sim.robot import PlaceRobot
 from flexor.sim.task import TIME_LIMIT
+from flexor_client import ChunkPlayer, RealTimePlayer, drive
+from flexor_client.players import ChunkSource
 
 RENAME = {"image": "observation.image", "places": "observation.environment_state"}
 

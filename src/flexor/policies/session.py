@@ -187,9 +187,7 @@ def _ask(
     size = min((size for size in sizes if size >= count), default=count)
     rows = [*range(count), *([count - 1] * (size - count))]
     steps = [sessions[row].step for row in rows]
-    memory: Batch = {
-        name: torch.stack([sessions[row].memory[name] for row in rows]) for name in first.memory
-    }
+    memory: Batch = {name: torch.stack([sessions[row].memory[name] for row in rows]) for name in first.memory}
     running = [executing[row] for row in rows]
     continues = first.pretrained.policy.continues_chunks
     chunks = first.pretrained.chunk(

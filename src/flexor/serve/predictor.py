@@ -164,7 +164,10 @@ class Predictor:
             with self._precision():
                 chunks = predict_together(
                     [job.session for job in jobs],
-                    [job.asked.observation if job.asked.stacked else job.session.history.stacked() for job in jobs],
+                    [
+                        job.asked.observation if job.asked.stacked else job.session.history.stacked()
+                        for job in jobs
+                    ],
                     [_executing(job) for job in jobs],
                     self.sizes,
                 )

@@ -63,7 +63,11 @@ class RequestOptions:
                 raise BadRequest(f"`{OPTIONS}.{name}` must be {wanted}.")
 
         short = isinstance(self.id, str) and len(self.id) <= LONGEST_NAME
-        require("id", self.id is None or short or _whole(self.id), f"a number or at most {LONGEST_NAME} characters")
+        require(
+            "id",
+            self.id is None or short or _whole(self.id),
+            f"a number or at most {LONGEST_NAME} characters",
+        )
         fits = isinstance(self.session, str) and len(self.session) <= LONGEST_NAME
         require("session", fits, f"at most {LONGEST_NAME} characters")
         require("reset", isinstance(self.reset, bool), "true or false")
@@ -77,8 +81,17 @@ class RequestOptions:
             require(name, (value is None and name == "deadline_ms") or number, "milliseconds, from 0")
         if self.previous is not None:
             value = self.previous
-            fits = isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind == "f" and len(value) > 0
-            require("previous", fits and value.shape[1] == action_size, f"a float array [at least 1, {action_size}]")
+            fits = (
+                isinstance(value, np.ndarray)
+                and value.ndim == 2
+                and value.dtype.kind == "f"
+                and len(value) > 0
+            )
+            require(
+                "previous",
+                fits and value.shape[1] == action_size,
+                f"a float array [at least 1, {action_size}]",
+            )
             require("previous", bool(np.isfinite(value).all()), "finite")
 
 
@@ -101,7 +114,9 @@ class ObservationReader:
         self.action_size = config.action.shape[0]
         for name in names:
             if name not in self.features:
-                raise ConfigError(f"--map {name}=...: the policy has no such input. {closest(name, self.features)}")
+                raise ConfigError(
+                    f"--map {name}=...: the policy has no such input. {closest(name, self.features)}"
+                )
         self.names = {name: names.get(name, name) for name in self.features}
         deltas = config.observation_deltas
         self.steps = None if deltas is None else [step for step in deltas if step <= 0]
@@ -110,7 +125,9 @@ class ObservationReader:
         """Whether a message holds compressed images, which take long to decode."""
         if not isinstance(message, dict):
             return False
-        values = (_find(message, self.names[name]) for name, f in self.features.items() if f.type is Kind.VISUAL)
+        values = (
+            _find(message, self.names[name]) for name, f in self.features.items() if f.type is Kind.VISUAL
+        )
         return any(isinstance(v, bytes) or (isinstance(v, list) and bytes in map(type, v)) for v in values)
 
     def read(self, message: Any) -> Asked:
@@ -132,7 +149,9 @@ class ObservationReader:
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
         wanted = self.names[name]
-        there = ", ".join(sorted(str(key)[:LONGEST_NAME] for key in message if key != OPTIONS)[:20]) or "nothing"
+        there = (
+            ", ".join(sorted(str(key)[:LONGEST_NAME] for key in message if key != OPTIONS)[:20]) or "nothing"
+        )
         return (
             f"The policy needs {wanted}, but the observation has only {there}. Send it under this name, or start the "
             f"server with --map {name}=NAME."
@@ -141,7 +160,9 @@ class ObservationReader:
     def _value(self, name: str, value: Any, feature: PolicyFeature) -> np.ndarray:
         if feature.type is Kind.VISUAL:
             if isinstance(value, list):
-                return np.stack([self._image(name, one, feature.shape) for one in _few(name, value, self.steps)])
+                return np.stack(
+                    [self._image(name, one, feature.shape) for one in _few(name, value, self.steps)]
+                )
             return self._image(name, value, feature.shape)
         return self._vector(name, value, feature.shape)
 
@@ -215,7 +236,9 @@ def _find(message: Mapping[Any, Any], name: str) -> Any:
 def _few(name: str, values: list[Any], steps: Sequence[int] | None) -> list[Any]:
     """Checked before anything is decoded."""
     if len(values) != len(steps or [0]):
-        raise BadRequest(f"{name} is a list of {len(values)} values, but the policy sees {len(steps or [0])}.")
+        raise BadRequest(
+            f"{name} is a list of {len(values)} values, but the policy sees {len(steps or [0])}."
+        )
     return values
 
 

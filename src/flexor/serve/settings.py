@@ -43,9 +43,7 @@ class ServeSettings:
             raise ConfigError(f"--port={self.port} must be from 0 to 65535; 0 takes any free one.")
         for name in ("max_batch", "max_clients", "max_sessions", "requests_per_s", "ping_s"):
             if getattr(self, name) <= 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')}={getattr(self, name)} must be greater than 0."
-                )
+                raise ConfigError(f"--{name.replace('_', '-')}={getattr(self, name)} must be greater than 0.")
         if self.batch_window_ms < 0:
             raise ConfigError(f"--batch-window-ms={self.batch_window_ms} must be at least 0.")
         if self.limits.frame_bytes < 2**16:
