@@ -20,6 +20,7 @@ LAYERS = {
             "monitor",
             "train",
             "plan",
+            "serve",
             "bench",
             "launch",
         ),

@@ -26,17 +26,25 @@ Files = Sequence[tuple[str, str]]
 """Package and file name of styles or scripts, in the order in which they are included."""
 
 
-def page(title: str, *, body: str = "", data: object = None, styles: Files = (), scripts: Files = ()) -> str:
+def page(
+    title: str,
+    *,
+    body: str = "",
+    data: object = None,
+    styles: Files = (),
+    scripts: Files = (),
+    live: bool = False,
+) -> str:
     """The whole file. `body` is HTML; `data` is what the scripts read with `pageData()`.
 
-    Pages without scripts get only the shared styles.
+    Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page.
     """
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     if script:
-        policy += f"; script-src 'sha256-{digest}'"
+        policy += f"; script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
         body += f'\n<script type="application/json" id="page-data">{as_json(data)}</script>\n'
         body += f"<script>{script}</script>"
     return (

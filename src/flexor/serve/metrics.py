@@ -30,7 +30,8 @@ class Histogram:
         lines, so_far = [], 0
         for bound, count in zip((*(f"{b:g}" for b in self.bounds), "+Inf"), self.counts):
             so_far += count
-            lines.append(f"{name}_bucket{_labels(labels, f'le="{bound}"')} {so_far}")
+            upto = _labels(labels, f'le="{bound}"')
+            lines.append(f"{name}_bucket{upto} {so_far}")
         return [
             *lines,
             f"{name}_sum{_labels(labels)} {self.total:.9g}",

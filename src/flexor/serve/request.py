@@ -1,4 +1,4 @@
-"""A client's message -> what a policy is asked. What does not fit is refused with a sentence that says how to fix it."""
+"""A client's message -> what a policy is asked. What does not fit is refused, with how to fix it."""
 
 from __future__ import annotations
 

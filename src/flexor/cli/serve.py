@@ -1,0 +1,172 @@
+"""`flexor serve`: a trained policy for robots on the network."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+
+if TYPE_CHECKING:
+    from flexor.serve.server import PolicyServer
+    from flexor.serve.settings import ServeSettings
+
+KEY = "FLEXOR_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    from flexor.serve.settings import ServeSettings
+
+    usual = ServeSettings()
+    flags = argparse.ArgumentParser(
+        prog="flexor serve",
+        description="Serve a trained policy to robots over the network, in the protocol of openpi's client. The port "
+        "opens when the policy is loaded and has run once. `/` is a page for browsers, `/metrics` is for Prometheus.",
+        allow_abbrev=False,
+    )
+    add = flags.add_argument
+    add(
+        "checkpoint",
+        help="a run, a checkpoint, a pretrained_model folder or a Hub repository, of Flexor or LeRobot",
+    )
+    add("--host", default=usual.host, help=f"address to listen on; 0.0.0.0 for all (default {usual.host})")
+    add("--port", type=int, default=usual.port, help=f"port; 0 takes any free one (default {usual.port})")
+    add("--api-key", metavar="KEY", help=f"clients must send it; better given in the environment, as {KEY}")
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM), for wss:// and https://")
+    add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    add("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
+    add(
+        "--dtype",
+        choices=("float32", "tf32", "bfloat16"),
+        help="precision; by default that of the checkpoint",
+    )
+    add("--compile", action="store_true", help="compile the policy's blocks before the port opens")
+    add(
+        *("--map", "-m"),
+        action="append",
+        default=[],
+        metavar="INPUT=NAME",
+        help="the clients' name of an input of the policy, such as observation.images.top=images/cam_high",
+    )
+    add(
+        "--reply",
+        choices=("chunk", "action"),
+        help="what clients get that do not ask for one of them: a whole chunk of actions, or the action for this step "
+        "(default: a chunk; an action for policies with temporal ensembling)",
+    )
+    add("--seed", type=int, default=usual.seed, help="seed of the policy's noise (default 0)")
+    limits = flags.add_argument_group("limits")
+    add = limits.add_argument
+    add(
+        "--max-batch",
+        type=int,
+        default=usual.max_batch,
+        metavar="N",
+        help="robots that are predicted for together (default 8)",
+    )
+    add(
+        "--batch-window-ms",
+        type=float,
+        default=usual.batch_window_ms,
+        metavar="MS",
+        help="how long a request waits for those of other robots (default 2)",
+    )
+    add("--max-clients", type=int, default=usual.max_clients, metavar="N", help="connections (default 64)")
+    add(
+        "--requests-per-s",
+        type=float,
+        default=usual.requests_per_s,
+        metavar="N",
+        help="of one client; faster ones are answered later (default 200)",
+    )
+    add("--max-frame-mb", type=float, default=32.0, metavar="MB", help="size of an observation (default 32)")
+    flags.add_argument(
+        "--json", action="store_true", help="print one line of JSON with the address, when it listens"
+    )
+    return flags
+
+
+def run(arguments: list[str]) -> int:
+    parsed, more = parser().parse_known_args(arguments)
+    from flexor.serve.open import open_predictor
+    from flexor.serve.server import PolicyServer, bind
+
+    settings = _settings(parsed)
+    settings.validate()
+    names = read_names(parsed.map)
+    bind(settings.host, settings.port).close()  # an address that is taken is said before a model is loaded
+    predictor = open_predictor(
+        parsed.checkpoint,
+        settings,
+        device=parsed.device,
+        dtype=parsed.dtype,
+        compiled=parsed.compile,
+        flags=more,
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(PolicyServer(settings, predictor, names), parsed.json))
+    return 0
+
+
+def _settings(parsed: argparse.Namespace) -> ServeSettings:
+    from flexor.serve.settings import ServeSettings
+
+    usual = ServeSettings()
+    named = {
+        name: getattr(parsed, name) for name in ServeSettings.__dataclass_fields__ if hasattr(parsed, name)
+    }
+    named["api_key"] = parsed.api_key or os.environ.get(KEY) or None
+    limits = replace(usual.limits, frame_bytes=int(parsed.max_frame_mb * 2**20))
+    return replace(usual, **named, limits=limits)
+
+
+def read_names(given: list[str]) -> dict[str, str]:
+    """--map INPUT=NAME, several times -> {input: name}."""
+    names: dict[str, str] = {}
+    for pair in given:
+        ours, equals, theirs = pair.partition("=")
+        if not equals or not ours or not theirs:
+            raise ConfigError(
+                f"--map {pair}: give the policy's name and the client's, such as "
+                "--map observation.images.top=images/cam_high."
+            )
+        if ours in names:
+            raise ConfigError(f"--map {ours}=... is given twice.")
+        names[ours] = theirs
+    return names
+
+
+async def _serve(server: PolicyServer, as_json: bool) -> None:
+    from flexor.serve.server import serve_until
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    def ready(url: str) -> None:
+        settings = server.settings
+        if settings.api_key is None and not _is_local(settings.host):
+            log.warning(
+                "No API key is set: everybody who reaches this machine can use the policy. Set %s.", KEY
+            )
+        if as_json:
+            print(json.dumps({"url": url, "metadata": server.metadata()}), flush=True)
+        log.info("serving on %s (a page for browsers: http%s); stop with Ctrl-C", url, url.removeprefix("ws"))
+
+    await serve_until(server, stop, ready)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,67 @@
+"""A checkpoint -> a predictor: on which device, in which precision, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from flexor.config.parse import nest, parse_flags
+from flexor.core.devices import find_device
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.policies.pretrained import find_folder, load_pretrained, read_config
+from flexor.serve.predictor import Predictor
+from flexor.serve.settings import ServeSettings
+from flexor.train.compile import compile_blocks
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+
+def open_predictor(
+    checkpoint: str,
+    settings: ServeSettings,
+    *,
+    device: str | None = None,
+    dtype: Precision | None = None,
+    compiled: bool = False,
+    flags: Sequence[str] = (),
+) -> Predictor:
+    """Load a policy of Flexor or LeRobot. `flags`: its settings, as --policy.NAME=VALUE."""
+    overrides = _overrides(flags)
+    folder = find_folder(checkpoint)
+    where = find_device(overrides.pop("device", None) or device)
+    autocast = None
+    if dtype in ("float32", "bfloat16") and hasattr(read_config(str(folder), overrides), "dtype"):
+        overrides["dtype"] = dtype  # the policy keeps its weights in it
+    elif dtype == "bfloat16":
+        autocast = torch.bfloat16
+    settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    for part in settings_of_torch:
+        part.allow_tf32 = dtype == "tf32"
+    pretrained = load_pretrained(str(folder), str(where), overrides)
+    count = sum(p.numel() for p in pretrained.policy.parameters())
+    log.info(
+        "loaded %s: %s, %.1f M parameters, on %s", folder, pretrained.policy.config.type, count / 1e6, where
+    )
+    if compiled:
+        log.info("compiling; this can take a minute, and the port opens after it")
+        compile_blocks(pretrained.policy, where)
+    return Predictor(
+        pretrained,
+        reply=settings.reply,
+        seed=settings.seed,
+        autocast=autocast,
+        fixed_sizes=compiled or where.type == "cuda",
+        max_batch=settings.max_batch,
+    )
+
+
+def _overrides(flags: Sequence[str]) -> dict[str, Any]:
+    given = parse_flags(flags)
+    for name in given:
+        if not name.startswith("policy."):
+            raise ConfigError(f"Unknown setting --{name}. Settings of the policy begin with --policy.")
+    found: dict[str, Any] = nest(given).get("policy", {})
+    return found

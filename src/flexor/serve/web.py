@@ -1,0 +1,98 @@
+"""The same port for browsers and monitoring: `/` shows a page, `/status` what it shows, `/metrics`, `/healthz`."""
+
+from __future__ import annotations
+
+import functools
+import http
+import resource
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from websockets.datastructures import Headers
+from websockets.http11 import Response
+
+from flexor.pages.images import as_base64, jpeg, scaled
+from flexor.pages.page import as_json, page
+from flexor.serve.clients import Client
+from flexor.serve.metrics import Metrics
+
+SHOWN_WIDTH = 240  # of an image on the page
+SHOWN_CLIENTS = 16  # with images
+SAFE = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def response(
+    status: int, body: str | bytes, kind: str = "text/plain; charset=utf-8", **more: str
+) -> Response:
+    data = body.encode() if isinstance(body, str) else body
+    headers = Headers({"Content-Type": kind, "Content-Length": str(len(data)), "Connection": "close", **SAFE})
+    for name, value in more.items():
+        headers[name.replace("_", "-")] = value
+    return Response(status, http.HTTPStatus(status).phrase, headers, data)
+
+
+@functools.cache
+def status_page(title: str) -> Response:
+    text = page(
+        title,
+        body='<div id="status"></div>',
+        data={"title": title},
+        styles=[("flexor.serve", "status.css")],
+        scripts=[("flexor.serve", "status.js")],
+        live=True,
+    )
+    return response(200, text, "text/html; charset=utf-8")
+
+
+def status(metrics: Metrics, clients: Iterable[Client], about: dict[str, Any]) -> bytes:
+    """What the page shows, as JSON. Images are made small here, and only when somebody looks."""
+    now = time.time()
+    shown = [
+        {
+            "number": client.number,
+            "address": client.address,
+            "seconds": now - client.since,
+            "robots": len(client.sessions),
+            "requests": client.requests,
+            "expired": client.expired,
+            "last_ms": client.last_total_ms,
+            "task": client.task[:200],
+            "images": {} if place >= SHOWN_CLIENTS else {n: _small(i) for n, i in [*client.images.items()]},
+        }
+        for place, client in enumerate(clients)
+    ]
+    return as_json(
+        {
+            **about,
+            "clients": shown,
+            "results": dict(metrics.results),
+            "latency_ms": metrics.percentiles(),
+        }
+    ).encode()
+
+
+def _small(image: np.ndarray) -> str:
+    """An image [C, H, W] as the address of a small JPEG."""
+    pixels = image.transpose(1, 2, 0)
+    if pixels.shape[2] == 1:
+        pixels = pixels.repeat(3, 2)
+    height, width = pixels.shape[:2]
+    if width > SHOWN_WIDTH:
+        pixels = scaled(pixels, max(2, round(height * SHOWN_WIDTH / width)), SHOWN_WIDTH)
+    return f"data:image/jpeg;base64,{as_base64(jpeg(pixels))}"
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
