@@ -38,7 +38,7 @@ def test_errors_name_the_part():
     limits = ActionLimits(high=[1, 5], step=2, when_exceeded="error", names=NAMES)
     with pytest.raises(LimitError, match=r"gripper.pos is 4 after 1; the limits allow 3.*not sent"):
         limits(act(0, 4), last=act(0, 1))
-    with pytest.raises(LimitError, match="shoulder.pos is 1.5; the limits allow 1"):
+    with pytest.raises(LimitError, match=r"shoulder\.pos is 1\.5; the limits allow 1"):
         limits(act(1.5, 0))
 
 

@@ -167,8 +167,8 @@ class RealTimePlayer(_Player):
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[Callable[[], Any]], Answer] = in_background,
     ):
-        """`blend` is for servers that don't continue chunks themselves: steps over which a new chunk takes over.
-        `clock` and `start` (starts a request) are replaced in simulations."""
+        """`blend` is for policies that can't continue a chunk themselves: steps over which a new chunk takes over from
+        the last one. `clock` and `start` (starts a request) are replaced in simulations."""
         if when_lost not in WHEN_LOST:
             raise ClientError(f"when_lost={when_lost!r}: use {', '.join(WHEN_LOST)}.")
         if not fps > 0:
@@ -186,8 +186,10 @@ class RealTimePlayer(_Player):
             )
         if execute is None:
             self.timeline.execute = self.action_steps
-        self._continues = "continues_chunks" in policy.metadata  # the policy or the server continues a chunk
-        if self._continues:
+        continues = policy.metadata.get("continues_chunks")
+        self._server_continues = continues is not None  # else it does not know what `previous` is
+        self._blended = None if continues else blend
+        if self._server_continues:
             self.timeline.blend = 0
 
     def reset(self, episode: int = 0, position: np.ndarray | None = None) -> None:
@@ -237,14 +239,22 @@ class RealTimePlayer(_Player):
 
     def _ask(self, task: str) -> None:
         options: dict[str, Any] = {"step": self.step}
-        left = self.timeline.left()
-        if left is not None and self._continues:
-            options["previous"] = np.ascontiguousarray(left, np.float32)
-            options["delay"] = min(self.timeline.delay, len(left))
+        if self._server_continues:
+            options.update(self._continued())
         message = self.history.message()
         self._asked_step, self._asked_count = self.step, self.timeline.executed
         self._asked_at = self._clock()
         self._answer = self._start(lambda: self.policy.chunk(message, task, **options))
+
+    def _continued(self) -> dict[str, Any]:
+        """What the server needs to know to continue the chunk that is being executed."""
+        left = self.timeline.left()
+        if left is None:
+            return {}
+        delay = min(self.timeline.delay, len(left))
+        if self._blended is not None:  # beyond, nothing of the new chunk is mixed with the last
+            left = left[: delay + self._blended]
+        return {"previous": np.ascontiguousarray(left, np.float32), "delay": delay} if len(left) else {}
 
     def _receive(self) -> None:
         """Take over a chunk that has arrived."""

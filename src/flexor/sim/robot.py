@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flexor.sim.task import FPS, SPAWN, TIME_LIMIT, PlaceEnv, Point
+from flexor.sim.task import FPS, TIME_LIMIT, PlaceEnv, Point
 
 JOINTS = ("x", "y", "opening")
 
@@ -21,8 +21,8 @@ JOINTS = ("x", "y", "opening")
 class PlaceRobot:
     """`idle`: what it does in a period for which it got no action. "stop": it stays where it is, as robots do whose
         commands are small steps. "last": it keeps moving to its last target, which in this task is far away.
-    `block_speed`: how far the block slides in one period until it is grasped, in a direction of its own, turning at the
-    edge; the gripper's largest step is 0.08. With it, who comes late misses the block."""
+    `block_speed`: how far the block slides in one period until it is grasped, in a direction of its own. At the
+    edge of the table it falls off, and the episode is over. The gripper's largest step is 0.08."""
 
     name = "flexor_place"
 
@@ -41,7 +41,7 @@ class PlaceRobot:
     def reset(self, seed: int) -> None:
         self._seen, _ = self.env.reset(seed=seed)
         self.now, self.steps, self.moved = 0.0, 0, 0
-        self.success = False
+        self.success, self.fell_off = False, False
         angle = np.random.default_rng([0xB317, seed]).uniform(0, 2 * math.pi)
         self._slide: Point = (self.block_speed * math.cos(angle), self.block_speed * math.sin(angle))
         self._command: np.ndarray | None = None
@@ -89,7 +89,7 @@ class PlaceRobot:
 
     @property
     def done(self) -> bool:
-        return self.success or self.steps >= TIME_LIMIT
+        return self.success or self.fell_off or self.steps >= TIME_LIMIT
 
     def _step(self) -> None:
         action, self._command = self._command, None
@@ -106,11 +106,9 @@ class PlaceRobot:
         self.moved += bool(np.abs(self._seen["agent_pos"] - before).max() > 1e-3)
 
     def _slide_block(self) -> None:
-        state = self.env.state
-        moves = [-v if abs(x + v) > SPAWN and x * v > 0 else v for x, v in zip(state.block, self._slide)]
-        self._slide = (moves[0], moves[1])
-        block = (state.block[0] + moves[0], state.block[1] + moves[1])
-        self.env.state = replace(state, block=block)
+        (x, y), (dx, dy) = self.env.state.block, self._slide
+        self.env.state = replace(self.env.state, block=(x + dx, y + dy))
+        self.fell_off = max(abs(x + dx), abs(y + dy)) > 1
 
     @property
     def task(self) -> str:
