@@ -1,12 +1,18 @@
-"""`flexor record`: record demonstrations of the built-in task."""
+"""`flexor record`: record demonstrations of the built-in task, or episodes of a policy on a server."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flexor.cli.flags import dashed
+from flexor.cli.server_flags import server_address, server_flags
 from flexor.core.console import print_result, progress
+from flexor.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexor.evaluate.served import ServerAddress
 
 
 def run(arguments: list[str]) -> int:
@@ -14,7 +20,9 @@ def run(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="flexor record",
-        description="Record demonstrations of the built-in task as a LeRobot dataset.",
+        description="Record demonstrations of the built-in task as a LeRobot dataset. With --server, what the served "
+        "policy sees and does, in any environment (--env.type=..., --env.kwargs=..., --env.max_steps=...).",
+        allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("root", type=Path, help="new folder for the dataset")
@@ -40,9 +48,64 @@ def run(arguments: list[str]) -> int:
         default=1,
         help="discs on the table; with 2, a green and a blue one, the task description says which is meant",
     )
+    server_flags(parser)
+    parser.add_argument(
+        "--successes-only", action="store_true", help="with --server: leave out episodes that failed"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parsed = vars(parser.parse_args(dashed(arguments)))
+    given, more = parser.parse_known_args(dashed(arguments))
+    server = server_address(given)
+    parsed = vars(given)
+    for name in ("server", "api_key", "certificate", "jpeg"):
+        del parsed[name]
     root, as_json = parsed.pop("root"), parsed.pop("json")
+    successes_only = parsed.pop("successes_only")
+    if server is not None:
+        return _record_served(root, server, more, successes_only, as_json, parsed)
+    if more or successes_only:
+        raise ConfigError(f"{more[0] if more else '--successes-only'} needs --server=ws://HOST:PORT.")
     record_dataset(root, progress=progress("recording"), **parsed)
     print_result({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
+    return 0
+
+
+def _record_served(
+    root: Path,
+    server: ServerAddress,
+    settings: list[str],
+    successes_only: bool,
+    as_json: bool,
+    parsed: dict[str, Any],
+) -> int:
+    from flexor.config.parse import nest, parse_flags
+    from flexor.config.schema import EnvConfig
+    from flexor.core.typed import from_plain
+    from flexor.evaluate.envs import make_env
+    from flexor.evaluate.served import record_served
+
+    flags = parse_flags(settings)
+    unknown = [key for key in flags if not key.startswith("env.")]
+    if unknown:
+        raise ConfigError(f"Unknown setting {unknown[0]}: with --server, only env.* can be set.")
+    if parsed["noise"] != 1.0:
+        raise ConfigError(
+            "--noise disturbs the expert; the policy on a server is not disturbed. Leave it out."
+        )
+    env = from_plain(EnvConfig, nest(flags).get("env", {}), "env")
+    kind, kwargs = env.type or "place", dict(env.kwargs)
+    if kind == "place":
+        kwargs = {name: parsed[name] for name in ("image_size", "obs_type", "targets")} | kwargs
+    counts = record_served(
+        root,
+        server,
+        lambda: make_env(kind, task=env.task, package=env.package, **kwargs),
+        episodes=parsed["episodes"],
+        seed=parsed["seed"],
+        max_steps=env.max_steps,
+        successes_only=successes_only,
+        codec=parsed["codec"],
+        progress=progress("recording"),
+    )
+    told = f"recorded {counts['episodes']} episodes in {root}; {counts['successes']} of {parsed['episodes']} succeeded"
+    print_result({"root": str(root), "server": server.url, "env": kind, **counts}, as_json, told)
     return 0

@@ -18,15 +18,48 @@ from flexor.core.run_files import RUN_CONFIG, VIDEOS
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
+from flexor.evaluate.served import ServedActor, ServerAddress
 from flexor.policies.pretrained import find_folder, load_pretrained
 
 GROUPS = ("env", "eval", "policy")
 
 
 def evaluate_policy(
-    path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
+    path: str | None,
+    settings: Sequence[str],
+    videos: Path | None = None,
+    progress: Progress | None = None,
+    server: ServerAddress | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Success of the policy at `path`; settings that are not given come from its training run."""
+    """Success of the policy at `path`, or of the one that a server has.
+
+    Settings that are not given come from the policy's training run, if it is at `path`.
+    """
+    flags = _checked_flags(settings)
+    if (path is None) == (server is None):
+        raise ConfigError("Name a policy (a run, a checkpoint, a Hub repository) or a --server that has one.")
+    folder = None if path is None else find_folder(path)
+    tree = nest({**(_run_settings(folder) if folder else {}), **flags})
+    env = from_plain(EnvConfig, tree.get("env", {}), "env")
+    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
+    if env.type is None:
+        raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
+    if videos is not None and settings_.videos == 0:
+        settings_.videos = min(3, settings_.n_episodes)
+    if server is not None:
+        actor = _served(server, flags)
+        try:
+            summary = summarize(play(actor, env, settings_, videos or Path(VIDEOS), progress))
+        finally:
+            actor.close()
+        return {"server": server.url, "env": env.type, **asdict(summary)}, f"{server.url}: {summary}"
+    assert folder is not None
+    videos = videos or _video_folder(folder)
+    summary = summarize(play(_local(folder, flags), env, settings_, videos, progress))
+    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+
+
+def _checked_flags(settings: Sequence[str]) -> dict[str, Any]:
     flags = drop_ignored(parse_flags(settings))
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
         log.warning("--policy.use_amp has no effect: evaluation runs in float32")
@@ -35,21 +68,21 @@ def evaluate_policy(
             raise ConfigError(
                 f"Unknown setting {key}={flags[key]!r}. {closest(key, [f'{g}.' for g in GROUPS])}"
             )
-    folder = find_folder(path)
-    tree = nest({**_run_settings(folder), **flags})
-    env = from_plain(EnvConfig, tree.get("env", {}), "env")
-    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
-    if env.type is None:
-        raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
+    return flags
+
+
+def _local(folder: Path, flags: dict[str, Any]) -> PolicyActor:
     given = nest(flags).get("policy", {})
     device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
-    actor = PolicyActor(load_pretrained(str(folder), str(device), given), seed)
-    if videos is not None and settings_.videos == 0:
-        settings_.videos = min(3, settings_.n_episodes)
-    videos = videos or _video_folder(folder)
-    summary = summarize(play(actor, env, settings_, videos, progress))
-    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+    return PolicyActor(load_pretrained(str(folder), str(device), given), seed)
+
+
+def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
+    ours = [key for key in flags if key == "seed" or key.startswith("policy.")]
+    if ours:
+        raise ConfigError(f"--{ours[0]}: the server has the policy. Give this to `flexor serve`.")
+    return ServedActor(server)
 
 
 def _video_folder(folder: Path) -> Path:
