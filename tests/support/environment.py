@@ -24,6 +24,7 @@ KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 
 
 IN_MEMORY = Path("/dev/shm")  # Linux's folder in memory
+BEFORE: dict[str, str] = {}  # the environment as it was given, for installing packages: it may name a registry
 ENOUGH = 8 << 30  # bytes, for all that tests write at a time and then some
 
 
@@ -44,6 +45,7 @@ def prepare() -> Path:
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would say each time that there is no name
     }
     kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
+    BEFORE.update(os.environ)
     os.environ.clear()
     os.environ.update(kept | own)
     return home

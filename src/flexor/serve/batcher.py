@@ -8,9 +8,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
 from flexor.serve.predictor import Job
 
-ACTIVE_S = 1.0  # a robot that asked within this time is expected to ask again
+ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
 REMEMBERED = 32  # predictions, to know how long one takes
 
 
@@ -19,10 +21,12 @@ class Batcher:
 
     def __init__(self, answer: Callable[[Sequence[Job]], None], most: int, window_s: float):
         self.answer, self.most, self.window_s = answer, most, window_s
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        # torch's number of threads is a setting of each thread: the model's gets that of this one
+        threads = torch.get_num_threads()
+        self.thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (threads,))
         self.waiting: deque[tuple[Job, asyncio.Future[None]]] = deque()
         self.changed = asyncio.Event()
-        self.seen: dict[object, float] = {}  # session -> when it asked last
+        self.seen: dict[object, float] = {}  # session -> when it asked or was answered last
         self.took: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
 
@@ -62,9 +66,12 @@ class Batcher:
             except Exception as error:
                 for job, _ in batch:
                     job.error = job.error or f"The server failed: {type(error).__name__}."
-            self.took.append(time.perf_counter() - started)
+            now = time.perf_counter()
+            self.took.append(now - started)
             self.trust = 1.0
-            for _, answered in batch:
+            for job, answered in batch:
+                if job.session in self.seen:
+                    self.seen[job.session] = now
                 if not answered.done():
                     answered.set_result(None)
 

@@ -1,0 +1,177 @@
+"""The codec: openpi's frames in both directions, and nothing that a frame can hold does harm."""
+
+import ast
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import flexor_client
+from flexor_client.wire import DTYPE, Limits, WireError, decode_jpeg, encode_jpeg, is_jpeg, pack, unpack
+from support.frames_to_fuzz import hostile_frame
+
+DTYPES = st.sampled_from("|b1 |i1 |u1 <i2 >i2 <i4 <u4 <i8 >u8 <f2 <f4 >f4 <f8 |S5 <U3 >U3".split())
+ARRAYS = DTYPES.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0)))
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+MESSAGES = st.recursive(
+    PLAIN | ARRAYS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and (one == other or one != one)
+
+
+@given(MESSAGES)
+@settings(deadline=None)
+def test_what_is_packed_comes_back(message):
+    assert same(unpack(pack(message)), message)
+
+
+def test_frames_are_those_of_openpi():
+    """The bytes that openpi-client 0.1.2 writes for the same values."""
+    array = np.arange(6, dtype="<f4").reshape(2, 3)
+    assert msgpack.unpackb(pack({"a": array, "s": np.float32(1.5)})) == {
+        "a": {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": "<f4", b"shape": [2, 3]},
+        "s": {b"__npgeneric__": True, b"data": 1.5, b"dtype": "<f4"},
+    }
+    turned = unpack(pack(array.T))
+    assert same(turned, np.ascontiguousarray(array.T)) and not turned.flags.writeable
+    assert unpack(pack(np.int16(-3))) == -3 and type(unpack(pack(np.int16(-3)))) is np.int16
+    assert unpack(pack((1, 2))) == [1, 2]
+
+
+def marked(**more: object) -> bytes:
+    fields = {"__ndarray__": True, "data": b"12345678", "dtype": "<f4", "shape": [2], **more}
+    return msgpack.packb({key.encode(): value for key, value in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (b"", "ends too early"),
+        (b"\xa5abc", "ends too early"),
+        (b"\xc1", "extension type"),
+        (b"\xc7\x00\x01", "extension type"),
+        (b"\xd6\xff\x00\x00\x00\x00", "extension type"),  # a time stamp
+        (pack(1) + b"\xc0", "follows the message"),
+        (b"\xdd\xff\xff\xff\xff", "more than 5,000 values"),
+        (b"\xdf\xff\xff\xff\xff", "more than 5,000 values"),
+        (msgpack.packb([[0] * 900] * 6), "more than 5,000 values"),
+        (b"\x91" * 17 + b"\xc0", "more than 16 deep"),
+        (b"\x91" * 100_000, "more than 16 deep"),
+        (b"\xa2\xff\xff", "not MessagePack: UnicodeDecodeError"),
+        (msgpack.packb({1: 2}), "int is not allowed for map key"),
+        (b"\x81\x90\x01", "list is not allowed for map key"),
+        (marked(dtype="|O"), r"dtype '\|O' is not allowed"),
+        (marked(dtype="<c8"), "is not allowed"),
+        (marked(dtype="|V8"), "is not allowed"),
+        (marked(dtype="<M8[s]"), "is not allowed"),
+        (marked(dtype="f4,f4"), "is not allowed"),
+        (marked(dtype="<f4\n"), "is not allowed"),
+        (marked(dtype="<f16"), "is not allowed"),
+        (marked(dtype="|S0"), "is not allowed"),
+        (marked(dtype=4), "dtype 4 is not allowed"),
+        (marked(shape=[3]), "has 12 bytes, but 8 were sent"),
+        (marked(shape=[-2, -1]), "-2 where a size is expected"),
+        (marked(shape=[2**39, 2**39]), "were sent"),
+        (marked(shape=[2**64 - 1]), "where a size is expected"),
+        (marked(shape=[True, 2]), "True where a size is expected"),
+        (marked(shape=[2.0]), "where a size is expected"),
+        (marked(shape="2"), "must be a list"),
+        (marked(shape=[1] * 9), "at most 8 sizes"),
+        (marked(data="text"), "must be bytes, not str"),
+        (marked(dtype="<U1", data=b"\xff\xff\xff\xff", shape=[1]), "no character"),
+        (msgpack.packb({b"__ndarray__": True}), "dtype None"),
+        (msgpack.packb({b"__npgeneric__": True, b"data": 300, b"dtype": "|u1"}), "not a value of uint8"),
+        (msgpack.packb({b"__npgeneric__": True, b"data": "3", b"dtype": "<f4"}), "can't be a str"),
+        (msgpack.packb({b"__npgeneric__": True, b"data": [1], b"dtype": "<f4"}), "must be a number"),
+    ],
+)
+def test_what_is_not_a_message_is_refused(frame, words):
+    with pytest.raises(WireError, match=words):
+        unpack(frame)
+
+
+def test_a_frame_that_is_too_large_is_refused():
+    with pytest.raises(WireError, match="at most 100 are allowed"):
+        unpack(pack(b"x" * 200), Limits(frame_bytes=100))
+
+
+@pytest.mark.parametrize("value", [np.array([object()]), np.zeros(2, "c8"), {1, 2}, np.datetime64("2026-01-01")])
+def test_what_cant_be_sent_is_refused(value):
+    with pytest.raises(WireError, match="can't be sent"):
+        pack({"value": value})
+
+
+def test_fuzzing_raises_nothing_but_wire_errors_and_takes_little_memory():
+    """A short version of benchmarks/fuzz_wire.py."""
+    rng, refused = np.random.default_rng(0), 0
+    tracemalloc.start()
+    for _ in range(3000):
+        try:
+            unpack(hostile_frame(rng))
+        except WireError:
+            refused += 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 300 < refused < 2900  # both kinds are tried
+    assert peak < 20e6
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_any_bytes_are_read_or_refused(data):
+    for read in (unpack, decode_jpeg):
+        try:
+            read(data)
+        except WireError:
+            pass
+
+
+def test_jpeg_images():
+    rng = np.random.default_rng(0)
+    image = np.kron(rng.integers(0, 256, (6, 8, 3)), np.ones((16, 16, 1))).astype(np.uint8)
+    file = encode_jpeg(image)
+    assert is_jpeg(file) and len(file) < image.nbytes / 4
+    assert np.abs(decode_jpeg(file).astype(int) - image).mean() < 6
+    np.testing.assert_array_equal(decode_jpeg(encode_jpeg(image.transpose(2, 0, 1))), decode_jpeg(file))
+    assert decode_jpeg(encode_jpeg(image[:, :, :1])).shape == image.shape
+    with pytest.raises(WireError, match="at most 100 are allowed"):
+        decode_jpeg(file, Limits(image_pixels=100))
+    with pytest.raises(WireError, match="can't be read"):
+        decode_jpeg(file[:100])
+    with pytest.raises(WireError, match="FF D8 FF"):
+        decode_jpeg(b"\x89PNG\r\n")
+    with pytest.raises(WireError, match="uint8"):
+        encode_jpeg(image.astype(np.float32))
+    with pytest.raises(WireError, match="1 or 3 channels"):
+        encode_jpeg(np.zeros((8, 8, 4), np.uint8))
+
+
+def test_the_package_is_small_and_for_old_pythons():
+    folder = Path(flexor_client.__file__).parent
+    for file in folder.rglob("*.py"):
+        ast.parse(file.read_text(), feature_version=(3, 9))
+    code = "import flexor_client.wire, sys; assert not {'torch', 'flexor', 'PIL'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_name_of_a_dtype_that_passes_is_more_than_values():
+    for name in ("<f4", "|b1", "<U3", "=i8"):
+        assert DTYPE.match(name) and not np.dtype(name).hasobject

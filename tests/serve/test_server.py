@@ -1,0 +1,277 @@
+"""A server and its clients: answers, batches, deadlines, sessions; nobody pays for what another one does."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError
+from websockets.sync.client import connect
+
+from flexor.core.errors import ConfigError
+from flexor.serve.predictor import Predictor
+from flexor.serve.server import bind
+from flexor_client.wire import Limits, pack
+from support.limits import wait_for
+from support.serving import CHUNK, Talk, expected, numbers, observation, serving
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(numbers()) as (url, _):
+        yield url
+
+
+def test_a_plain_client_gets_metadata_and_chunks(url):
+    with Talk(url) as robot:
+        assert robot.metadata["actions"] == [CHUNK, 2] and robot.metadata["reply"] == "chunk"
+        first, second = robot.ask(observation(3)), robot.ask(observation(5, prompt="go"))
+    np.testing.assert_array_equal(first["actions"], expected(3))
+    np.testing.assert_array_equal(second["actions"], expected(5))
+    assert first.keys() == {"actions", "server_timing", "policy_timing"}
+    assert first["server_timing"].keys() == {"infer_ms", "decode_ms", "queue_ms", "model_ms"}
+    assert second["server_timing"].keys() - first["server_timing"].keys() == {"prev_total_ms", "encode_ms"}
+    assert 0 < second["policy_timing"]["infer_ms"] <= second["server_timing"]["infer_ms"] < 30e3
+
+
+@pytest.mark.parametrize("frame", [b"\xc1", b"", "text", pack({"x": 1}), pack(observation(666)), pack(observation(2e6))])
+def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
+    with Talk(url) as other, Talk(url) as robot:
+        assert other.ask(observation(1))["actions"].shape == (CHUNK, 2)
+        assert isinstance(robot.ask_raw(frame), str)
+        with pytest.raises(ConnectionClosedError) as closed:
+            robot.socket.recv(timeout=30)
+        assert closed.value.rcvd.code == 1011
+        np.testing.assert_array_equal(other.ask(observation(2))["actions"], expected(2))
+
+
+def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sent(url):
+    with Talk(url) as robot:
+        assert robot.ask(observation(666)) == "The policy failed: ZeroDivisionError. The server's log says more."
+    with Talk(url) as robot:
+        assert "not finite" in robot.ask(observation(2e6))
+
+
+def test_one_action_at_a_time():
+    """The server keeps the chunk: the policy is asked at every fourth step only."""
+    policy = numbers()
+    with serving(policy, reply="action") as (url, _), Talk(url) as robot:
+        assert robot.metadata["reply"] == "action"
+        policy.policy.batches.clear()
+        got = [robot.ask(observation(10 * step))["actions"] for step in range(6)]
+        assert [a.tolist() for a in got] == [[[s, t]] for s, t in [(0, 0), (1, 1), (2, 2), (3, 3), (40, -40), (41, -39)]]
+        assert policy.policy.batches == [1, 1]
+        again = robot.ask(observation(7, flexor={"reset": True, "episode": 2}))
+        assert again["actions"].tolist() == [[7, -7]]
+        assert again["flexor"] == {"step": 0, "episode": 2, "batch": 1}
+    with serving(numbers(n_action_steps=1, temporal_ensemble_coeff=0.01)) as (url, _), Talk(url) as robot:
+        assert robot.metadata["reply"] == "action"
+        assert robot.ask(observation(1))["actions"].shape == (1, 2)
+
+
+def test_sessions_of_one_connection_are_separate_and_a_new_connection_begins_anew():
+    with serving(numbers(), reply="action", max_sessions=2) as (url, _):
+        with Talk(url) as robot:
+            for value, name in ((0, "a"), (100, "b"), (7, "a"), (7, "b")):
+                got = robot.ask(observation(value, flexor={"session": name, "id": name}))
+                assert got["flexor"]["id"] == name
+                start = 0 if name == "a" else 100
+                assert got["actions"][0, 0] == start + (value == 7)
+            assert "at most 2 sessions" in robot.ask(observation(1, flexor={"session": "c"}))
+        with Talk(url) as robot:
+            assert robot.ask(observation(50))["actions"][0, 0] == 50
+
+
+def test_steps_count_as_the_robot_takes_them(url):
+    with Talk(url) as robot:
+        steps = [robot.ask(observation(1, flexor={}))["flexor"]["step"] for _ in range(3)]
+        assert steps == [0, CHUNK, 2 * CHUNK]  # as many as the policy was trained to execute
+        assert robot.ask(observation(1, flexor={"step": 3}))["flexor"]["step"] == 3
+        assert robot.ask(observation(1, flexor={"episode": 9}))["flexor"] == {"step": 0, "episode": 9, "batch": 1}
+
+
+def test_a_chunk_that_is_being_executed_fades_into_the_new_one(url):
+    previous = np.full((3, 2), 50, np.float32)
+    with Talk(url) as robot:
+        got = robot.ask(observation(10, flexor={"previous": previous, "delay": 1}))
+        chunk, new = got["actions"][:, 0], expected(10)[:, 0]
+        assert got["flexor"]["delay"] == 1
+        assert chunk[0] == 50 and new[1] < chunk[2] < chunk[1] < 50 and chunk[3] == new[3]
+        reset = robot.ask(observation(10, flexor={"previous": previous, "reset": True}))
+        np.testing.assert_array_equal(reset["actions"], expected(10))
+
+
+def ask_at_once(url: str, values: list[float], **options: object) -> list[object]:
+    talks = [Talk(url) for _ in values]
+    barrier = threading.Barrier(len(values))
+
+    def ask(talk: Talk, value: float) -> object:
+        talk.ask(observation(value))  # from now on it is expected
+        barrier.wait(30)
+        return talk.ask(observation(value, flexor=dict(options)))
+
+    with ThreadPoolExecutor(len(values)) as threads:
+        got = list(threads.map(ask, talks, values))
+    for talk in talks:
+        talk.socket.close()
+    return got
+
+
+def test_robots_that_ask_together_are_predicted_together():
+    policy = numbers()
+    with serving(policy, batch_window_ms=1000) as (url, _):
+        got = ask_at_once(url, [1, 2, 3, 4])
+    assert max(policy.policy.batches) >= 3  # the four meet within a second, unless the machine sleeps
+    for value, reply in zip([1, 2, 3, 4], got):
+        np.testing.assert_array_equal(reply["actions"], expected(value))
+    assert max(reply["flexor"]["batch"] for reply in got) >= 3
+
+
+def test_batches_have_few_sizes_where_each_needs_a_graph():
+    policy = numbers()
+    predictor = Predictor(policy, fixed_sizes=True, max_batch=6)
+    with serving(predictor, batch_window_ms=1000, max_batch=6) as (url, _):
+        assert {*policy.policy.batches} == {1, 2, 4, 6}  # warm
+        got = ask_at_once(url, [1, 2, 3])
+    assert {*policy.policy.batches} == {1, 2, 4, 6}
+    for value, reply in zip([1, 2, 3], got):
+        np.testing.assert_array_equal(reply["actions"], expected(value))
+
+
+def test_in_a_batch_only_the_one_who_broke_it_gets_the_error():
+    with serving(numbers(), batch_window_ms=1000) as (url, _):
+        with Talk(url) as good, Talk(url) as bad:
+            good.ask(observation(1))
+            bad.ask(observation(1))
+            with ThreadPoolExecutor(2) as threads:
+                replies = [threads.submit(good.ask, observation(5)), threads.submit(bad.ask, observation(666))]
+            np.testing.assert_array_equal(replies[0].result()["actions"], expected(5))
+            assert "ZeroDivisionError" in replies[1].result()
+            np.testing.assert_array_equal(good.ask(observation(6))["actions"], expected(6))
+
+
+def test_an_observation_that_is_too_old_is_said_to_be():
+    slow = threading.Event()
+    with serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _):
+        with Talk(url) as robot, Talk(url) as other:
+            late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
+            assert "actions" not in late and late["flexor"]["id"] == 4
+            assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
+            assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
+            slow.set()
+            with ThreadPoolExecutor(1) as threads:
+                busy = threads.submit(other.ask, observation(2))
+                time.sleep(0.05)
+                waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
+                assert "expired" in waited and waited["expired"]["age_ms"] > 100
+                assert "actions" in busy.result()
+            slow.clear()
+            np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
+
+
+def test_a_slow_model_is_tried_again():
+    """What is known of its speed must not refuse requests for ever."""
+    slow = threading.Event()
+    slow.set()
+    with serving(numbers(lambda size: time.sleep(0.2 if slow.is_set() else 0))) as (url, _), Talk(url) as robot:
+        robot.ask(observation(1))
+        slow.clear()
+        replies = (robot.ask(observation(1, flexor={"deadline_ms": 150})) for _ in range(50))
+        assert any("actions" in reply for reply in replies)
+
+
+def test_connections_are_kept_alive_while_the_model_is_busy():
+    """As long as it compiles, pings of both sides are answered."""
+    busy = threading.Event()
+    with serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _):
+        with Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot, Talk(url) as other:
+            busy.set()
+            with ThreadPoolExecutor(1) as threads:
+                waiting = threads.submit(robot.ask, observation(4))
+                time.sleep(0.3)
+                started = time.perf_counter()
+                assert other.socket.ping().wait(10)
+                assert time.perf_counter() - started < 1
+                np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
+            busy.clear()
+            np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
+
+
+def test_the_port_opens_when_the_policy_is_warm():
+    seen: list[bool] = []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def before(size: int) -> None:
+        with socket.socket() as probe:
+            seen.append(probe.connect_ex(("127.0.0.1", port)) == 0)
+
+    with serving(numbers(before), port=port) as (url, _):
+        assert seen == [False] and url.endswith(str(port))
+        before(0)
+    assert seen == [False, True]
+
+
+def test_faster_than_allowed_is_answered_later():
+    with serving(numbers(), requests_per_s=20) as (url, server), Talk(url) as robot, Talk(url) as other:
+        started = time.perf_counter()
+        for _ in range(30):  # 20 at once, then 20 per second
+            assert "actions" in robot.ask(observation(1))
+        assert time.perf_counter() - started > 0.4
+        started = time.perf_counter()
+        other.ask(observation(1))
+        assert time.perf_counter() - started < 0.4 + 1
+        assert server.metrics.delayed >= 5
+
+
+def test_limits_on_frames_and_clients():
+    with serving(numbers(), limits=Limits(frame_bytes=2**16), max_clients=2) as (url, server):
+        with Talk(url) as one, Talk(url) as other:
+            with pytest.raises(Exception, match="503"):
+                Talk(url)
+            one.socket.send(b"\x00" * 2**17)
+            with pytest.raises(ConnectionClosed) as closed:
+                one.socket.recv(timeout=30)
+            assert closed.value.rcvd.code == 1009
+            assert "actions" in other.ask(observation(1))
+        wait_for(lambda: not server.loop.clients)
+        with Talk(url) as one:
+            assert "actions" in one.ask(observation(1))
+
+
+def test_clients_that_die_in_the_middle_of_a_frame_leave_nothing_behind():
+    with serving(numbers()) as (url, server), Talk(url) as robot:
+        for cut in (1, 5, 100):
+            with connect(url, compression=None) as dying:
+                dying.recv()
+                frame = pack(observation(1))
+                raw = b"\x82\xfe" + len(frame).to_bytes(2, "big") + bytes(4) + frame
+                dying.socket.sendall(raw[:cut])
+                dying.socket.shutdown(socket.SHUT_RDWR)
+        assert "actions" in robot.ask(observation(1))
+        wait_for(lambda: len(server.loop.clients) == 1)
+        assert len(server.loop.batcher.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"port": 70000}, "--port=70000"),
+        ({"max_batch": 0}, "--max-batch=0"),
+        ({"batch_window_ms": -1}, "--batch-window-ms"),
+        ({"api_key": " "}, "API key"),
+        ({"tls_cert": "x"}, "together"),
+        ({"host": "nowhere.invalid"}, "--host=nowhere.invalid"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words), serving(numbers(), **settings):
+        pass
+
+
+def test_a_port_that_is_taken_is_said(url):
+    with pytest.raises(ConfigError, match="Choose another with --host and --port"):
+        bind("127.0.0.1", int(url.rpartition(":")[2]))
