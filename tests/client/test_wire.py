@@ -18,7 +18,9 @@ from flexor_client.wire import DTYPE, Limits, WireError, decode_jpeg, encode_jpe
 from support.frames_to_fuzz import hostile_frame
 
 DTYPES = st.sampled_from("|b1 |i1 |u1 <i2 >i2 <i4 <u4 <i8 >u8 <f2 <f4 >f4 <f8 |S5 <U3 >U3".split())
-ARRAYS = DTYPES.flatmap(lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0)))
+ARRAYS = DTYPES.flatmap(
+    lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0))
+)
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
 MESSAGES = st.recursive(
     PLAIN | ARRAYS,
@@ -113,7 +115,9 @@ def test_a_frame_that_is_too_large_is_refused():
         unpack(pack(b"x" * 200), Limits(frame_bytes=100))
 
 
-@pytest.mark.parametrize("value", [np.array([object()]), np.zeros(2, "c8"), {1, 2}, np.datetime64("2026-01-01")])
+@pytest.mark.parametrize(
+    "value", [np.array([object()]), np.zeros(2, "c8"), {1, 2}, np.datetime64("2026-01-01")]
+)
 def test_what_cant_be_sent_is_refused(value):
     with pytest.raises(WireError, match="can't be sent"):
         pack({"value": value})

@@ -23,7 +23,6 @@ from flexor_client.wire import pack as pack_frame
 log = logging.getLogger("flexor_client")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries to connect
-REFUSED = {401: "the key is missing or wrong", 403: "the key is missing or wrong", 429: "too many clients"}
 
 
 class RemotePolicy:
@@ -179,9 +178,10 @@ class RemotePolicy:
         except InvalidStatus as error:
             status = error.response.status_code
             told = f"{self.url} refused the connection with status {status}"
-            if status in REFUSED:
-                raise RefusedError(f"{told}: {REFUSED[status]}.") from error
-            raise ServerLostError(f"{told}.") from error
+            if status in (401, 403):
+                raise RefusedError(f"{told}: the key is missing or wrong.") from error
+            said = (error.response.body or b"").decode(errors="replace").strip()[:200]
+            raise ServerLostError(f"{told}: {said or 'is it a policy server?'}") from error
         except InvalidURI as error:
             raise ClientError(f"{self.url} is not an address: {error}") from error
         except ssl.SSLCertVerificationError as error:
