@@ -1,6 +1,7 @@
 """The codec: openpi's frames in both directions, and nothing that a frame can hold does harm."""
 
 import ast
+import contextlib
 import subprocess
 import sys
 import tracemalloc
@@ -17,7 +18,26 @@ import flexor_client
 from flexor_client.wire import DTYPE, Limits, WireError, decode_jpeg, encode_jpeg, is_jpeg, pack, unpack
 from support.frames_to_fuzz import hostile_frame
 
-DTYPES = st.sampled_from("|b1 |i1 |u1 <i2 >i2 <i4 <u4 <i8 >u8 <f2 <f4 >f4 <f8 |S5 <U3 >U3".split())
+DTYPES = st.sampled_from(
+    [
+        "|b1",
+        "|i1",
+        "|u1",
+        "<i2",
+        ">i2",
+        "<i4",
+        "<u4",
+        "<i8",
+        ">u8",
+        "<f2",
+        "<f4",
+        ">f4",
+        "<f8",
+        "|S5",
+        "<U3",
+        ">U3",
+    ]
+)
 ARRAYS = DTYPES.flatmap(
     lambda d: hnp.arrays(np.dtype(d), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0))
 )
@@ -142,10 +162,8 @@ def test_fuzzing_raises_nothing_but_wire_errors_and_takes_little_memory():
 @settings(deadline=None)
 def test_any_bytes_are_read_or_refused(data):
     for read in (unpack, decode_jpeg):
-        try:
+        with contextlib.suppress(WireError):
             read(data)
-        except WireError:
-            pass
 
 
 def test_jpeg_images():

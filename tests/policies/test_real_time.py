@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from flexor.core.batch import ACTION, STATE
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.rng import Noise
 from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.nn.real_time import RealTimeSettings
 from flexor.policies.pretrained import Pretrained
+from flexor.policies.session import Executing, Session, predict_together
 from support import small_pi
 from support.tokenizers import make_tokenizer
 
@@ -54,6 +56,28 @@ def test_actions_that_will_be_executed_are_kept_and_later_ones_are_free(policy):
     late = np.abs(new[:, 8:] - free[:, 8:])
     assert (late < np.abs(new[:, :4] - free[:, :4]).min()).all()
     np.testing.assert_array_equal(policy.chunk(SEEN, TASKS), free)  # nothing of it is kept
+
+
+def test_robots_at_different_points_of_their_chunks_share_a_batch(policy):
+    """Each gets what it would get alone; one has no last chunk at all."""
+    rng = np.random.default_rng(0)
+    running = [
+        Executing(rng.uniform(-4, 8, (left, 3)).astype(np.float32), delay)
+        for left, delay in ((10, 4), (3, 1))
+    ]
+    sessions = [Session(policy, episode=episode) for episode in range(3)]
+    shown = [{name: value[0] for name, value in SEEN.items()}] * 3
+    for session, one in zip(sessions, shown):
+        session.observe(one, TASKS[0])
+    together = predict_together(sessions, shown, [*running, None])
+    for row in range(3):
+        previous = {} if row == 2 else {"previous": running[row].actions[None], "delay": running[row].delay}
+        noise = Noise(0, 0, torch.tensor([row]))
+        (alone,) = policy.chunk({n: v[:1] for n, v in SEEN.items()}, TASKS[:1], noise, **previous)
+        np.testing.assert_allclose(together[row], alone, rtol=1e-4, atol=1e-4)
+    # filled up to a size that is allowed, they get the same
+    filled = predict_together(sessions, shown, [*running, None], sizes=(1, 8))
+    np.testing.assert_allclose(filled, together, rtol=1e-4, atol=1e-4)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The published client of openpi controls the built-in task through the server, as local inference does, bit for bit."""
+"""The published client of openpi controls the built-in task through the server: bit for bit as local inference."""
 
 import io
 import subprocess
@@ -78,7 +78,11 @@ def local(policy: Pretrained) -> np.ndarray:
 @pytest.fixture(scope="module", params=["act", "diffusion"])
 def policy(request, dataset, tiny_act, tmp_path_factory) -> Pretrained:
     folder = tmp_path_factory.mktemp(request.param)
-    tiny = tiny_act if request.param == "act" else [*small_flags(request.param, folder), "--policy.device=cpu"]
+    tiny = (
+        tiny_act
+        if request.param == "act"
+        else [*small_flags(request.param, folder), "--policy.device=cpu", "--policy.num_inference_steps=5"]
+    )
     return load_pretrained(str(runs.train(dataset, folder / "run", tiny, "--steps=1")))
 
 
@@ -101,6 +105,12 @@ def test_the_published_client_reports_an_error_and_needs_the_key(openpi, policy)
     )
     with serving(policy, api_key="secret") as (url, _):
         port = str(urlsplit(url).port)
-        for more, words in (((), "401"), (("wrong",), "401"), (("secret",), "The policy needs observation.state")):
-            done = subprocess.run([str(openpi), "-c", code, port, *more], capture_output=True, text=True, timeout=60)
+        for more, words in (
+            ((), "401"),
+            (("wrong",), "401"),
+            (("secret",), "The policy needs observation.state"),
+        ):
+            done = subprocess.run(
+                [str(openpi), "-c", code, port, *more], capture_output=True, text=True, timeout=60
+            )
             assert done.returncode == 1 and words in done.stderr, done.stderr

@@ -36,7 +36,11 @@ def test_a_jpeg_file_is_decoded():
 def test_names_are_keys_or_paths():
     mapped = ObservationReader(CONFIG, {CAMERA: "images/cam_high", STATE: "observation/joints"}, Limits())
     flat = {"images/cam_high": PIXELS, "observation/joints": [1, 2, 3], "task": "go"}
-    nested = {"images": {"cam_high": PIXELS}, "observation": {"joints": np.array([1, 2, 3.0])}, "prompt": "go"}
+    nested = {
+        "images": {"cam_high": PIXELS},
+        "observation": {"joints": np.array([1, 2, 3.0])},
+        "prompt": "go",
+    }
     one, other = mapped.read(flat), mapped.read(nested)
     for name in (CAMERA, STATE):
         np.testing.assert_array_equal(one.observation[name], other.observation[name])
@@ -53,7 +57,10 @@ def test_names_are_keys_or_paths():
             f"needs {CAMERA}, but the observation has only {STATE}, top. .* --map {CAMERA}=NAME",
         ),
         (observation() | {CAMERA: PIXELS[:4]}, r"is \[4, 8, 3\], .* images \[8, 8, 3\]: resize it"),
-        (observation() | {CAMERA: PIXELS / 255}, "uint8 array or a JPEG file in bytes, not an array of float64"),
+        (
+            observation() | {CAMERA: PIXELS / 255},
+            "uint8 array or a JPEG file in bytes, not an array of float64",
+        ),
         (observation() | {CAMERA: b"GIF89a"}, f"{CAMERA}: The bytes are not a JPEG"),
         (observation() | {CAMERA: "text"}, "not text"),
         (observation() | {CAMERA: [PIXELS] * 1000}, "a list of 1000 values, but the policy sees 1"),

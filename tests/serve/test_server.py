@@ -36,7 +36,9 @@ def test_a_plain_client_gets_metadata_and_chunks(url):
     assert 0 < second["policy_timing"]["infer_ms"] <= second["server_timing"]["infer_ms"] < 30e3
 
 
-@pytest.mark.parametrize("frame", [b"\xc1", b"", "text", pack({"x": 1}), pack(observation(666)), pack(observation(2e6))])
+@pytest.mark.parametrize(
+    "frame", [b"\xc1", b"", "text", pack({"x": 1}), pack(observation(666)), pack(observation(2e6))]
+)
 def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
     with Talk(url) as other, Talk(url) as robot:
         assert other.ask(observation(1))["actions"].shape == (CHUNK, 2)
@@ -49,7 +51,9 @@ def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
 
 def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sent(url):
     with Talk(url) as robot:
-        assert robot.ask(observation(666)) == "The policy failed: ZeroDivisionError. The server's log says more."
+        assert (
+            robot.ask(observation(666)) == "The policy failed: ZeroDivisionError. The server's log says more."
+        )
     with Talk(url) as robot:
         assert "not finite" in robot.ask(observation(2e6))
 
@@ -61,7 +65,9 @@ def test_one_action_at_a_time():
         assert robot.metadata["reply"] == "action"
         policy.policy.batches.clear()
         got = [robot.ask(observation(10 * step))["actions"] for step in range(6)]
-        assert [a.tolist() for a in got] == [[[s, t]] for s, t in [(0, 0), (1, 1), (2, 2), (3, 3), (40, -40), (41, -39)]]
+        assert [a.tolist() for a in got] == [
+            [[s, t]] for s, t in [(0, 0), (1, 1), (2, 2), (3, 3), (40, -40), (41, -39)]
+        ]
         assert policy.policy.batches == [1, 1]
         again = robot.ask(observation(7, flexor={"reset": True, "episode": 2}))
         assert again["actions"].tolist() == [[7, -7]]
@@ -89,7 +95,11 @@ def test_steps_count_as_the_robot_takes_them(url):
         steps = [robot.ask(observation(1, flexor={}))["flexor"]["step"] for _ in range(3)]
         assert steps == [0, CHUNK, 2 * CHUNK]  # as many as the policy was trained to execute
         assert robot.ask(observation(1, flexor={"step": 3}))["flexor"]["step"] == 3
-        assert robot.ask(observation(1, flexor={"episode": 9}))["flexor"] == {"step": 0, "episode": 9, "batch": 1}
+        assert robot.ask(observation(1, flexor={"episode": 9}))["flexor"] == {
+            "step": 0,
+            "episode": 9,
+            "batch": 1,
+        }
 
 
 def test_a_chunk_that_is_being_executed_fades_into_the_new_one(url):
@@ -141,41 +151,49 @@ def test_batches_have_few_sizes_where_each_needs_a_graph():
 
 
 def test_in_a_batch_only_the_one_who_broke_it_gets_the_error():
-    with serving(numbers(), batch_window_ms=1000) as (url, _):
-        with Talk(url) as good, Talk(url) as bad:
-            good.ask(observation(1))
-            bad.ask(observation(1))
-            with ThreadPoolExecutor(2) as threads:
-                replies = [threads.submit(good.ask, observation(5)), threads.submit(bad.ask, observation(666))]
-            np.testing.assert_array_equal(replies[0].result()["actions"], expected(5))
-            assert "ZeroDivisionError" in replies[1].result()
-            np.testing.assert_array_equal(good.ask(observation(6))["actions"], expected(6))
+    with serving(numbers(), batch_window_ms=1000) as (url, _), Talk(url) as good, Talk(url) as bad:
+        good.ask(observation(1))
+        bad.ask(observation(1))
+        with ThreadPoolExecutor(2) as threads:
+            replies = [
+                threads.submit(good.ask, observation(5)),
+                threads.submit(bad.ask, observation(666)),
+            ]
+        np.testing.assert_array_equal(replies[0].result()["actions"], expected(5))
+        assert "ZeroDivisionError" in replies[1].result()
+        np.testing.assert_array_equal(good.ask(observation(6))["actions"], expected(6))
 
 
 def test_an_observation_that_is_too_old_is_said_to_be():
     slow = threading.Event()
-    with serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _):
-        with Talk(url) as robot, Talk(url) as other:
-            late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
-            assert "actions" not in late and late["flexor"]["id"] == 4
-            assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
-            assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
-            slow.set()
-            with ThreadPoolExecutor(1) as threads:
-                busy = threads.submit(other.ask, observation(2))
-                time.sleep(0.05)
-                waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
-                assert "expired" in waited and waited["expired"]["age_ms"] > 100
-                assert "actions" in busy.result()
-            slow.clear()
-            np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
+    with (
+        serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _),
+        Talk(url) as robot,
+        Talk(url) as other,
+    ):
+        late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
+        assert "actions" not in late and late["flexor"]["id"] == 4
+        assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
+        assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
+        slow.set()
+        with ThreadPoolExecutor(1) as threads:
+            busy = threads.submit(other.ask, observation(2))
+            time.sleep(0.05)
+            waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
+            assert "expired" in waited and waited["expired"]["age_ms"] > 100
+            assert "actions" in busy.result()
+        slow.clear()
+        np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
 
 
 def test_a_slow_model_is_tried_again():
     """What is known of its speed must not refuse requests for ever."""
     slow = threading.Event()
     slow.set()
-    with serving(numbers(lambda size: time.sleep(0.2 if slow.is_set() else 0))) as (url, _), Talk(url) as robot:
+    with (
+        serving(numbers(lambda size: time.sleep(0.2 if slow.is_set() else 0))) as (url, _),
+        Talk(url) as robot,
+    ):
         robot.ask(observation(1))
         slow.clear()
         replies = (robot.ask(observation(1, flexor={"deadline_ms": 150})) for _ in range(50))
@@ -185,18 +203,21 @@ def test_a_slow_model_is_tried_again():
 def test_connections_are_kept_alive_while_the_model_is_busy():
     """As long as it compiles, pings of both sides are answered."""
     busy = threading.Event()
-    with serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _):
-        with Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot, Talk(url) as other:
-            busy.set()
-            with ThreadPoolExecutor(1) as threads:
-                waiting = threads.submit(robot.ask, observation(4))
-                time.sleep(0.3)
-                started = time.perf_counter()
-                assert other.socket.ping().wait(10)
-                assert time.perf_counter() - started < 1
-                np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
-            busy.clear()
-            np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
+    with (
+        serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _),
+        Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot,
+        Talk(url) as other,
+    ):
+        busy.set()
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(robot.ask, observation(4))
+            time.sleep(0.3)
+            started = time.perf_counter()
+            assert other.socket.ping().wait(10)
+            assert time.perf_counter() - started < 1
+            np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
+        busy.clear()
+        np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
 
 
 def test_the_port_opens_when_the_policy_is_warm():

@@ -1,7 +1,7 @@
 """A real browser without a window: opens pages, runs JavaScript in them, moves the pointer, takes screenshots.
 
 It speaks the DevTools protocol with Chromium through two pipes, so it needs no other package. Pages can't reach a
-network: every host name is mapped to nowhere.
+network: every host name is mapped to nowhere, except this machine's own address.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--mute-audio"),
-    *("--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe", "--window-size=1280,900"),
+    *(
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+        "--remote-debugging-pipe",
+        "--window-size=1280,900",
+    ),
 )
 
 
@@ -78,14 +82,15 @@ class Browser:
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)
 
-    def open(self, page: Path, dark: bool = False) -> None:
+    def open(self, page: Path | str, dark: bool = False) -> None:
+        """A file, or an address on this machine."""
         self.errors.clear()
         self.requests.clear()
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._send("Emulation.setEmulatedMedia", features=scheme)
         self._send("Page.navigate", url="about:blank")
-        self._send("Page.navigate", url=page.resolve().as_uri())
-        self.wait("location.protocol === 'file:' && document.readyState === 'complete'")
+        self._send("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
+        self.wait("location.protocol !== 'about:' && document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""

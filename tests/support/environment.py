@@ -24,7 +24,9 @@ KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 
 
 IN_MEMORY = Path("/dev/shm")  # Linux's folder in memory
-BEFORE: dict[str, str] = {}  # the environment as it was given, for installing packages: it may name a registry
+BEFORE: dict[
+    str, str
+] = {}  # the environment as it was given, for installing packages: it may name a registry
 ENOUGH = 8 << 30  # bytes, for all that tests write at a time and then some
 
 

@@ -10,7 +10,28 @@ import numpy as np
 
 from flexor_client.wire import encode_jpeg, pack
 
-NAMES = "<f4 <f8 |u1 |b1 <i8 |O |V3 <c8 <M8[s] |S7 <U2 f4 4f4 f4,i4 <f99999999 |S999999 >U1 {} float None".split()
+NAMES = [
+    "<f4",
+    "<f8",
+    "|u1",
+    "|b1",
+    "<i8",
+    "|O",
+    "|V3",
+    "<c8",
+    "<M8[s]",
+    "|S7",
+    "<U2",
+    "f4",
+    "4f4",
+    "f4,i4",
+    "<f99999999",
+    "|S999999",
+    ">U1",
+    "{}",
+    "float",
+    "None",
+]
 GOOD = [
     pack(
         {
@@ -20,7 +41,13 @@ GOOD = [
             "flexor": {"id": 3, "previous": np.zeros((4, 2), np.float32), "delay": 1, "deadline_ms": 50.0},
         }
     ),
-    pack({"a": np.float32(1), "b": [1, [2, [3, {"c": b"\x00" * 40}]]], "jpeg": encode_jpeg(np.zeros((8, 8, 3), np.uint8))}),
+    pack(
+        {
+            "a": np.float32(1),
+            "b": [1, [2, [3, {"c": b"\x00" * 40}]]],
+            "jpeg": encode_jpeg(np.zeros((8, 8, 3), np.uint8)),
+        }
+    ),
 ]
 
 
@@ -66,7 +93,9 @@ def _value(rng: np.random.Generator, depth: int) -> Any:
             b"__ndarray__": True,
             b"data": rng.bytes(rng.integers(0, 65)),
             b"dtype": NAMES[rng.integers(len(NAMES))],
-            b"shape": [int(rng.choice([0, 1, 2, 3, 4, 8, 16, -1, 2**31, 2**62])) for _ in range(rng.integers(0, 10))],
+            b"shape": [
+                int(rng.choice([0, 1, 2, 3, 4, 8, 16, -1, 2**31, 2**62])) for _ in range(rng.integers(0, 10))
+            ],
         }
         if rng.random() < 0.3:
             fields.pop(list(fields)[rng.integers(1, 4)])

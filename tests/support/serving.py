@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +14,7 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.base import Policy
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
+from flexor.serve.background import in_background
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import PolicyServer
 from flexor.serve.settings import ServeSettings
@@ -75,31 +74,8 @@ def serving(
     if isinstance(pretrained, Pretrained):
         pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
     server = PolicyServer(given, pretrained, names)
-    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
-    found: list[Any] = []
-
-    async def run() -> None:
-        try:
-            async with server.running() as url:
-                found.append(url)
-                ready.set()
-                await stop.wait()
-        except Exception as error:
-            found.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),), daemon=True)
-    thread.start()
-    assert ready.wait(60)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    try:
-        yield found[0], server
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
-        assert not thread.is_alive()
-        loop.close()
+    with in_background(server) as url:
+        yield url, server
 
 
 class Talk:

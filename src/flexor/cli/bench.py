@@ -1,4 +1,4 @@
-"""`flexor bench`: how fast batches are loaded, a step is, a policy predicts, and how fast the hardware could be."""
+"""`flexor bench`: how fast batches are loaded, a step is, a policy predicts or is served, and the hardware's limits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexor.cli.flags import described_run, names_dataset, robot_flags
-from flexor.core.console import print_result
+from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
 if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
     from flexor.policies.pretrained import Pretrained
+    from flexor.serve.predictor import Predictor
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,17 +24,19 @@ def parser() -> argparse.ArgumentParser:
         description="Measure a part of training or the prediction of actions by itself.",
         allow_abbrev=False,
     )
-    measures = flags.add_subparsers(dest="what", required=True, metavar="data|step|policy")
+    measures = flags.add_subparsers(dest="what", required=True, metavar="data|step|policy|serve")
     _add_data(measures)
     _add_step(measures)
     _add_policy(measures)
+    _add_serve(measures)
     return flags
 
 
 def run(arguments: list[str]) -> int:
     parsed, settings = parser().parse_known_args(arguments)
     own = vars(parsed)
-    return {"data": _data, "step": _step, "policy": _policy}[own.pop("what")](parsed, settings)
+    ways = {"data": _data, "step": _step, "policy": _policy, "serve": _serve}
+    return ways[own.pop("what")](parsed, settings)
 
 
 def _add_data(measures: Any) -> None:
@@ -185,6 +188,70 @@ def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretr
     for cameras in range(min(1, count), count + 1):
         parsed.cameras = f"{cameras}x{height}x{width}"
         yield untrained(described_run(parsed, settings)[0].policy)
+
+
+def _add_serve(measures: Any) -> None:
+    parser = measures.add_parser(
+        "serve",
+        help="how long a robot waits for the actions of a served policy, and where that time goes",
+        description="Serve a policy on this machine and ask it from other processes. The time is split into network, "
+        "decode (reading the observation), queue, model and encode (packing the actions). Without a checkpoint there "
+        "is no model: what is measured is the server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "checkpoint", nargs="?", help="a run, a checkpoint, a pretrained_model folder or a Hub repository"
+    )
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8], metavar="N", help="(default 1 8)")
+    parser.add_argument(
+        "--cameras",
+        nargs="+",
+        metavar="NxHxW",
+        help="without a checkpoint: number of cameras, height, width (default 2x224x224)",
+    )
+    parser.add_argument(
+        "--encoding", choices=("raw", "jpeg"), nargs="+", default=["raw", "jpeg"], help="how images are sent"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=1000, metavar="N", help="of all clients together (default 1000)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
+    parser.add_argument("--dtype", choices=("float32", "tf32", "bfloat16"), help="as for `flexor serve`")
+    parser.add_argument("--compile", action="store_true", help="as for `flexor serve`")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _serve(parsed: argparse.Namespace, settings: list[str]) -> int:
+    from flexor.bench.serve import bench_serve, render_serve
+
+    report = bench_serve(
+        _served(parsed, settings), parsed.clients, parsed.encoding, parsed.requests, progress("measuring")
+    )
+    print_result(report, parsed.json, render_serve(report))
+    return 0
+
+
+def _served(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Predictor]:
+    from flexor.bench.serve import no_model
+    from flexor.plan.data.imagined_robot import parse_cameras
+    from flexor.serve.open import open_predictor
+    from flexor.serve.settings import ServeSettings
+
+    if parsed.checkpoint is None:
+        if settings:
+            raise ConfigError(f"Unknown setting {settings[0]}. Settings of a policy need a checkpoint.")
+        yield from (no_model(parse_cameras(cameras)) for cameras in parsed.cameras or ["2x224x224"])
+        return
+    if parsed.cameras:
+        raise ConfigError("--cameras: a checkpoint has cameras of its own. Leave it out.")
+    yield open_predictor(
+        parsed.checkpoint,
+        ServeSettings(),
+        device=parsed.device,
+        dtype=parsed.dtype,
+        compiled=parsed.compile,
+        flags=settings,
+    )
 
 
 def _device(settings: list[str]) -> str | None:

@@ -15,10 +15,10 @@ from websockets.protocol import State
 
 from flexor.core.log import log
 from flexor.policies.session import Session
-from flexor.serve.batcher import Batcher
+from flexor.serve.batching import RequestBatcher
 from flexor.serve.metrics import Metrics
-from flexor.serve.predictor import Job, Predictor
-from flexor.serve.request import Asked, BadRequest, ObservationReader
+from flexor.serve.predictor import Predictor, ServeJob
+from flexor.serve.request import BadRequest, ObservationReader, PolicyRequest
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import OPTIONS, WireError, pack, unpack
 
@@ -68,7 +68,7 @@ class ClientLoop:
         settings: ServeSettings,
         predictor: Predictor,
         reader: ObservationReader,
-        batcher: Batcher,
+        batcher: RequestBatcher,
         metrics: Metrics,
         metadata: bytes,
     ):
@@ -110,14 +110,14 @@ class ClientLoop:
         except (WireError, BadRequest) as error:
             return await self._refuse(client, "refused", str(error))
         decoded = time.perf_counter()
-        job = Job(asked, session, arrived, client.alive)
+        job = ServeJob(asked, session, arrived, client.alive)
         await self.batcher.submit(job)
         if job.error is not None:
             return await self._refuse(client, "failed", job.error)
         await self._reply(client, job, decoded - begun)
         return True
 
-    async def _read(self, frame: bytes | str) -> Asked:
+    async def _read(self, frame: bytes | str) -> PolicyRequest:
         if isinstance(frame, str):
             raise BadRequest("An observation must be a binary frame of MessagePack, not text.")
         message = unpack(frame, self.settings.limits)
@@ -126,7 +126,7 @@ class ClientLoop:
         # decoding an image takes milliseconds, in which other clients are served
         return await asyncio.get_running_loop().run_in_executor(self.decoders, self.reader.read, message)
 
-    def _session(self, client: Client, asked: Asked) -> Session:
+    def _session(self, client: Client, asked: PolicyRequest) -> Session:
         name = asked.options.session if asked.options else ""
         if name not in client.sessions:
             if len(client.sessions) >= self.settings.max_sessions:
@@ -146,12 +146,13 @@ class ClientLoop:
             await client.connection.close(FAILED, "the observation could not be answered")
         return False
 
-    async def _reply(self, client: Client, job: Job, decode_s: float) -> None:
+    async def _reply(self, client: Client, job: ServeJob, decode_s: float) -> None:
         before = time.perf_counter()
         reply = pack(_message(client, job, decode_s))
+        packed = time.perf_counter()
         await client.connection.send(reply)
         now = time.perf_counter()
-        client.encode_ms, client.last_total_ms = 1e3 * (now - before), 1e3 * (now - job.arrived)
+        client.encode_ms, client.last_total_ms = 1e3 * (packed - before), 1e3 * (now - job.arrived)
         client.requests += 1
         self.metrics.bytes_out += len(reply)
         if job.expired:
@@ -163,13 +164,13 @@ class ClientLoop:
             "decode": decode_s,
             "queue": job.started - job.queued,
             "model": job.finished - job.started,
-            "encode": now - before,
+            "encode": packed - before,
             "total": now - job.arrived,
         }
         self.metrics.answered(seconds, job.batch)
 
 
-def _message(client: Client, job: Job, decode_s: float) -> dict[str, Any]:
+def _message(client: Client, job: ServeJob, decode_s: float) -> dict[str, Any]:
     options = job.options
     timing = {"decode_ms": 1e3 * decode_s}
     if client.encode_ms is not None and client.last_total_ms is not None:

@@ -17,7 +17,7 @@ from flexor.policies.features import Kind
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.session import Executing, Session, predict_together
-from flexor.serve.request import Asked, RequestOptions
+from flexor.serve.request import PolicyRequest, RequestOptions
 from flexor.serve.settings import Reply
 
 SIZES = (1, 2, 4, 8, 16, 32)  # of batches, where each needs a graph or compiled code of its own
@@ -25,10 +25,10 @@ WARM_UP = 3  # predictions of each kind: the first is eager, the second is captu
 
 
 @dataclass(eq=False)
-class Job:
+class ServeJob:
     """A request, from its arrival to its answer."""
 
-    asked: Asked
+    asked: PolicyRequest
     session: Session
     arrived: float
     """When its frame was there, by time.perf_counter(); like the times below."""
@@ -123,9 +123,9 @@ class Predictor:
         with self._precision():
             predict_together(sessions, [s.history.stacked() for s in sessions], running, self.sizes)
 
-    def answer(self, jobs: Sequence[Job]) -> None:
+    def answer(self, jobs: Sequence[ServeJob]) -> None:
         """Fill in `actions` or `error` of every job."""
-        due: list[Job] = []
+        due: list[ServeJob] = []
         for job in jobs:
             job.started, job.batch = time.perf_counter(), len(jobs)
             try:
@@ -140,7 +140,7 @@ class Predictor:
                 self._finish(job)
             job.finished = time.perf_counter()
 
-    def _observe(self, job: Job) -> None:
+    def _observe(self, job: ServeJob) -> None:
         options, session = job.options, job.session
         if options.reset or (options.episode is not None and options.episode != session.episode):
             session.reset(session.episode if options.episode is None else options.episode)
@@ -153,10 +153,10 @@ class Predictor:
         else:
             session.observe(job.asked.observation, job.asked.task)
 
-    def _wants_chunk(self, job: Job) -> bool:
+    def _wants_chunk(self, job: ServeJob) -> bool:
         return (job.options.reply or self.reply) == "chunk"
 
-    def _predict(self, jobs: list[Job]) -> None:
+    def _predict(self, jobs: list[ServeJob]) -> None:
         """The chunks of these jobs. If that fails, each alone: what one sends must not cost the others their answer."""
         if not jobs:
             return
@@ -184,7 +184,7 @@ class Predictor:
             else:
                 job.error = "The policy predicted values that are not finite: nothing is sent to the robot."
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: ServeJob) -> None:
         session = job.session
         if self._wants_chunk(job):
             session.step += self.config.action_steps
@@ -193,7 +193,7 @@ class Predictor:
             session.take(job.actions)
         job.actions = session.next_action()[None]
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: ServeJob, error: Exception) -> None:
         if isinstance(error, FlexorError):
             job.error = str(error)
             return
@@ -207,7 +207,7 @@ class Predictor:
             yield
 
 
-def _executing(job: Job) -> Executing | None:
+def _executing(job: ServeJob) -> Executing | None:
     options = job.options
     if options.previous is None or job.begins:
         return None

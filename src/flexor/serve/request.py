@@ -96,7 +96,7 @@ class RequestOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PolicyRequest:
     """What a message asks for."""
 
     observation: dict[str, np.ndarray]
@@ -130,7 +130,7 @@ class ObservationReader:
         )
         return any(isinstance(v, bytes) or (isinstance(v, list) and bytes in map(type, v)) for v in values)
 
-    def read(self, message: Any) -> Asked:
+    def read(self, message: Any) -> PolicyRequest:
         if not isinstance(message, dict):
             raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
         found: dict[str, np.ndarray] = {}
@@ -145,7 +145,9 @@ class ObservationReader:
             task = str(task)
         if not isinstance(task, str) or len(task) > LONGEST_TASK:
             raise BadRequest(f"`prompt` must be text of at most {LONGEST_TASK} characters.")
-        return Asked(found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size))
+        return PolicyRequest(
+            found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size)
+        )
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
         wanted = self.names[name]

@@ -19,7 +19,7 @@ from flexor.core.log import log
 from flexor.policies.features import Kind
 from flexor.serve import web
 from flexor.serve.access import REALM, has_key, is_foreign_page, wants_socket
-from flexor.serve.batcher import Batcher
+from flexor.serve.batching import RequestBatcher
 from flexor.serve.clients import ClientLoop
 from flexor.serve.metrics import Metrics
 from flexor.serve.predictor import Predictor
@@ -28,6 +28,7 @@ from flexor.serve.settings import ServeSettings
 from flexor_client.wire import PROTOCOL, pack
 
 SWITCH_S = 0.001  # Python's threads take turns this often: the model's must not hold up the connections
+OPENING_S = 4.0  # for a request: browsers open connections in reserve, and the server's end waits for them
 BUFFERED_FRAMES = 1  # of a client that sends without waiting for its answers
 
 
@@ -71,7 +72,7 @@ class PolicyServer:
         switch = sys.getswitchinterval()
         try:
             sys.setswitchinterval(SWITCH_S)
-            batcher = Batcher(
+            batcher = RequestBatcher(
                 self.predictor.answer, self.predictor.max_batch, self.settings.batch_window_ms / 1e3
             )
             await asyncio.get_running_loop().run_in_executor(batcher.thread, self.predictor.warm)
@@ -102,6 +103,7 @@ class PolicyServer:
             compression=None,
             max_size=settings.limits.frame_bytes,
             max_queue=BUFFERED_FRAMES,
+            open_timeout=OPENING_S,
             ping_interval=settings.ping_s,
             ping_timeout=settings.ping_s,
             server_header=None,

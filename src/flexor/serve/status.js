@@ -5,7 +5,7 @@ const PARTS = [
   ["decode", "reading the observation"],
   ["queue", "waiting for the model"],
   ["model", "the model"],
-  ["encode", "sending the actions"],
+  ["encode", "packing the actions"],
   ["total", "all of it, in the server"],
 ];
 

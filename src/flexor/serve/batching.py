@@ -10,27 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from flexor.serve.predictor import Job
+from flexor.serve.predictor import ServeJob
 
 ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
 REMEMBERED = 32  # predictions, to know how long one takes
 
 
-class Batcher:
+class RequestBatcher:
     """One queue for all clients. Only the event loop uses it, except for `answer`."""
 
-    def __init__(self, answer: Callable[[Sequence[Job]], None], most: int, window_s: float):
+    def __init__(self, answer: Callable[[Sequence[ServeJob]], None], most: int, window_s: float):
         self.answer, self.most, self.window_s = answer, most, window_s
         # torch's number of threads is a setting of each thread: the model's gets that of this one
         threads = torch.get_num_threads()
         self.thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (threads,))
-        self.waiting: deque[tuple[Job, asyncio.Future[None]]] = deque()
+        self.waiting: deque[tuple[ServeJob, asyncio.Future[None]]] = deque()
         self.changed = asyncio.Event()
         self.seen: dict[object, float] = {}  # session -> when it asked or was answered last
         self.took: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
 
-    async def submit(self, job: Job) -> None:
+    async def submit(self, job: ServeJob) -> None:
         """Return when the job is answered or has expired."""
         job.queued = time.perf_counter()
         self.seen[job.session] = job.queued
@@ -92,9 +92,9 @@ class Batcher:
         since = time.perf_counter() - ACTIVE_S
         return sum(when >= since for when in self.seen.values())
 
-    def _take(self) -> list[tuple[Job, asyncio.Future[None]]]:
+    def _take(self) -> list[tuple[ServeJob, asyncio.Future[None]]]:
         """The next batch, without those whose robots are gone or whose time is over."""
-        batch: list[tuple[Job, asyncio.Future[None]]] = []
+        batch: list[tuple[ServeJob, asyncio.Future[None]]] = []
         while self.waiting and len(batch) < self.most:
             job, answered = self.waiting.popleft()
             if not job.alive() or self._too_late(job):
@@ -104,7 +104,7 @@ class Batcher:
                 batch.append((job, answered))
         return batch
 
-    def _too_late(self, job: Job) -> bool:
+    def _too_late(self, job: ServeJob) -> bool:
         if job.due is None or time.perf_counter() + self.fastest() <= job.due:
             return False
         self.trust *= 0.9  # a model that was slow once is tried again

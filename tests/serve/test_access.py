@@ -1,0 +1,134 @@
+"""Who gets in: with a key, over TLS, and not from other web pages; `/healthz`, `/metrics`, `/status`."""
+
+import base64
+import json
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+
+import pytest
+from websockets.datastructures import Headers
+from websockets.exceptions import InvalidStatus
+
+from flexor.core.errors import ConfigError
+from flexor.serve.access import has_key, is_foreign_page
+from flexor.serve.settings import ServeSettings
+from support.serving import Talk, numbers, observation, serving
+
+KEY = "a key:with a colon"
+BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ([f"Api-Key {KEY}"], True),
+        ([f"api-key {KEY}"], True),
+        ([f"Bearer {KEY}"], True),
+        ([BASIC], True),
+        ([], False),
+        ([KEY], False),
+        (["Api-Key "], False),
+        ([f"Api-Key {KEY} "], False),
+        ([f"Api-Key {KEY[:-1]}"], False),
+        (["Basic !!!"], False),
+        (["Basic //79"], False),
+        (["Api-Key \xff"], False),
+        ([f"Api-Key {KEY}", f"Api-Key {KEY}"], False),
+    ],
+)
+def test_the_key(given, fits):
+    assert has_key(Headers([("Authorization", value) for value in given]), KEY) is fits
+    assert has_key(Headers(), None)
+
+
+def test_pages_of_other_sites():
+    def foreign(**headers: str) -> bool:
+        return is_foreign_page(Headers(**headers))
+
+    assert not foreign(Host="robot:8000")
+    assert not foreign(Host="robot:8000", Origin="http://robot:8000")
+    assert foreign(Host="robot:8000", Origin="http://robot:9000")
+    assert foreign(Host="robot:8000", Origin="https://evil.example")
+    assert foreign(Host="robot:8000", Origin="null")
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, str]:
+    request = urllib.request.Request(url.replace("ws", "http", 1) + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_with_a_key_only_its_owners_see_anything():
+    with serving(numbers(), api_key=KEY) as (url, server):
+        assert get(url, "/healthz") == (200, "OK\n")
+        for path in ("/", "/metrics", "/status", "/nothing"):
+            assert get(url, path)[0] == 401
+        for key in (f"Api-Key {KEY}", BASIC):
+            assert [get(url, path, Authorization=key)[0] for path in ("/", "/metrics", "/status")] == [
+                200
+            ] * 3
+        assert get(url, "/nothing", Authorization=BASIC)[0] == 404
+        for headers in ({}, {"Authorization": "Api-Key wrong"}):
+            with pytest.raises(InvalidStatus, match="401"):
+                Talk(url, additional_headers=headers)
+        with Talk(url, additional_headers={"Authorization": f"Api-Key {KEY}"}) as robot:
+            assert "actions" in robot.ask(observation(1))
+        with pytest.raises(InvalidStatus, match="403"):
+            Talk(url, additional_headers={"Authorization": BASIC}, origin="http://evil.example")
+        assert server.metrics.refused_connections == 4 + 2 + 1
+
+
+def test_metrics_and_status():
+    with serving(numbers()) as (url, _), Talk(url) as robot:
+        for value in (1, 2, 3):
+            robot.ask(observation(value, prompt="put it <there>"))
+        robot.ask(observation(1, flexor={"deadline_ms": 1, "age_ms": 2}))
+        text = get(url, "/metrics")[1]
+        found = json.loads(get(url, "/status")[1])
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert lines['flexor_requests_total{result="ok"}'] == "3"
+    assert lines['flexor_requests_total{result="expired"}'] == "1"
+    assert lines['flexor_request_seconds_count{part="model"}'] == "3"
+    assert lines['flexor_request_seconds_bucket{part="total",le="+Inf"}'] == "3"
+    assert lines['flexor_batch_size_bucket{le="1"}'] == "3" and lines["flexor_clients"] == "1"
+    assert float(lines["flexor_resident_memory_bytes"]) > 1e6
+    buckets = [
+        int(n) for name, n in lines.items() if name.startswith('flexor_request_seconds_bucket{part="total"')
+    ]
+    assert buckets == sorted(buckets)
+    kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(kinds) == len({*kinds}) and all(name.startswith("flexor_") for name in kinds)
+    (client,) = found["clients"]
+    assert client["requests"] == 4 and client["expired"] == 1 and client["task"] == ""
+    assert next(iter(client["images"].values())).startswith("data:image/jpeg;base64,")
+    assert found["latency_ms"]["total"]["p50"] > found["latency_ms"]["model"]["p50"] > 0
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tls")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
+    try:
+        subprocess.run([*command.split(), *names], cwd=folder, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no openssl to make a certificate with")
+    return folder
+
+
+def test_tls(certificate):
+    files = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
+    with serving(numbers(), **files) as (url, _):
+        assert url.startswith("wss://")
+        trusting = ssl.create_default_context(cafile=str(files["tls_cert"]))
+        with Talk(url, ssl=trusting) as robot:
+            assert "actions" in robot.ask(observation(1))
+        with pytest.raises(ssl.SSLError):
+            Talk(url)
+    with pytest.raises(ConfigError, match="PEM files that belong together"):
+        ServeSettings(tls_cert=files["tls_key"], tls_key=files["tls_key"]).tls()
