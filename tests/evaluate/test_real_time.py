@@ -1,4 +1,4 @@
-"""With 200 ms of latency a robot that waits for every answer fails; with real-time chunking it is as good as without."""
+"""With 200 ms of latency a robot that waits for every answer fails; with real-time chunking it succeeds as without."""
 
 import math
 from collections.abc import Mapping

@@ -12,13 +12,14 @@ from flexor.cli.main import main
 from flexor.core.errors import FlexorError
 from flexor.data.dataset import open_dataset
 from flexor.evaluate.envs import make_env, observation_to_batch
+from flexor.evaluate.robot_record import RobotSession, make_robot, record_robot
 from flexor.evaluate.rollout import PolicyActor, rollout
 from flexor.evaluate.served import ServedActor, ServerAddress, record_served
 from flexor.policies.pretrained import load_pretrained
 from flexor.policies.session import Session
 from flexor.sim.record import EVAL_SEED_START
 from support import runs, small_resnet
-from support.serving import numbers, serving
+from support.serving import SIZE, numbers, serving
 from support.small_policies import small_flags
 
 place = partial(make_env, "place")
@@ -99,11 +100,10 @@ def test_from_the_command_line_against_a_server_process(act, tmp_path, capsys):
 
 
 def test_episodes_that_fail_can_be_left_out(act, tmp_path):
-    with serving(load_pretrained(str(act))) as (url, _):
-        with pytest.raises(FlexorError, match="None of 2 episodes succeeded"):
-            record_served(
-                tmp_path / "data", ServerAddress(url), place, episodes=2, max_steps=3, successes_only=True
-            )
+    settings = {"episodes": 2, "max_steps": 3, "successes_only": True}
+    none = pytest.raises(FlexorError, match="None of 2 episodes succeeded")
+    with serving(load_pretrained(str(act))) as (url, _), none:
+        record_served(tmp_path / "data", ServerAddress(url), place, **settings)
     assert not (tmp_path / "data/meta/info.json").exists()
 
 
@@ -125,3 +125,87 @@ def test_errors_of_the_connection_are_told_without_a_traceback(act, capsys):
         assert "observation.images.top" in fails(
             "eval", f"--server={url}", "--api-key=secret", "--eval.batch_size=1", *settings
         )
+
+
+ARM = """
+import numpy as np
+
+class Arm:
+    name = "arm"
+    observation_features = {"a": float, "b": float, "c": float, "top": (16, 16, 3)}
+    action_features = {"a": float, "b": float}
+
+    def __init__(self):
+        self.joints, self.calls = {"a": 0.0, "b": 0.0}, []
+
+    def connect(self):
+        self.calls.append("connect")
+
+    def disconnect(self):
+        self.calls.append("disconnect")
+
+    def get_observation(self):
+        return {**self.joints, "c": 1.0, "top": np.zeros((16, 16, 3), np.uint8)}
+
+    def send_action(self, action):
+        self.joints = dict(action)
+        return action
+
+def make():
+    return Arm()
+"""
+
+
+def test_a_robot_is_recorded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("support.serving.SIZE", 16)
+    (tmp_path / "arm.py").write_text(ARM)
+    words = [
+        f"--robot={tmp_path / 'arm.py'}:make",
+        "--task=Wave.",
+        "--fps=50",
+        "--seconds=0.4",
+        "--episodes=2",
+    ]
+    with serving(numbers()) as (url, _):
+        words += [f"--server={url}", "--rename=top=observation.images.top", "--max-step=0.5", "--json"]
+        assert main(["record", str(tmp_path / "data"), *words]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["episodes"] == 2 and 20 <= result["frames"] <= 40
+    assert main(["data", "check", str(tmp_path / "data")]) == 0
+    kept = open_dataset(root=tmp_path / "data")
+    rows = kept.read(np.arange(result["frames"]))
+    done, state = rows["action"], rows["observation.state"]
+    assert np.abs(done[0]).max() <= 0.5  # from 0, at most half a unit
+    length = result["frames"] // 2
+    np.testing.assert_allclose(state[1 : length - 1, :2], done[: length - 2], atol=1e-6)
+
+
+def test_errors_keep_what_is_recorded(tmp_path, capsys):
+    (tmp_path / "arm.py").write_text(ARM)
+    robot = make_robot(f"{tmp_path / 'arm.py'}:make")
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise FlexorError("the camera is unplugged.")
+
+    session = RobotSession("Wave.", fps=100, episodes=4, seconds=0.2)
+    robot.observation_features["top"] = (SIZE, SIZE, 3)
+    look = robot.get_observation
+    robot.get_observation = lambda: {**look(), "top": np.zeros((SIZE, SIZE, 3), np.uint8)}
+    with (
+        serving(numbers()) as (url, _),
+        pytest.raises(FlexorError, match=r"unplugged\. 2 episodes before it are kept"),
+    ):
+        record_robot(tmp_path / "data", ServerAddress(url), robot, session, before_episode=fail)
+    assert robot.calls == ["connect", "disconnect"]
+    assert main(["data", "check", str(tmp_path / "data")]) == 0
+    capsys.readouterr()
+    rest = ["--task=x", "--fps=9", "--seconds=1", "--server=ws://x"]
+    for words, message in (
+        ([f"--robot={tmp_path / 'arm.py'}:made"], "also give --task, --fps, --seconds, --server"),
+        ([f"--robot={tmp_path / 'arm.py'}:made", *rest], "no function made"),
+        (["--robot=none.py:make", *rest], "can't be imported"),
+        ([f"--robot={tmp_path / 'arm.py'}:make", "--rename=top", *rest], "give NAME=INPUT"),
+    ):
+        assert main(["record", str(tmp_path / "other"), *words]) == 2
+        assert message in capsys.readouterr().err

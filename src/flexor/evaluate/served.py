@@ -30,14 +30,14 @@ class ServerAddress:
     certificate: Path | None = None
     jpeg: int | None = None
 
-    def open(self) -> RemotePolicy:
+    def open(self, reconnect_s: float = 10.0) -> RemotePolicy:
         return RemotePolicy(
             self.url,
             api_key=self.api_key,
             certificate=self.certificate,
             jpeg=self.jpeg,
             timeout_s=ANSWER_S,
-            reconnect_s=10.0,
+            reconnect_s=reconnect_s,
         )
 
 
