@@ -27,6 +27,7 @@ import torch
 
 from flexor.cli import main as cli
 from flexor.cli.plan import parser as plan_flags
+from flexor.cli.serve import parser as serve_flags
 from flexor.config.accelerate_flags import SHARDING
 from flexor.config.lerobot_flags import ALIASES, HARMLESS, IGNORED
 from flexor.config.parse import flatten, load_config, parse_flags, read_file
@@ -183,6 +184,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
             load_config([*settings, "--dataset.repo_id=planned/dataset"])
         elif verb in ("eval", "push") or (verb, words[0]) == ("data", "push"):
             assert cli.main([verb, *words]) == 0
+        elif verb == "serve":
+            assert all(word.startswith("--policy.") for word in serve_flags().parse_known_args(words)[1])
         elif verb == "demo":
             load_config(["--config=demo", *[w for w in words if not w.startswith("--output-dir")]])
         else:
@@ -287,7 +290,18 @@ def test_plan_page_names_every_flag():
     assert {flag.strip("`") for row in rows for flag in row.split(", ")} == flags
 
 
-@pytest.mark.parametrize("what", ["step", "policy"])
+def test_serve_page_names_every_flag_and_option():
+    from flexor.serve.request import RequestOptions
+
+    flags = set(re.findall(r"^  (--[a-z-]+)", serve_flags().format_help(), re.MULTILINE))
+    text = (ROOT / "docs/serve.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \|", text, re.MULTILINE)
+    named = {name.strip("`") for row in rows for name in row.split(", ")}
+    assert named >= flags and {name for name in named if name.startswith("--")} == flags
+    assert named >= {field.name for field in fields(RequestOptions)}
+
+
+@pytest.mark.parametrize("what", ["step", "policy", "serve"])
 def test_bench_page_names_every_flag(what, capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", what, "--help"])

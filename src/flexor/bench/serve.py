@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,8 +149,7 @@ def _measure(case: ServeCase, url: str, inputs: dict[str, Any]) -> dict[str, Any
 
 
 def _start(stack: ExitStack, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    program = str(Path(serve_load.__file__))
-    command = [sys.executable, "-P", program, json.dumps(settings)]
+    command = [sys.executable, "-m", serve_load.__name__, json.dumps(settings)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     robot: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
     stack.callback(robot.wait)

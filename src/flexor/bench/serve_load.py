@@ -1,4 +1,4 @@
-"""One client of `flexor bench serve`, a program of its own: it imports neither torch nor Flexor.
+"""One client of `flexor bench serve`, a program of its own: it does not import torch.
 
 It gets a JSON object as its argument, connects, says `ready`, waits for a line, asks, and prints what it measured.
 """

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--compile", action="store_true", help="compile the policy's blocks before the port opens")
     add(
-        *("--map", "-m"),
+        "--map",
         action="append",
         default=[],
         metavar="INPUT=NAME",

@@ -23,6 +23,8 @@ from flexor.serve.settings import ServeSettings
 from flexor_client.wire import OPTIONS, WireError, pack, unpack
 
 FAILED = 1011  # the close code of openpi's server after an error
+NOTE_S = 1.0  # at least between two lines in the log about clients
+NOTED = 500  # characters of a line
 BURST_S = 1.0  # a client may use this much of its rate at once
 
 
@@ -77,6 +79,7 @@ class ClientLoop:
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
         self.cameras = [*predictor.config.images]
+        self.next_note, self.unsaid = 0.0, 0  # when the log may have another line, and how many it has not
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
@@ -140,11 +143,21 @@ class ClientLoop:
 
     async def _refuse(self, client: Client, result: str, reason: str) -> bool:
         self.metrics.results[result] += 1
-        log.info("client %d (%s): %s", client.number, client.address, reason)
+        self._note(client, reason)
         with contextlib.suppress(ConnectionClosed):
             await client.connection.send(reason)
             await client.connection.close(FAILED, "the observation could not be answered")
         return False
+
+    def _note(self, client: Client, reason: str) -> None:
+        """Into the log, but not as often as somebody can send nonsense: that would fill a disk."""
+        now = time.monotonic()
+        if now < self.next_note:
+            self.unsaid += 1
+            return
+        more = f" (and {self.unsaid} more since the last such line)" if self.unsaid else ""
+        log.info("client %d (%s): %s%s", client.number, client.address, reason[:NOTED], more)
+        self.next_note, self.unsaid = now + NOTE_S, 0
 
     async def _reply(self, client: Client, job: ServeJob, decode_s: float) -> None:
         before = time.perf_counter()
