@@ -1,7 +1,10 @@
 """With 200 ms of latency a robot that waits for every answer fails; with real-time chunking it succeeds as without."""
 
+import json
 import math
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ from flexor.sim.task import GRASP_RADIUS, RELEASE_OPENING, TIME_LIMIT, State, ad
 
 SEEDS = range(EVAL_SEED_START, EVAL_SEED_START + 12)
 STATE = "environment_state_agent_pos"
+ROOT = Path(__file__).parents[2]
 
 
 class ExpertChunks:
@@ -99,3 +103,31 @@ def test_the_block_slides_until_it_falls_off():
     np.testing.assert_allclose(np.linalg.norm(np.diff(places, axis=0), axis=1), 0.03, rtol=1e-3)
     assert robot.fell_off and not robot.success
     assert np.abs(places).max() <= 1 < np.abs(robot.get_observation()["places"]).max()
+
+
+def test_the_robot_can_run_in_real_time_too(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    robot = PlaceRobot(obs_type=STATE, wall_clock=True)
+    robot.connect()
+    start = robot.get_observation()
+    robot.send_action({"x": 0.0, "y": 0.0, "opening": 1.0})
+    now[0] += 0.15
+    assert robot.get_observation() != start and robot.steps == 1
+    now[0] += 8
+    robot.get_observation()
+    assert robot.seed == 1 and robot.steps == 0  # the next episode
+
+
+def test_the_page_has_the_benchmarks_numbers():
+    results = json.loads((ROOT / "benchmarks/results/latency_2026-11-17.json").read_text())
+    found = {(r["block_speed"], r["execute"], r["latency_s"], r["player"]): r for r in results}
+    columns = [(0.0, "waits"), (0.2, "waits"), (0.2, "real time"), (0.4, "waits"), (0.4, "real time")]
+    rows = re.findall(
+        r"^\| (lies|slides [\d.]+) \| (\d) \| (.*) \|$", (ROOT / "docs/robot.md").read_text(), re.M
+    )
+    assert len(rows) == 9
+    for block, execute, cells in rows:
+        speed = float(block.partition(" ")[2] or 0)
+        cases = [found[speed, int(execute), *column] for column in columns]
+        assert cells == " | ".join(f"{r['success_rate']:.0%}, {r['mean_seconds']:.1f} s" for r in cases)

@@ -83,7 +83,10 @@ def same_names(robot: Robot) -> bool:
     actions = hw_to_dataset_features(robot.action_features, "action")["action"]["names"]
     return (
         theirs.keys() == ours.keys()
-        and all(np.array_equal(theirs[name], ours[name]) and theirs[name].dtype == ours[name].dtype for name in ours)
+        and all(
+            np.array_equal(theirs[name], ours[name]) and theirs[name].dtype == ours[name].dtype
+            for name in ours
+        )
         and actions == RobotNames(robot).actions
     )
 
@@ -95,7 +98,9 @@ def main(url: str, out: Path) -> None:
         with robot, RemotePolicy(url, reconnect_s=0) as policy:
             found["names"] = same_names(robot)
             limits = ActionLimits(step=0.5) if kind == "limited" else None
-            player = RealTimePlayer(policy, FPS) if kind == "real time" else ChunkPlayer(policy, limits=limits)
+            player = (
+                RealTimePlayer(policy, FPS) if kind == "real time" else ChunkPlayer(policy, limits=limits)
+            )
             report = drive(
                 robot,
                 player,

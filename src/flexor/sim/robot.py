@@ -8,6 +8,7 @@ LeRobot's `Robot`, so `flexor_client.drive` drives it like a real one.
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +23,8 @@ class PlaceRobot:
     """`idle`: what it does in a period for which it got no action. "stop": it stays where it is, as robots do whose
         commands are small steps. "last": it keeps moving to its last target, which in this task is far away.
     `block_speed`: how far the block slides in one period until it is grasped, in a direction of its own. At the
-    edge of the table it falls off, and the episode is over. The gripper's largest step is 0.08."""
+    edge of the table it falls off, and the episode is over. The gripper's largest step is 0.08. `wall_clock`: time is
+    not simulated but real, to try things without a robot; when an episode is over, another one begins."""
 
     name = "flexor_place"
 
@@ -33,12 +35,15 @@ class PlaceRobot:
         idle: Literal["stop", "last"] = "stop",
         block_speed: float = 0.0,
         fps: float = FPS,
+        wall_clock: bool = False,
     ):
         self.env = PlaceEnv(image_size, obs_type)
         self.idle, self.block_speed, self.fps = idle, block_speed, fps
+        self.wall_clock = wall_clock
         self.reset(0)
 
     def reset(self, seed: int) -> None:
+        self.seed, self._began = seed, time.monotonic()
         self._seen, _ = self.env.reset(seed=seed)
         self.now, self.steps, self.moved = 0.0, 0, 0
         self.success, self.fell_off = False, False
@@ -61,7 +66,20 @@ class PlaceRobot:
     def action_features(self) -> dict[str, type]:
         return dict.fromkeys(JOINTS, float)
 
+    @property
+    def is_connected(self) -> bool:
+        return True
+
+    def connect(self, calibrate: bool = True) -> None:
+        self.reset(self.seed)
+
+    def disconnect(self) -> None: ...
+
     def get_observation(self) -> dict[str, Any]:
+        if self.wall_clock:
+            self.sleep(time.monotonic() - self._began - self.now)
+            if self.done:
+                self.reset(self.seed + 1)
         state = dict(zip(JOINTS, map(float, self._seen["agent_pos"]), strict=True))
         if "pixels" in self._seen:
             return {**state, "image": self._seen["pixels"]}
