@@ -270,13 +270,13 @@ class RealTimePlayer(_Player):
             self._try_at = self._clock() + self._pause
             self._pause = min(2 * self._pause, 2.0)
             return
-        self._measure(len(chunk))
         if self._error is not None:
             log.warning("The server is back.")
             stale = self._clock() - self._asked_at > self.lost_after_s
             self._error, self._pause = None, 0.1
             if stale:  # the world may have changed: ask again
                 return
+        self._measure(len(chunk))
         self.timeline.take(chunk, self._asked_count)
 
     def _measure(self, actions: int) -> None:

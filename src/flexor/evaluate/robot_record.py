@@ -18,6 +18,7 @@ from flexor.data.format.writer import DatasetWriter
 from flexor.evaluate.served import ServerAddress, client_errors
 from flexor_client import ActionLimits, ClientError, RealTimePlayer, RobotNames, drive
 
+ROBOT_ANSWER_S = 5.0  # then the connection is made anew; the robot holds long before
 PARTS = ("observation_features", "action_features", "get_observation", "send_action", "connect", "disconnect")
 
 
@@ -86,7 +87,7 @@ def record_robot(
     """
     names = RobotNames(robot, session.rename)
     counts = {"episodes": 0, "frames": 0, "held": 0}
-    with client_errors(), server.open(reconnect_s=0.0) as policy:
+    with client_errors(), server.open(ROBOT_ANSWER_S, reconnect_s=0.0) as policy:
         player = RealTimePlayer(
             policy,
             session.fps,

@@ -30,13 +30,13 @@ class ServerAddress:
     certificate: Path | None = None
     jpeg: int | None = None
 
-    def open(self, reconnect_s: float = 10.0) -> RemotePolicy:
+    def open(self, timeout_s: float = ANSWER_S, reconnect_s: float = 10.0) -> RemotePolicy:
         return RemotePolicy(
             self.url,
             api_key=self.api_key,
             certificate=self.certificate,
             jpeg=self.jpeg,
-            timeout_s=ANSWER_S,
+            timeout_s=timeout_s,
             reconnect_s=reconnect_s,
         )
 
