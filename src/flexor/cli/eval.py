@@ -29,12 +29,15 @@ def run(arguments: list[str]) -> int:
     server_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
+    server = server_address(parsed)
+    if parsed.policy is None and server is None:
+        parser.error("name a policy (a run, a checkpoint, a Hub repository), or a --server that has one")
     result, text = evaluate_policy(
         parsed.policy,
         [*parsed.settings, *more],
         parsed.videos,
         progress("evaluating"),
-        server_address(parsed),
+        server,
     )
     print_result(result, parsed.json, text)
     return 0

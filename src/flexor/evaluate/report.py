@@ -37,7 +37,9 @@ def evaluate_policy(
     """
     flags = _checked_flags(settings)
     if (path is None) == (server is None):
-        raise ConfigError("Name a policy (a run, a checkpoint, a Hub repository) or a --server that has one.")
+        raise ConfigError(
+            f"{path} and --server={server and server.url}: name one of them, the one with the policy."
+        )
     folder = None if path is None else find_folder(path)
     tree = nest({**(_run_settings(folder) if folder else {}), **flags})
     env = from_plain(EnvConfig, tree.get("env", {}), "env")
