@@ -6,7 +6,9 @@ What is named here is for a user's own policies and scripts, and stays (`docs/py
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from flexor.core.version import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from flexor.config.parse import load_config as load_config

@@ -29,16 +29,21 @@ LINEAR = """\
 
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ceilings are measured for real, but not for a second each."""
-    monkeypatch.setattr(ceilings, "WINDOW_S", 0.01)
+    """The ceilings are measured for real, but not for a second each, and with little memory."""
+    monkeypatch.setattr(ceilings, "WINDOW_S", 0.001)
     monkeypatch.setattr(ceilings, "WINDOWS", 2)
+    monkeypatch.setattr(ceilings, "CPU_EDGE", 64)
+    monkeypatch.setattr(ceilings, "CPU_COPY", 1 << 20)
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> list[str]:
     """A policy of a matrix, which can be told to ask for a value on the host."""
     (tmp_path / "own.py").write_text(own_policy(LINEAR, settings="    asks: bool = False"))
-    return [f"--policy.type={tmp_path / 'own.py'}:Own", "--cameras=0x1x1", "--state=2", "--action=2"]
+    return [
+        *(f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"),
+        *("--cameras=0x1x1", "--state=2", "--action=2"),
+    ]
 
 
 def bench(capsys: pytest.CaptureFixture, *flags: str) -> dict:
@@ -47,7 +52,7 @@ def bench(capsys: pytest.CaptureFixture, *flags: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_cpu_without_data(tiny_act, capsys):
+def test_a_cpu_without_data(tiny_act, own, capsys):
     report = bench(capsys, *tiny_act, *ROBOT, "--batch_size=4")
     (row,) = report["rows"]
     assert {*row} == {"way", "step_ms", "samples_per_s", "of_arithmetic", "of_bandwidth"}
@@ -56,15 +61,15 @@ def test_a_cpu_without_data(tiny_act, capsys):
     assert row["of_arithmetic"] == pytest.approx(reached / report["ceilings"]["flops_per_s"])
     assert report["ceilings"]["bytes_per_s"] > 0 and report["ceilings"]["arithmetic"] == "float32"
     assert report["note"].startswith("no NVIDIA GPU: ")
-    assert cli.main(["bench", "step", "--steps=1", *tiny_act, *ROBOT]) == 0
+    assert cli.main(["bench", "step", "--steps=1", *own]) == 0
     printed = capsys.readouterr()
     assert "batch 8 on cpu" in printed.out and "no NVIDIA GPU: " in printed.out
     assert "kernels" not in printed.out.splitlines()[4] and "graph" not in printed.out.splitlines()[5]
 
 
-def test_a_step_of_several_passes_computes_more(tiny_act, capsys):
-    one = bench(capsys, *tiny_act, *ROBOT, "--batch_size=2")
-    three = bench(capsys, *tiny_act, *ROBOT, "--batch_size=2", "--global_batch_size=6")
+def test_a_step_of_several_passes_computes_more(own, capsys):
+    one = bench(capsys, *own, "--batch_size=2")
+    three = bench(capsys, *own, "--batch_size=2", "--global_batch_size=6")
     assert three["gradient_accumulation_steps"] == 3
     assert three["flops_per_step"] == pytest.approx(3 * one["flops_per_step"])
     assert three["rows"][0]["samples_per_s"] == pytest.approx(6 / three["rows"][0]["step_ms"] * 1e3)
@@ -103,13 +108,13 @@ def test_mistakes_are_named(flag, said, tiny_act, capsys):
 
 
 def test_only_a_graph_on_a_cpu_says_why_there_is_none(own, capsys):
-    report = bench(capsys, *own, "--policy.device=cpu", "--step=graph")
+    report = bench(capsys, *own, "--step=graph")
     assert report["rows"] == [{"way": "graph", "reason": "the run does not use an NVIDIA GPU."}]
     assert "graph  the run does not use an NVIDIA GPU." in render_step(report)
 
 
 def test_a_policy_that_cant_be_planned_is_measured_all_the_same(own, capsys, log_lines):
-    report = bench(capsys, *own, "--policy.device=cpu", "--policy.asks=true")
+    report = bench(capsys, *own, "--policy.asks=true")
     assert report["flops_per_step"] is None and report["rows"][0]["of_arithmetic"] is None
     assert report["rows"][0]["step_ms"] > 0
     assert any("can't be planned" in line and "shares of the ceilings" in line for line in log_lines)
@@ -121,7 +126,7 @@ def test_compiled_blocks_are_measured(own, capsys, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    report = bench(capsys, *own, "--policy.device=cpu", "--compile=true")
+    report = bench(capsys, *own, "--compile=true")
     assert report["compile"] and report["rows"][0]["compile_s"] > 0
     assert "compiling, s" in render_step(report)
 

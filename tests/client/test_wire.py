@@ -4,6 +4,7 @@ import ast
 import contextlib
 import subprocess
 import sys
+import tomllib
 import tracemalloc
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+import flexor
 import flexor_client
 from flexor_client.wire import DTYPE, Limits, WireError, decode_jpeg, encode_jpeg, is_jpeg, pack, unpack
 from support.frames_to_fuzz import hostile_frame
@@ -184,6 +186,16 @@ def test_jpeg_images():
         encode_jpeg(image.astype(np.float32))
     with pytest.raises(WireError, match="1 or 3 channels"):
         encode_jpeg(np.zeros((8, 8, 4), np.uint8))
+
+
+def test_both_packages_have_the_same_version():
+    root = Path(__file__).parents[2]
+    ours, robots = (
+        tomllib.loads((root / name).read_text())["project"]
+        for name in ("pyproject.toml", "client/pyproject.toml")
+    )
+    assert ours["version"] == robots["version"] == flexor.__version__ == flexor_client.__version__
+    assert f"flexor-client=={ours['version']}" in ours["dependencies"]
 
 
 def test_the_package_is_small_and_for_old_pythons():

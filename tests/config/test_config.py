@@ -415,8 +415,6 @@ def test_each_lerobot_flag_alone(flag):
         "--dataset.repo_type=bucket",
         "--use_policy_training_preset=false",
         "--job.target=a100-large",
-        "--rename_map={a: b}",
-        "--rename_map.a=b",
         "--peft={r: 8}",
         "--peft.method_type=MISS",
         "--peft.init_type=pissa",
@@ -517,6 +515,37 @@ def test_image_transforms_that_can_not_be(flag, message):
 
 def test_image_transforms_that_are_off_may_be_anything_that_lerobot_has():
     load_config([DATA, f"--{AUGMENTED}.tfs={{a: {{type: JPEGCompression, kwargs: {{quality: [1, 2]}}}}}}"])
+
+
+TOP_TO_FIRST = {"observation.images.top": "observation.images.camera1"}
+
+
+@pytest.mark.parametrize("text", [json.dumps(TOP_TO_FIRST), str(TOP_TO_FIRST), "null", "{}"])
+def test_names_to_change_are_json_or_yaml(text, tmp_path):
+    expected = TOP_TO_FIRST if "top" in text else {}
+    assert load_config([DATA, f"--rename_map={text}"]).rename_map == expected
+    (tmp_path / "run.yaml").write_text(f"dataset: {{root: x}}\nrename_map: {text}\n")
+    assert load_config([f"--config={tmp_path / 'run.yaml'}"]).rename_map == expected
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--rename_map.observation.images.top=observation.images.a", "give all names at once"),
+        ("--rename_map=top", "expected dict of text, text"),
+        ("--rename_map={observation.images.top: 3}", "expected text"),
+        ("--rename_map={top: observation.images.a}", "'top' is not an observation"),
+        ("--rename_map={observation.images.top: a}", "'a' is not an observation"),
+        ("--rename_map={action: observation.state}", "'action' is not an observation"),
+        (
+            "--rename_map={observation.a: observation.c, observation.b: observation.c}",
+            "observation.a and obs",
+        ),
+    ],
+)
+def test_names_that_can_not_be_changed(flag, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config([DATA, flag])
 
 
 @pytest.mark.parametrize("value", ["@x", "[a", "{", "a: b: c", "%", "2020-99-99", "&"])

@@ -18,6 +18,12 @@ def values(tensor: Any) -> list:
     return tensor.detach().float().numpy().tolist()
 
 
+def direction(tensor: Any) -> list[float]:
+    """Some numbers of a tensor relative to its norm, by which it is told from others of its shape."""
+    flat = tensor.detach().float().flatten()
+    return values(flat[:: max(1, len(flat) // 8)] / flat.norm().clamp(min=1e-30))
+
+
 def gradients(module: Any) -> list[float | None]:
     """The norm of each parameter's gradient, in order; None for one that plays no part.
 

@@ -2,9 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, augment, depth, adapters, hub, robot, a folder beside this file (act, vqbet,
-...) for what a kind of policy computes, exchange-KIND for its checkpoints, and exchange for those of all. Without any,
-all of them.
+Parts are data, writer, repair, colour, augment, depth, adapters, hub, renamed, optimizers, robot; a folder beside this
+file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of
+all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -24,7 +24,18 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # where it is a package
-from parity import adapters, augment_flexor, colour, compare_data, depth, flexor_side, hub, robot
+from parity import (
+    adapters,
+    augment_flexor,
+    colour,
+    compare_data,
+    depth,
+    flexor_side,
+    hub,
+    optimizers,
+    renamed,
+    robot,
+)
 from parity.environment import lerobot_python
 from parity.exchange_flexor import Exchange
 from parity.kinds import KINDS, cases_of, golden, policies
@@ -127,6 +138,8 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "depth": depth_maps,
     "adapters": adapters.rows,
     "hub": hub.rows,
+    "renamed": renamed.rows,
+    "optimizers": optimizers.rows,
     "robot": robot.rows,
     **{kind: partial(compare, kind) for kind in KINDS},
     **EXCHANGES,

@@ -130,5 +130,13 @@ def test_many_processes_share_what_is_trained(own: Make):
     assert fsdp.part("gradients") == 2 * rounded(4 * adapters) + rounded(adapters)
 
 
+def test_shards_of_weights_in_bfloat16(own: Make):
+    """Matrices are gathered as they are stored; a gradient is summed in float32."""
+    config = own(weights_dtype="bf16", precision="bf16", parallel=ParallelConfig(strategy="fsdp"))
+    fsdp, trained = plan_memory(config, H200, 2, world_size=4), MATRICES + VECTORS
+    shard = -(-(2 * MATRICES + 4 * VECTORS) // 4)
+    assert fsdp.part("gradients") == rounded(2 * trained) + rounded(4 * trained) + rounded(shard)
+
+
 def rounded(nbytes: int) -> int:
     return -(-nbytes // 512) * 512

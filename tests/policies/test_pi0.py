@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from flexor.cli.main import main
 from flexor.core.batch import ACTION, ACTION_LENGTH, STATE
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.name_ranges import listed
 from flexor.core.rng import Noise
 from flexor.policies import policy_class
 from flexor.policies.base import without_padding
@@ -20,6 +21,8 @@ from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
 from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
 from flexor.policies.pretrained import load_pretrained, load_weights, read_config, save_pretrained
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.tensors import OPTIMIZER
 from support import runs, small_pi
 from support.tokenizers import make_tokenizer
 
@@ -175,8 +178,13 @@ def test_what_does_not_fit_is_named(saved):
 
 def test_weights_of_pi0_are_not_those_of_pi05(saved):
     _, folder, _ = saved
-    with pytest.raises(CheckpointError, match=r"Missing: .*input_layernorm\.dense\.bias"):
-        load_weights(make_policy("pi05"), folder)
+    other = make_policy("pi05")
+    with pytest.raises(CheckpointError) as error:
+        load_weights(other, folder)
+    said, there = str(error.value), load_file(folder / "model.safetensors")
+    missing = [name for name in other.state_dict() if name not in there]
+    assert f"Missing: {listed(missing)}.\nUnexpected: " in said and len(missing) > 12  # every one of them
+    assert "\n  model.paligemma_with_expert.gemma_expert.model.layers.{0..1}.{input_layernorm," in said
 
 
 def test_settings_that_lerobot_lacks_are_not_in_its_file(saved):
@@ -184,6 +192,39 @@ def test_settings_that_lerobot_lacks_are_not_in_its_file(saved):
     there = json.loads((folder / "config.json").read_text())
     assert not there.keys() & {"load_vlm_weights", "tokenizer_name"}
     assert read_config(str(folder)).chunk_size == policy.config.chunk_size
+
+
+def test_the_optimizer_is_numbered_as_lerobots(dataset, tmp_path):
+    """Which counts the heads. Runs from before that go on, too."""
+    flags = ["--policy.type=pi0", *(f"--policy.{setting}" for setting in small_pi.SETTINGS)]
+    flags += [f"--policy.tokenizer_name={make_tokenizer(tmp_path / 'tokenizer')}", "--policy.device=cpu"]
+    run = runs.train(dataset, tmp_path / "run", flags, "--steps=3", "--save_freq=2")
+    cut = runs.cut_back(run, tmp_path / "cut", 2)
+    saved = cut / "checkpoints/000002"
+    states, groups = (saved / "training_state" / name for name in (OPTIMIZER, "optimizer_param_groups.json"))
+    weights, numbered, (group,) = (
+        load_file(saved / "pretrained_model/model.safetensors"),
+        load_file(states),
+        json.loads(groups.read_text()),
+    )
+    names = list(dict(load_pretrained(str(cut)).policy.named_parameters()))
+    expert = next(n for n, name in enumerate(names) if ".gemma_expert." in name)
+    counted = [LANGUAGE_HEAD, *names[:expert], EXPERT_HEAD, *names[expert:]]
+    assert group["params"] == list(range(len(counted)))
+    for key, state in numbered.items():
+        _, number, what = key.split("/")
+        assert what == "step" or state.shape == weights[counted[int(number)]].shape
+    group["params"] = list(range(len(names)))
+    groups.write_text(json.dumps([group]))
+    before = {}
+    for key, state in numbered.items():
+        _, number, what = key.split("/")
+        before[f"state/{names.index(counted[int(number)])}/{what}"] = state
+    save_file(before, states)
+    (saved / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(saved, 2, {})
+    assert main(["resume", str(cut)]) == 0
+    runs.assert_same(run, cut, 3)
 
 
 # other robots than the one of the weights
@@ -199,14 +240,16 @@ def test_other_cameras_and_sizes_are_told_in_a_line_each(caplog):
         cameras=("observation.images.base", WRIST, "observation.images.third"), state=32, action=32
     )
     new = fitted(base, [TOP, WRIST], 6, 7)
-    assert list(new.images) == [WRIST, TOP]  # what it knows keeps its place
+    assert list(new.images) == [TOP, WRIST]  # what it knows keeps its place
     assert (new.state.shape, new.action.shape) == ((6,), (7,))
     assert len(base.images) == 3 and base.state.shape == (32,)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3
-    assert "it sees observation.images.wrist, observation.images.top" in said[0]
-    assert "observation.state has 32 values in the policy's weights and 6 in the dataset" in said[1]
-    assert "action has 32 values in the policy's weights and 7 in the dataset" in said[2]
+    assert said == [
+        "observation.images.top takes the place of the policy's camera observation.images.base",
+        "the policy's camera observation.images.third is left out: the dataset has none for its place",
+        "observation.state has 6 values in the dataset and 32 in the policy: padded to 32",
+        "action has 7 values in the dataset and 32 in the policy: padded to 32",
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -218,7 +261,7 @@ def test_a_base_is_fine_tuned_for_another_robot(kind, dataset, tmp_path, capsys)
     flags = [f"--policy.path={tmp_path / 'base'}", "--policy.device=cpu"]
     flags.append(f"--policy.tokenizer_name={make_tokenizer(tmp_path / 'tokenizer')}")
     run = runs.train(dataset, tmp_path / "run", flags, "--steps=1", "--optimizer.lr=0")
-    assert "from now on it sees" in capsys.readouterr().err
+    assert "takes the place of the policy's camera observation.images.base" in capsys.readouterr().err
     tuned = load_pretrained(str(run))
     mine, theirs = base.state_dict(), tuned.policy.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

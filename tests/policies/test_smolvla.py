@@ -358,7 +358,7 @@ def test_other_cameras_states_and_actions(vlms, log_lines):
     assert "observation.state has 6 values in the dataset and 4 in the policy" in said
     assert "action has 5 values in the dataset and 3 in the policy" in said
     assert "observation.images.front takes the place of the policy's camera observation.images.wrist" in said
-    assert "no camera in the place of the policy's observation.images.above" in said
+    assert "the policy's camera observation.images.above is left out" in said
     SmolVLA(fitted).load_state_dict(SmolVLA(trained).state_dict())  # the same network
 
 
@@ -416,8 +416,8 @@ def test_a_missing_camera_is_named(vlms):
     [
         ({"n_action_steps": 9}, "only predicted actions"),
         ({"n_obs_steps": 2}, "one observation only"),
-        ({"max_state_dim": 3}, r"policy.max_state_dim=3 is too small for a shape of \[4\]"),
-        ({"max_action_dim": 2}, "policy.max_action_dim=2 is too small"),
+        ({"max_state_dim": 3}, r"the shape \[4\], but smolvla supports at most policy.max_state_dim=3"),
+        ({"max_action_dim": 2}, "supports at most policy.max_action_dim=2 values"),
         ({"num_vlm_layers": 6}, "only 5 layers"),
         ({"num_expert_layers": 3}, "does not divide the 4 layers"),
         ({"num_expert_layers": 2}, "policy.self_attn_every_n_layers=2 does not go with"),

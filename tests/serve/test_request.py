@@ -6,9 +6,10 @@ import pytest
 from flexor.core.errors import ConfigError
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.processing.rename_and_move import with_renaming
 from flexor.serve.request import BadRequest, ObservationReader
 from flexor_client.wire import Limits, encode_jpeg
-from support.serving import CAMERA, SIZE, STATE, numbers, observation
+from support.serving import CAMERA, SIZE, STATE, Talk, expected, numbers, observation, serving
 
 CONFIG = numbers().policy.config
 PIXELS = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
@@ -28,9 +29,15 @@ def test_images_may_have_their_channels_first_or_last(image):
 def test_a_jpeg_file_is_decoded():
     flat = np.full((SIZE, SIZE, 3), (200, 30, 90), np.uint8)
     message = observation() | {CAMERA: encode_jpeg(flat)}
-    assert reader().has_files(message) and not reader().has_files(observation())
+    assert reader().files(message) == [message[CAMERA]] and reader().files(observation()) == []
     found = reader().read(message).observation[CAMERA]
     assert np.abs(found.astype(int) - flat.transpose(2, 0, 1)).max() < 8
+    decoded = {id(message[CAMERA]): reader().decode(message[CAMERA])}
+    np.testing.assert_array_equal(reader().read(message, decoded).observation[CAMERA], found)
+    assert (
+        reader().decode(b"GIF") is None
+        and reader().decode(encode_jpeg(np.zeros((16, 8, 3), np.uint8))) is None
+    )
 
 
 def test_names_are_keys_or_paths():
@@ -47,6 +54,22 @@ def test_names_are_keys_or_paths():
     assert one.task == other.task == "go" and one.observation[STATE].dtype == np.float32
 
 
+def test_a_policy_that_renames_is_asked_under_the_robots_names():
+    """As it was trained: --rename_map={observation.images.front: observation.images.top}."""
+    policy = numbers()
+    policy.preprocessor = with_renaming(policy.preprocessor, {"observation.images.front": CAMERA})
+    image = observation()[CAMERA]
+    with serving(policy) as (url, _), Talk(url) as robot:
+        assert [*robot.metadata["inputs"]] == [STATE, "observation.images.front"]
+        for name in ("observation.images.front", CAMERA):
+            asked = {STATE: np.array([3, -3, 0], np.float32), name: image}
+            np.testing.assert_array_equal(robot.ask(asked)["actions"], expected(3))
+        assert "needs observation.images.front" in robot.ask({STATE: [1, 2, 3]})
+    with serving(policy, {CAMERA: "eye"}) as (url, _), Talk(url) as robot:
+        np.testing.assert_array_equal(robot.ask({STATE: [3, -3, 0], "eye": image})["actions"], expected(3))
+        assert "needs eye" in robot.ask(observation(3))
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -60,6 +83,10 @@ def test_names_are_keys_or_paths():
         (
             observation() | {CAMERA: PIXELS / 255},
             "uint8 array or a JPEG file in bytes, not an array of float64",
+        ),
+        (
+            observation() | {CAMERA: encode_jpeg(np.zeros((32, 16, 3), np.uint8))},
+            r"is \[32, 16, 3\], .* images \[8, 8, 3\]: resize it",
         ),
         (observation() | {CAMERA: b"GIF89a"}, f"{CAMERA}: The bytes are not a JPEG"),
         (observation() | {CAMERA: "text"}, "not text"),

@@ -6,14 +6,21 @@ import urllib.request
 
 import numpy as np
 import pytest
+import torch
 
 from flexor.cli.main import main
 from flexor.cli.serve import read_names
 from flexor.core.errors import ConfigError
+from flexor.evaluate.play import full_float32
 from flexor.policies.pretrained import load_pretrained
 from flexor.policies.session import Session
+from flexor.serve.open import open_predictor
+from flexor.serve.predictor import ServeJob
+from flexor.serve.request import PolicyRequest
+from flexor.serve.settings import ServeSettings
 from support import runs
 from support.serving import Talk
+from support.small_policies import small_flags
 
 pytestmark = pytest.mark.ranks
 
@@ -55,6 +62,7 @@ def test_a_checkpoint_is_served(run):
         (["--map=observation.stat=x"], "the policy has no such input"),
         (["--tls-cert=none.pem", "--tls-key=none.pem"], "Can't read the certificate none.pem"),
         (["--tls-cert=none.pem"], "must be given together"),
+        (["--api-key="], "The API key must be ASCII text that is not empty"),
         (["--steps=3"], "Unknown setting --steps"),
         (["--device=cuda:77"], "is not available"),
     ],
@@ -62,6 +70,47 @@ def test_a_checkpoint_is_served(run):
 def test_what_is_wrong_is_said_before_anything_listens(run, flags, words, capsys):
     assert main(["serve", str(run), "--port=0", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def same_rounding():
+    """`open_predictor` sets it for its process."""
+    with full_float32():
+        yield
+
+
+def test_precision_and_compiling(run, same_rounding, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(
+        "flexor.serve.open.compile_blocks", lambda policy, device: compiled.append(device.type)
+    )
+    settings = ServeSettings(max_batch=6)
+    plain = open_predictor(str(run), settings, device="cpu", flags=["--policy.n_action_steps=3"])
+    assert plain.autocast is None and plain.sizes == [] and plain.config.action_steps == 3
+    rounded = open_predictor(str(run), settings, device="cpu", dtype="bfloat16", compiled=True)
+    assert rounded.autocast is torch.bfloat16 and rounded.sizes == [1, 2, 4, 6] and compiled == ["cpu"]
+    rounded.warm()
+    asked = {name: np.ones(f.shape, np.float32) for name, f in plain.config.observed.items()}
+    answers = []
+    for predictor in (plain, rounded):
+        job = ServeJob(PolicyRequest(asked, False, "", None), predictor.session(), 0.0)
+        predictor.answer([job])
+        assert job.error is None
+        answers.append(job.actions)
+    np.testing.assert_allclose(answers[1], answers[0], atol=0.2, rtol=0.2)
+    assert not np.array_equal(*answers)
+    open_predictor(str(run), settings, device="cpu", dtype="tf32")
+    assert torch.backends.cudnn.allow_tf32
+
+
+def test_a_policy_with_a_dtype_of_its_own_keeps_its_weights_in_it(tmp_path, dataset, same_rounding):
+    run = runs.train(
+        dataset, tmp_path / "run", small_flags("pi0", tmp_path), "--steps=1", "--policy.device=cpu"
+    )
+    predictor = open_predictor(str(run), ServeSettings(), device="cpu", dtype="bfloat16")
+    assert predictor.autocast is None and predictor.describe()["language"]
+    assert any(weight.dtype == torch.bfloat16 for weight in predictor.pretrained.policy.parameters())
+    predictor.warm()  # among others a chunk that continues another
 
 
 def test_names_are_mapped_once():

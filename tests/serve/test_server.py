@@ -13,9 +13,9 @@ from websockets.sync.client import connect
 from flexor.core.errors import ConfigError
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import bind
-from flexor_client.wire import Limits, pack
+from flexor_client.wire import Limits, encode_jpeg, pack
 from support.limits import wait_for
-from support.serving import CHUNK, Talk, expected, numbers, observation, serving
+from support.serving import CAMERA, CHUNK, SIZE, Talk, expected, numbers, observation, serving
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,17 @@ def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
             robot.socket.recv(timeout=30)
         assert closed.value.rcvd.code == 1011
         np.testing.assert_array_equal(other.ask(observation(2))["actions"], expected(2))
+
+
+def test_images_may_be_jpeg_files(url):
+    image = np.zeros((SIZE, SIZE, 3), np.uint8)
+    with Talk(url) as robot:
+        np.testing.assert_array_equal(
+            robot.ask(observation(3) | {CAMERA: encode_jpeg(image)})["actions"], expected(3)
+        )
+        assert "resize it" in robot.ask(
+            observation(3) | {CAMERA: encode_jpeg(np.zeros((99, 99, 3), np.uint8))}
+        )
 
 
 def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sent(url):

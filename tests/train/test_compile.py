@@ -32,6 +32,17 @@ OWN = own_policy(
 )
 
 
+ONE_LAYER = own_policy(
+    """\
+        self.block = torch.nn.Linear(2, 2)
+    def loss(self, batch, noise):
+        return Loss((self.block(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1), {})
+    def shard_units(self):
+        return [self.block]
+"""
+)
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> list[str]:
     (tmp_path / "own.py").write_text(OWN)
@@ -66,9 +77,14 @@ def test_the_same_run_and_bitwise_so_after_a_resume(own, lowdim, tmp_path, monke
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_second_run_finds_the_code_of_the_first(own, lowdim, tmp_path, monkeypatch):
+def test_a_second_run_finds_the_code_of_the_first(lowdim, tmp_path, monkeypatch):
     """With the C++ compiler, in processes of their own, as a user starts them: torch's imports must not choose the
-    folder."""
+    folder. The block is a single layer, because each of its kernels takes the compiler ten seconds."""
+    (tmp_path / "own.py").write_text(ONE_LAYER)
+    own = [f"--policy.type={tmp_path / 'own.py'}:Own", "--policy.device=cpu"]
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # worth it for many kernels
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else programs that try the CPU's are compiled first
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes for that, which import torch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # may have been set in this process
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))

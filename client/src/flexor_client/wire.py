@@ -64,6 +64,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,19 +280,31 @@ def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
     return file.getvalue()
 
 
+def jpeg_size(data: bytes) -> tuple[int, int]:
+    """Height and width of a JPEG file, without decoding it; WireError if it is none."""
+    with _opened(data) as file:
+        return file.height, file.width
+
+
 def decode_jpeg(data: bytes, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
     """The RGB image uint8 [H, W, 3] of a JPEG file; WireError if it is none."""
+    with _opened(data) as file:
+        if file.width * file.height > limits.image_pixels:
+            raise WireError(
+                f"The image has {file.width} x {file.height} pixels; at most {limits.image_pixels:,} are allowed."
+            )
+        return np.asarray(file.convert("RGB"))
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
     from PIL import Image
 
     if not is_jpeg(data):
         raise WireError("The bytes are not a JPEG file: one begins with FF D8 FF.")
     try:
         with Image.open(io.BytesIO(data), formats=["JPEG"]) as file:
-            if file.width * file.height > limits.image_pixels:
-                raise WireError(
-                    f"The image has {file.width} x {file.height} pixels; at most {limits.image_pixels:,} are allowed."
-                )
-            return np.asarray(file.convert("RGB"))
+            yield file
     except WireError:
         raise
     except Exception as error:  # pillow raises many types for damaged files

@@ -29,7 +29,7 @@ from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.order.shuffle_quality import shuffle_quality
-from flexor.policies.fit import deltas_of, fit_to_dataset
+from flexor.policies.fit import fit_to_dataset, sample_of
 from flexor.train.datasets import build_datasets
 
 MODES = ("single", "sarm", "policy")
@@ -258,8 +258,9 @@ def _sample(config: TrainConfig, mode: str, dataset: Dataset) -> tuple[dict[str,
     deltas: dict[str, list[int]] = {}
     cameras, drop_last_frames = list(dataset.cameras), 0
     if mode == "policy":
-        policy = fit_to_dataset(config.policy, dataset)
-        deltas, cameras, drop_last_frames = deltas_of(policy), list(policy.images), policy.drop_last_frames
+        policy = fit_to_dataset(config.policy, dataset, config.rename_map)
+        cameras, deltas = sample_of(policy, config.rename_map)
+        drop_last_frames = policy.drop_last_frames
     elif mode == "sarm":
         second = round(dataset.fps)
         deltas = {camera: [second * step for step in range(1 - SARM_STEPS, 1)] for camera in cameras}

@@ -65,7 +65,8 @@ def bench_policy(
 def untrained(config: PolicyConfig) -> Pretrained:
     """The policy with random weights, and processing that does not change values."""
     device = find_device(config.device)
-    policy = policy_class(config.type)(config).to(device).eval()
+    with device:
+        policy = policy_class(config.type)(config).to(device).eval()
     return Pretrained(policy, *rehearsed_pipelines(config, device))
 
 

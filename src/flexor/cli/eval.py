@@ -19,7 +19,10 @@ def run(arguments: list[str]) -> int:
         "policy", nargs="?", help="run, checkpoint folder or Hub repository; not with --server"
     )
     parser.add_argument(
-        "settings", nargs="*", help="--env.type=..., --eval.n_episodes=..., --policy.device=..."
+        "settings",
+        nargs="*",
+        help="--env.type=..., --eval.n_episodes=..., --policy.device=..., "
+        "--rename_map='{observation.image: observation.images.top}' (the environment's names: the policy's)",
     )
     parser.add_argument(
         "--videos",

@@ -24,7 +24,7 @@ VERBS = {
     "push": "push a run's policy, and its checkpoints if asked, to the Hugging Face Hub",
     "record": "record demonstrations of the built-in task as a dataset",
     "launch": "local, slurm, hf-jobs: start a run on several GPUs, on a cluster or in the cloud",
-    "data": "info, check, show, repair, stats, cache, push: inspect, repair, decode a dataset, or push it to the Hub",
+    "data": "info, check, show, repair, stats, cache, push: inspect, repair and decode a dataset, or push it",
     "bench": "data, step, policy, serve: measure how fast a part is, and how fast the hardware could be",
     "demo": "record, train and evaluate on the built-in task, in a few minutes on a CPU",
     "doctor": "show the information for a bug report, and problems with this machine",

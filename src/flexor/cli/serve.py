@@ -124,7 +124,8 @@ def _settings(parsed: argparse.Namespace) -> ServeSettings:
     named = {
         name: getattr(parsed, name) for name in ServeSettings.__dataclass_fields__ if hasattr(parsed, name)
     }
-    named["api_key"] = parsed.api_key or os.environ.get(KEY) or None
+    # an empty key is an error, not no key: somebody meant to set one
+    named["api_key"] = os.environ.get(KEY) if parsed.api_key is None else parsed.api_key
     limits = replace(usual.limits, frame_bytes=int(parsed.max_frame_mb * 2**20))
     return replace(usual, **named, limits=limits)
 

@@ -135,6 +135,7 @@ def _build(flat: dict[str, Any]) -> TrainConfig:
     for key in {"dataset.episodes", "dataset.exclude_episodes"} & flat.keys():
         flat[key] = _read_episodes(key, flat[key])
     _read_list_of_datasets(flat)
+    check_rename_map(flat)
     tree = nest(flat)
     policy_settings = tree.pop("policy", {})
     policy = _build_policy(policy_settings, flat.get("policy_path"))
@@ -155,6 +156,18 @@ def _check_groups(flat: dict[str, Any]) -> None:
         if name and group not in types:
             known = [f"{g}.{name}" for g in GROUPS]
             raise ConfigError(f"Unknown setting {key}={value!r}. {closest(key, known)}")
+
+
+def check_rename_map(flat: dict[str, Any]) -> None:
+    """The names in it have points themselves, so it can't be given one by one."""
+    for key in flat:
+        if key.startswith("rename_map."):
+            raise ConfigError(
+                f"{key}={flat[key]} is not valid: give all names at once, as in "
+                "--rename_map='{observation.images.top: observation.images.camera1}'."
+            )
+    if str(flat.get("rename_map", "{}")).lower() in ("none", "null", ""):
+        del flat["rename_map"]  # for LeRobot the same as {}
 
 
 def _build_policy(settings: Any, path: str | None) -> PolicyConfig:

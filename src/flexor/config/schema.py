@@ -17,6 +17,7 @@ from flexor.data.storage.source import is_repo_id
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
 from flexor.policies.augment.operations import read_transforms
+from flexor.policies.rename import check_names
 
 GROUPS = (
     "dataset",
@@ -223,6 +224,9 @@ class TrainConfig:
     """Maximum samples for the held-out loss; 0: all."""
     env_eval_freq: int = setting(20_000, at_least=0, may_change=True)
     """Steps between two evaluations in the environment (needs env.type); 0: never."""
+    rename_map: dict[str, str] = field(default_factory=dict)
+    """The dataset's names of observations and the policy's, if they differ:
+    {observation.images.top: observation.images.camera1, ...}. It is saved with the policy."""
     dataset: DatasetConfig = field(default_factory=DatasetConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     sample_weighting: SampleWeightingConfig = field(default_factory=SampleWeightingConfig)
@@ -263,6 +267,7 @@ def validate(config: TrainConfig) -> None:
         raise ConfigError(
             f"eval_steps={config.eval_steps} needs held-out episodes: set --dataset.eval_split=0.1."
         )
+    check_names(config.rename_map)
     config.lora.validate()
     validate_weights(config)
     _validate_hub(config)

@@ -48,19 +48,24 @@ def compute_stats(
 
 
 def relative_action_stats(
-    dataset: Dataset, relative: Sequence[bool], chunk: int, progress: Progress | None = None
+    dataset: Dataset,
+    relative: Sequence[bool],
+    chunk: int,
+    progress: Progress | None = None,
+    *,
+    state_name: str = STATE,
 ) -> Stats:
     """Statistics of actions relative to the state at the beginning of their chunk, where `relative` says so.
 
     Over all chunks of so many steps that end within their episode, as in LeRobot. If every episode is shorter, over
     chunks as long as the longest one.
     """
-    for name in (ACTION, STATE):
+    for name in (ACTION, state_name):
         if name not in dataset.columns:
             raise DatasetError(
                 f"can't compute statistics of relative actions: {dataset.repo_id} has no {name}."
             )
-    actions, states = (dataset.columns[name].astype(np.float32) for name in (ACTION, STATE))
+    actions, states = (dataset.columns[name].astype(np.float32) for name in (ACTION, state_name))
     actions, states = (x[:, None] if x.ndim == 1 else x for x in (actions, states))
     chunk = min(chunk, int(dataset.episodes.length.max()))
     starts = np.concatenate(

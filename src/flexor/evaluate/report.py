@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.config.lerobot_flags import drop_ignored
-from flexor.config.parse import flatten, nest, parse_flags, read_run
+from flexor.config.parse import check_rename_map, flatten, nest, parse_flags, read_run
 from flexor.config.schema import EnvConfig, EvalConfig
 from flexor.core.console import Progress
 from flexor.core.devices import find_device
@@ -20,8 +20,11 @@ from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.evaluate.served import ServedActor, ServerAddress
 from flexor.policies.pretrained import find_folder, load_pretrained
+from flexor.policies.processing.rename_and_move import with_renaming
+from flexor.policies.rename import check_names
 
 GROUPS = ("env", "eval", "policy")
+ALONE = ("seed", "rename_map")
 
 
 def evaluate_policy(
@@ -63,13 +66,13 @@ def evaluate_policy(
 
 def _checked_flags(settings: Sequence[str]) -> dict[str, Any]:
     flags = drop_ignored(parse_flags(settings))
+    check_rename_map(flags)
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
         log.warning("--policy.use_amp has no effect: evaluation runs in float32")
     for key in flags:
-        if key.split(".")[0] not in (*GROUPS, "seed"):
-            raise ConfigError(
-                f"Unknown setting {key}={flags[key]!r}. {closest(key, [f'{g}.' for g in GROUPS])}"
-            )
+        if key.split(".")[0] not in (*GROUPS, *ALONE):
+            known = [*(f"{group}." for group in GROUPS), *ALONE]
+            raise ConfigError(f"Unknown setting {key}={flags[key]!r}. {closest(key, known)}")
     return flags
 
 
@@ -77,11 +80,18 @@ def _local(folder: Path, flags: dict[str, Any]) -> PolicyActor:
     given = nest(flags).get("policy", {})
     device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
-    return PolicyActor(load_pretrained(str(folder), str(device), given), seed)
+    policy = load_pretrained(str(folder), str(device), given)
+    if "rename_map" in flags:
+        rename_map = coerce(flags["rename_map"], dict[str, str], "rename_map")
+        check_names(rename_map)
+        policy.preprocessor = with_renaming(policy.preprocessor, rename_map)
+    return PolicyActor(policy, seed)
 
 
 def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
-    ours = [key for key in flags if key == "seed" or key.startswith("policy.")]
+    if "rename_map" in flags:
+        raise ConfigError("--rename_map: the server has the policy. Give `flexor serve` its inputs' names with --map.")
+    ours = [key for key in flags if key in ALONE or key.startswith("policy.")]
     if ours:
         raise ConfigError(f"--{ours[0]}: the server has the policy. Give this to `flexor serve`.")
     return ServedActor(server)

@@ -18,7 +18,8 @@ from flexor.config.schema import TrainConfig, validate_weights
 from flexor.core.errors import ConfigError
 from flexor.core.typed import coerce, field_types
 from flexor.data.settings import parse_image_size
-from flexor.plan.plan import Plan, make_plan, site_of
+from flexor.plan.memory.memory import MemoryPlanner
+from flexor.plan.plan import Plan, Site, make_plan, site_of
 from flexor.plan.site.hardware import GPU, Hardware
 from flexor.plan.trace.traces import Traces
 from flexor.policies.features import Kind
@@ -252,6 +253,8 @@ def advise(
     )
 
     def fits(chosen: list[Change]) -> bool:
+        if keeps_too_much(plan, hardware, config, traces, chosen):
+            return False
         after = with_changes(plan, hardware, config, traces, chosen)
         return after is not None and after.fits
 
@@ -280,24 +283,48 @@ SAME_PASS = {
     "dataset.decoder",
     "step",
 }
+# Settings that do not change what is kept from step to step: weights, the optimizer's state, a moving average.
+SAME_KEPT = SAME_PASS | {"activation_checkpointing"}
 
 
 def with_changes(
     plan: Plan, hardware: Hardware, config: TrainConfig, traces: Traces, changes: Iterable[Change]
 ) -> Plan | None:
     """The plan with some changes; None if the policy does not allow them."""
+    try:
+        changed, site, names = _changed(plan, hardware, config, changes)
+        traces = Traces(changed, scalable=False) if names - SAME_PASS else traces
+        return make_plan(changed, plan.data, site, hardware, traces=traces, search=False)
+    except (ConfigError, NotImplementedError):
+        return None
+
+
+def keeps_too_much(
+    plan: Plan, hardware: Hardware, config: TrainConfig, traces: Traces, changes: Iterable[Change]
+) -> bool:
+    """Whether some changes can't be enough, which the plan's own trace shows: what is kept alone is too large."""
+    try:
+        changed, site, names = _changed(plan, hardware, config, changes)
+    except ConfigError:
+        return False
+    planner = MemoryPlanner(
+        changed, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
+    )
+    trace = traces.at(plan.split.batch_size, plan.split.accumulation, site.gpu)
+    return not names - SAME_KEPT and planner.never_fits(trace)
+
+
+def _changed(
+    plan: Plan, hardware: Hardware, config: TrainConfig, changes: Iterable[Change]
+) -> tuple[TrainConfig, Site, set[str]]:
+    """The settings and the site with some changes, and the names of the settings."""
     flags = parse_flags([word for change in changes for word in change.setting.split()])
     site = plan.site
     gpus = int(flags.pop("gpus", site.gpus))
     if gpus != site.gpus:
         site = site_of(hardware, site.gpu, gpus, site.nodes, link=site.link)
         config = replace(config, global_batch_size=plan.split.global_batch)
-    try:
-        changed = applied(config, flags)
-        traces = Traces(changed, scalable=False) if flags.keys() - SAME_PASS else traces
-        return make_plan(changed, plan.data, site, hardware, traces=traces, search=False)
-    except (ConfigError, NotImplementedError):
-        return None
+    return applied(config, flags), site, set(flags)
 
 
 def applied(config: TrainConfig, flags: dict[str, str]) -> TrainConfig:

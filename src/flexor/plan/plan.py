@@ -259,7 +259,7 @@ def make_plan(
         memory=memory,
         frames_on_gpu=frames,
         fits=fits,
-        largest_batch=planner.largest_batch(split.accumulation) if search else None,
+        largest_batch=planner.largest_batch(split.accumulation, like=trace) if search else None,
         pace=pace,
         loading=loading,
         host_memory=on_host,
@@ -279,9 +279,8 @@ def make_plan(
 
 def _checkpoint(trace: Trace, config: TrainConfig, sharded: bool) -> int:
     return checkpoint_bytes(
-        _stays(trace, "weights"),
-        _stays(trace, "optimizer"),
-        ema=config.ema.enable,
+        trace.saved,
+        sum(_sizes(trace, "optimizer")),
         lora=config.lora.r > 0,
         sharded=sharded,
         export=config.checkpoint.export,
@@ -294,11 +293,6 @@ def _copied(trace: Trace, config: TrainConfig, parts: int) -> int:
         return 0
     weights = _sizes(trace, "weights") * (2 if config.ema.enable else 1)
     return sum(pinned_bytes(-(-size // parts)) for size in weights + _sizes(trace, "optimizer"))
-
-
-def _stays(trace: Trace, category: Category) -> int:
-    """Bytes of a category that are never freed."""
-    return sum(_sizes(trace, category))
 
 
 def _sizes(trace: Trace, category: Category) -> list[int]:

@@ -17,7 +17,7 @@ from flexor.plan.data.from_dataset import facts_of
 from flexor.plan.plan import Host, Plan, make_plan, site_of
 from flexor.plan.site.hardware import gpu_here, load_hardware
 from flexor.plan.trace.traces import Traces
-from flexor.policies.fit import deltas_of
+from flexor.policies.fit import sample_of
 from flexor.train.ranks.processes import Processes
 
 ROOM = 0.95  # share of a GPU's memory that `auto` may fill
@@ -37,7 +37,7 @@ class RunPlanner:
         host = Host(usable_cores(), free_memory(), disk, "this machine")
         nodes = processes.world_size // processes.local_world_size
         self.site = site_of(self.hardware, gpu, processes.local_world_size, nodes, host=host)
-        self.data = facts_of(training, list(config.policy.images), deltas_of(config.policy))
+        self.data = facts_of(training, *sample_of(config.policy, config.rename_map))
         self._traces: dict[bool, Traces] = {}
 
     def plan(self, config: TrainConfig) -> Plan:

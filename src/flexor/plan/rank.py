@@ -6,8 +6,9 @@ passes as fit into their memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexor.config.schema import TrainConfig
 from flexor.plan.data.host import Data, Speed
@@ -33,8 +34,7 @@ class Choice:
     gpus: int
     split: Split | None
     """How the global batch is split; None if not even one sample per pass fits."""
-    peak: int
-    """Bytes of peak memory per GPU; with one sample per pass if nothing fits."""
+    peak_of: Callable[[], int] = field(repr=False)
     step_s: float = 0.0
     hours: float = 0.0
     usd: float | None = None
@@ -48,6 +48,11 @@ class Choice:
     @property
     def fits(self) -> bool:
         return self.split is not None
+
+    @cached_property
+    def peak(self) -> int:
+        """Bytes of peak memory per GPU; with one sample per pass if nothing fits."""
+        return self.peak_of()
 
 
 class Ranking:
@@ -91,14 +96,24 @@ class Ranking:
 
     def on(self, site: Site) -> Choice:
         """The choice with the fewest passes that fit."""
-        peak = 0
-        for split in self._splits(site.world_size):
-            trace = self.traces.at(split.batch_size, split.accumulation, site.gpu, exact=False)
+        splits, planner = list(self._splits(site.world_size)), self._planner(site)
+        for split in splits:
+            trace = self._trace(split, site)
+            if planner.never_fits(trace):
+                break
+            if planner.least(trace).peak > planner.capacity:
+                continue
             memory = self._memory(trace, site)
-            peak = memory.total
             if self._fits(memory, split, site):
                 return self._described(trace, memory.within(usable(site.gpu)), split, site)
+
+        def peak() -> int:
+            return self._memory(self._trace(splits[-1], site), site).total if splits else 0
+
         return Choice(site.gpu, site.gpus, None, peak)
+
+    def _trace(self, split: Split, site: Site) -> Trace:
+        return self.traces.at(split.batch_size, split.accumulation, site.gpu, exact=False)
 
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to split the global batch, the largest passes first."""
@@ -146,7 +161,7 @@ class Ranking:
             gpu=site.gpu,
             gpus=site.gpus,
             split=split,
-            peak=memory.total,
+            peak_of=lambda: memory.total,
             step_s=step.seconds * pace.later.stretch,
             hours=pace.hours,
             usd=paid.rent,

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.core.errors import CheckpointError
+from flexor.core.name_ranges import listed
 from flexor.core.run_files import POLICY_CONFIG, WEIGHTS
 from flexor.core.tensors import copy_part, is_sharded, local, part
 from flexor.policies.adapters import LoraConfig, is_adapter, modules_named
@@ -50,22 +51,35 @@ def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig,
         return
     folder = model / ADAPTER
     folder.mkdir(parents=True, exist_ok=True)
-    layers = sorted(name.removesuffix(UP) for name in weights if name.endswith(UP))
-    whole = _whole_modules(weights, config)
-    tensors = {
-        f"{PREFIX}{layer}{kind}.weight": weights[f"{layer}{kind}"] for layer in layers for kind in (DOWN, UP)
-    }
-    for name, tensor in weights.items():
-        if not is_adapter(name) and name.startswith(tuple(f"{module}." for module in whole)):
-            tensors[f"{PREFIX}{name}"] = tensor
+    tensors = adapter_tensors(weights, config)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / TENSORS, metadata={"format": "pt"})
-    (folder / SETTINGS).write_text(json.dumps(_settings(layers, whole, config, base), indent=2))
+    described = _settings(_layers(weights), _whole_modules(weights, config), config, base)
+    (folder / SETTINGS).write_text(json.dumps(described, indent=2))
     for file in model.glob("policy_*processor*"):
         shutil.copyfile(file, folder / file.name)
     described = json.loads((model / POLICY_CONFIG).read_text())
     described |= {"use_peft": True, "pretrained_path": base}
     (folder / POLICY_CONFIG).write_text(json.dumps(described, indent=4))
+
+
+def adapter_tensors(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
+    """The adapters in `weights` and what is trained fully besides, under PEFT's names."""
+    tensors = {
+        f"{PREFIX}{layer}{kind}.weight": weights[f"{layer}{kind}"]
+        for layer in _layers(weights)
+        for kind in (DOWN, UP)
+    }
+    whole = tuple(f"{module}." for module in _whole_modules(weights, config))
+    for name, tensor in weights.items():
+        if not is_adapter(name) and name.startswith(whole):
+            tensors[f"{PREFIX}{name}"] = tensor
+    return tensors
+
+
+def _layers(weights: Mapping[str, Tensor]) -> list[str]:
+    """The layers that have adapters."""
+    return sorted(name.removesuffix(UP) for name in weights if name.endswith(UP))
 
 
 def _settings(layers: list[str], whole: list[str], config: LoraConfig, base: str) -> dict[str, Any]:
@@ -149,26 +163,32 @@ def merge_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
     ]
     if foreign:
         raise CheckpointError(
-            f"{folder / TENSORS}: {min(foreign)} does not fit this policy: the adapters belong to another one, or to a "
-            "layer that is not linear."
+            f"{folder / TENSORS} does not fit this policy: the adapters belong to another one, or to layers that are "
+            f"not linear: {listed(foreign)}."
         )
+    shapes = {name: tensor.shape for name, tensor in others.items()}
+    for layer in layers:
+        down, up = (saved[f"{layer}{kind}.weight"] for kind in (DOWN, UP))
+        shapes[f"{layer}.weight"] = torch.Size((len(up), down.shape[1]))
+    _check_shapes(folder, shapes, weights)
     for name, tensor in others.items():
-        _check_shape(folder, name, tensor.shape, weights[name])
         copy_part(weights[name], tensor)
     for layer in layers:
         down, up = (saved[f"{layer}{kind}.weight"].float() for kind in (DOWN, UP))
         added = _scale(settings, layer, len(down)) * (up @ down)
         target = weights[f"{layer}.weight"]
-        _check_shape(folder, layer, added.shape, target)
         own = local(target)
         own.copy_(own.float() + (added[part(target)] if is_sharded(target) else added).to(own.device))
 
 
-def _check_shape(folder: Path, name: str, shape: torch.Size, target: Tensor) -> None:
-    if shape != target.shape:
-        raise CheckpointError(
-            f"{folder / TENSORS}: {name} is {list(shape)}, but {list(target.shape)} in the policy."
+def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
+    wrong = [name for name, shape in shapes.items() if shape != weights[name].shape]
+    if wrong:
+        said = "; ".join(
+            f"{name} is {list(shapes[name])}, but {list(weights[name].shape)} in the policy"
+            for name in sorted(wrong)
         )
+        raise CheckpointError(f"{folder / TENSORS}: {said}.")
 
 
 def _scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:

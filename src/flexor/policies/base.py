@@ -20,7 +20,7 @@ from flexor.policies.adapters import ALL_LINEAR
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
-from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
+from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice, with_renaming
 
 MOST_DROPOUT = 0.99  # dropout of 1 would leave nothing to learn from
 
@@ -50,6 +50,8 @@ class PolicyConfig:
 
     takes_depth: ClassVar[bool] = False
     """Whether depth maps are inputs of the policy: float32 [1, H, W], in the unit of dataset.depth_output_unit."""
+    same_operations: ClassVar[bool] = True
+    """Whether a step has the same operations for every batch size of at least 2. Otherwise a plan traces each one."""
 
     unknown_to_lerobot: ClassVar[frozenset[str]] = frozenset()
     """Settings that LeRobot does not have: they are not written into its files."""
@@ -127,12 +129,14 @@ class PolicyConfig:
         """Processing steps for predicted actions, before the robot gets them."""
         return [Unnormalize(self.output_features, self.normalization_mapping, stats), ToDevice("cpu")]
 
-    def pipelines(self, stats: Stats, device: str) -> tuple[Pipeline, Pipeline]:
+    def pipelines(
+        self, stats: Stats, device: str, rename_map: Mapping[str, str] | None = None
+    ) -> tuple[Pipeline, Pipeline]:
         """The processing before and after the policy, which computes on `device`."""
-        return (
-            Pipeline(PREPROCESSOR, self.steps_before(stats)).to(device),
-            Pipeline(POSTPROCESSOR, self.steps_after(stats)),
-        )
+        before = Pipeline(PREPROCESSOR, self.steps_before(stats)).to(device)
+        if rename_map:
+            before = with_renaming(before, rename_map)
+        return before, Pipeline(POSTPROCESSOR, self.steps_after(stats))
 
     @property
     def ensemble_coefficient(self) -> float | None:
@@ -276,6 +280,11 @@ class Policy(nn.Module):
         `weights` may be on the meta device, if only names and shapes are asked for.
         """
         return {}
+
+    @classmethod
+    def names_in_optimizer(cls, names: list[str]) -> list[str]:
+        """The names of the optimizer's parameters as LeRobot numbers them, with those of weights that have no use."""
+        return names
 
     def load_backbone(self) -> None:
         """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flexor.core.batch import ACTION, REWARD, STATE
+from flexor.core.batch import ACTION, ENV_STATE, REWARD, STATE
 from flexor.core.console import progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -21,7 +21,9 @@ from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.normalize import required_statistics
 from flexor.policies.processing.pipeline import Stats
 from flexor.policies.processing.relative_actions import RelativeActionSettings
+from flexor.policies.rename import in_dataset, rename_features, without_unnamed_cameras
 
+NONE_RENAMED: Mapping[str, str] = {}
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
@@ -32,7 +34,7 @@ def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, P
     for name, feature in dataset.features.items():
         if feature.is_camera:
             inputs[name] = PolicyFeature(Kind.VISUAL, tuple(feature.chw))
-        elif name == "observation.environment_state":
+        elif name == ENV_STATE:
             inputs[name] = PolicyFeature(Kind.ENV, tuple(feature.shape))
         elif name.startswith("observation.") and feature.is_numeric:
             inputs[name] = PolicyFeature(Kind.STATE, tuple(feature.shape))
@@ -45,16 +47,20 @@ def features_of(dataset: Dataset) -> tuple[dict[str, PolicyFeature], dict[str, P
     return inputs, outputs
 
 
-def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
+def fit_to_dataset(
+    policy: PolicyConfig, dataset: Dataset, rename_map: Mapping[str, str] = NONE_RENAMED
+) -> PolicyConfig:
     """The policy's settings with the dataset's features. If the policy already has features, they are checked."""
     inputs, outputs = features_of(dataset)
+    inputs = rename_features(_taken(policy, dataset, inputs), rename_map, policy)
+    inputs = without_unnamed_cameras(inputs, rename_map, policy)
     if policy.reward_deltas is not None and REWARD not in dataset.features:
         raise ConfigError(
             f"policy.type={policy.type} learns from rewards, but {dataset.repo_id} has no column {REWARD!r}. Record "
             "a reward with each frame, or train a policy that imitates the actions, such as --policy.type=act."
         )
     _check_padding(policy, dataset)
-    policy = policy.fitted(_taken(policy, dataset, inputs), outputs)
+    policy = policy.fitted(inputs, outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
         named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
@@ -62,8 +68,10 @@ def fit_to_dataset(policy: PolicyConfig, dataset: Dataset) -> PolicyConfig:
     there = {**inputs, **outputs}
     for name, feature in {**policy.observed, ACTION: policy.action}.items():
         if name not in there:
-            near = ", ".join(there)
-            raise ConfigError(f"The policy requires {name}, but the dataset has only {near}.")
+            raise ConfigError(
+                f"The policy requires {name}, but the dataset has only {', '.join(there)}. If it is there under "
+                f"another name, give --rename_map='{{NAME: {name}}}'."
+            )
         if tuple(there[name].shape) != tuple(feature.shape):
             raise ConfigError(
                 f"{name} is {list(there[name].shape)} in the dataset, but {list(feature.shape)} in the policy: "
@@ -101,31 +109,45 @@ def _taken(
     return {name: feature for name, feature in inputs.items() if name not in depth}
 
 
-def deltas_of(policy: PolicyConfig) -> dict[str, list[int]]:
-    """The time steps of each feature in a sample."""
+def deltas_of(policy: PolicyConfig, rename_map: Mapping[str, str] = NONE_RENAMED) -> dict[str, list[int]]:
+    """The time steps of each feature in a sample, by the dataset's names."""
     deltas = dict.fromkeys(policy.output_features, policy.action_deltas)
     if policy.observation_deltas is not None:
-        deltas |= dict.fromkeys(policy.input_features, policy.observation_deltas)
+        deltas |= dict.fromkeys(in_dataset(policy.input_features, rename_map), policy.observation_deltas)
     if policy.reward_deltas is not None:
         deltas[REWARD] = policy.reward_deltas
     return deltas
 
 
-def statistics(dataset: Dataset, policy: PolicyConfig, use_imagenet: bool) -> Stats:
-    """The dataset's statistics for the policy's features. Missing ones are computed."""
+def sample_of(policy: PolicyConfig, rename_map: Mapping[str, str]) -> tuple[list[str], dict[str, list[int]]]:
+    """The cameras of a sample and the time steps of each feature, by the dataset's names."""
+    return in_dataset(policy.images, rename_map), deltas_of(policy, rename_map)
+
+
+def statistics(
+    dataset: Dataset,
+    policy: PolicyConfig,
+    use_imagenet: bool,
+    rename_map: Mapping[str, str] = NONE_RENAMED,
+) -> Stats:
+    """The dataset's statistics for the policy's features, by the policy's names. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
-    cameras = [name for name in policy.images if use_imagenet and dataset.features[name].depth is None]
-    stats: dict[str, dict[str, np.ndarray]] = {name: dict(dataset.stats.get(name, {})) for name in features}
+    there = dict(zip(features, in_dataset(features, rename_map)))
+    depth = {name for name, feature in dataset.features.items() if feature.depth is not None}
+    cameras = [name for name in policy.images if use_imagenet and there[name] not in depth]
+    stats: dict[str, dict[str, np.ndarray]] = {
+        name: dict(dataset.stats.get(there[name], {})) for name in features
+    }
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
     if isinstance(policy, RelativeActionSettings) and policy.use_relative_actions:
-        stats[ACTION] = _relative_stats(dataset, policy)
+        stats[ACTION] = _relative_stats(dataset, policy, there.get(STATE, STATE))
     missing = {name: lost for name in features if (lost := _missing(policy, features[name], stats[name]))}
     if missing:
-        lacking = "; ".join(f"{name} ({', '.join(lost)})" for name, lost in missing.items())
+        lacking = "; ".join(f"{there[name]} ({', '.join(lost)})" for name, lost in missing.items())
         log.info("computing statistics that are missing in the dataset: %s", lacking)
-        computed = compute_stats(dataset, list(missing), progress("statistics"))
-        stats |= {name: {**computed[name], **stats[name]} for name in missing}
+        computed = compute_stats(dataset, [there[name] for name in missing], progress("statistics"))
+        stats |= {name: {**computed[there[name]], **stats[name]} for name in missing}
     return stats
 
 
@@ -135,12 +157,14 @@ def _missing(policy: PolicyConfig, feature: PolicyFeature, stats: Mapping[str, n
     return [name for name in required_statistics(mode) if name not in stats]
 
 
-def _relative_stats(dataset: Dataset, policy: PolicyConfig) -> dict[str, np.ndarray]:
+def _relative_stats(dataset: Dataset, policy: PolicyConfig, state_name: str) -> dict[str, np.ndarray]:
     """Those of the dataset are of absolute actions, so they are never used for relative ones."""
     assert isinstance(policy, RelativeActionSettings)
     step, actions = policy.relative_actions(), policy.action.shape[0]
-    state = dataset.features.get(STATE)
+    state = dataset.features.get(state_name)
     step.check(actions, state.shape[0] if state is not None else 0)
     chunk = len(policy.action_deltas)
     log.info("computing statistics of actions relative to the state, over chunks of %d steps", chunk)
-    return relative_action_stats(dataset, step.relative(actions), chunk, progress("statistics"))
+    return relative_action_stats(
+        dataset, step.relative(actions), chunk, progress("statistics"), state_name=state_name
+    )

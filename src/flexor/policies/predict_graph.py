@@ -2,12 +2,14 @@
 
 A diffusion policy runs its network up to 100 times for one chunk of actions, and a small network's kernels take the GPU
 less time than the host needs to launch them. The first prediction of a kind runs eagerly, the second is captured, later
-ones are replayed. A graph runs the kernels of the eager prediction, so it computes the same.
+ones are replayed. A graph runs the kernels of the eager prediction, so it computes the same. A policy that predicts in
+parts (`stepwise.py`) has a second graph for a part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from flexor.core.cuda_graphs import why_not_captured
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.policies.base import Policy
+from flexor.policies.stepwise import StepwisePolicy
 
 MOST_KINDS = 8  # graphs that are kept; each keeps its memory
 
@@ -31,8 +34,24 @@ class _CapturedPrediction:
     inputs: dict[str, Tensor]
     keys: NoiseKeys
     sample_ids: Tensor
-    actions: Tensor
+    found: Tensor | _CapturedPart  # the actions, or what makes them
     memory: dict[str, Tensor]  # what the policy writes to its memory
+
+
+@dataclass
+class _CapturedPart:
+    """The graph of one part of a prediction, and the state that it changes."""
+
+    policy: StepwisePolicy
+    state: Any
+    graph: torch.cuda.CUDAGraph
+
+    def actions(self) -> Tensor:
+        for _ in range(self.policy.most_parts):
+            self.graph.replay()
+            if self.policy.ended(self.state):
+                break
+        return self.policy.actions(self.state)
 
 
 class PredictGraphs:
@@ -90,10 +109,27 @@ class PredictGraphs:
         ids = torch.empty_like(noise.sample_ids)
         keys = NoiseKeys(self.device, None if isinstance(noise.step, int) else len(ids))
         batch, graph = _as_batch(inputs), torch.cuda.CUDAGraph()
-        capture = torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self.device), capture:
-            actions = self.policy.predict(batch, GraphNoise(keys, ids))
-        return _CapturedPrediction(graph, inputs, keys, ids, actions, dict(batch[MEMORY]))
+        given = batch, GraphNoise(keys, ids)
+        found: Tensor | _CapturedPart
+        if isinstance(self.policy, StepwisePolicy):
+            with self._into(graph):
+                state = self.policy.begin(*given)
+            part = torch.cuda.CUDAGraph()
+            with self._into(part, pool=graph.pool()):  # never replayed at the same time
+                self.policy.advance(state)
+            found = _CapturedPart(self.policy, state, part)
+        else:
+            with self._into(graph):
+                found = self.policy.predict(*given)
+        return _CapturedPrediction(graph, inputs, keys, ids, found, dict(batch[MEMORY]))
+
+    @contextmanager
+    def _into(self, graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **more),
+        ):
+            yield
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:
@@ -122,4 +158,4 @@ def _replay(
     found.graph.replay()
     if memory is not None:
         memory.update({name: value.clone() for name, value in found.memory.items()})
-    return found.actions.clone()
+    return found.found.clone() if isinstance(found.found, Tensor) else found.found.actions()

@@ -29,18 +29,20 @@ from flexor.core.run_files import (
     TRAINING_STATE,
     WEIGHTS,
 )
-from flexor.core.tensors import described_in, fill
+from flexor.core.tensors import fill
 from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
+from flexor.policies.check_weights import names_in_file
 from flexor.policies.external import is_code, is_loaded, settled, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
+from flexor.policies.processing.rename_and_move import RenameObservations
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 FOREIGN = {
@@ -283,6 +285,16 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     return Pretrained(policy.eval(), before, after)
 
 
+def saved_renaming(folder: Path) -> dict[str, str]:
+    """The `rename_map` that the policy in a folder was trained with."""
+    file = folder / f"{PREPROCESSOR}.json"
+    if not file.is_file():
+        return {}
+    steps = json.loads(file.read_text()).get("steps", [])
+    found = [step for step in steps if step.get("registry_name") == RenameObservations.name]
+    return found[0].get("config", {}).get("rename_map", {}) if found else {}
+
+
 def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:
     """Inside, a policy is made whose weights are loaded next: drawing billions of initial ones would take minutes.
 
@@ -305,30 +317,7 @@ def load_weights(policy: Policy, folder: Path) -> None:
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
     try:
-        there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
-        names = {name: policy.name_in_file(name, there) for name in own}
-        dead = policy.dead_weights({name: torch.empty_like(t, device="meta") for name, t in own.items()})
-        unused = {policy.name_in_file(name, there) for name in dead}
-        missing = {name for name in own if names[name] not in there}
-        unexpected = there.keys() - {*names.values()} - unused
-        shapes = [
-            f"{name}: {there[names[name]]} in the file, {tuple(own[name].shape)} in the policy"
-            for name in own.keys() - missing
-            if there[names[name]] != tuple(own[name].shape)
-        ]
-        if missing or unexpected or shapes:
-            raise CheckpointError(
-                f"{file} does not fit this {policy.config.type} policy. "
-                f"Missing: {_some(missing)}. Unexpected: {_some(unexpected)}. Different shape: {_some(shapes)}. "
-                "Check for overridden settings that change the network."
-            )
-        fill(own, file, names)
+        fill(own, file, names_in_file(policy, own, file))
         start_adapters(policy)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error
-
-
-def _some(names: Any, limit: int = 12) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(names[:limit]) or "nothing") + more

@@ -20,6 +20,7 @@ from flexor.core.batch import Batch
 from flexor.core.errors import FlexorError
 from flexor.core.rng import Noise
 from flexor.policies.pretrained import Pretrained
+from flexor.policies.processing.rename_and_move import renaming_of
 
 Observation = Mapping[str, np.ndarray]
 
@@ -75,6 +76,7 @@ class Session:
     def __init__(self, pretrained: Pretrained, seed: int = 0, episode: int = 0):
         self.pretrained, self.seed = pretrained, seed
         self.config = pretrained.policy.config
+        self.renaming = renaming_of(pretrained.preprocessor)
         self.reset(episode)
 
     def reset(self, episode: int = 0) -> None:
@@ -113,13 +115,23 @@ class Session:
         return self.queue.popleft()
 
     def _check(self, observation: Observation) -> None:
-        """The environment must provide the inputs that the policy was trained on."""
+        """The environment must provide the inputs that the policy was trained on, under its names or renamed ones."""
+        renamed = {self.renaming.get(name, name): value for name, value in observation.items()}
+        if len(renamed) < len(observation):
+            twice = [
+                f"{a} and {b}" for a, b in self.renaming.items() if {a, b} <= observation.keys() and a != b
+            ]
+            raise FlexorError(
+                f"The environment provides both {', '.join(twice)}, which rename_map gives the same name: set "
+                "--rename_map to the names of this environment, or to {}."
+            )
         for name, feature in self.config.observed.items():
-            if name not in observation:
+            if name not in renamed:
                 raise FlexorError(
-                    f"The policy needs {name}, but the environment provides only {sorted(observation)}."
+                    f"The policy needs {name}, but the environment provides only {sorted(observation)}. If it is there "
+                    f"under another name, give --rename_map='{{NAME: {name}}}'."
                 )
-            shape = tuple(observation[name].shape)
+            shape = tuple(renamed[name].shape)
             if shape != feature.shape:
                 raise FlexorError(
                     f"{name} is {list(shape)} in the environment, but the policy was trained on "

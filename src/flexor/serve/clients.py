@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from flexor_client.wire import OPTIONS, WireError, pack, unpack
 FAILED = 1011  # the close code of openpi's server after an error
 NOTE_S = 1.0  # at least between two lines in the log about clients
 NOTED = 500  # characters of a line
+DECODERS = 8  # threads for images
 BURST_S = 1.0  # a client may use this much of its rate at once
 
 
@@ -77,7 +79,7 @@ class ClientLoop:
         self.settings, self.predictor, self.reader = settings, predictor, reader
         self.batcher, self.metrics, self.metadata = batcher, metrics, metadata
         self.clients: dict[int, Client] = {}
-        self.decoders = ThreadPoolExecutor(2, thread_name_prefix="decode")
+        self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
         self.cameras = [*predictor.config.images]
         self.next_note, self.unsaid = 0.0, 0  # when the log may have another line, and how many it has not
 
@@ -124,10 +126,13 @@ class ClientLoop:
         if isinstance(frame, str):
             raise BadRequest("An observation must be a binary frame of MessagePack, not text.")
         message = unpack(frame, self.settings.limits)
-        if not self.reader.has_files(message):
+        files = self.reader.files(message)
+        if not files:
             return self.reader.read(message)
         # decoding an image takes milliseconds, in which other clients are served
-        return await asyncio.get_running_loop().run_in_executor(self.decoders, self.reader.read, message)
+        run = asyncio.get_running_loop().run_in_executor
+        images = await asyncio.gather(*(run(self.decoders, self.reader.decode, file) for file in files))
+        return self.reader.read(message, {id(file): image for file, image in zip(files, images)})
 
     def _session(self, client: Client, asked: PolicyRequest) -> Session:
         name = asked.options.session if asked.options else ""

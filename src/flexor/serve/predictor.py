@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.policies.features import Kind
 from flexor.policies.pretrained import Pretrained
+from flexor.policies.processing.rename_and_move import renaming_of, with_renaming
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.session import Executing, Session, predict_together
 from flexor.serve.request import PolicyRequest, RequestOptions
@@ -75,6 +76,12 @@ class Predictor:
         max_batch: int = 8,
     ):
         """`fixed_sizes`: fill batches up to one of a few sizes."""
+        renaming = renaming_of(pretrained.preprocessor)
+        self.robots_names = {ours: robots for robots, ours in renaming.items()}
+        """{name of an input of the policy: its name on the robot that it was trained for}, where they differ."""
+        if renaming:  # observations get the policy's names when they are read
+            before = with_renaming(pretrained.preprocessor, {})
+            pretrained = replace(pretrained, preprocessor=before)
         self.pretrained, self.seed, self.autocast = pretrained, seed, autocast
         self.config = pretrained.policy.config
         self.reply: Reply = reply or ("chunk" if self.config.ensemble_coefficient is None else "action")

@@ -13,7 +13,7 @@ from flexor.core.typed import closest
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.serve.settings import Reply
-from flexor_client.wire import OPTIONS, Limits, WireError, decode_jpeg
+from flexor_client.wire import OPTIONS, Limits, WireError, decode_jpeg, jpeg_size
 
 TASK_KEYS = ("prompt", "task")
 LONGEST_NAME = 64
@@ -109,7 +109,15 @@ class PolicyRequest:
 class ObservationReader:
     """Reads observations for a policy, under the names that a client uses."""
 
-    def __init__(self, config: PolicyConfig, names: Mapping[str, str], limits: Limits):
+    def __init__(
+        self,
+        config: PolicyConfig,
+        names: Mapping[str, str],
+        limits: Limits,
+        usual: Mapping[str, str] | None = None,
+    ):
+        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
+        policy's own are both good."""
         self.features, self.limits = config.observed, limits
         self.action_size = config.action.shape[0]
         for name in names:
@@ -117,28 +125,44 @@ class ObservationReader:
                 raise ConfigError(
                     f"--map {name}=...: the policy has no such input. {closest(name, self.features)}"
                 )
-        self.names = {name: names.get(name, name) for name in self.features}
+        self.names = {name: names.get(name, (usual or {}).get(name, name)) for name in self.features}
+        self.own_too = {name for name in self.features if name not in names} - {*self.names.values()}
+        self.sizes = {feature.shape[1:] for feature in config.images.values()}
         deltas = config.observation_deltas
         self.steps = None if deltas is None else [step for step in deltas if step <= 0]
 
-    def has_files(self, message: Any) -> bool:
-        """Whether a message holds compressed images, which take long to decode."""
+    def files(self, message: Any) -> list[bytes]:
+        """The compressed images in a message: to decode them takes longer than everything else."""
         if not isinstance(message, dict):
-            return False
-        values = (
-            _find(message, self.names[name]) for name, f in self.features.items() if f.type is Kind.VISUAL
-        )
-        return any(isinstance(v, bytes) or (isinstance(v, list) and bytes in map(type, v)) for v in values)
+            return []
+        found: list[bytes] = []
+        for name, feature in self.features.items():
+            value = self._find(message, name) if feature.type is Kind.VISUAL else None
+            found += [value] if isinstance(value, bytes) else []
+            if isinstance(value, list) and len(value) == len(self.steps or []):
+                found += [one for one in value if isinstance(one, bytes)]
+        return found
 
-    def read(self, message: Any) -> PolicyRequest:
+    def decode(self, file: bytes) -> np.ndarray | None:
+        """An image uint8 [H, W, 3]; None if `read` will say what is wrong with it."""
+        try:
+            if jpeg_size(file) in self.sizes:
+                return decode_jpeg(file, self.limits)
+        except WireError:
+            pass
+        return None
+
+    def read(self, message: Any, decoded: Mapping[int, np.ndarray | None] | None = None) -> PolicyRequest:
+        """What a message asks for. `decoded`: images of its files, by the id() of their bytes."""
+        images = decoded or {}
         if not isinstance(message, dict):
             raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
         found: dict[str, np.ndarray] = {}
         for name, feature in self.features.items():
-            value = _find(message, self.names[name])
+            value = self._find(message, name)
             if value is None:
                 raise BadRequest(self._missing(name, message))
-            found[name] = self._value(self.names[name], value, feature)
+            found[name] = self._value(self.names[name], _with_images(value, images), feature)
         stacked = self._stacked(found)
         task = next((message[key] for key in TASK_KEYS if key in message), "")
         if isinstance(task, np.str_):
@@ -148,6 +172,10 @@ class ObservationReader:
         return PolicyRequest(
             found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size)
         )
+
+    def _find(self, message: Mapping[Any, Any], name: str) -> Any:
+        value = _find(message, self.names[name])
+        return message.get(name) if value is None and name in self.own_too else value
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
         wanted = self.names[name]
@@ -170,23 +198,26 @@ class ObservationReader:
 
     def _image(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         """An image uint8 [C, H, W], or several [T, C, H, W]."""
+        channels, height, width = shape
         if isinstance(value, bytes):
-            try:
-                value = decode_jpeg(value, self.limits)
-            except WireError as error:
-                raise BadRequest(f"{name}: {error}") from error
+            value = self._file(name, value, height, width)
         if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
             got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else _kind(value)
             raise BadRequest(f"{name} must be an image, as a uint8 array or a JPEG file in bytes, not {got}.")
-        channels, height, width = shape
         if value.shape[-3:] == (height, width, channels) and value.ndim in (3, 4):
             value = np.moveaxis(value, -1, -3)
         if value.shape[-3:] != shape or value.ndim not in (3, 4):
-            raise BadRequest(
-                f"{name} is {list(value.shape)}, but the policy was trained on images [{height}, {width}, {channels}]: "
-                "resize it before you send it."
-            )
+            raise BadRequest(_other_size(name, list(value.shape), [height, width, channels]))
         return value
+
+    def _file(self, name: str, data: bytes, height: int, width: int) -> np.ndarray:
+        try:
+            size = jpeg_size(data)
+            if size != (height, width):  # said before it is decoded: it may be huge
+                raise BadRequest(_other_size(name, [*size, 3], [height, width, 3]))
+            return decode_jpeg(data, self.limits)
+        except WireError as error:
+            raise BadRequest(f"{name}: {error}") from error
 
     def _vector(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         try:
@@ -221,6 +252,18 @@ class ObservationReader:
                     )
                 )
         return True
+
+
+def _other_size(name: str, found: list[int], wanted: list[int]) -> str:
+    return f"{name} is {found}, but the policy was trained on images {wanted}: resize it before you send it."
+
+
+def _with_images(value: Any, images: Mapping[int, np.ndarray | None]) -> Any:
+    """A file, or a list of files, with the images in their place that are known."""
+    if isinstance(value, list):
+        return [_with_images(one, images) if isinstance(one, bytes) else one for one in value]
+    image = images.get(id(value)) if isinstance(value, bytes) else None
+    return value if image is None else image
 
 
 def _find(message: Mapping[Any, Any], name: str) -> Any:

@@ -39,7 +39,9 @@ class PolicyServer:
         """`names`: {the policy's name of an input: the clients' name}."""
         settings.validate()
         self.settings, self.predictor = settings, predictor
-        self.reader = ObservationReader(predictor.config, names or {}, settings.limits)
+        self.reader = ObservationReader(
+            predictor.config, names or {}, settings.limits, predictor.robots_names
+        )
         self.metrics, self.started = Metrics(), time.time()
         self.tls = settings.tls()
         device = next(predictor.pretrained.policy.parameters()).device

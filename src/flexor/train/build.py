@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,10 +26,10 @@ from flexor.policies import policy_class
 from flexor.policies.adapters import add_adapters
 from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
-from flexor.policies.fit import deltas_of, statistics
+from flexor.policies.fit import sample_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.pretrained import find_folder, to_be_filled
+from flexor.policies.pretrained import find_folder, saved_renaming, to_be_filled
 from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
@@ -38,6 +39,15 @@ from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.ranks.processes import Processes
 from flexor.train.ranks.split import Split
+
+
+def tell_other_names(config: TrainConfig) -> None:
+    """A policy to start from may have been trained under names that its dataset did not have."""
+    assert config.policy_path is not None
+    renamed = saved_renaming(find_folder(config.policy_path, ("*.json",)))
+    if renamed and not config.rename_map:
+        said = config.policy_path, json.dumps(renamed)
+        log.info("the rename_map of %s is not used here; to use it, give --rename_map='%s'", *said)
 
 
 def build_engine(config: TrainConfig, processes: Processes, device: torch.device) -> Engine:
@@ -127,11 +137,12 @@ def build_loader(
 def _open_loader(
     config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
 ) -> Loader:
+    cameras, deltas = sample_of(config.policy, config.rename_map)
     return open_loader(
         training,
         config.dataset,
-        deltas_of(config.policy),
-        cameras=list(config.policy.images),
+        deltas,
+        cameras=cameras,
         batch_size=split.batch_size,
         accumulation=split.accumulation,
         seed=config.seed,
@@ -243,7 +254,7 @@ def build_augmentation(
 ) -> AugmentImages | None:
     """The augmentation of the policy's images; not of depth maps, which the dataset declares."""
     features = {} if dataset is None else dataset.features
-    depth = [name for name, feature in features.items() if feature.depth is not None]
+    depth = [config.rename_map.get(name, name) for name, each in features.items() if each.depth is not None]
     step = augmentation(config.dataset.image_transforms, config.policy.images, skip=depth)
     if step is not None:
         step.to(str(device))
@@ -252,11 +263,11 @@ def build_augmentation(
 
 def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
     policy, device = config.policy, str(engine.device)
-    stats = statistics(dataset, policy, config.dataset.use_imagenet_stats)
+    stats = statistics(dataset, policy, config.dataset.use_imagenet_stats, config.rename_map)
     if config.dataset.stats == "per_dataset" and isinstance(dataset, MixedDataset):
         before, after = _pipelines_by_dataset(config, dataset, stats, device)
     else:
-        before, after = policy.pipelines(stats, device)
+        before, after = policy.pipelines(stats, device, config.rename_map)
     before.prepare()
     after.prepare()
     return before, after
@@ -267,15 +278,16 @@ def _pipelines_by_dataset(
 ) -> tuple[Pipeline, Pipeline]:
     """Each dataset is normalised by its own statistics, images by those of all. Those of one dataset are saved."""
     policy, images = config.policy, config.dataset.use_imagenet_stats
-    each = [statistics(dataset.only(number), policy, images) for number in range(len(dataset.members))]
+    renamed = config.rename_map
+    each = [statistics(dataset.only(n), policy, images, renamed) for n in range(len(dataset.members))]
     each = [{**stats, **{name: merged[name] for name in policy.images}} for stats in each]
     saved = dataset.names.index(config.dataset.save_stats_of or dataset.names[0])
     log.info(
         "each dataset is normalised by its own statistics; those of %s are saved with the policy",
         dataset.names[saved],
     )
-    before, after = policy.pipelines(each[saved], device)
-    others = [policy.pipelines(stats, device)[0].steps for stats in each]
+    before, after = policy.pipelines(each[saved], device, renamed)
+    others = [policy.pipelines(stats, device, renamed)[0].steps for stats in each]
     for number, step in enumerate(before.steps):
         if isinstance(step, Normalize):
             own = [steps[number] for steps in others]

@@ -28,7 +28,7 @@ from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.trackers import Trackers
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
-from flexor.train.build import build_engine, build_loader, build_state
+from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
@@ -159,10 +159,13 @@ def _build(
     """The parts of the run, from a checkpoint if one was found."""
     if found is None and config.policy_path is None:
         config.policy.check_untrained()
+    elif found is None:
+        tell_other_names(config)
     with processes.main_first():  # one process per host downloads or records
         training, held_out = build_datasets(config.dataset)
     check_same_episodes(training, processes)
-    config.policy = fit_to_dataset(config.policy, training)  # from here on the config alone defines the run
+    # from here on the config alone defines the run
+    config.policy = fit_to_dataset(config.policy, training, config.rename_map)
     training = weigh_samples(config, training)
     if preflight is not None:
         preflight.before(config, training, processes, device)

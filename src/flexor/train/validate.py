@@ -19,7 +19,7 @@ from flexor.data.loader.loader import sample_rows, to_tensors, valid_steps
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.policies.base import Policy
-from flexor.policies.fit import deltas_of
+from flexor.policies.fit import sample_of
 from flexor.policies.pretrained import Pretrained
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.checkpoint.state import TrainState
@@ -65,7 +65,7 @@ def held_out_loss(state: TrainState, dataset: Dataset, max_samples: int = 0) -> 
     rows = sample_rows(dataset, config.policy.drop_last_frames)
     if max_samples and len(rows) > max_samples:
         rows = rows[np.linspace(0, len(rows) - 1, max_samples).astype(int)]
-    deltas, cameras = deltas_of(config.policy), list(config.policy.images)
+    cameras, deltas = sample_of(config.policy, config.rename_map)
     valid = valid_steps(dataset, rows, deltas)  # over all rows, or the loss would depend on the batch size
     total = torch.zeros((), device=engine.device)
     size = state.split.batch_size

@@ -60,6 +60,16 @@ _SETTINGS |= {
         ("EXP", 2, 12),
     ]
 }
+NAMES = ("observation.images.top", "observation.images.side", "observation.state", "observation.other")
+_SETTINGS |= {
+    f"rename {what}": {"rename_map": {f"observation.{a}": f"observation.{b}" for a, b in names.items()}}
+    for what, names in {
+        "nothing": {},
+        "some": {"images.top": "images.camera1", "state": "joints"},
+        "two of them round": {"images.top": "images.side", "images.side": "images.top"},
+        "what is not there": {"images.none": "images.camera1"},
+    }.items()
+}
 CASES = {name: {"name": name, "settings": settings} for name, settings in _SETTINGS.items()}
 
 

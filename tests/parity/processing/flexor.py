@@ -15,6 +15,7 @@ from flexor.policies.processing.relative_actions import AbsoluteActions, Relativ
 from parity.processing.cases import (
     CHUNK,
     LENGTHS,
+    NAMES,
     TASKS,
     actions,
     chunk_noise,
@@ -35,6 +36,10 @@ def measure(case: dict) -> dict:
         return {"pixels": some(resize_with_padding(given, **settings))}
     if case["name"].startswith("real time "):
         return real_time(settings)
+    if case["name"].startswith("rename "):
+        step = STEPS["rename_observations_processor"].from_config(settings)
+        assert step.config() == settings
+        return {"names": [[new, old] for new, old in step({name: name for name in NAMES}).items()]}
     if case["name"].startswith("relative "):
         return relative(RelativeActions(**settings))
     step = STEPS[case["name"]].from_config(settings)

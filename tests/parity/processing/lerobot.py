@@ -5,6 +5,7 @@ import torch
 
 from parity.processing.cases import (
     CHUNK,
+    NAMES,
     TASKS,
     actions,
     chunk_noise,
@@ -22,6 +23,8 @@ def measure(case: dict) -> dict:
     settings = dict(case["settings"])
     if "where" in settings:
         return {"pixels": some(resize(settings))}
+    if case["name"].startswith("rename "):
+        return rename(settings)
     if case["name"].startswith("relative "):
         return relative(settings)
     if case["name"].startswith("real time "):
@@ -42,6 +45,15 @@ def measure(case: dict) -> dict:
         }
     )
     return {"prompts": done[TransitionKey.COMPLEMENTARY_DATA]["task"]}
+
+
+def rename(settings: dict) -> dict:
+    from lerobot.processor import RenameObservationsProcessorStep, TransitionKey
+
+    step = RenameObservationsProcessorStep(**settings)
+    assert step.get_config() == settings
+    done = step({TransitionKey.OBSERVATION: {name: name for name in NAMES}})[TransitionKey.OBSERVATION]
+    return {"names": [[new, old] for new, old in done.items()]}
 
 
 def resize(settings: dict) -> torch.Tensor:

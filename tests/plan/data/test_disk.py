@@ -1,12 +1,25 @@
 """What a run leaves on disk, with numbers worked by hand and against saving and removing, step by step."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from flexor.config.schema import EMAConfig
 from flexor.data.settings import CacheConfig
 from flexor.plan.data.disk import CheckpointCounts, checkpoint_bytes, checkpoints_kept, disk_needed
 from flexor.plan.data.host import Camera, Data, Loading
+from flexor.plan.plan import make_plan, site_of
+from flexor.plan.site.hardware import load_hardware
+from flexor.plan.trace.events import SavedWeights
+from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.plan.trace.trace import OperationTracker
+from flexor.policies.adapters import LoraConfig
+from support.plans import settings
 
 STREAM = CacheConfig()
 TWO = Data(frames=50_000, cameras=(Camera(480, 640), Camera(480, 640)), file_bytes=3_000_000_000)
@@ -14,14 +27,44 @@ TWO = Data(frames=50_000, cameras=(Camera(480, 640), Camera(480, 640)), file_byt
 
 def test_what_a_checkpoint_takes() -> None:
     # 520,719,368 parameters: 6,248,868,367 bytes were written whole, 8,335,416,373 sharded and exported
-    weights = 4 * 520_719_368
-    assert checkpoint_bytes(weights, 2 * weights) == pytest.approx(6_248_868_367, rel=1e-4)
-    assert checkpoint_bytes(weights, 2 * weights, sharded=True) == pytest.approx(8_335_416_373, rel=1e-3)
-    assert checkpoint_bytes(10, 20, ema=True) == 20 + 3 * 10
-    assert checkpoint_bytes(10, 2, lora=True) == 2 + 2 * 10  # adapters merged to act with, and not
-    assert checkpoint_bytes(10, 2, lora=True, sharded=True) == 2 + 2 * 10
-    assert checkpoint_bytes(10, 20, ema=True, sharded=True) == 20 + 10 + 10 + 10
-    assert checkpoint_bytes(10, 20, sharded=True, export=False) == 30
+    size = 4 * 520_719_368
+    weights = SavedWeights(raw=size, exported=size)
+    assert checkpoint_bytes(weights, 2 * size) == pytest.approx(6_248_868_367, rel=1e-4)
+    assert checkpoint_bytes(weights, 2 * size, sharded=True) == pytest.approx(8_335_416_373, rel=1e-3)
+    plain, averaged = SavedWeights(raw=10, exported=11), SavedWeights(raw=10, average=12, exported=13)
+    adapted = SavedWeights(raw=10, exported=9, adapters=1)
+    assert checkpoint_bytes(averaged, 20) == 20 + 10 + 12 + 13
+    assert checkpoint_bytes(adapted, 2, lora=True) == 2 + 10 + 9 + 1  # adapters merged to act with, and not
+    assert checkpoint_bytes(adapted, 2, lora=True, sharded=True) == 2 + 10 + 9 + 1
+    assert checkpoint_bytes(averaged, 20, sharded=True) == 20 + 10 + 12 + 13
+    assert checkpoint_bytes(plain, 20, sharded=True) == 20 + 10 + 11
+    assert checkpoint_bytes(plain, 20, sharded=True, export=False) == 30
+
+
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "act": ("act", {"ema": EMAConfig(enable=True)}),  # a ResNet's buffers are saved too
+    "pi0": ("pi0", {}),  # two heads that nothing uses
+    "pi0 with adapters": ("pi0", {"lora": LoraConfig(r=4), "policy_path": "somewhere/base"}),
+    "pi05 in bf16, averaged": (
+        "pi05",
+        {"ema": EMAConfig(enable=True), "weights_dtype": "bf16", "precision": "bf16"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind, more", RUNS.values(), ids=RUNS)
+def test_a_checkpoint_is_as_large_as_planned(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+    config = settings(kind, batch_size=2, steps=1, **more)
+    run = Rehearsal(config, 2, 1, OperationTracker("cpu"), torch.device("cpu"))
+    run.step(0)
+    folder = tmp_path / "checkpoint"
+    (folder / "training_state").mkdir(parents=True)
+    run.state.snapshot(export=True).write(folder)
+    hardware = load_hardware()
+    plan = make_plan(config, TWO, site_of(hardware, hardware.find("RTX 4090")), hardware, search=False)
+    small = ("rng_state", "policy_")  # random generators, statistics of the data
+    files = [file for file in folder.rglob("*.safetensors") if not file.name.startswith(small)]
+    assert plan.checkpoint == sum(tensor.nbytes for file in files for tensor in load_file(file).values())
 
 
 def test_how_many_are_kept() -> None:

@@ -128,13 +128,13 @@ def test_any_sequence(expandable: bool, actions: list[tuple[int, int, int]]):
     for block, _ in live:
         memory.free(block)
     assert memory.allocated == 0
-    free = [block for blocks in memory._free.values() for _, block in blocks]
+    free = [block for blocks in memory._free.values() for _, _, block in blocks]
     assert sum(block.size for block in free) == memory.reserved  # nothing lost
     assert all(block.before is None and block.after is None for block in free)  # all merged
 
 
 def check(memory: CachingAllocator, live: list[tuple[MemoryBlock, int]]) -> None:
-    free = [block for blocks in memory._free.values() for _, block in blocks]
+    free = [block for blocks in memory._free.values() for _, _, block in blocks]
     ranges = sorted((b.address, b.address + b.size) for b in [*(b for b, _ in live), *free])
     assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
     assert all(block.size >= size and not block.free for block, size in live)

@@ -8,6 +8,7 @@ from flexor.plan.memory.allocator import replay
 from flexor.plan.site.hardware import load_hardware
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
+from flexor.policies.pi0_fast import policy as pi0_fast
 from support.plans import Gpu, settings
 
 CARDS = {
@@ -22,7 +23,7 @@ def test_a_shared_trace_is_the_cards_own(precision: str, cards: list):
     config = settings("act", (32, 32), policy={"use_vae": False}, precision=precision)
     traces = Traces(config)
     shared = {card: traces.at(2, 1, CARDS[card]) for card in cards}
-    assert len(traces.made) < 2 * len(cards)  # LOW and HIGH, for each kind of card
+    assert len(traces.made) < len(cards)  # one for each kind of card
     for card in cards:
         own = trace_step(config, 2, CARDS[card])
         assert replay(shared[card]) == replay(own), card
@@ -37,6 +38,16 @@ def test_passes_beyond_the_second_are_not_traced():
     peaks = [replay(trace) for trace in (scaled, own)]
     assert len({(peak.allocated, peak.reserved, str(peak.by_category)) for peak in peaks}) == 1
     assert {accumulation for _, accumulation, _ in traces.made} == {2}
+
+
+def test_operations_that_depend_on_the_batch_size_are_traced(monkeypatch: pytest.MonkeyPatch):
+    """pi0-FAST computes its logits in pieces: here two with a batch size of 2, and 11 with 24."""
+    monkeypatch.setattr(pi0_fast, "AT_ONCE", 64)
+    config = settings("pi0_fast")
+    own, found = trace_step(config, 24, CARDS[8, 0]), Traces(config).at(24, 1, CARDS[8, 0])
+    assert found.events == own.events and found.ops == own.ops
+    few = trace_step(config, 2, CARDS[8, 0])
+    assert len(few.ops) < len(own.ops)
 
 
 def test_no_trace_is_made_twice():

@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexor.core.log import _warn_once
 from flexor.core.rng import Noise
 from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters
+from flexor.policies.nn.rotary import rotation
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKENS, ActionWords, TokenizeActions
-from flexor.policies.pi0_fast.policy import mean_of_tokens
+from flexor.policies.pi0_fast.policy import ASKED_EVERY, mean_of_tokens
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from parity import flexor_side
@@ -18,6 +20,7 @@ from parity.inputs import BATCH, TASKS, observation
 from parity.kinds import cases_of
 from parity.pi0_fast.cases import FIRST, fill_policy, training_batch
 from parity.pi0_fast.flexor import prepared
+from support.small_pi import WRITTEN
 
 pytest.importorskip("transformers")
 NOISE = Noise(0, 0, torch.arange(BATCH))
@@ -61,7 +64,7 @@ def test_what_is_written_word_by_word_is_what_the_loss_expects(case):
     policy = made.policy.eval()
     batch = batch_of(made, case)
     with torch.no_grad():
-        written = policy._write(batch, NOISE)
+        written = policy.written(policy.run(batch, NOISE))
         start = torch.full((BATCH, 1), policy.words.beginning)
         likely = torch.cat((start, written), 1)
         best = policy.writer.losses(policy._prompt(batch), likely)
@@ -75,11 +78,112 @@ def test_what_is_written_word_by_word_is_what_the_loss_expects(case):
             )  # later words are not seen
 
 
+def as_before(policy, batch: dict, noise: Noise) -> torch.Tensor:
+    """The words, written with keys and values that grow by one word at a time, and no memory made beforehand."""
+    writer, prompt = policy.writer, policy._prompt(batch)
+    language, there, layers = writer.language, prompt.there, prompt.layers
+    word = torch.full((len(there),), policy.words.beginning)
+    ended, written = torch.zeros(len(there), dtype=torch.bool), []
+    for step in range(policy.config.max_decoding_steps):
+        turn = rotation(there.sum(1, keepdim=True), language.size.head_dim)
+        there = torch.cat((there, torch.ones(len(there), 1, dtype=torch.bool)), 1)
+        x, grown = language.embed_tokens(word[:, None]), []
+        for layer, before in zip(language.layers, layers, strict=True):
+            x, own = layer(x, turn, there[:, None, None], before)
+            grown.append(before.then(own))
+        layers = grown
+        logits = writer.logits(language.norm(x)[0][:, 0]).float()
+        word = logits.argmax(-1)
+        if policy.config.temperature:
+            likely = (logits / policy.config.temperature).softmax(-1).cumsum(-1)
+            drawn = noise.uniform(f"word {step}", (len(logits),))
+            word = torch.searchsorted(likely, drawn[:, None] * likely[:, -1:]).squeeze(1)
+        written.append(word)
+        ended |= word == policy.words.stop
+        if (step + 1) % ASKED_EVERY == 0 and ended.all():
+            break
+    return torch.stack(written, 1)
+
+
+def asked(words: torch.Tensor, stop: int) -> int:
+    """How many words [B, T] are written: until the host asks and all rows have ended."""
+    ends = [row.index(stop) if stop in row else words.shape[1] for row in words.tolist()]
+    return min(ASKED_EVERY * (1 + max(ends) // ASKED_EVERY), words.shape[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_words_are_those_of_keys_and_values_that_grow(case, temperature):
+    """Also if the rows end at different words, early, in another part than the last one, or not at all."""
+    made = make(case, max_decoding_steps=30, temperature=temperature)
+    policy, batch = made.policy.eval(), batch_of(made, case)
+    with torch.no_grad():
+        words = as_before(policy, batch, NOISE)
+        assert words.shape[1] == 30
+        # what it writes does not depend on which word is its end: one for each length that there is
+        ends = {asked(words, stop): stop for stop in range(WRITTEN)}
+        for length, stop in ends.items():
+            policy.words = policy.words._replace(stop=stop)
+            state = policy.run(batch, NOISE)
+            assert torch.equal(policy.written(state), words[:, :length])
+            assert state.ended.tolist() == (state.words[:, : int(state.step)] == stop).any(1).tolist()
+    assert len(ends) > 1 and 30 in ends
+
+
+class Watched(TorchDispatchMode):
+    """What is computed: operators and shapes. A graph can't have those that make the host wait."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[-1]
+        assert not name.startswith(self.WAITS), name
+        out = function(*args, **(kwargs or {}))
+        self.calls.append((name, [x.shape for x in args if isinstance(x, torch.Tensor)]))
+        return out
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_every_part_is_the_same_and_in_place(case, temperature):
+    """As a CUDA graph needs it: the same operations on the same memory, and nothing is asked of the GPU."""
+    made = make(case, max_decoding_steps=24, temperature=temperature)
+    policy, batch = made.policy.eval(), batch_of(made, case)
+    with torch.inference_mode():
+        state = policy.begin(batch, NOISE)
+        seen = []
+        for _ in range(policy.most_parts):
+            with Watched() as watched:
+                policy.advance(state)
+            tensors = [x for layer in state.layers for x in layer]
+            tensors += [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
+            seen.append((watched.calls, [x.data_ptr() for x in tensors]))
+        assert seen[0] == seen[1] == seen[2]
+        assert torch.equal(policy.written(state), policy.written(policy.run(batch, NOISE)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_a_graph_writes_what_is_written_without_one(case, temperature):
+    made = make(case, max_decoding_steps=30, temperature=temperature)
+    made.policy.cuda()
+    noise = [Noise(0, step, torch.arange(BATCH)) for step in range(4)]
+    batches = [{**batch_of(made, case), "memory": {}} for _ in noise]
+    batches = [{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in b.items()} for b in batches]
+    graphs = [made.predict(batch, each.to("cuda")) for batch, each in zip(batches, noise)]
+    assert made.graphs.captured and not made.graphs.gave_up
+    made.graphs.gave_up = True
+    eager = [made.predict(batch, each.to("cuda")) for batch, each in zip(batches, noise)]
+    assert all(torch.equal(one, other) for one, other in zip(graphs, eager))
+
+
 def test_whatever_is_written_there_are_actions_and_it_is_said(case, monkeypatch, caplog):
     made = make(case, validate_action_token_prefix=True)
     for rows in ([[5, 0, 1]] * BATCH, [[made.policy.words.stop]] * BATCH, [[400] * 50] * BATCH):
         caplog.clear()
-        monkeypatch.setattr(made.policy, "_write", lambda *_, rows=rows: torch.tensor(rows))
+        monkeypatch.setattr(made.policy, "written", lambda *_, rows=rows: torch.tensor(rows))
         assert np.isfinite(chunk(made, case)).all()
         assert f"the tokens of {BATCH} are not those of a whole chunk" in caplog.text
 

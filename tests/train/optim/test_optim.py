@@ -9,7 +9,9 @@ from flexor.config.parse import load_config
 from flexor.config.schema import OptimizerConfig
 from flexor.core.errors import ConfigError
 from flexor.policies.act.config import ACTConfig
+from flexor.policies.base import ParamGroup
 from flexor.train.optim.ema import EMA
+from flexor.train.optim.optimizers import build_optimizer
 from support import runs
 
 
@@ -88,3 +90,16 @@ def test_moving_average_follows(device):
         ema.begin_step()
         ema.update(model)
     assert ema.average["weight"].tolist() == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_bfloat16_weights_move_on_a_cpu(kind):
+    """All of them: torch's fused SGD moves only the last few of a tensor."""
+    policy = nn.Linear(33, 8, bias=False).bfloat16()
+    groups = [ParamGroup(list(policy.parameters()))]
+    policy.param_groups = lambda: groups  # type: ignore[assignment]
+    before = policy.weight.detach().clone()
+    policy.weight.grad = torch.ones_like(policy.weight)
+    config = resolve_optimizer(OptimizerConfig(type=kind, lr=0.5, weight_decay=0), ACTConfig())
+    build_optimizer(config, policy).step()
+    assert ((before - policy.weight) > 0.2).all()

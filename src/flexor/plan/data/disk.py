@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flexor.data.settings import CacheConfig
 from flexor.plan.data.host import Data, Loading
+from flexor.plan.trace.events import SavedWeights
 
 
 @dataclass(frozen=True)
@@ -36,24 +37,19 @@ def checkpoints_kept(
 
 
 def checkpoint_bytes(
-    weights: int,
-    optimizer: int,
-    *,
-    ema: bool = False,
-    lora: bool = False,
-    sharded: bool = False,
-    export: bool = True,
+    weights: SavedWeights, optimizer: int, *, lora: bool = False, sharded: bool = False, export: bool = True
 ) -> int:
-    """Bytes of one checkpoint. `weights`, `optimizer`: bytes of the full state over all ranks.
+    """Bytes of one checkpoint, over all ranks.
 
     Not sharded: the weights for inference and the optimizer state. If the weights for inference are a moving average
     or have merged adapters, also the raw weights, and the average. Sharded: the whole state once, and with `export`
     the weights for inference.
     """
-    state = optimizer + weights * (2 if ema else 1)
+    exported = weights.exported + weights.adapters
     if sharded:
-        return state + (weights if export else 0)
-    return state + (weights if ema or lora else 0)
+        return optimizer + weights.raw + weights.average + (exported if export else 0)
+    raw = weights.raw if weights.average or lora else 0
+    return optimizer + raw + weights.average + exported
 
 
 @dataclass(frozen=True)

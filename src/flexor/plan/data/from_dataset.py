@@ -11,7 +11,7 @@ from flexor.config.schema import TrainConfig
 from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import BlankClip, VideoClip
 from flexor.plan.data.host import PICTURES, Camera, Data
-from flexor.policies.fit import deltas_of, fit_to_dataset
+from flexor.policies.fit import fit_to_dataset, sample_of
 from flexor.train.datasets import build_datasets
 
 LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the encoder settings are the same
@@ -20,8 +20,8 @@ LOOKED_AT = 8  # episodes whose key frames are counted; within a dataset the enc
 def open_for_plan(config: TrainConfig) -> tuple[TrainConfig, Data]:
     """The settings with the dataset's features filled in, and its facts. Videos on the Hub are not downloaded."""
     training, _ = build_datasets(replace(config.dataset, streaming=True))
-    policy = fit_to_dataset(config.policy, training)
-    return replace(config, policy=policy), facts_of(training, list(policy.images), deltas_of(policy))
+    policy = fit_to_dataset(config.policy, training, config.rename_map)
+    return replace(config, policy=policy), facts_of(training, *sample_of(policy, config.rename_map))
 
 
 def facts_of(dataset: Dataset, cameras: Sequence[str], deltas: Mapping[str, Sequence[int]]) -> Data:

@@ -42,11 +42,12 @@ class MemoryBlock:
     before: MemoryBlock | None = None
     after: MemoryBlock | None = None
 
-    def __lt__(self, other: MemoryBlock) -> bool:
-        return self.address < other.address
+    @property
+    def entry(self) -> Entry:
+        return self.size, self.address, self
 
 
-Entry = tuple[int, MemoryBlock]  # size, and among equals the lowest address
+Entry = tuple[int, int, MemoryBlock]  # size, and among equals the lowest address
 
 
 @dataclass
@@ -82,9 +83,11 @@ class CachingAllocator:
         pool = (stream, size <= SMALL)
         block = self._best_fit(pool, size) or self._new_segment(pool, size)
         block.free = False
-        self._split(block, size)
+        if block.size > size:
+            self._split(block, size)
         self.allocated += block.size
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
@@ -100,7 +103,7 @@ class CachingAllocator:
         if block.before is not None and block.before.free:
             self._take(block.before)
             block = self._merge(block.before, block)
-        insort(self._free[block.pool], (block.size, block))
+        insort(self._free[block.pool], block.entry)
 
     def empty_cache(self) -> None:
         """`torch.cuda.empty_cache`."""
@@ -114,12 +117,12 @@ class CachingAllocator:
     def _best_fit(self, pool: tuple[int, bool], size: int) -> MemoryBlock | None:
         """The smallest free block that is large enough; the end of an expandable segment is used last."""
         free = self._free[pool]
-        at = bisect_left(free, size, key=lambda entry: entry[0])
+        at = bisect_left(free, (size,))
         if at == len(free):
             return None
-        if free[at][1] is self._ends.get(pool) and at + 1 < len(free):
+        if free[at][2] is self._ends.get(pool) and at + 1 < len(free):
             at += 1
-        return free.pop(at)[1]
+        return free.pop(at)[2]
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         """Split off the unused rest of a block as a free block, unless it is too small."""
@@ -129,7 +132,7 @@ class CachingAllocator:
             return
         rest = self._cut(block, size)
         rest.free = True
-        insort(self._free[block.pool], (rest.size, rest))
+        insort(self._free[block.pool], rest.entry)
 
     def _cut(self, block: MemoryBlock, size: int) -> MemoryBlock:
         """Shorten a block; the rest becomes a separate block."""
@@ -154,7 +157,7 @@ class CachingAllocator:
 
     def _take(self, block: MemoryBlock) -> None:
         free = self._free[block.pool]
-        del free[bisect_left(free, (block.size, block))]
+        del free[bisect_left(free, (block.size, block.address))]
 
     # Segments.
 
@@ -204,14 +207,14 @@ class CachingAllocator:
     def _give_back(self) -> None:
         """Return completely free segments to the driver; of expandable segments, the completely free pages."""
         for pool, free in ((pool, free) for pool, free in self._free.items() if pool[0] not in self.private):
-            blocks = [block for _, block in free]
+            blocks = [block for _, _, block in free]
             if self.expandable:
                 for block in blocks:
                     self._unmap(pool, block)
                 continue
             whole = {id(block) for block in blocks if block.before is None and block.after is None}
             self.reserved -= sum(block.size for block in blocks if id(block) in whole)
-            free[:] = [entry for entry in free if id(entry[1]) not in whole]
+            free[:] = [entry for entry in free if id(entry[2]) not in whole]
 
     def _unmap(self, pool: tuple[int, bool], block: MemoryBlock) -> None:
         """Return a free block's whole pages. Their addresses stay in use: the segment grows only at its end."""
@@ -226,7 +229,7 @@ class CachingAllocator:
         hole.free = False
         for part in (block if first else None, rest):
             if part is not None:
-                insort(self._free[pool], (part.size, part))
+                insort(self._free[pool], part.entry)
         self.reserved -= nbytes
 
 
@@ -261,24 +264,24 @@ class _Player:
         self.held: dict[str, int] = defaultdict(int)
         self.batches: list[int] = []  # storages of the last step's batches
         self.stream = COMPUTING
+        self.loads = [op.phase == "load" for op in trace.ops]
         self.peak = Peak(0, 0, {}, 0, 0, [])
 
     def play(self, events: list[Event], step: int, fresh: bool = True) -> None:
         """Without `fresh`, memory that already exists, such as the optimizer's state, is not allocated again."""
-        for event in events:
-            if event.what == "dies":
-                self._free(event.storage, self.blocks)
-            elif event.what == "scratch":
-                block = self.memory.malloc(event.nbytes, self._stream_of(event))
-                self._look(event.op, step, 0 if block is None else block.size)
+        for what, storage, nbytes, op in events:
+            if what == "dies":
+                self._free(storage, self.blocks)
+            elif what == "scratch":
+                block = self.memory.malloc(nbytes, self._stream_of(op))
+                self._look(op, step, 0 if block is None else block.size)
                 self.memory.free(block)
-            elif fresh or event.storage not in self.blocks:
-                self._born(event.storage, event.nbytes, self._stream_of(event))
-                self._look(event.op, step)
+            elif fresh or storage not in self.blocks:
+                self._born(storage, nbytes, self._stream_of(op))
+                self._look(op, step)
 
-    def _stream_of(self, event: Event) -> int:
-        phase = self.trace.ops[event.op].phase if event.op >= 0 else "build"
-        return COPYING if phase == "load" else self.stream
+    def _stream_of(self, op: int) -> int:
+        return COPYING if op >= 0 and self.loads[op] else self.stream
 
     def _born(self, storage: int, nbytes: int, stream: int) -> None:
         block = self.blocks[storage] = self.memory.malloc(nbytes, stream)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import ParallelConfig, TrainConfig
 from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
+from flexor.plan.memory.bound import LeastMemory, least_memory
 from flexor.plan.trace.cuda_on_meta import Card
 from flexor.plan.trace.events import Category, Event, Trace
 from flexor.plan.trace.trace import trace_step
@@ -158,16 +159,34 @@ class MemoryPlanner:
     def fits(self, batch_size: int, accumulation: int | None = None) -> bool:
         """Whether it runs at all, even if torch must return cached memory to the driver at times."""
         trace = self.trace(batch_size, accumulation, costs=False)
-        capacity = usable(self.gpu) - context_of(self.gpu, self.world_size)
+        if self.least(trace).peak > self.capacity:
+            return False
         try:
-            self._replayed(trace, self.share(trace), capacity)
+            self._replayed(trace, self.share(trace), self.capacity)
         except OutOfMemory:
             return False
         return True
 
-    def largest_batch(self, accumulation: int | None = None) -> int:
-        """The largest number of samples per pass that fits, up to `MOST`; 0 if not even one fits."""
+    def never_fits(self, trace: Trace) -> bool:
+        """Whether a run does not fit with any batch size: what it keeps is too much."""
+        return self.least(trace).kept > self.capacity
+
+    def least(self, trace: Trace) -> LeastMemory:
+        return least_memory(shared_out(trace, self.share(trace), self.config))
+
+    @property
+    def capacity(self) -> int:
+        """Bytes for torch's allocator."""
+        return usable(self.gpu) - context_of(self.gpu, self.world_size)
+
+    def largest_batch(self, accumulation: int | None = None, like: Trace | None = None) -> int:
+        """The largest number of samples per pass that fits, up to `MOST`; 0 if not even one fits.
+
+        `like`: a trace of any batch size, if there is one.
+        """
         accumulation = accumulation or self.config.gradient_accumulation_steps or 1
+        if self.never_fits(like or self.trace(FAR[0], accumulation, costs=False)):
+            return 0
         fits, too_many = self._bounds(accumulation)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
@@ -176,10 +195,11 @@ class MemoryPlanner:
 
     def _bounds(self, accumulation: int) -> tuple[int, int]:
         """A batch size that fits and one that does not, found around a linear extrapolation."""
-        (less, of_less), (more, of_more) = ((size, self.at(size, accumulation).allocated) for size in FAR)
-        room = usable(self.gpu) - context_of(self.gpu, self.world_size)
+        (less, of_less), (more, of_more) = (
+            (size, self.least(self.trace(size, accumulation, costs=False)).peak) for size in FAR
+        )
         slope = max(1.0, (of_more - of_less) / (more - less))
-        guess = min(max(1, round(more + (room - of_more) / slope)), MOST)
+        guess = min(max(1, round(more + (self.capacity - of_more) / slope)), MOST)
         width = max(1, guess // 32)
         if self.fits(guess, accumulation):
             while guess + width <= MOST and self.fits(guess + width, accumulation):
@@ -302,12 +322,12 @@ def _in_parts(trace: Trace, parts: int, config: TrainConfig) -> Trace:
     Weights are gathered in the lower precision, which replaces autocast's copies.
     """
     parallel: ParallelConfig = config.parallel
-    width = 4 if config.precision == "no" else 2
-    *units, rest = (numbers for numbers, _ in trace.units)
+    lower = config.precision != "no"
+    *units, rest = (unit.gathered(lower) for unit in trace.units)
     units = sorted(units, reverse=True)
     whole = rest + sum(units[:2] if parallel.reshard_after_forward else units)
-    largest = max(trained for _, trained in trace.units)
-    gathered = [whole * width, largest * width, largest * 4]
+    largest = max(trace.units, key=lambda unit: unit.trained)
+    gathered = [whole, largest.gradients(lower), largest.trained * 4]
     category: dict[int, Category] = dict(trace.category)
     added = [
         *_births(gathered[:1], category, "weights"),

@@ -239,12 +239,8 @@ def _traffic(
         seconds = 2 * others * trace.gradients / link
         behind = clocks.backward
     else:
-        width = 4 if config.precision == "no" else 2
-        gathered = (
-            2 * width * trace.parameters
-            if config.parallel.reshard_after_forward
-            else width * trace.parameters
-        )
+        once = sum(unit.gathered(config.precision != "no") for unit in trace.units)
+        gathered = 2 * once if config.parallel.reshard_after_forward else once
         seconds = others * (gathered + 4 * trace.trained) / link
         behind = sum(clocks.gpu.values())
     return seconds, max(0.0, seconds - HIDDEN * behind)

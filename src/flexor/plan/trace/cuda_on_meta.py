@@ -306,14 +306,8 @@ class CudaOnMeta(TorchFunctionMode):
                 self._busy.discard(function)
         if self.lower is not None:
             args, kwargs = self._autocast_arguments(name, args, kwargs)
-        special = getattr(self, f"_call_{name}", None)
-        if (
-            special is not None
-            and args
-            and isinstance(args[0], Tensor)
-            and args[0].device.type == self.device
-        ):
-            return special(function, *args, **kwargs)
+        if name in DIFFERENT and args and isinstance(args[0], Tensor) and args[0].device.type == self.device:
+            return getattr(self, f"_call_{name}")(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     def _seen_through(self, function: Any) -> Callable:
@@ -389,6 +383,9 @@ class CudaOnMeta(TorchFunctionMode):
             return ops._scaled_dot_product_attention_math(q, k, v, bias, dropout_p, is_causal, scale=scale)[0]
         fused = getattr(ops, f"_scaled_dot_product_{backend}_attention")
         return fused(q, k, v, bias, keep, dropout_p, is_causal, scale=scale)[0]
+
+
+DIFFERENT = {name.removeprefix("_call_") for name in vars(CudaOnMeta) if name.startswith("_call_")}
 
 
 def _tensors(args: tuple) -> Iterator[Tensor]:

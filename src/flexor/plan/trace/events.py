@@ -53,6 +53,38 @@ class StepEvents:
     """Steps with the same key can be replayed as one CUDA graph; None: they can't."""
 
 
+class UnitSize(NamedTuple):
+    """What FSDP gathers together."""
+
+    parameters: int
+    trained: int
+    nbytes: int
+    """Of all parameters, as they are stored."""
+    trained_nbytes: int
+
+    def gathered(self, lower: bool) -> int:
+        """Bytes of its weights, gathered on every GPU; in a lower precision they take two bytes each."""
+        return min(self.nbytes, 2 * self.parameters) if lower else self.nbytes
+
+    def gradients(self, lower: bool) -> int:
+        """Bytes of its gradients before they are reduced."""
+        return min(self.trained_nbytes, 2 * self.trained) if lower else self.trained_nbytes
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Bytes of the weights in a checkpoint, each in a file of its own."""
+
+    raw: int = 0
+    """As they are trained: parameters, buffers and adapters."""
+    average: int = 0
+    """The moving average; 0 if there is none."""
+    exported: int = 0
+    """For inference, as LeRobot's file has them: adapters are merged, and there may be weights without any use."""
+    adapters: int = 0
+    """Adapters beside the merged weights; 0 if there are none, or nothing that they can be added to."""
+
+
 @dataclass(eq=False)
 class Trace:
     events: list[Event]
@@ -69,12 +101,13 @@ class Trace:
     """Passes in the trace: all passes after the second repeat it."""
     parameters: int
     trained: int
-    units: list[tuple[int, int]]
-    """Parameters of each separately sharded block, and how many are trained; the rest of the policy comes last."""
+    units: list[UnitSize]
+    """What FSDP would gather together. The rest of the policy comes last."""
     gradients: int = 0
     """Bytes of all gradients."""
     inputs: tuple[int, ...] = ()
     """Bytes of each tensor of one pass's batch, of which a CUDA graph has a copy."""
+    saved: SavedWeights = SavedWeights()
     attention: dict[tuple, str] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     """Where a step waits for the GPU. Values that it read were assumed to be zero."""

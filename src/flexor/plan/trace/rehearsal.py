@@ -20,18 +20,22 @@ from flexor.data.loader.to_gpu import Staged
 from flexor.data.video.planes import PlaneFormat
 from flexor.monitor.meters import Meters
 from flexor.plan.trace.eight_bit import AdamW8bitOnMeta
-from flexor.plan.trace.events import Category, Event, StepEvents
+from flexor.plan.trace.events import Category, Event, SavedWeights, StepEvents, UnitSize
 from flexor.plan.trace.ops import Phase
 from flexor.plan.trace.shortcuts import without_initial_values
+from flexor.policies.adapter_files import adapter_tensors
+from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.build import build_augmentation, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
+from flexor.train.engine.shard_units import sharding_of
 from flexor.train.graph import GraphStep
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
@@ -179,20 +183,47 @@ class Rehearsal:
         self.state.config = replace(self.config, step="graph")
         self.run_step = GraphStep(self.state)
 
-    def units(self) -> list[tuple[int, int]]:
-        """The number of parameters of each block, and how many are trained; the rest of the policy comes last."""
+    def saved(self) -> SavedWeights:
+        """What `checkpoint.state` writes of the weights."""
+        config, raw = self.config, self.policy.state_dict()
+        average = self.state.ema.average if self.state.ema else {}
+        exported = {name: weight for name, weight in (average or raw).items() if not is_adapter(name)}
+        with torch.device(self.device):
+            unused = type(self.policy).dead_weights(exported)
+        beside = config.lora.r and base_policy(config.policy_path)
+        return SavedWeights(
+            total(raw.values()),
+            total(average.values()),
+            total([*exported.values(), *unused.values()]),
+            total(adapter_tensors(average or raw, config.lora).values()) if beside else 0,
+        )
+
+    def units(self) -> list[UnitSize]:
+        """What FSDP would gather together. What it leaves whole because of its dtype is little, and counts with it."""
         seen: set[int] = set()
         sizes = []
-        for unit in [*self.policy.shard_units(), self.policy]:
+        for unit in sharding_of(self.policy).units:
             own = [p for p in unit.parameters() if id(p) not in seen]
+            trained = [p for p in own if p.requires_grad]
             seen |= {id(p) for p in own}
-            sizes.append((sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)))
+            counts = (sum(p.numel() for p in some) for some in (own, trained))
+            sizes.append(UnitSize(*counts, *(sum(p.nbytes for p in some) for some in (own, trained))))
         return sizes
+
+
+def total(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def policy_on(config: TrainConfig, device: torch.device = META) -> Policy:
     """The policy as the trainer makes it, with the weights from its constructor."""
-    return (make_policy(config) if device != META else _without_memory(config)).to(device)
+    if device == META:
+        policy = _without_memory(config)
+    else:
+        with device:  # random weights of a large policy take minutes on a CPU
+            policy = make_policy(config)
+    there = all(tensor.device == device for tensor in (*policy.parameters(), *policy.buffers()))
+    return policy if there else policy.to(device)
 
 
 def _without_memory(config: TrainConfig) -> Policy:

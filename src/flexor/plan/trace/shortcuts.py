@@ -7,16 +7,29 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flexor.plan.trace.ops import tensors_in
+from flexor.plan.trace.ops import Op, tensors_in
 
 META = torch.device("meta")
 COMPILER = "torch._dynamo"
+
+
+class CompilerSettings:
+    """The compiler's settings that code reads which compiles nothing; others import the compiler."""
+
+    error_on_nested_fx_trace = True  # read, but not used, for a block that is recomputed
+
+    def __init__(self, compiler: NoCompiler):
+        self.compiler = compiler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiler.real().config, name)
 
 
 class NoCompiler(ModuleType):
@@ -25,6 +38,7 @@ class NoCompiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self.told: list[Any] = []
+        self.config = CompilerSettings(self)
 
     def disable(self, function: Callable, *_: Any, **__: Any) -> Callable:
         self.told.append(function)
@@ -36,8 +50,11 @@ class NoCompiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # code that inspects all modules reads such names
             raise AttributeError(name)
+        return getattr(self.real(), name)
+
+    def real(self) -> ModuleType:
         self.step_aside()
-        return getattr(importlib.import_module(COMPILER), name)
+        return importlib.import_module(COMPILER)
 
     def step_aside(self) -> None:
         if sys.modules.get(COMPILER) is self:
@@ -97,6 +114,26 @@ class OperatorResult(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
+@dataclass(slots=True)
+class KnownCall:
+    """What a call of an operator does, whenever it has the same inputs."""
+
+    results: list[OperatorResult] | OperatorResult | None
+    """How to make what it returns; None if torch must be asked."""
+    in_place: bool
+    op: Op | None = None
+    """Its costs, once they are known."""
+
+    def again(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self.in_place:
+            return args[0]
+        if self.results is None:
+            return function(*args, **kwargs)
+        if isinstance(self.results, OperatorResult):
+            return self.results.make()
+        return tuple(one.make() for one in self.results)
+
+
 class CachedResults:
     """A cache of operator results on the meta device, by their inputs, because torch computes them in slow Python code.
 
@@ -106,26 +143,25 @@ class CachedResults:
     MOST = 20_000
 
     def __init__(self) -> None:
-        self._known: dict[tuple, list[OperatorResult] | OperatorResult | None] = {}
+        self._known: dict[tuple, KnownCall] = {}
 
-    def call(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, KnownCall | None]:
+        """What an operator returns, and what is known of such calls; None if they may differ."""
         in_place = _in_place(function) and args[0].device == META
         if not in_place and not _makes_tensors(function):
-            return function(*args, **kwargs)
-        key = (function, _described(args), _described(tuple(kwargs.items())))
-        if key not in self._known:
-            out = function(*args, **kwargs)
-            if len(self._known) >= self.MOST:
-                self._known.clear()
-            given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
-            self._known[key] = None if in_place else _results(out, given)
-            return out
-        if in_place:
-            return args[0]
-        known = self._known[key]
-        if known is None:
-            return function(*args, **kwargs)
-        return known.make() if isinstance(known, OperatorResult) else tuple(one.make() for one in known)
+            return function(*args, **kwargs), None
+        key = (function, _described(args), _described(tuple(kwargs.items())) if kwargs else ())
+        known = self._known.get(key)
+        if known is not None:
+            return known.again(function, args, kwargs), known
+        out = function(*args, **kwargs)
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        given = [*tensors_in(args), *tensors_in(list(kwargs.values()))]
+        known = self._known[key] = KnownCall(None if in_place else _results(out, given), in_place)
+        return out, known
 
 
 @functools.cache
@@ -151,13 +187,17 @@ def _in_place(function: Any) -> bool:
     )
 
 
-def _described(value: Any) -> Any:
+def _described(values: Sequence[Any]) -> tuple:
     """Everything that determines the result, as a key; 1, 1.0 and True are different."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
-    return type(value), value
+    key: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            key += (value.shape, value.stride(), value.dtype, value.device)
+        elif isinstance(value, list | tuple):
+            key.append(_described(value))
+        else:
+            key += (type(value), value)
+    return tuple(key)
 
 
 def _results(out: Any, given: list[Tensor]) -> list[OperatorResult] | OperatorResult | None:

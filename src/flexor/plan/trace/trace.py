@@ -66,33 +66,48 @@ class OperationTracker(TorchDispatchMode):
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.device == "meta" and is_view(function):  # it allocates nothing
+            if args[0].is_meta:
+                self.ops.append(Op(operator_name(function), "view", self.phase, module=self.module))
+            return function(*args, **kwargs)
         if function is aten.add.Tensor and self._summed_in_place(*args[:2]):
             self._note(aten.add_.Tensor, args, [args[0]])
             return args[0]
+        known = None
         if function in WITHOUT_META:
             out = WITHOUT_META[function](*args)
         elif self.device != "meta":
             out = function(*args, **kwargs)
         else:
-            out = with_layout(function, args, REPEATS.call(function, args, kwargs))
-        self._note(function, [*args, *kwargs.values()], list(tensors_in(out)))
+            out, known = REPEATS.call(function, args, kwargs)
+            out = with_layout(function, args, out)
+        outs = list(tensors_in(out))
+        if known is None or not self.scratch:  # known costs include workspaces
+            self._note(function, [*args, *kwargs.values()], outs)
+        elif known.op is None:
+            known.op = self._note(function, [*args, *kwargs.values()], outs)
+        else:
+            self._add(known.op.again(self.phase, self.module), outs)
         return out
 
-    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> None:
+    def _note(self, function: Any, args: Sequence[Any], outs: list[Tensor]) -> Op | None:
         outs = [x for x in outs if x.device.type == self.device]
         ins = [x for x in tensors_in(args) if x.device.type == self.device]
         if (not outs and not ins) or operator_name(function) == "device":
-            return
+            return None
         op = describe(function, args, ins, outs, self.phase)
         op.module = self.module
         if op.kind != "view" and self.scratch:
             op.scratch = scratch(op, args, outs)
+        self._add(op, [] if is_view(function) else outs)
+        return op
+
+    def _add(self, op: Op, outs: list[Tensor]) -> None:
         self.ops.append(op)
         if op.kind == "matmul":
             self._multiply()
-        if not is_view(function):  # a view allocates nothing
-            for out in reversed(outs) if op.name == "native_dropout" else outs:  # its mask is allocated first
-                self.track(out)
+        for out in reversed(outs) if op.name == "native_dropout" else outs:  # its mask is allocated first
+            self.track(out)
         if op.scratch or op.detail == OVER_ROWS:  # the latter may need workspace memory with more rows
             self._event("scratch", 0, op.scratch)
 
@@ -289,6 +304,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
         units=rehearsal.units(),
         gradients=sum(p.nbytes for p in policy.parameters() if p.requires_grad),
         inputs=rehearsal.inputs,
+        saved=rehearsal.saved(),
         attention=dict(dialect.attention),
         asked=dialect.asked,
     )

@@ -69,7 +69,7 @@ class _SettledTraces:
         self.config = config
         self._made: dict[tuple[int, int, Capability], Trace] = {}
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
-        self.scalable = scalable
+        self.scalable = scalable and config.policy.same_operations
 
     def at(self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool, exact: bool) -> Trace:
         single = (batch_size < LOW and exact) or not self.scalable
@@ -86,9 +86,9 @@ class _SettledTraces:
 
     def _rescaled(self, batch_size: int, accumulation: int, stands: Capability, *, costs: bool) -> Trace:
         passes = min(accumulation, PASSES)
-        low, high = (self._traced(size, passes, stands) for size in (LOW, HIGH))
         if passes == accumulation and batch_size in (LOW, HIGH):
-            return low if batch_size == LOW else high
+            return self._traced(batch_size, passes, stands)
+        low, high = (self._traced(size, passes, stands) for size in (LOW, HIGH))
         try:
             low = replace(low, accumulation=accumulation)
             return rescale(low, high, batch_size, self.config, costs=costs)

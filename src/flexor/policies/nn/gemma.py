@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
-from flexor.policies.nn.rotary import KeysValues, Rotation, rotation
+from flexor.policies.nn.rotary import KeysValues, RoomForMore, Rotation, rotation
 
 EPSILON = 1e-6  # of norms
 
@@ -109,7 +109,7 @@ class GemmaLayer(nn.Module):
         x: Tensor,
         turn: Rotation,
         mask: Tensor,
-        before: KeysValues | None = None,
+        before: KeysValues | RoomForMore | None = None,
         condition: Tensor | None = None,
         only_keys: bool = False,
     ) -> tuple[Tensor, KeysValues]:

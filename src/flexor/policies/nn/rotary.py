@@ -18,6 +18,29 @@ class KeysValues(NamedTuple):
         return KeysValues(torch.cat((self.keys, later.keys), 1), torch.cat((self.values, later.values), 1))
 
 
+class RoomForMore(NamedTuple):
+    """Keys and values with room after them: what comes later is written into it, at a place [1] that is a tensor too.
+
+    So its shape stays the same, and a CUDA graph can write to it. What has not been written must be masked.
+    """
+
+    keys: Tensor
+    values: Tensor
+    place: Tensor
+
+    @classmethod
+    def after(cls, before: KeysValues, tokens: int, place: Tensor) -> RoomForMore:
+        def longer(x: Tensor) -> Tensor:
+            return torch.cat((x, x.new_zeros(len(x), tokens, *x.shape[2:])), 1)
+
+        return cls(longer(before.keys), longer(before.values), place)
+
+    def then(self, later: KeysValues) -> KeysValues:
+        self.keys.index_copy_(1, self.place, later.keys)
+        self.values.index_copy_(1, self.place, later.values)
+        return KeysValues(self.keys, self.values)
+
+
 class Rotation(NamedTuple):
     """Rotary position embedding (https://arxiv.org/abs/2104.09864): a token is turned by an angle per channel pair."""
 

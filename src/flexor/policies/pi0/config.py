@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
-from flexor.core.batch import ACTION, STATE
+from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import PolicyConfig
-from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.any_robot import AnyRobotConfig
+from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA
 from flexor.policies.processing.normalize import Normalize, Unnormalize
@@ -19,11 +19,9 @@ from flexor.policies.processing.relative_actions import RelativeActionSettings
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
 from flexor.policies.processing.tokenize import Tokenize
 
-EMPTY_CAMERA = "observation.images.empty_camera_"
-
 
 @dataclass
-class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
+class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, AnyRobotConfig):
     """What policies on PaliGemma have. Defaults are LeRobot's."""
 
     trains_in_bf16: ClassVar[bool] = True
@@ -44,17 +42,11 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
     """Number of actions predicted at once."""
     n_action_steps: int = 50
     """Number of actions of a chunk that are executed before the next prediction."""
-    max_state_dim: int = 32
-    """The state is padded to this many values."""
-    max_action_dim: int = 32
-    """Actions are padded to this many values."""
     rtc_config: dict[str, Any] | None = None
     """Settings of real-time chunking, under LeRobot's names: {execution_horizon: 10, max_guidance_weight: 10,
     prefix_attention_schedule: LINEAR}."""
     image_resolution: tuple[int, int] = (224, 224)
     """Images are resized to this height and width, without distortion. It must be square."""
-    empty_cameras: int = 0
-    """Number of cameras that the policy has and the robot has not. They are never seen, and cost nothing."""
     normalization_mapping: dict[Kind, Normalization] = field(
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
@@ -90,8 +82,7 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
             )
         if self.input_features:
             self._check_inputs()
-        if ACTION in self.output_features:
-            self._check_padding(ACTION, self.action, "max_action_dim")
+        self.check_padding()
 
     def _check_sizes(self) -> None:
         for setting in ("paligemma_variant", "action_expert_variant"):
@@ -123,15 +114,6 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
             raise ConfigError(
                 f"{self.type} requires {STATE}; the dataset has {', '.join(self.input_features)}."
             )
-        self._check_padding(STATE, self.state, "max_state_dim")
-
-    def _check_padding(self, name: str, feature: PolicyFeature, limit: str) -> None:
-        if len(feature.shape) != 1 or feature.shape[0] > getattr(self, limit):
-            raise ConfigError(
-                f"{name} has the shape {list(feature.shape)}, but {self.type} supports at most "
-                f"policy.{limit}={getattr(self, limit)} values. A larger policy.{limit} requires other weights than "
-                f"those of {self.base}."
-            )
 
     def check_untrained(self) -> None:
         if self.load_vlm_weights:
@@ -147,48 +129,6 @@ class PaliGemmaConfig(FineTuningSettings, RelativeActionSettings, PolicyConfig):
             "policy.load_vlm_weights=false: the vision-language model starts with random weights%s",
             f", and policy.{frozen[0]}=true never trains all of them" if frozen else "",
         )
-
-    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
-        """Cameras are read one by one, and state and actions are padded: others than those trained on are possible."""
-        changed = replace(
-            self,
-            input_features=self._other_cameras(self.input_features, inputs) or inputs,
-            output_features=self.output_features or outputs,
-        )
-        for name, feature in {STATE: changed.state, ACTION: changed.output_features.get(ACTION)}.items():
-            there = inputs.get(name) or outputs.get(name)
-            if feature is None or there is None or feature.shape == there.shape:
-                continue
-            log.info(
-                "%s has %s values in the policy's weights and %s in the dataset: the rest is padding",
-                *(name, feature.shape[0], there.shape[0]),
-            )
-            features = changed.input_features if name == STATE else changed.output_features
-            features[name] = there
-        return changed
-
-    def _other_cameras(
-        self, own: dict[str, PolicyFeature], there: dict[str, PolicyFeature]
-    ) -> dict[str, PolicyFeature]:
-        """The inputs `own`, with the dataset's cameras instead if some of its own are missing or of another size."""
-        theirs = {name: feature for name, feature in there.items() if feature.type is Kind.VISUAL}
-        if not own or not theirs or all(theirs.get(name) == feature for name, feature in self.images.items()):
-            return dict(own)
-        names = [name for name in self.images if name in theirs]
-        if names != list(self.images):
-            names += [name for name in theirs if name not in names]
-            log.info(
-                "the policy's weights were trained with the cameras %s: from now on it sees %s",
-                *(", ".join(self.images), ", ".join(names)),
-            )
-        others = {name: feature for name, feature in own.items() if name not in self.images}
-        return {**others, **{name: theirs[name] for name in names}}
-
-    @property
-    def images(self) -> dict[str, PolicyFeature]:
-        """The cameras that there are."""
-        empty = {f"{EMPTY_CAMERA}{number}" for number in range(self.empty_cameras)}
-        return {name: feature for name, feature in super().images.items() if name not in empty}
 
     def normalizer(self, stats: Stats) -> Normalize:
         return Normalize({**self.input_features, **self.output_features}, self.normalization_mapping, stats)

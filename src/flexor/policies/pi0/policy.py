@@ -203,6 +203,17 @@ class PiPolicy(Policy):
             EXPERT_HEAD: expert.new_zeros(len(embedding), expert.shape[1]),
         }
 
+    @classmethod
+    def names_in_optimizer(cls, names: list[str]) -> list[str]:
+        """LeRobot's optimizer counts the language heads. Each comes before the other weights of its model."""
+        names = list(names)
+        for head in (LANGUAGE_HEAD, EXPERT_HEAD):
+            model = head.removesuffix("lm_head.weight")
+            first = next((n for n, name in enumerate(names) if name.startswith(model)), None)
+            if first is not None:
+                names.insert(first, head)
+        return names
+
 
 class Pi0(PiPolicy):
     Config = Pi0Config

@@ -20,6 +20,7 @@ class Pi0FastConfig(PaliGemmaConfig):
 
     type: ClassVar[str] = "pi0_fast"
     base: ClassVar[str] = "lerobot/pi0fast-base"
+    same_operations: ClassVar[bool] = False  # logits are computed in pieces of a fixed size
 
     max_action_tokens: int = 256
     """Maximum number of tokens that a chunk is learnt as, with those around it; the rest is cut off."""

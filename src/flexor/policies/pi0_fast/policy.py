@@ -7,6 +7,7 @@ after the other, each of which sees what was read and what is written before it.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,17 +19,18 @@ from flexor.core.batch import Batch
 from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, ParamGroup, Policy
+from flexor.policies.base import Loss, ParamGroup
 from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.gemma import GemmaDecoder
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.nn.rotary import rotation
+from flexor.policies.nn.rotary import RoomForMore, rotation
 from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
 from flexor.policies.pi0.policy import camera_images, camera_mask, name_in_openpis_files
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
 from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.stepwise import StepwisePolicy
 
 AT_ONCE = 1024  # tokens whose logits are computed together: a token has 257,152 of them
 ASKED_EVERY = 8  # steps of writing after which the host asks whether all have ended: it waits for the answer
@@ -72,20 +74,68 @@ class WritingPaliGemma(nn.Module):
     def logits(self, written: Tensor) -> Tensor:
         return self.lm_head(written.to(self.lm_head.weight.dtype))
 
-    def next(self, word: Tensor, prompt: Prompt) -> tuple[Tensor, Prompt]:
-        """The logits [B, V] of what follows a word [B], and the prompt with the word."""
-        positions = prompt.there.sum(1, keepdim=True)
-        there = torch.cat((prompt.there, torch.ones_like(prompt.there[:, :1])), dim=1)
-        turn, layers = rotation(positions, self.language.size.head_dim), []
-        x = self.language.embed_tokens(word[:, None])
+    def next(self, written: Written) -> Tensor:
+        """The logits [B, V] of what follows the last word, which is added to what is read."""
+        written.there.index_fill_(1, written.place, True)
+        turn = rotation(written.positions, self.language.size.head_dim)
+        x = self.language.embed_tokens(written.word[:, None])
         x = x.to(self.language.get_parameter("layers.0.self_attn.k_proj.weight").dtype)
-        for layer, before in zip(self.language.layers, prompt.layers, strict=True):
-            x, own = layer(x, turn, there[:, None, None], before)
-            layers.append(before.then(own))
-        return self.logits(self.language.norm(x)[0][:, 0]), Prompt(layers, there)
+        for layer, before in zip(self.language.layers, written.layers, strict=True):
+            x, _ = layer(x, turn, written.there[:, None, None], before)
+        return self.logits(self.language.norm(x)[0][:, 0])
 
 
-class Pi0Fast(Policy):
+@dataclass
+class Written:
+    """What was read and written so far, in memory for the longest chunk. Only `next` and `add` change it, in place."""
+
+    layers: list[RoomForMore]
+    there: Tensor
+    """What has been read and written, [B, P + T]."""
+    word: Tensor
+    """The last word, [B]."""
+    words: Tensor
+    """[B, T]"""
+    ended: Tensor
+    """[B]"""
+    place: Tensor
+    """Of the last word in `there`, [1]; the same tensor as in `layers`."""
+    positions: Tensor
+    """Of the last word, without padding, [B, 1]."""
+    draws: Tensor | None
+    """Uniform numbers [T, B] for each word; None if the most likely one is taken."""
+
+    @classmethod
+    def after(cls, prompt: Prompt, beginning: int, room: int, draws: Tensor | None) -> Written:
+        """Only the beginning is written."""
+        there = prompt.there
+        rows, read = there.shape
+        place = torch.full((1,), read, device=there.device)
+        return cls(
+            layers=[RoomForMore.after(layer, room, place) for layer in prompt.layers],
+            there=torch.cat((there, there.new_zeros(rows, room)), 1),
+            word=torch.full((rows,), beginning, device=there.device),
+            words=torch.zeros(rows, room, dtype=torch.int64, device=there.device),
+            ended=torch.zeros(rows, dtype=torch.bool, device=there.device),
+            place=place,
+            positions=there.sum(1, keepdim=True),
+            draws=draws,
+        )
+
+    @property
+    def step(self) -> Tensor:
+        """The number [1] of the next word."""
+        return self.place - (self.there.shape[1] - self.words.shape[1])
+
+    def add(self, word: Tensor, stop: int) -> None:
+        self.words.index_copy_(1, self.step, word[:, None])
+        self.word.copy_(word)
+        self.ended.logical_or_(word == stop)
+        self.place.add_(1)
+        self.positions.add_(1)
+
+
+class Pi0Fast(StepwisePolicy):
     Config = Pi0FastConfig
     config: Pi0FastConfig
 
@@ -124,9 +174,34 @@ class Pi0Fast(Policy):
         per_sample = mean_of_tokens(errors, batch[ACTION_TOKEN_MASK][:, 1:])
         return Loss(per_sample, {"ce_loss": per_sample.detach()})
 
-    def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        written = self._write(batch, noise).tolist()
-        found = [self.words.read(row) for row in written]
+    @property
+    def most_parts(self) -> int:
+        return -(-self.config.max_decoding_steps // ASKED_EVERY)
+
+    def begin(self, batch: Batch, noise: NoiseSource) -> Written:
+        prompt, room = self._prompt(batch), self.most_parts * ASKED_EVERY
+        draws = None
+        if self.config.temperature > 0:
+            rows = len(prompt.there)
+            draws = torch.stack([noise.uniform(f"word {step}", (rows,)) for step in range(room)])
+        return Written.after(prompt, self.words.beginning, room, draws)
+
+    def advance(self, state: Written) -> None:
+        for _ in range(ASKED_EVERY):
+            logits = self.writer.next(state).float()
+            draw = None if state.draws is None else state.draws.index_select(0, state.step)[0]
+            state.add(self._choose(logits, draw), self.words.stop)
+
+    def ended(self, state: Written) -> bool:
+        return bool(state.ended.all())
+
+    def written(self, state: Written) -> Tensor:
+        """The words [B, T] that follow the beginning."""
+        return state.words[:, : min(int(state.step), self.config.max_decoding_steps)]
+
+    def actions(self, state: Written) -> Tensor:
+        words = self.written(state)
+        found = [self.words.read(row) for row in words.tolist()]
         decoded = self.fast.decode(
             [tokens for tokens, _ in found], self.config.chunk_size, self.config.action.shape[0]
         )
@@ -138,34 +213,18 @@ class Pi0Fast(Policy):
                 "of %d chunks, the tokens of %d are not those of a whole chunk (%s): actions are made of what is valid",
                 *(len(found), min(len(wrong), len(found)), wrong[0]),
             )
-        return torch.from_numpy(decoded.actions).to(batch[TASK_TOKENS].device)
+        return torch.from_numpy(decoded.actions).to(words.device)
 
     def _prompt(self, batch: Batch) -> Prompt:
         images, cameras = camera_images(self.config, batch), camera_mask(self.config, batch)
         return self.writer.model.read(images, batch[TASK_TOKENS], batch[TASK_MASK], cameras)
 
-    def _write(self, batch: Batch, noise: NoiseSource) -> Tensor:
-        """The words [B, T] that follow the beginning, until all have ended."""
-        prompt = self._prompt(batch)
-        word = torch.full_like(batch[TASK_TOKENS][:, 0], self.words.beginning)
-        ended = torch.zeros_like(word, dtype=torch.bool)
-        written = []
-        for step in range(self.config.max_decoding_steps):
-            logits, prompt = self.writer.next(word, prompt)
-            word = self._choose(logits.float(), noise, step)
-            written.append(word)
-            ended = ended | (word == self.words.stop)
-            if (step + 1) % ASKED_EVERY == 0 and bool(ended.all()):
-                break
-        return torch.stack(written, dim=1)
-
-    def _choose(self, logits: Tensor, noise: NoiseSource, step: int) -> Tensor:
-        """A word [B] by its logits [B, V]."""
-        if self.config.temperature == 0:
+    def _choose(self, logits: Tensor, draw: Tensor | None) -> Tensor:
+        """A word [B] by its logits [B, V] and a uniform number [B]: the most likely one if there is none."""
+        if draw is None:
             return logits.argmax(-1)
         likely = (logits / self.config.temperature).softmax(-1).cumsum(-1)
-        drawn = noise.uniform(f"word {step}", (len(logits),)).to(logits)
-        return torch.searchsorted(likely, drawn[:, None] * likely[:, -1:]).squeeze(1)
+        return torch.searchsorted(likely, draw.to(logits)[:, None] * likely[:, -1:]).squeeze(1)
 
     def shard_units(self) -> list[nn.Module]:
         vision = self.writer.model.vision_tower["vision_model"]

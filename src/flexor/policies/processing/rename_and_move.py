@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexor.core.batch import ACTION, IMAGE_PREFIX, Batch
-from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepContext, processing_step
+from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext, processing_step
+
+BESIDE = ("", "_is_pad", "_padding_mask")  # what a batch has under the name of an observation, and these ends
 
 
 @processing_step("rename_observations_processor")
 @dataclass
 class RenameObservations(ProcessingStep):
+    """Observations under the policy's names. Those that are not in the map keep their names."""
+
     keeps_values = True
     rename_map: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        return {self.rename_map.get(key, key): value for key, value in batch.items()}
+        names = {f"{a}{end}": f"{b}{end}" for a, b in self.rename_map.items() for end in BESIDE}
+        return {names.get(key, key): value for key, value in batch.items()}
+
+
+def renaming_of(pipeline: Pipeline) -> dict[str, str]:
+    """The names that the pipeline changes."""
+    return next((s.rename_map for s in pipeline.steps if isinstance(s, RenameObservations)), {})
+
+
+def with_renaming(pipeline: Pipeline, rename_map: Mapping[str, str]) -> Pipeline:
+    """The pipeline with these names changed, instead of those that it changed before."""
+    others = [step for step in pipeline.steps if not isinstance(step, RenameObservations)]
+    renaming = len(others) < len(pipeline.steps) or bool(rename_map)
+    return replace(pipeline, steps=[RenameObservations(dict(rename_map))] * renaming + others)
 
 
 @processing_step("to_batch_processor")

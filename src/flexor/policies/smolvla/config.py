@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from flexor.core.batch import ACTION, STATE
+from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
-from flexor.core.log import log
-from flexor.policies.base import PolicyConfig
-from flexor.policies.features import Kind, Normalization, PolicyFeature
+from flexor.policies.any_robot import AnyRobotConfig
+from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import AddNewLine
@@ -19,7 +17,7 @@ from flexor.policies.processing.tokenize import Tokenize
 
 
 @dataclass
-class SmolVLAConfig(FineTuningSettings, PolicyConfig):
+class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
 
     type: ClassVar[str] = "smolvla"
@@ -34,10 +32,6 @@ class SmolVLAConfig(FineTuningSettings, PolicyConfig):
         default_factory=lambda: {Kind.VISUAL: "IDENTITY", Kind.STATE: "MEAN_STD", Kind.ACTION: "MEAN_STD"}
     )
     """How each kind of feature (VISUAL, STATE, ACTION) is normalised."""
-    max_state_dim: int = 32
-    """States are padded with zeros to this size."""
-    max_action_dim: int = 32
-    """Actions are padded with zeros to this size."""
     resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
     """Width and height that images are resized to, black at their left and top to keep the aspect ratio."""
     empty_cameras: int = 0
@@ -121,59 +115,12 @@ class SmolVLAConfig(FineTuningSettings, PolicyConfig):
                 f"SmolVLA requires {STATE} and a camera (observation.images...); the dataset has "
                 f"{', '.join(self.input_features)}."
             )
-        sizes = {"max_state_dim": self.state, "max_action_dim": self.output_features.get(ACTION)}
-        for name, feature in sizes.items():
-            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > getattr(self, name)):
-                raise ConfigError(
-                    f"policy.{name}={getattr(self, name)} is too small for a shape of {list(feature.shape)}. A "
-                    "pretrained policy can't be enlarged: with --policy.path, choose fewer joints; without it, set "
-                    f"--policy.{name}={max(feature.shape)}."
-                )
-
-    def fitted(self, inputs: dict[str, PolicyFeature], outputs: dict[str, PolicyFeature]) -> Self:
-        """With a dataset's features, even if others were trained on: cameras are read one by one, states and actions
-        are padded."""
-        images = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
-        if self.images and self.images.keys() <= images.keys():
-            others = {name: feature for name, feature in inputs.items() if name not in images}
-            inputs = {**others, **{name: images[name] for name in self.images}}
-        changed = replace(self, input_features=inputs, output_features=outputs)
-        if self.input_features:
-            self._say_what_changed(changed)
-        return changed
-
-    def _say_what_changed(self, changed: Self) -> None:
-        for name in (STATE, ACTION):
-            before, now = (
-                {**config.input_features, **config.output_features}.get(name) for config in (self, changed)
-            )
-            if before and now and before.shape != now.shape:
-                log.info(
-                    "%s has %d values in the dataset and %d in the policy: both are padded to the same size",
-                    *(name, now.shape[0], before.shape[0]),
-                )
-        for camera, trained in zip_longest(changed.images, self.images):
-            if camera is None:
-                log.info("the dataset has no camera in the place of the policy's %s: it sees fewer", trained)
-            elif trained is None:
-                log.info("%s is a camera more than the policy had", camera)
-            elif camera != trained:
-                log.info("%s takes the place of the policy's camera %s", camera, trained)
-
-    @property
-    def images(self) -> dict[str, PolicyFeature]:
-        """The cameras that there are."""
-        return {name: feature for name, feature in super().images.items() if name not in self._empty}
-
-    @property
-    def _empty(self) -> list[str]:
-        """Cameras that no dataset has: LeRobot adds them to the inputs."""
-        return [f"observation.images.empty_camera_{number}" for number in range(self.empty_cameras)]
+        self.check_padding()
 
     @property
     def cameras(self) -> list[str]:
         """All cameras, those that no dataset has at the end."""
-        return [*self.images, *self._empty]
+        return [*self.images, *self.empty_camera_names]
 
     @property
     def action_deltas(self) -> list[int]:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flexor.core.errors import ConfigError
+from flexor.core.name_ranges import listed
 from flexor.core.tensors import described_in, fill
 from flexor.data.storage.source import is_repo_id
 from flexor.policies.hf_transformers import located
@@ -53,7 +54,7 @@ def load_vlm(name: str, tensors: Mapping[str, Tensor]) -> None:
             there = described_in(file)
             wrong = [each for each in names if each not in there or there[each].shape != tensors[each].shape]
             if wrong:
-                raise ConfigError(f"{file} does not fit its config.json: {_listed(wrong)}.")
+                raise ConfigError(f"{file} does not fit its config.json: {listed(wrong)}.")
             fill({each: tensors[each] for each in names}, file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"Can't read the weights in {file}: {error}") from error
@@ -70,10 +71,5 @@ def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
             raise absent from None
     missing = [each for each in tensors if each not in index]
     if missing:
-        raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {_listed(missing)}.")
+        raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {listed(missing)}.")
     return {each: find_file(name, index[each]) for each in tensors}
-
-
-def _listed(names: list[str], limit: int = 5) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(sorted(names)[:limit]) + more

@@ -24,6 +24,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
             "image_transforms": to_plain(dataset.image_transforms),
         },
         "policy": as_lerobot(config.policy),
+        "rename_map": config.rename_map,
         "output_dir": config.output_dir,
         "job_name": config.job_name,
         "seed": config.seed,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import uuid
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flexor.core.run_files import RUN_RECORD
+from flexor.core.version import VERSION
 from flexor.data.dataset import Dataset
 from flexor.train.engine.base import Engine
 
@@ -53,6 +53,6 @@ def describe_machine(engine: Engine) -> dict[str, Any]:
         "processes": engine.world_size,
         "strategy": engine.strategy,
         "precision": engine.precision,
-        "flexor": version("flexor"),
+        "flexor": VERSION,
         "torch": torch.__version__,
     }

@@ -76,6 +76,10 @@ class TrainState:
         names = {id(p): name for name, p in self.policy.named_parameters()}
         return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
+    def names_in_file(self) -> list[str]:
+        """The same as LeRobot numbers them: there may be more, which have no state."""
+        return self.policy.names_in_optimizer(self.parameter_names())
+
     def snapshot(self, export: bool) -> Snapshot:
         """The contents of a checkpoint. All ranks must call this. `export`: include the weights for inference."""
         random_states = self.engine.processes.gather(rng_state())
@@ -104,10 +108,23 @@ class TrainState:
     def _plain_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The groups as in LeRobot's optimizer, which refuses any other key and values of another type."""
         plain = [{k: None if k == "fused" else v for k, v in g.items()} for g in groups]  # fused is no state
+        for group, numbers in zip(plain, self._numbers_in_file(groups)):
+            group["params"] = numbers
         if lerobot.scheduler(self.config) is None:
             for group in plain:
                 group.pop("initial_lr")  # set by our scheduler; LeRobot creates none here
         return plain
+
+    def _numbers_in_file(self, groups: list[dict[str, Any]]) -> list[list[int]]:
+        """The numbers of each group's parameters. One that is not in ours joins the group of the one before it."""
+        names = self.parameter_names()
+        group_of = {names[index]: place for place, group in enumerate(groups) for index in group["params"]}
+        found: list[list[int]] = [[] for _ in groups]
+        place = 0
+        for number, name in enumerate(self.names_in_file()):
+            place = group_of.get(name, place)
+            found[place].append(number)
+        return found
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint, sharded or not, that any number of ranks saved."""
@@ -131,7 +148,10 @@ class TrainState:
 
     def _load_tensors(self, folder: Path, state: Path) -> None:
         names = self.parameter_names()
-        there = open_tensors(folder, names)
+        groups = json.loads((state / "optimizer_param_groups.json").read_text())
+        counted = sum(len(group["params"]) for group in groups)
+        # runs before LeRobot's numbers were used count only what there is
+        there = open_tensors(folder, names if counted == len(names) else self.names_in_file())
         tensors = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
         if self.ema:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
@@ -143,8 +163,9 @@ class TrainState:
                 room = _room(saved, parameters[parameter].detach())
                 tensors[name] = numbered.setdefault(names.index(parameter), {})[key] = room
         there.fill(tensors)
-        groups = json.loads((state / "optimizer_param_groups.json").read_text())
-        for group, current in zip(groups, self.optimizer.param_groups):
+        own = self.optimizer.state_dict()["param_groups"]
+        for group, current, numbered_here in zip(groups, self.optimizer.param_groups, own):
+            group["params"] = numbered_here["params"]
             if "fused" in current:
                 group["fused"] = current["fused"]
             if "betas" in group:
@@ -204,7 +225,7 @@ class Snapshot:
 
     def _write_tensors(self, folder: Path) -> None:
         """Write LeRobot's files. If the exported weights are an average or merged, write the raw weights too."""
-        numbers = {name: i for i, name in enumerate(self.state.parameter_names())}
+        numbers = {name: i for i, name in enumerate(self.state.names_in_file())}
         kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
         for name, tensor in self.tensors.items():
             kind, _, name = name.partition(".")

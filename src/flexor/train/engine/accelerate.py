@@ -169,6 +169,12 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         return policy
 
     def prepare(self, policy: Policy, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
+            raise ConfigError(
+                "weights_dtype=bf16 or policy.dtype=bfloat16: Accelerate can't shard trained weights of several "
+                f"dtypes. Use `flexor train --gpus={self.world_size} --parallel.strategy={self.strategy}` or "
+                "torchrun instead, train adapters (--lora.r=16), or use ddp."
+            )
         self._name_units(policy)
         AccelerateEngine.prepare(self, policy, optimizer)
         for method in ("loss", "predict"):

@@ -1,8 +1,9 @@
 """FSDP and HSDP: each process has a shard of every weight, of its gradient and of its optimizer state.
 
 A device never holds the whole model: parameters are created without memory, each block is sharded, and every process
-fills its own shard, from a file or from the weights that rank 0 created. Weights are stored, and gradients reduced, in
-float32. Under mixed precision, weights are gathered in the lower precision; autocast would cast them to it anyway.
+fills its own shard, from a file or from the weights that rank 0 created. Weights have the dtype that they have in one
+process; gradients are reduced in float32. Under mixed precision, weights are gathered in the lower precision; autocast
+would cast them to it anyway.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from torch.distributed.fsdp import (
 )
 
 from flexor.core.errors import ConfigError
-from flexor.core.tensors import as_part, copy_part, local, make_contiguous
+from flexor.core.tensors import as_part, copy_part, is_sharded, local, make_contiguous
 from flexor.policies.base import Policy
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine.base import DTYPES, Engine
+from flexor.train.engine.shard_units import sharding_of
 from flexor.train.ranks.split import hsdp_sizes
 
 
@@ -44,6 +46,7 @@ class ShardedEngine(Engine):
     def __init__(self, *settings: Any, strategy: str = "fsdp"):
         super().__init__(*settings)
         self.strategy = strategy
+        self.whole: list[str] = []  # names of parameters that every process has whole
         if self.parallel.backend == "gloo" and self.device.type == "cuda":
             raise ConfigError(
                 f"parallel.backend=gloo does not support a sharded model (parallel.strategy={strategy}) on GPUs: use "
@@ -70,6 +73,9 @@ class ShardedEngine(Engine):
         parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
         # parameters have no memory yet; buffers already have their values, and are moved
         policy._apply(lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device))
+        for name in self.whole:  # nobody brings them to the device later
+            parameter = policy.get_parameter(name)
+            parameter.data = parameter.data.to(self.device)
         if isinstance(weights, Path):
             load_weights(policy, weights)
         elif weights is None:
@@ -95,14 +101,10 @@ class ShardedEngine(Engine):
                 f"These parameters of the policy are scalars, which can't be sharded: {', '.join(scalars)}. Use "
                 "--parallel.strategy=ddp."
             )
-        if len({p.dtype for p in policy.parameters() if p.requires_grad}) > 1:
-            raise ConfigError(
-                f"weights_dtype=bf16 or policy.dtype=bfloat16: parallel.strategy={self.strategy} can't shard trained "
-                "weights of several dtypes. Train adapters (--lora.r=16), use ddp, or leave that setting out."
-            )
-        for unit in policy.shard_units():
-            fully_shard(unit, **settings)
-        fully_shard(policy, **settings)
+        sharding = sharding_of(policy)
+        self.whole = list(sharding.whole)
+        for unit in sharding.units:
+            fully_shard(unit, **settings, ignored_params={*sharding.whole.values()})
         for method in ("loss", "predict"):
             register_fsdp_forward_method(policy, method)
 
@@ -144,19 +146,37 @@ class ShardedEngine(Engine):
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         yield
+        if last:
+            self._average_whole()
+
+    @torch.no_grad()
+    def _average_whole(self) -> None:
+        """Average the gradients of parameters that every process has whole, in float32 as FSDP does all others."""
+        gradients = [
+            grad for name in self.whole if (grad := self.policy.get_parameter(name).grad) is not None
+        ]
+        if not gradients:
+            return
+        flat = torch.cat([grad.flatten().float() for grad in gradients]).div_(self.world_size)
+        dist.all_reduce(flat)
+        for grad, mean in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+            grad.copy_(mean.view_as(grad))
 
     @torch.no_grad()
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         self.scaler.unscale_(optimizer)
         if self.scaler.is_enabled():
             self._agree_on_overflow(optimizer)
-        gradients = [local(p.grad) for p in self.policy.parameters() if p.grad is not None]
-        squared = nn.utils.get_total_norm(gradients).square().to(self.device)
+        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        shards = [local(grad) for grad in gradients if is_sharded(grad)]
+        whole = [grad for grad in gradients if not is_sharded(grad)]
+        squared = squared_norm(shards).to(self.device)
         dist.all_reduce(squared, group=self.mesh.get_group(self.mesh.ndim - 1))
-        norm = squared.sqrt()
-        if limit > 0 and gradients:
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        norm = (squared + squared_norm(whole).to(self.device)).sqrt()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+        for some in (shards, whole):
+            if limit > 0 and some:
+                torch._foreach_mul_(some, factor.to(some[0].device))
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,6 +188,12 @@ class ShardedEngine(Engine):
         """A rank sees only its shard of the gradient. If any shard overflowed, all ranks skip the step."""
         for found in self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
+
+
+def squared_norm(tensors: list[Tensor]) -> Tensor:
+    """The square of the norm of all of them, in float32: of bfloat16 gradients, too."""
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32) if tensors else [torch.zeros(())]
+    return torch.stack(list(norms)).square().sum()
 
 
 @contextlib.contextmanager

@@ -30,12 +30,16 @@ def build_optimizer(
     groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
     for group in groups:
         group["lr"] = lr_factor * group.get("lr", settings["lr"])
-    return (make or _class(config.type))(groups, **settings)
+    return (make or _class(config.type, policy))(groups, **settings)
 
 
-def _class(kind: str) -> Callable[..., torch.optim.Optimizer]:
+def _class(kind: str, policy: Policy) -> Callable[..., torch.optim.Optimizer]:
     if kind == "adamw_8bit":
         from flexor.train.optim.adamw_8bit import AdamW8bit
 
         return AdamW8bit
+    if kind == "sgd" and any(
+        p.dtype == torch.bfloat16 and p.device.type == "cpu" for p in policy.parameters()
+    ):
+        return torch.optim.SGD  # torch's fused kernel for CPUs leaves most bfloat16 weights as they are
     return partial(CLASSES[kind], fused=True)  # one kernel for all parameters; bitwise reproducible

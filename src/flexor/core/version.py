@@ -1,0 +1,3 @@
+"""The version of Flexor."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,102 @@
+"""`rename_map`: a dataset's names of observations -> the policy's, as LeRobot's setting of this name.
+
+The dataset, its cache and its loader keep the dataset's names. The first processing step renames a batch. It is saved
+with the policy, so that the policy later takes observations under either name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from flexor.core.batch import ENV_STATE, IMAGE_PREFIX
+from flexor.core.errors import ConfigError
+from flexor.core.log import log
+from flexor.core.typed import closest
+from flexor.policies.base import PolicyConfig
+from flexor.policies.features import Kind, PolicyFeature
+
+OBSERVATION = "observation."
+Features = dict[str, PolicyFeature]
+
+
+def check_names(rename_map: Mapping[str, str]) -> None:
+    """Refuse a map that is wrong for any dataset."""
+    for source, target in rename_map.items():
+        for name in (source, target):
+            if not name.startswith(OBSERVATION):
+                raise ConfigError(
+                    f"rename_map={{{source}: {target}}}: {name!r} is not an observation. Only names that start with "
+                    f"{OBSERVATION!r} can be renamed, in full: {{observation.images.top: observation.images.camera1}}."
+                )
+    twice = [target for target, times in Counter(rename_map.values()).items() if times > 1]
+    for target in twice:
+        sources = [source for source in rename_map if rename_map[source] == target]
+        raise ConfigError(
+            f"rename_map maps {' and '.join(sources)} to the same name {target}: keep one of them."
+        )
+
+
+def rename_features(there: Features, rename_map: Mapping[str, str], policy: PolicyConfig) -> Features:
+    """A dataset's observations under the policy's names. Refuses a map that does not fit both."""
+    check_names(rename_map)
+    for source, target in rename_map.items():
+        if source not in there:
+            raise ConfigError(
+                f"rename_map maps {source} to {target}, but the dataset has no {source}. {closest(source, there)}"
+            )
+        if target in there and target not in rename_map:
+            raise ConfigError(
+                f"rename_map maps {source} to {target}, but the dataset has its own {target}. Rename that one too, "
+                f"such as {{{target}: {target}_unused}}, or choose another target."
+            )
+        _check_target(source, there[source], target, policy)
+    return {
+        rename_map.get(name, name): _under(rename_map.get(name, name), feature)
+        for name, feature in there.items()
+    }
+
+
+def _check_target(source: str, feature: PolicyFeature, target: str, policy: PolicyConfig) -> None:
+    camera = feature.type is Kind.VISUAL
+    if camera != target.startswith(IMAGE_PREFIX):
+        kind, needed = ("a camera", "must start with") if camera else ("not a camera", "can't start with")
+        raise ConfigError(
+            f"rename_map maps {source} to {target}: {source} is {kind}, so its name {needed} {IMAGE_PREFIX!r}."
+        )
+    known = policy.input_features
+    if (
+        known and target not in known and source not in known
+    ):  # what has a name of the policy may be moved away
+        raise ConfigError(
+            f"rename_map maps {source} to {target}, but the policy has no {target}. {closest(target, known)}"
+        )
+
+
+def _under(name: str, feature: PolicyFeature) -> PolicyFeature:
+    """The feature with the role that its name gives it."""
+    if feature.type is Kind.VISUAL:
+        return feature
+    return replace(feature, type=Kind.ENV if name == ENV_STATE else Kind.STATE)
+
+
+def without_unnamed_cameras(there: Features, rename_map: Mapping[str, str], policy: PolicyConfig) -> Features:
+    """A map that names cameras of a trained policy names all that it sees, as in LeRobot: the others are left out."""
+    cameras = policy.images
+    if not any(target in cameras for target in rename_map.values()):
+        return there
+    unseen = [name for name, feature in there.items() if feature.type is Kind.VISUAL and name not in cameras]
+    sources = {target: source for source, target in rename_map.items()}
+    for name in unseen:
+        log.info(
+            "the policy does not see the dataset's %s: rename_map gives it no camera of the policy",
+            sources.get(name, name),
+        )
+    return {name: feature for name, feature in there.items() if name not in unseen}
+
+
+def in_dataset(names: Iterable[str], rename_map: Mapping[str, str]) -> list[str]:
+    """The dataset's names of what the policy calls `names`."""
+    sources = {target: source for source, target in rename_map.items()}
+    return [sources.get(name, name) for name in names]

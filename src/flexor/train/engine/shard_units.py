@@ -1,0 +1,63 @@
+"""What FSDP gathers and reduces together. Inside such a unit, all trained weights must have the same dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from flexor.policies.base import Policy
+
+
+@dataclass
+class Sharding:
+    """How a policy is sharded."""
+
+    units: list[nn.Module] = field(default_factory=list)
+    """Inner ones first. A parameter belongs to the first that holds it; the policy itself, the last, has the rest."""
+    whole: dict[str, nn.Parameter] = field(default_factory=dict)
+    """What has another dtype than the rest of its unit and is not in a linear layer, such as norms in float32 among
+    bfloat16 matrices: a few megabytes in all, which every process has whole."""
+
+
+def sharding_of(policy: Policy) -> Sharding:
+    """The policy's blocks and the rest, and within each what has to be apart because of its dtype.
+
+    A linear layer can be a unit: it is called, so that FSDP gets to gather its weights. Of other modules the policy may
+    read the weights itself.
+    """
+    names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    found = Sharding()
+    for block in [*policy.shard_units(), policy]:
+        owners = list(_owners(block, found.units))
+        apart = _other_dtypes([p for owner in owners for p in owner.parameters(recurse=False)])
+        for owner in owners:
+            own = [p for p in owner.parameters(recurse=False) if p.requires_grad]
+            if type(owner) is nn.Linear and own and all(id(p) in apart for p in own):
+                found.units.append(owner)
+            else:
+                found.whole |= {names[id(p)]: p for p in own if id(p) in apart}
+        found.units.append(block)
+    return found
+
+
+def _owners(module: nn.Module, taken: list[nn.Module]) -> Iterator[nn.Module]:
+    """The modules within one, those in units left out."""
+    if any(module is unit for unit in taken):
+        return
+    yield module
+    for child in module.children():
+        yield from _owners(child, taken)
+
+
+def _other_dtypes(parameters: list[nn.Parameter]) -> set[int]:
+    """The ids of trained parameters that do not have the dtype of most bytes."""
+    trained = [p for p in parameters if p.requires_grad]
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in trained:
+        sizes[parameter.dtype] += parameter.nbytes
+    main = sizes.most_common(1)[0][0] if sizes else None
+    return {id(p) for p in trained if p.dtype != main}
