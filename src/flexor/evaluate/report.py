@@ -90,7 +90,9 @@ def _local(folder: Path, flags: dict[str, Any]) -> PolicyActor:
 
 def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
     if "rename_map" in flags:
-        raise ConfigError("--rename_map: the server has the policy. Give `flexor serve` its inputs' names with --map.")
+        raise ConfigError(
+            "--rename_map: the server has the policy. Give `flexor serve` its inputs' names with --map."
+        )
     ours = [key for key in flags if key in ALONE or key.startswith("policy.")]
     if ours:
         raise ConfigError(f"--{ours[0]}: the server has the policy. Give this to `flexor serve`.")
