@@ -2,9 +2,9 @@
 
     python tests/parity/run.py [PART ...]
 
-Parts are data, writer, repair, colour, augment, depth, adapters, hub, renamed, optimizers; a folder beside this file
-(act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of all.
-Without any, all of them.
+Parts are data, writer, repair, colour, augment, depth, adapters, hub, renamed, optimizers, robot; a folder beside this
+file (act, vqbet, ...) for what a kind of policy computes; exchange-KIND for its checkpoints, and exchange for those of
+all. Without any, all of them.
 
 Prints what was compared and the largest difference, and exits with 1 if one is too large. LeRobot runs
 in an environment of its own: $LEROBOT_PYTHON, or .venv-lerobot, which is made if it is not there.
@@ -34,6 +34,7 @@ from parity import (
     hub,
     optimizers,
     renamed,
+    robot,
 )
 from parity.environment import lerobot_python
 from parity.exchange_flexor import Exchange
@@ -139,6 +140,7 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Row]]] = {
     "hub": hub.rows,
     "renamed": renamed.rows,
     "optimizers": optimizers.rows,
+    "robot": robot.rows,
     **{kind: partial(compare, kind) for kind in KINDS},
     **EXCHANGES,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flexor.cli.server_flags import server_address, server_flags
 from flexor.core.console import print_result, progress
 
 
@@ -14,7 +15,9 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flexor eval", description="Run episodes with a trained policy and report its success rate."
     )
-    parser.add_argument("policy", help="run, checkpoint folder or Hub repository")
+    parser.add_argument(
+        "policy", nargs="?", help="run, checkpoint folder or Hub repository; not with --server"
+    )
     parser.add_argument(
         "settings",
         nargs="*",
@@ -26,10 +29,18 @@ def run(arguments: list[str]) -> int:
         type=Path,
         help="folder for videos (default: in the run's folder); --eval.videos sets how many",
     )
+    server_flags(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parsed, more = parser.parse_known_args(_lerobot_eval(arguments))
+    server = server_address(parsed)
+    if parsed.policy is None and server is None:
+        parser.error("name a policy (a run, a checkpoint, a Hub repository), or a --server that has one")
     result, text = evaluate_policy(
-        parsed.policy, [*parsed.settings, *more], parsed.videos, progress("evaluating")
+        parsed.policy,
+        [*parsed.settings, *more],
+        parsed.videos,
+        progress("evaluating"),
+        server,
     )
     print_result(result, parsed.json, text)
     return 0

@@ -18,6 +18,7 @@ from flexor.core.run_files import RUN_CONFIG, VIDEOS
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
+from flexor.evaluate.served import ServedActor, ServerAddress
 from flexor.policies.pretrained import find_folder, load_pretrained
 from flexor.policies.processing.rename_and_move import with_renaming
 from flexor.policies.rename import check_names
@@ -27,9 +28,43 @@ ALONE = ("seed", "rename_map")
 
 
 def evaluate_policy(
-    path: str, settings: Sequence[str], videos: Path | None = None, progress: Progress | None = None
+    path: str | None,
+    settings: Sequence[str],
+    videos: Path | None = None,
+    progress: Progress | None = None,
+    server: ServerAddress | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Success of the policy at `path`; settings that are not given come from its training run."""
+    """Success of the policy at `path`, or of the one that a server has.
+
+    Settings that are not given come from the policy's training run, if it is at `path`.
+    """
+    flags = _checked_flags(settings)
+    if (path is None) == (server is None):
+        raise ConfigError(
+            f"{path} and --server={server and server.url}: name one of them, the one with the policy."
+        )
+    folder = None if path is None else find_folder(path)
+    tree = nest({**(_run_settings(folder) if folder else {}), **flags})
+    env = from_plain(EnvConfig, tree.get("env", {}), "env")
+    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
+    if env.type is None:
+        raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
+    if videos is not None and settings_.videos == 0:
+        settings_.videos = min(3, settings_.n_episodes)
+    if server is not None:
+        actor = _served(server, flags)
+        try:
+            summary = summarize(play(actor, env, settings_, videos or Path(VIDEOS), progress))
+        finally:
+            actor.close()
+        return {"server": server.url, "env": env.type, **asdict(summary)}, f"{server.url}: {summary}"
+    assert folder is not None
+    videos = videos or _video_folder(folder)
+    summary = summarize(play(_local(folder, flags), env, settings_, videos, progress))
+    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+
+
+def _checked_flags(settings: Sequence[str]) -> dict[str, Any]:
     flags = drop_ignored(parse_flags(settings))
     check_rename_map(flags)
     if coerce(flags.pop("policy.use_amp", False), bool, "policy.use_amp"):
@@ -38,12 +73,10 @@ def evaluate_policy(
         if key.split(".")[0] not in (*GROUPS, *ALONE):
             known = [*(f"{group}." for group in GROUPS), *ALONE]
             raise ConfigError(f"Unknown setting {key}={flags[key]!r}. {closest(key, known)}")
-    folder = find_folder(path)
-    tree = nest({**_run_settings(folder), **flags})
-    env = from_plain(EnvConfig, tree.get("env", {}), "env")
-    settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
-    if env.type is None:
-        raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
+    return flags
+
+
+def _local(folder: Path, flags: dict[str, Any]) -> PolicyActor:
     given = nest(flags).get("policy", {})
     device = find_device(coerce(given.pop("device", None), str | None, "policy.device"))
     seed = coerce(flags.get("seed", 0), int, "seed")
@@ -52,12 +85,18 @@ def evaluate_policy(
         rename_map = coerce(flags["rename_map"], dict[str, str], "rename_map")
         check_names(rename_map)
         policy.preprocessor = with_renaming(policy.preprocessor, rename_map)
-    actor = PolicyActor(policy, seed)
-    if videos is not None and settings_.videos == 0:
-        settings_.videos = min(3, settings_.n_episodes)
-    videos = videos or _video_folder(folder)
-    summary = summarize(play(actor, env, settings_, videos, progress))
-    return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
+    return PolicyActor(policy, seed)
+
+
+def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
+    if "rename_map" in flags:
+        raise ConfigError(
+            "--rename_map: the server has the policy. Give `flexor serve` its inputs' names with --map."
+        )
+    ours = [key for key in flags if key in ALONE or key.startswith("policy.")]
+    if ours:
+        raise ConfigError(f"--{ours[0]}: the server has the policy. Give this to `flexor serve`.")
+    return ServedActor(server)
 
 
 def _video_folder(folder: Path) -> Path:

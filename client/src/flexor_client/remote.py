@@ -1,0 +1,238 @@
+"""A policy on another machine: observations go there, actions come back. It waits for each answer."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Callable
+
+import numpy as np
+from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
+from websockets.sync.client import ClientConnection, connect
+
+from flexor_client.errors import ClientError, ExpiredError, RefusedError, ServerLostError
+from flexor_client.wire import OPTIONS, WireError, encode_jpeg, unpack
+from flexor_client.wire import pack as pack_frame
+
+log = logging.getLogger("flexor_client")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries to connect
+
+
+class RemotePolicy:
+    """The policy of a server, `flexor serve` or openpi's. One connection, one robot.
+
+    `url`: ws://host:port, or wss:// with TLS. `api_key`: the server's. `certificate`: a file with the certificates to
+    trust instead of the system's, such as a server's own. `jpeg`: a quality from 1 to 100, with which images are sent
+    compressed (90 is hardly visible); None: as they are, which every server understands. `timeout_s`: for one answer;
+    the first may take longer, if the server compiles. `reconnect_s`: how long to try to reach a server that is lost,
+    before ServerLostError; 0: not at all.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        certificate: str | Path | None = None,
+        jpeg: int | None = None,
+        timeout_s: float = 30.0,
+        reconnect_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        if not url.startswith(("ws://", "wss://")):
+            raise ClientError(
+                f"{url!r} is not the address of a policy server: give ws://HOST:PORT or wss://HOST:PORT."
+            )
+        if jpeg is not None and not 1 <= jpeg <= 100:
+            raise ClientError(
+                f"jpeg={jpeg}: give a quality from 1 to 100, or None to send images as they are."
+            )
+        self.url, self.jpeg, self.timeout_s, self.reconnect_s = url, jpeg, timeout_s, reconnect_s
+        self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
+        self._tls = _tls(url, certificate)
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._connection: ClientConnection | None = None
+        self._stack = ExitStack()  # closes it
+        self._metadata: dict[str, Any] = {}
+        self._episode: int | None = None
+        self._resets, self._resets_told = 0, 0  # new episodes, and those that the server knows of
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the server says about its policy; `flexor_client.wire` describes it. Empty with some servers."""
+        with self._lock:
+            if self._connection is None:
+                self._retried(self._connected)
+        return self._metadata
+
+    def reset(self, episode: int | None = None) -> None:
+        """A new episode begins with the next observation. The policy's noise depends on its number, if given."""
+        self._episode = episode
+        self._resets += 1
+
+    def infer(self, observation: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """The server's result for an observation, with `actions` [H, A]. `options` are those of `flexor_client.wire`.
+
+        A lost server is tried again for `reconnect_s`; the observation is sent again then.
+        """
+        with self._lock:
+            resets = self._resets  # another episode may begin while this answer is awaited
+            if resets > self._resets_told:
+                options = {"reset": True, **options}
+            if self._episode is not None:
+                options = {"episode": self._episode, **options}
+            message = {name: self._compressed(value) for name, value in observation.items()}
+            try:
+                frame = pack_frame({**message, OPTIONS: options} if options else message)
+            except WireError as error:
+                raise ClientError(f"The observation can't be sent: {error}") from error
+            result: dict[str, Any] = self._retried(lambda: self._asked(frame))
+            self._resets_told = resets
+        if "expired" in result:
+            told = result["expired"]
+            raise ExpiredError(
+                f"The observation was {told.get('age_ms', 0):.0f} ms old; {told.get('deadline_ms', 0):.0f} are allowed."
+            )
+        return result
+
+    def chunk(self, observation: Mapping[str, Any], task: str = "", **options: Any) -> np.ndarray:
+        """The next actions [H, A], in the robot's units."""
+        actions = self.infer({**observation, "prompt": task} if task else observation, **options).get(
+            "actions"
+        )
+        if not isinstance(actions, np.ndarray) or actions.ndim != 2 or not actions.size:
+            raise RefusedError(f"{self.url} answered without actions [H, A]. Is it a policy server?")
+        return actions
+
+    def close(self) -> None:
+        with self._lock:
+            self._hang_up()
+
+    def __enter__(self) -> RemotePolicy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _compressed(self, value: Any) -> Any:
+        """The value with its images as JPEG files, if that is wanted."""
+        if self.jpeg is None:
+            return value
+        if isinstance(value, Mapping):
+            return {name: self._compressed(each) for name, each in value.items()}
+        if isinstance(value, list) or (
+            isinstance(value, np.ndarray) and value.ndim == 4 and value.dtype == np.uint8
+        ):
+            return [self._compressed(each) for each in value]
+        if isinstance(value, np.ndarray) and value.ndim == 3 and value.dtype == np.uint8:
+            return encode_jpeg(value, self.jpeg)
+        return value
+
+    def _retried(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` returns, tried again while the server is lost, with growing pauses."""
+        give_up, pause = self._clock() + self.reconnect_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return ask()
+            except ServerLostError as error:
+                self._hang_up()
+                if self._clock() + pause > give_up:
+                    raise
+                log.warning("%s Trying again in %.1f s.", error, pause)
+                self._sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+            except RefusedError:
+                self._hang_up()
+                raise
+
+    def _connected(self) -> ClientConnection:
+        """The connection; the server's metadata came with it."""
+        if self._connection is not None:
+            return self._connection
+        try:
+            self._connection = self._stack.enter_context(
+                connect(
+                    self.url,
+                    additional_headers=self._headers,
+                    ssl=self._tls,
+                    compression=None,
+                    max_size=None,
+                    open_timeout=self.timeout_s,
+                    close_timeout=1,
+                )
+            )
+        except InvalidStatus as error:
+            status = error.response.status_code
+            told = f"{self.url} refused the connection with status {status}"
+            if status in (401, 403):
+                raise RefusedError(f"{told}: the key is missing or wrong.") from error
+            said = (error.response.body or b"").decode(errors="replace").strip()[:200]
+            raise ServerLostError(f"{told}: {said or 'is it a policy server?'}") from error
+        except InvalidURI as error:
+            raise ClientError(f"{self.url} is not an address: {error}") from error
+        except ssl.SSLCertVerificationError as error:
+            raise RefusedError(
+                f"{self.url}: the server's certificate is not trusted ({error.verify_message}). If it is the server's "
+                "own, give its file with certificate=..."
+            ) from error
+        except (OSError, WebSocketException) as error:
+            raise ServerLostError(f"{self.url} can't be reached: {error or type(error).__name__}.") from error
+        self._metadata = self._received(self._connection)
+        return self._connection
+
+    def _asked(self, frame: bytes) -> dict[str, Any]:
+        connection = self._connected()
+        try:
+            connection.send(frame)
+        except (OSError, WebSocketException) as error:
+            raise ServerLostError(f"{self.url} is lost: {error}.") from error
+        return self._received(connection)
+
+    def _received(self, connection: ClientConnection) -> dict[str, Any]:
+        try:
+            frame = connection.recv(timeout=self.timeout_s)
+        except TimeoutError as error:
+            # The connection is closed: this answer would be taken for that to the next observation.
+            raise ServerLostError(f"{self.url} did not answer within {self.timeout_s:g} s.") from error
+        except ConnectionClosed as error:
+            raise ServerLostError(f"{self.url} closed the connection: {error}.") from error
+        if isinstance(frame, str):
+            raise RefusedError(f"{self.url} can't use the observation: {frame}")
+        try:
+            message = unpack(frame)
+        except WireError as error:
+            raise RefusedError(
+                f"{self.url} does not speak the protocol of policy servers: {error}"
+            ) from error
+        if not isinstance(message, dict):
+            raise RefusedError(f"{self.url} answered with a {type(message).__name__} instead of a map.")
+        return message
+
+    def _hang_up(self) -> None:
+        self._connection = None
+        self._stack.close()
+
+
+def _tls(url: str, certificate: str | Path | None) -> ssl.SSLContext | None:
+    if not url.startswith("wss://"):
+        if certificate is not None:
+            raise ClientError(f"{url} is without TLS, so its certificate can't be checked: use wss://.")
+        return None
+    try:
+        return ssl.create_default_context(cafile=None if certificate is None else str(certificate))
+    except OSError as error:
+        raise ClientError(f"The certificate {certificate} can't be read: {error}") from error

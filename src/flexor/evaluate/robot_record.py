@@ -1,0 +1,194 @@
+"""Records what a robot of LeRobot's saw and did while a served policy controlled it."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexor.core.console import Progress
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.data.format.writer import DatasetWriter
+from flexor.evaluate.served import ServerAddress, client_errors
+from flexor_client import ActionLimits, ClientError, RealTimePlayer, RobotNames, drive
+
+ROBOT_ANSWER_S = 5.0  # then the connection is made anew; the robot holds long before
+PARTS = ("observation_features", "action_features", "get_observation", "send_action", "connect", "disconnect")
+
+
+def make_robot(where: str) -> Any:
+    """What the function in `FILE.py:FUNCTION` or `package.module:FUNCTION` returns: a robot of LeRobot's."""
+    place, _, name = where.rpartition(":")
+    try:
+        found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    except (OSError, ImportError, ValueError) as error:
+        raise ConfigError(
+            f"--robot={where}: {place or 'it'} can't be imported: {error}. Give FILE.py:FUNCTION or "
+            "package.module:FUNCTION; the function returns a robot."
+        ) from error
+    if not callable(found.get(name)):
+        raise ConfigError(f"--robot={where}: {place} has no function {name}.")
+    robot = found[name]()
+    lacks = [
+        part
+        for part in (
+            "observation_features",
+            "action_features",
+            "get_observation",
+            "send_action",
+            "connect",
+            "disconnect",
+        )
+        if not hasattr(robot, part)
+    ]
+    if lacks:
+        raise ConfigError(
+            f"--robot={where}: what {name} returned is no robot of LeRobot's: it has no {lacks[0]}."
+        )
+    return robot
+
+
+@dataclass
+class RobotSession:
+    """How a robot is driven."""
+
+    task: str
+    fps: float
+    episodes: int
+    seconds: float
+    """Of an episode."""
+    execute: int | None = None
+    when_lost: str = "finish"
+    rename: Mapping[str, str] = field(default_factory=dict)
+    limits: ActionLimits | None = None
+    codec: str = "h264"
+
+
+def record_robot(
+    root: Path,
+    server: ServerAddress,
+    robot: Any,
+    session: RobotSession,
+    *,
+    before_episode: Callable[[int], None] = lambda number: None,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[str, int]:
+    """Drive the robot through episodes, in real time, and write them into the new folder `root`.
+
+    An error or Ctrl-C ends the recording: the episode under way is dropped, those before it are kept.
+    """
+    names = RobotNames(robot, session.rename)
+    counts = {"episodes": 0, "frames": 0, "held": 0}
+    with client_errors(), server.open(ROBOT_ANSWER_S, reconnect_s=0.0) as policy:
+        player = RealTimePlayer(
+            policy,
+            session.fps,
+            execute=session.execute,
+            when_lost=session.when_lost,
+            limits=session.limits,
+            clock=clock,
+        )
+        writer = DatasetWriter(
+            root,
+            session.fps,
+            robot_features(robot, names),
+            robot_type=getattr(robot, "name", None),
+            codec=session.codec,
+        )
+        stopped: BaseException | None = None
+        robot.connect()
+        try:
+            for number in range(session.episodes):
+                before_episode(number)
+                frames = RobotFrames(writer, names)
+                report = drive(
+                    robot,
+                    player,
+                    fps=session.fps,
+                    task=session.task,
+                    steps=max(1, round(session.seconds * session.fps)),
+                    episode=number,
+                    rename=session.rename,
+                    on_step=frames.add,
+                    clock=clock,
+                    sleep=sleep,
+                )
+                counts["episodes"] += 1
+                counts["frames"] += writer.length
+                counts["held"] += report.held
+                writer.save_episode(session.task)
+                if progress is not None:
+                    progress(number + 1, session.episodes)
+        except (ClientError, FlexorError, KeyboardInterrupt) as error:
+            stopped = error
+        finally:
+            robot.disconnect()
+        _finish(writer, counts["episodes"], stopped)
+    return counts
+
+
+def _finish(writer: DatasetWriter, episodes: int, stopped: BaseException | None) -> None:
+    """Keep the episodes that are whole, and say why there are no more."""
+    writer.discard_episode()
+    if episodes:
+        writer.close()
+    if stopped is not None:
+        kept = (
+            f"{episodes} episodes before it are kept in {writer.root}" if episodes else "Nothing was recorded"
+        )
+        if isinstance(stopped, KeyboardInterrupt):
+            raise stopped
+        raise FlexorError(f"{stopped} {kept}.") from stopped
+
+
+class RobotFrames:
+    """The frames of one episode. Where the robot held, its action is the position that it held."""
+
+    def __init__(self, writer: DatasetWriter, names: RobotNames):
+        self.writer, self.names = writer, names
+        self.last: np.ndarray | None = None
+
+    def add(self, observation: Mapping[str, Any], did: np.ndarray | None) -> None:
+        if did is None and self.last is None:
+            return  # it waits for the first chunk: nothing was done
+        action = self._held(observation) if did is None else did
+        self.last = action
+        self.writer.add_frame({**observation, "action": np.asarray(action, np.float32)})
+
+    def _held(self, observation: Mapping[str, Any]) -> np.ndarray:
+        numbers = self.names.numbers
+        assert self.last is not None
+        if not all(name in numbers for name in self.names.actions):
+            return self.last
+        state: np.ndarray = observation["observation.state"]
+        return state[[numbers.index(name) for name in self.names.actions]]
+
+
+def robot_features(robot: Any, names: RobotNames) -> dict[str, dict[str, Any]]:
+    """The features of a dataset of this robot, under the names that a policy gets."""
+    features: dict[str, dict[str, Any]] = {
+        theirs: {
+            "dtype": "video",
+            "shape": tuple(robot.observation_features[name]),
+            "names": ["height", "width", "channels"],
+        }
+        for name, theirs in names.cameras.items()
+    }
+    for theirs in names.alone.values():
+        features[theirs] = {"dtype": "float32", "shape": (1,), "names": None}
+    if names.numbers:
+        features["observation.state"] = {
+            "dtype": "float32",
+            "shape": (len(names.numbers),),
+            "names": list(names.numbers),
+        }
+    features["action"] = {"dtype": "float32", "shape": (len(names.actions),), "names": list(names.actions)}
+    return features

@@ -1,0 +1,196 @@
+"""The connection to a policy server: what is sent, and what happens when it refuses, hangs, dies or returns."""
+
+import ssl
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from flexor_client import ClientError, ExpiredError, RefusedError, RemotePolicy, ServerLostError
+from flexor_client.wire import decode_jpeg, is_jpeg
+from support.policy_server import FakePolicyServer, echo
+
+STATE = {"observation.state": np.array([1, 2], np.float32)}
+
+
+@pytest.fixture
+def server():
+    with FakePolicyServer(metadata={"policy": "act", "actions": [4, 2]}) as server:
+        yield server
+
+
+def remote(server: FakePolicyServer, **settings) -> RemotePolicy:
+    return RemotePolicy(server.url, **{"timeout_s": 5.0, "reconnect_s": 0.0, **settings})
+
+
+def test_chunks_come_back_and_nothing_is_added(server):
+    with remote(server) as policy:
+        assert policy.metadata["actions"] == [4, 2]
+        np.testing.assert_array_equal(policy.chunk(STATE)[:, 0], [1, 2, 3, 4])
+        policy.infer({**STATE, "prompt": "fold"})
+    assert [sorted(each) for each in server.seen] == [["observation.state"], ["observation.state", "prompt"]]
+    assert server.connections == 1
+
+
+def test_options_and_episodes_are_sent(server):
+    previous = np.ones((3, 2), np.float32)
+    with remote(server) as policy:
+        policy.reset(episode=5)
+        policy.chunk(STATE, "fold", step=0)
+        policy.chunk(STATE, "fold", step=8, previous=previous, delay=2)
+        policy.reset()
+        policy.chunk(STATE)
+    first, second, third = (each["flexor"] for each in server.seen)
+    assert first == {"reset": True, "episode": 5, "step": 0}
+    np.testing.assert_array_equal(second.pop("previous"), previous)
+    assert second == {"episode": 5, "step": 8, "delay": 2}
+    assert third == {"reset": True}
+
+
+def test_images_are_sent_as_jpeg_on_request(server):
+    ramp = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None, None] * 3, (64, 48, 3))
+    seen = {
+        **STATE,
+        "top": ramp,
+        "images": {"wrist": ramp.transpose(2, 0, 1)},
+        "past": np.stack([ramp, ramp]),
+    }
+    with remote(server, jpeg=90) as policy:
+        policy.chunk(seen)
+    with remote(server) as policy:
+        policy.chunk(seen)
+    small, raw = server.seen
+    for sent in (small["top"], small["images"]["wrist"], *small["past"]):
+        assert is_jpeg(sent)
+        assert np.abs(decode_jpeg(sent).astype(int) - ramp).mean() < 2
+    np.testing.assert_array_equal(raw["top"], ramp)
+    np.testing.assert_array_equal(small["observation.state"], STATE["observation.state"])
+
+
+def test_errors_of_the_server_are_told(server):
+    server.answer = lambda _: "observation.image is missing"
+    with remote(server, reconnect_s=30) as policy, pytest.raises(RefusedError, match="image is missing"):
+        policy.chunk(STATE)
+    server.answer = echo
+    assert len(server.seen) == 1  # what the server can't use is not sent again
+    with remote(server) as policy:
+        policy.chunk(STATE)
+
+
+@pytest.mark.parametrize(
+    "said, message",
+    [
+        (b"\xc1", "does not speak"),
+        (b"\x93\x01\x02\x03", "instead of a map"),
+        ({"x": 1}, r"without actions \[H, A\]"),
+    ],
+)
+def test_nonsense_is_refused(server, said, message):
+    server.answer = lambda _: said
+    with remote(server) as policy, pytest.raises(RefusedError, match=message):
+        policy.chunk(STATE)
+
+
+def test_an_observation_that_is_too_old_says_so(server):
+    server.answer = lambda _: {"expired": {"age_ms": 300, "deadline_ms": 200}}
+    with remote(server) as policy:
+        with pytest.raises(ExpiredError, match="300 ms old; 200"):
+            policy.chunk(STATE, deadline_ms=200)
+        server.answer = echo
+        policy.chunk(STATE)
+    assert server.connections == 1
+
+
+def test_a_wrong_key_is_refused_at_once():
+    with FakePolicyServer(key="secret") as server:
+        assert remote(server, api_key="secret").chunk(STATE).shape == (4, 2)
+        for key in (None, "guess"):
+            with pytest.raises(RefusedError, match="the key is missing or wrong"):
+                remote(server, api_key=key, reconnect_s=60).chunk(STATE)
+
+
+def test_a_server_that_comes_back_is_found(server, caplog):
+    pauses = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            server.start()
+
+    with remote(server, reconnect_s=60, sleep=sleep) as policy:
+        policy.reset(episode=3)
+        policy.chunk(STATE)
+        server.stop()
+        np.testing.assert_array_equal(policy.chunk(STATE)[:, 0], [1, 2, 3, 4])
+    assert pauses[:3] == [0.1, 0.2, 0.4]
+    assert server.seen[-1]["flexor"]["episode"] == 3
+    assert "Trying again" in caplog.text
+
+
+def test_a_server_that_stays_away_is_lost():
+    now = [0.0]
+    with FakePolicyServer() as server:
+        url = server.url
+    policy = RemotePolicy(
+        url, reconnect_s=10, clock=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    with pytest.raises(ServerLostError, match="can't be reached"):
+        policy.chunk(STATE)
+    assert 8 < now[0] <= 10
+
+
+def test_a_server_that_hangs_is_lost_and_its_late_answer_is_not_mistaken(server):
+    server.answer = lambda message: (time.sleep(0.5), echo(message))[1]
+    with remote(server, timeout_s=0.1) as policy:
+        policy.metadata  # noqa: B018
+        with pytest.raises(ServerLostError, match=r"did not answer within 0.1 s"):
+            policy.chunk(STATE)
+        server.answer = echo
+        policy.timeout_s = 5
+        other = {"observation.state": np.array([7, 8], np.float32)}
+        assert policy.chunk(other)[0].tolist() == [7, 8]
+
+
+def test_a_server_that_hangs_up_is_lost(server):
+    server.answer = lambda _: None
+    with remote(server) as policy, pytest.raises(ServerLostError, match="closed the connection"):
+        policy.chunk(STATE)
+
+
+@pytest.mark.parametrize(
+    "url, settings, message",
+    [
+        ("http://robot", {}, "ws://HOST:PORT"),
+        ("ws://robot", {"jpeg": 0}, "1 to 100"),
+        ("ws://robot", {"certificate": "own.pem"}, "use wss://"),
+        ("wss://robot", {"certificate": "missing.pem"}, "can't be read"),
+    ],
+)
+def test_settings_that_make_no_sense(url, settings, message):
+    with pytest.raises(ClientError, match=message):
+        RemotePolicy(url, **settings)
+
+
+def test_what_can_not_be_sent_is_told_before(server):
+    with remote(server) as policy, pytest.raises(ClientError, match="can't be sent: A set"):
+        policy.chunk({"x": {1, 2}})
+    assert server.connections == 0
+
+
+def test_tls_with_the_servers_own_certificate(tmp_path):
+    certificate, key = tmp_path / "own.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    try:
+        subprocess.run([*new, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    with FakePolicyServer().start(tls) as server:
+        url = server.url.replace("ws://", "wss://")
+        with RemotePolicy(url, certificate=certificate) as policy:
+            assert policy.chunk(STATE).shape == (4, 2)
+        with pytest.raises(RefusedError, match="certificate is not trusted"):
+            RemotePolicy(url, reconnect_s=60).chunk(STATE)
