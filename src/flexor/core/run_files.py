@@ -12,3 +12,4 @@ POLICY_CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy
 SHARDS = "sharded"  # of the training state: each rank's part of the tensors
+MANIFEST = f"{TRAINING_STATE}/manifest.json"  # of a checkpoint: written last, so a folder that has it is complete

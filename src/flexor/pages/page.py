@@ -1,6 +1,6 @@
 """One self-contained HTML page: styles, scripts, data and images are inside, and nothing is loaded from anywhere.
 
-Its policy (Content-Security-Policy) allows exactly its own scripts and embedded images. So even text that a bug
+Its policy (Content-Security-Policy) allows exactly its own scripts, and embedded images and videos. So even text that a bug
 failed to escape could neither run nor send anything.
 """
 
@@ -21,20 +21,30 @@ from flexor.core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="Flexor">'
 SHARED_STYLES = (("flexor.pages", "shared.css"),)
-SHARED_SCRIPTS = (("flexor.pages", "shared.js"), ("flexor.pages", "plots.js"))
+SHARED_SCRIPTS = (("flexor.pages", "shared.js"), ("flexor.pages", "plots.js"), ("flexor.pages", "lines.js"))
 Files = Sequence[tuple[str, str]]
 """Package and file name of styles or scripts, in the order in which they are included."""
 
 
-def page(title: str, *, body: str = "", data: object = None, styles: Files = (), scripts: Files = ()) -> str:
+def page(
+    title: str,
+    *,
+    body: str = "",
+    data: object = None,
+    styles: Files = (),
+    scripts: Files = (),
+    videos: bool = False,
+) -> str:
     """The whole file. `body` is HTML; `data` is what the scripts read with `pageData()`.
 
-    Pages without scripts get only the shared styles.
+    Pages without scripts get only the shared styles. `videos`: some are embedded.
     """
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    if videos:
+        policy += "; media-src data:"
     if script:
         policy += f"; script-src 'sha256-{digest}'"
         body += f'\n<script type="application/json" id="page-data">{as_json(data)}</script>\n'
