@@ -41,10 +41,10 @@ function ticks(from, to, count) {
   if (!(rough > 0)) return [from];
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((times) => times * power).find((size) => size >= rough * 0.999);
+  const first = Math.ceil(from / step - 1e-9);
+  const last = Math.min(Math.floor(to / step + 1e-9), first + 100);
   const found = [];
-  for (let number = Math.ceil(from / step - 1e-9); number * step <= to + step * 1e-9; number += 1) {
-    found.push(Number((number * step).toPrecision(12)));
-  }
+  for (let more = 0; more <= last - first; more += 1) found.push(Number(((first + more) * step).toPrecision(12)));
   return found;
 }
 
@@ -141,7 +141,7 @@ function drawLines(plot, group, width, xName) {
   const { x, y } = plot.view;
   const { left, right, top, bottom } = LINES_MARGIN;
   const marks = [];
-  for (const value of log ? logTicks(...y.range) : ticks(...y.range, 4)) {
+  for (const value of log ? logTicks(...y.range) : ticks(...y.range, 5)) {
     const text = draw("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, figure(log ? 10 ** value : value));
     marks.push(draw("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }), text);
   }
@@ -174,7 +174,8 @@ function linesView(plot, shown, group, scale, width) {
       if (at >= from && at <= to && value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
     });
   }
-  if (!(high > low)) {
+  if (!(high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)))) {
+    // one value, but for rounding
     const middle = Number.isFinite(high) ? high : 0;
     const margin = Math.abs(middle) * 0.05 || 1;
     [low, high] = plot.stacked ? [0, middle || 1] : [middle - margin, middle + margin];

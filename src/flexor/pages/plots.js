@@ -4,6 +4,8 @@
 // The first are colours that people with colour blindness can tell apart (Okabe and Ito).
 const CURVE_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#7a5195"];
 
+const ZOOM_HINT = "drag over a plot to zoom, double-click to see all";
+
 function curveColour(number) {
   return CURVE_COLOURS[number] ?? `hsl(${(number * 137.5) % 360} 60% 52%)`;
 }

@@ -80,6 +80,10 @@ class RunReader:
             found |= series.series
         return found
 
+    def file_of(self, name: str) -> str:
+        """The file that a series is from."""
+        return next(file for file, (_, found) in reversed(self._files.items()) if name in found.series)
+
     @property
     def texts(self) -> Mapping[str, str]:
         return ChainMap(*(series.texts for _, series in self._files.values()))

@@ -210,13 +210,12 @@ function fillCard(card, episode) {
       choose: zoom,
       reset: () => zoom(0, episode.length - 1),
     });
-    plot.svg.append(draw("title", {}, "drag to zoom, double-click to see all"));
     plots.append(plot.element);
     parts.push(plot);
   }
   const where = make("div", { class: "soft" });
   parts.push({
-    show: (frame) => (where.textContent = `frame ${frame}, ${(frame / data.facts.fps).toFixed(2)} s`),
+    show: (frame) => (where.textContent = `frame ${frame}, ${(frame / data.facts.fps).toFixed(2)} s · ${ZOOM_HINT}`),
   });
   plots.append(where);
   card.append(make("div", { class: "detail" }, plots, preview));
