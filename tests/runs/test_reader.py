@@ -67,7 +67,9 @@ def test_a_file_that_a_resumed_run_wrote_anew(tmp_path: Path):
 
 def test_whatever_lines_contain_becomes_a_series():
     found = AllSeries("gpu.")
-    found.add({"time": 10.0, "power": [1, 2.5], "name": "H200", "throttled": False, "deep": {"a": {"b": None}}})
+    found.add(
+        {"time": 10.0, "power": [1, 2.5], "name": "H200", "throttled": False, "deep": {"a": {"b": None}}}
+    )
     found.add({"time": 12.0, "power": [3, 4]})
     found.add({"power": [5, 6]})  # neither step nor time
     assert found.series["gpu.power.1"] == Series("time", [10.0, 12.0], [2.5, 4.0])
@@ -151,7 +153,9 @@ def test_reports_that_say_the_time(tmp_path: Path):
         (0, None, None, None, False, "empty"),
     ],
 )
-def test_status(step: int, steps: int | None, alive: bool | None, ago: float | None, there: bool, status: str):
+def test_status(
+    step: int, steps: int | None, alive: bool | None, ago: float | None, there: bool, status: str
+):
     assert status_of(step, steps, alive, ago, 1.0, there) == status
 
 
@@ -184,7 +188,10 @@ def test_a_process_that_waits_for_its_parent_has_ended(tmp_path: Path):
         (None, None),
         ("", None),
         ("GPU-bound", "GPU-bound"),
-        ({"verdict": "data-bound", "evidence": "wait 40 %", "change": "cache"}, "data-bound: wait 40 %. cache"),
+        (
+            {"verdict": "data-bound", "evidence": "wait 40 %", "change": "cache"},
+            "data-bound: wait 40 %. cache",
+        ),
         ([{"verdict": "throttled"}, "straggler"], "throttled; straggler"),
         ({"other": 1}, None),
         (3, None),
@@ -223,7 +230,5 @@ def test_runs_are_found_in_folders(tmp_path: Path):
 
 
 def test_reading_needs_no_torch():
-    script = (
-        "import sys, flexor.runs.watch.live, flexor.runs.report.page; assert 'torch' not in sys.modules, 'torch'"
-    )
+    script = "import sys, flexor.runs.watch.live, flexor.runs.report.page; assert 'torch' not in sys.modules, 'torch'"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

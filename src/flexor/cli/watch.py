@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 
@@ -22,10 +23,8 @@ def run(arguments: list[str]) -> int:
     elif parsed.once or not is_interactive():
         print_once(runs)
     else:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # another way to quit
             watch_live(runs, parsed.every)
-        except KeyboardInterrupt:
-            pass  # another way to quit
     return 0
 
 
@@ -35,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "runs", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs (default: runs)"
     )
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)"
+    )
     parser.add_argument(
         "--once", action="store_true", help="print one screen and exit; so it is without a terminal"
     )

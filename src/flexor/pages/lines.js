@@ -73,13 +73,17 @@ function linePlot(title, lines, group, { stacked = false, unit = "", xName = "st
   const { legend, values } = linesLegend(lines, svg);
   const plot = { lines, svg, stacked, unit, view: null };
   const element = make("figure", { class: "lines", "data-name": title }, make("figcaption", {}, title), svg, legend);
+  let near = false; // plots far away are drawn when somebody comes near
   const redraw = () => {
-    if (svg.clientWidth) drawLines(plot, group, svg.clientWidth, xName);
+    if (near && svg.clientWidth) drawLines(plot, group, svg.clientWidth, xName);
   };
-  whenNear(element, () => new ResizeObserver(redraw).observe(svg));
+  whenNear(element, () => {
+    near = true;
+    new ResizeObserver(redraw).observe(svg);
+  });
   group.add(redraw);
   dragZoom(svg, {
-    place: (event) => plot.view.x.back(event.clientX - svg.getBoundingClientRect().left),
+    place: (event) => plot.view?.x.back(event.clientX - svg.getBoundingClientRect().left),
     across: (value) => plot.view.x(value),
     choose: (from, to) => group.change({ range: [from, to] }),
     reset: () => group.change({ range: null }),

@@ -1,7 +1,7 @@
 """One self-contained HTML page: styles, scripts, data and images are inside, and nothing is loaded from anywhere.
 
-Its policy (Content-Security-Policy) allows exactly its own scripts, and embedded images and videos. So even text that a bug
-failed to escape could neither run nor send anything.
+Its policy (Content-Security-Policy) allows exactly its own scripts, and embedded images and videos. So even text that
+a bug failed to escape could neither run nor send anything.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ def find_runs(named: Sequence[Path]) -> list[Path]:
         if path.is_file() and path.name in SIGNS:
             path = path.parent
         if not path.exists():
-            raise ConfigError(f"{path} does not exist: name the folder of a run, or a folder with runs in it.")
+            raise ConfigError(
+                f"{path} does not exist: name the folder of a run, or a folder with runs in it."
+            )
         if not path.is_dir():
             raise ConfigError(f"{path} is a file: name the folder of a run, or a folder with runs in it.")
         for run in [path] if is_run(path) else _below(path, DEPTH):

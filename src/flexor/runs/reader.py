@@ -95,7 +95,7 @@ class RunReader:
 
     def state(self) -> RunState:
         series = self.series
-        metrics = self._files[METRICS] if METRICS in self._files else None
+        metrics = self._files.get(METRICS)
         written = metrics[0].written if metrics else None
         ago = max(time.time() - written, 0.0) if written and metrics and metrics[1].series else None
         step = self.step
@@ -122,7 +122,10 @@ class RunReader:
         )
         if steps and each and state.status == "running":
             state.left_s = max((steps - step) * each - (ago or 0.0), 0.0)
-        state.plan = plan_rows(self.record.get("plan"), each, state.values.get(WAIT))
+        run_s = None  # of the whole run: what it has taken, and what is left
+        if state.elapsed_s is not None and (state.left_s is not None or state.status == "finished"):
+            run_s = state.elapsed_s + (state.left_s or 0.0)
+        state.plan = plan_rows(self.record.get("plan"), each, state.values.get(WAIT), run_s)
         return state
 
     @property
@@ -130,7 +133,9 @@ class RunReader:
         """The newest step that was reported."""
         if METRICS not in self._files:
             return 0
-        return int(max((s.x[-1] for s in self._files[METRICS][1].series.values() if s.axis == "step"), default=0))
+        return int(
+            max((s.x[-1] for s in self._files[METRICS][1].series.values() if s.axis == "step"), default=0)
+        )
 
     def _verdict(self) -> str | None:
         said = verdict_text(self.record.get("diagnosis")) or verdict_text(self.record.get(VERDICT))
@@ -169,7 +174,9 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
             manifest = path / MANIFEST
             files = json.loads(manifest.read_text())["files"]
             size = sum(int(file["size"]) for file in files.values())
-            found.append(SavedCheckpoint(int(path.name), relative(path, folder), size, manifest.stat().st_mtime))
+            found.append(
+                SavedCheckpoint(int(path.name), relative(path, folder), size, manifest.stat().st_mtime)
+            )
     return sorted(found, key=lambda one: one.step)
 
 

@@ -116,7 +116,9 @@ def elapsed_s(times: list[tuple[float, int, float]], clock: Mapping[float, float
     return sum(steps * each for _, steps, each in times)
 
 
-def plan_rows(plan: object, step_s: float | None, wait: float | None) -> list[PlannedValue]:
+def plan_rows(
+    plan: object, step_s: float | None, wait: float | None, run_s: float | None = None
+) -> list[PlannedValue]:
     """All figures of the plan. A record has pairs, `planned_NAME` and `NAME`; the second may come later, or never."""
     if not isinstance(plan, dict):
         return []
@@ -128,6 +130,8 @@ def plan_rows(plan: object, step_s: float | None, wait: float | None) -> list[Pl
         actual = plan.get(name)
         if name == "step_s" and actual is None and step_s is not None:
             actual = step_s * (1 - (wait or 0.0))  # a plan counts only the step
+        if name == "run_s" and actual is None:
+            actual = run_s
         rows.append(PlannedValue(name, _number(planned), _number(actual)))
     return rows
 

@@ -15,6 +15,7 @@ NAMES = {
     "held_out_loss": "held-out loss",
     "eval_success_rate": "success rate",
     "step_s": "step time",
+    "run_s": "whole run",
     "allocated_bytes": "peak memory",
 }
 

@@ -17,7 +17,9 @@ from flexor.runs.watch.screen import Screen
 from support.run_folders import add_checkpoint, add_lines, report, write_run
 from support.tmux import Terminal, find_tmux
 
-needs_tmux = pytest.mark.skipif(find_tmux() is None, reason="no tmux on this machine: install the package tmux")
+needs_tmux = pytest.mark.skipif(
+    find_tmux() is None, reason="no tmux on this machine: install the package tmux"
+)
 
 
 def watching(*words: object) -> list[str]:
@@ -43,7 +45,16 @@ def test_the_screen_follows_a_run(trained: Path):
     with Terminal(watching(trained, "--every", "0.2")) as terminal:
         text = terminal.wait("step 1,000 of 2,000")
         assert "first  running" in text and "50 %" in text and "│" in text
-        for part in ("0.3707", "samples/s", "data wait", "GPU busy", "93 %", "gradient norm", "1.00e-04", "left, until"):
+        for part in (
+            "0.3707",
+            "samples/s",
+            "data wait",
+            "GPU busy",
+            "93 %",
+            "gradient norm",
+            "1.00e-04",
+            "left, until",
+        ):
             assert part in text
         assert "checkpoint  step 900" in text
         with (trained / "metrics.jsonl").open("a") as out:
@@ -222,4 +233,3 @@ def test_no_size_is_too_small(trained: Path, size: tuple[int, int]):
     for screen in (Screen([]), Screen([run]), Screen([run, run], comparing=True), Screen([run], help=True)):
         lines = screen.lines(*size)
         assert len(lines) <= size[1] and all(line.cell_len <= size[0] for line in lines)
-

@@ -22,7 +22,7 @@ PARTS = {
 
 
 def breakdown(series: Mapping[str, Series], batch: int | None, most: int) -> dict[str, Any] | None:
-    """{"x": steps, "parts": [{"name", "y": milliseconds per step}]}, which add up to the whole step; None: not known."""
+    """{"x": steps, "parts": [{"name", "y": milliseconds per step}]}; they add up to the whole step. None: not known."""
     times = step_seconds(series.get(RATE), batch)
     if not times:
         return None

@@ -11,7 +11,13 @@ from flexor.core.run_files import CHECKPOINTS, VIDEOS
 from flexor.pages.images import as_base64
 from flexor.runs.state import relative
 
-IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp", ".gif": "image/gif"}
+IMAGES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+}
 MOST = 200  # files of each kind that are named
 
 
@@ -29,7 +35,9 @@ class MediaFile:
 def videos_of(folder: Path, videos: Sequence[Path]) -> list[MediaFile]:
     """The newest first: those of the last evaluation say most. A video's folder is the step that it is from."""
     found = [_media(folder, path, "video/mp4") for path in videos]
-    return sorted((f for f in found if f), key=lambda f: (-(f.step if f.step is not None else 1 << 60), f.name))[:MOST]
+    return sorted(
+        (f for f in found if f), key=lambda f: (-(f.step if f.step is not None else 1 << 60), f.name)
+    )[:MOST]
 
 
 def images_of(folder: Path) -> list[MediaFile]:

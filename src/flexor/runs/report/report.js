@@ -200,8 +200,9 @@ function mediaSection(kind, title) {
 function mediaFigure(file) {
   const src = `data:${file.kind};base64,${file.data}`;
   const shown = file.kind.startsWith("video/")
-    ? make("video", { controls: "", loop: "", muted: "", preload: "metadata", playsinline: "" })
+    ? make("video", { controls: "", loop: "", preload: "metadata", playsinline: "" })
     : make("img", { alt: file.name });
+  shown.muted = true; // there is no sound, and browsers let silent videos play
   const figureElement = make("figure", {}, shown, make("figcaption", {}, mediaCaption(file)));
   whenNear(figureElement, () => shown.setAttribute("src", src));
   return figureElement;

@@ -265,4 +265,3 @@ def _checkpoint(state: RunState) -> str:
     if state.status == "stopped":
         text += f". Continue with: flexor resume {state.folder}"
     return text
-

@@ -22,7 +22,6 @@ from flexor.core.log import log
 from flexor.core.machine import flush_to_disk
 from flexor.core.run_files import MANIFEST as MANIFEST
 
-
 LAST = "last"
 
 
