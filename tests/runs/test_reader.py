@@ -77,6 +77,20 @@ def test_whatever_lines_contain_becomes_a_series():
     assert found.texts == {"gpu.name": "H200"}
 
 
+def test_samples_are_over_time_even_if_they_say_the_step():
+    found = AllSeries("system.", "time")
+    found.add({"step": 5, "time": 10.0, "cpu": 0.5, "span": 5, "cpu_cores": [0.0, 1.0] * 20})
+    found.add({"step": 5, "time": 15.0, "cpu": 0.6})
+    assert found.series["system.cpu"] == Series("time", [10.0, 15.0], [0.5, 0.6])
+    cores = {name: series.y for name, series in found.series.items() if "cores" in name}
+    assert cores == {
+        "system.cpu_cores.mean": [0.5],
+        "system.cpu_cores.lowest": [0.0],
+        "system.cpu_cores.highest": [1.0],
+    }
+    assert "system.span" not in found.series
+
+
 def test_repeated_steps_replace_what_was_reported_before():
     series = Series("step")
     for step, value in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 20.0), (4, 4.0)):

@@ -17,7 +17,7 @@ from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RU
 from flexor.runs.find import is_run
 from flexor.runs.jsonl import GrowingLines
 from flexor.runs.process import is_alive
-from flexor.runs.series import AllSeries, Series
+from flexor.runs.series import STEP, TIME, AllSeries, Series
 from flexor.runs.state import (
     RATE,
     WAIT,
@@ -58,7 +58,8 @@ class RunReader:
         names[METRICS] = ""
         for name, prefix in names.items():
             if name not in self._files:
-                self._files[name] = GrowingLines(self.folder / name), AllSeries(prefix)
+                axis = STEP if name == METRICS else TIME
+                self._files[name] = GrowingLines(self.folder / name), AllSeries(prefix, axis)
             lines, series = self._files[name]
             again, new = lines.read()
             if again:
@@ -79,10 +80,6 @@ class RunReader:
         for _, series in self._files.values():
             found |= series.series
         return found
-
-    def file_of(self, name: str) -> str:
-        """The file that a series is from."""
-        return next(file for file, (_, found) in reversed(self._files.items()) if name in found.series)
 
     @property
     def texts(self) -> Mapping[str, str]:

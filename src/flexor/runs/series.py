@@ -10,6 +10,8 @@ from typing import Any
 
 STEP = "step"
 TIME = "time"  # seconds since 1970
+IGNORED = ("span", "index")  # of a sample: how long it is, and what number a GPU has
+MOST_OF_LIST = 16  # a longer list (the cores of a large machine) becomes its mean, lowest and highest value
 MOST_SERIES = 1000  # a file with more of them is not what a run writes
 
 
@@ -38,10 +40,14 @@ class Series:
 
 
 class AllSeries:
-    """What one file has reported: series of numbers, and the newest of each text."""
+    """What one file has reported: series of numbers, and the newest of each text.
 
-    def __init__(self, prefix: str = ""):
+    `axis`: what its series are over, if its lines have both a step and a time. Samples have several lines per step.
+    """
+
+    def __init__(self, prefix: str = "", axis: str = STEP):
         self.prefix = prefix
+        self.axis = axis
         self.clear()
 
     def clear(self) -> None:
@@ -51,7 +57,8 @@ class AllSeries:
         """step -> seconds since 1970, if the lines say both."""
 
     def add(self, line: dict[str, Any]) -> None:
-        axis = STEP if _is_number(line.get(STEP)) else TIME
+        other = TIME if self.axis == STEP else STEP
+        axis = self.axis if _is_number(line.get(self.axis)) else other
         x = line.get(axis)
         if not _is_number(x):
             return
@@ -114,9 +121,17 @@ def _is_number(value: object) -> bool:
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Values of groups and lists under one name each: datasets.place.share, gpu.0."""
     for name, value in values.items():
+        if name in IGNORED:
+            continue
         if isinstance(value, list):
-            value = dict(enumerate(value))
+            value = _listed(value)
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}.")
         else:
             yield f"{before}{name}", value
+
+
+def _listed(values: list[Any]) -> dict[Any, Any]:
+    if len(values) > MOST_OF_LIST and all(map(_is_number, values)):
+        return {"mean": sum(values) / len(values), "lowest": min(values), "highest": max(values)}
+    return dict(enumerate(values))

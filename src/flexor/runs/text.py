@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import unicodedata
 
-SHARES = ("data_wait", "gpu_busy", "eval_success_rate")
+SHARES = ("data_wait", "gpu_busy", "eval_success_rate", "util", "memory_util", "gpu_util", "gpu_memory_util")
+UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_mhz": "MHz", "_w": "W", "_j": "J", "_c": "°C"}
 NAMES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -33,6 +34,9 @@ def value_text(name: str, value: float | None) -> str:
         return f"{100 * value:.1f} %" if value < 0.0995 else f"{100 * value:.0f} %"
     if last.endswith("_bytes"):
         return f"{value / 1e9:.2f} GB" if value >= 1e7 else f"{value / 1e6:.3g} MB"
+    for ending, unit in UNITS.items():
+        if last.endswith(ending):
+            return f"{figure(value)} {unit}"
     if last.endswith("_s") and not last.endswith("per_s"):
         return duration_text(value)
     return figure(value)

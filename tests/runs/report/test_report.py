@@ -93,7 +93,7 @@ def test_the_page_of_one_run(browser: Browser, tmp_path: Path, dark: bool):
         "Checkpoints",
     ]
     assert texts(browser, "h2") == [*sections, "Images", "Videos of evaluations"]
-    assert texts(browser, "#curves h3") == ["Learning", "Speed", "gpu"]
+    assert texts(browser, "#curves h3") == ["Learning", "Speed", "gpu, over time"]
     for name in ("loss", "held-out loss", "success rate", "learning rate", "data wait", "gpu.power w"):
         assert browser.run(f"document.querySelectorAll({json.dumps(plot(name))}).length") == 1, name
     plan = ["step time", "8 ms", "9.5 ms", "+19 %", "peak memory", "3.00 GB", "3.30 GB", "+10 %"]
@@ -262,6 +262,32 @@ def test_long_runs_take_little_room(tmp_path: Path):
     found = data["runs"][0]["series"]["loss"]
     assert found["count"] == 20_000 and len(found["x"]) <= 5000 and len(json.dumps(data)) < 2_000_000
     assert 11_111 in found["x"] and found["x"][-1] == 20_000
+
+
+def test_samples_of_the_machine(browser: Browser, tmp_path: Path):
+    """As a run writes them: several per step, a list of GPUs, a list of cores; and their means in the metrics."""
+    run = write_run(tmp_path / "run", last=0)
+    add_lines(run / "metrics.jsonl", report(100, system={"cpu": 0.5, "gpu_util": 0.9}))
+    cores = [0.1 * (core % 4) for core in range(32)]
+    for i in range(5):
+        gpus = [{"index": g, "name": "H200", "util": 0.5 + 0.1 * g, "throttled": []} for g in range(2)]
+        sample = {
+            "time": 1e9 + 60 * i,
+            "span": 60.0,
+            "step": 100,
+            "cpu": 0.01 * i,
+            "cpu_cores": cores,
+            "gpus": gpus,
+        }
+        add_lines(run / "system.jsonl", sample)
+    opened(browser, [run], tmp_path / "page.html")
+    assert texts(browser, "#curves h3") == ["Learning", "Speed", "system, over time", "system"]
+    assert figures(browser, "system.cpu") == [0.04] and figures(browser, "system.gpu util") == [0.9]
+    assert texts(browser, f"{plot('system.gpus.util')} .legend span") == ["0 0.5", "1 0.6"]
+    cores_shown = texts(browser, f"{plot('system.cpu cores')} .legend span")
+    assert cores_shown == ["mean 0.15", "lowest 0", "highest 0.3"]
+    browser.point(f"{plot('system.cpu')} svg", 0.999)
+    assert figures(browser, "system.cpu") == [0.04, 4]  # minutes
 
 
 # --- parts

@@ -33,6 +33,8 @@ MOST_POINTS, FEWEST_POINTS = 5000, 50  # of a series
 MOST_RUNS = 32
 DIGITS = 9
 SPEED = ("samples_per_s", "data_wait", "gpu_busy")
+FIRST = ("loss", "held_out_loss", "eval_success_rate")
+SPREAD = ("mean", "lowest", "highest")
 
 
 def write_report(
@@ -91,7 +93,6 @@ def report_data(readers: Sequence[RunReader], limit: int = PAGE_BYTES) -> dict[s
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "version": VERSION,
         "groups": _groups(readers),
-        "titles": {name: title_of(name) for reader in readers for name in reader.series},
         "differences": differing(settings),
         "settings": settings[0] if len(settings) == 1 else {},
         "runs": [_run(reader, points) for reader in readers],
@@ -114,25 +115,45 @@ def _points(readers: Sequence[RunReader], limit: int) -> int:
 
 def _groups(readers: Sequence[RunReader]) -> list[dict[str, Any]]:
     """Which curves belong together: what the policy learns, how fast, and a group for each other file of the run."""
-    groups: dict[tuple[str, str], dict[str, None]] = {("Learning", STEP): {}, ("Speed", STEP): {}}
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {("Learning", STEP): {}, ("Speed", STEP): {}}
     for reader in readers:
         for name, series in reader.series.items():
-            file = reader.file_of(name)
-            if file != METRICS:
-                title = file.removesuffix(".jsonl").replace("_", " ")
-            else:
-                title = "Speed" if name in SPEED or name.endswith(("_s", "_bytes", "_share")) else "Learning"
-            groups.setdefault((title, series.axis), {})[name] = None
-    order = ("loss", "held_out_loss", "eval_success_rate")
+            plots = groups.setdefault((_group(name, series.axis), series.axis), {})
+            names = plots.setdefault(family(name), [])
+            if name not in names:
+                names.append(name)
     return [
         {
             "title": title,
             "axis": axis,
-            "series": sorted(names, key=lambda n: order.index(n) if n in order else len(order)),
+            "plots": [
+                {"title": title_of(base), "names": names, "labels": [member(name) for name in names]}
+                for base, names in sorted(plots.items(), key=lambda item: _place(item[0]))
+            ],
         }
-        for (title, axis), names in groups.items()
-        if names
+        for (title, axis), plots in groups.items()
+        if plots
     ]
+
+
+def _group(name: str, axis: str) -> str:
+    group, dot, _ = name.partition(".")
+    if dot:
+        return group.replace("_", " ") + (", over time" if axis != STEP else "")
+    return "Speed" if name in SPEED or name.endswith(("_s", "_bytes", "_share")) else "Learning"
+
+
+def _place(name: str) -> int:
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
+def family(name: str) -> str:
+    """`system.gpus.0.util` and `system.gpus.1.util` are drawn in one plot: `system.gpus.util`."""
+    return ".".join(part for part in name.split(".") if not part.isdigit() and part not in SPREAD)
+
+
+def member(name: str) -> str:
+    return " ".join(part for part in name.split(".") if part.isdigit() or part in SPREAD)
 
 
 def _run(reader: RunReader, points: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 const data = pageData();
 const several = data.runs.length > 1;
 const groups = []; // of plots, one per kind of x-axis
+const timeUnit = findTimeUnit();
 let byTime = false; // curves over the time of training instead of steps
 
 function header() {
@@ -91,9 +92,9 @@ function curvePlots() {
     Object.assign(group, { smoothing: before.smoothing, log: before.log });
     groups.push(group);
   }
-  const parts = data.groups.flatMap(({ title, axis, series }) => {
-    const plots = series.map((name) => curvesOf(name, axis, shared[axis === "step"]));
-    return [make("h3", {}, title), make("div", { class: "grid-of-plots" }, plots)];
+  const parts = data.groups.flatMap(({ title, axis, plots }) => {
+    const drawn = plots.map((plot) => curvesOf(plot, axis, shared[axis === "step"]));
+    return [make("h3", {}, title), make("div", { class: "grid-of-plots" }, drawn)];
   });
   const few = data.runs.some((run) => Object.values(run.series).some(({ x, count }) => x.length < count));
   const note = few
@@ -103,17 +104,30 @@ function curvePlots() {
   return make("div", { id: "plots" }, note, parts.length ? parts : none);
 }
 
-function curvesOf(name, axis, group) {
-  const lines = data.runs.flatMap((run, number) => {
-    const found = run.series[name];
-    if (!found) return [];
-    let { x } = found;
-    if (axis === "time") x = x.map((at) => at - x[0]);
-    else if (byTime) x = x.map((step) => hoursAt(run, step));
-    return [{ name: several ? run.name : "", colour: curveColour(number), x, y: found.y }];
-  });
-  const xName = axis === "time" ? "s" : byTime ? "h" : "step";
-  return linePlot(data.titles[name], lines, group, { xName });
+/** One plot: a line for each run and each of its series. */
+function curvesOf({ title, names, labels }, axis, group) {
+  const lines = data.runs.flatMap((run, number) =>
+    names.flatMap((name, which) => {
+      const found = run.series[name];
+      if (!found) return [];
+      let { x } = found;
+      if (axis === "time") x = x.map((at) => (at - x[0]) / timeUnit.seconds);
+      else if (byTime) x = x.map((step) => hoursAt(run, step));
+      const text = [several ? run.name : "", labels[which]].filter(Boolean).join(" ");
+      return [{ name: text, colour: curveColour(number * names.length + which), x, y: found.y }];
+    }),
+  );
+  const xName = axis === "time" ? timeUnit.name : byTime ? "h" : "step";
+  return linePlot(title, lines, group, { xName });
+}
+
+/** Of the samples that have a time: minutes, or hours if a run is long. */
+function findTimeUnit() {
+  const timed = data.groups.filter(({ axis }) => axis === "time").flatMap(({ plots }) => plots.flatMap((p) => p.names));
+  const spans = data.runs.flatMap((run) =>
+    timed.map((name) => run.series[name]?.x ?? []).map((x) => (x.length ? x[x.length - 1] - x[0] : 0)),
+  );
+  return spans.some((span) => span > 7200) ? { name: "h", seconds: 3600 } : { name: "min", seconds: 60 };
 }
 
 /** Hours of training until a step: between two reports, in proportion. */
