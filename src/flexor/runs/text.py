@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 
 SHARES = ("data_wait", "gpu_busy", "eval_success_rate", "util", "memory_util", "gpu_util", "gpu_memory_util")
-UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_mhz": "MHz", "_w": "W", "_j": "J", "_c": "°C"}
+UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_mhz": "MHz", "_w": "W", "_j": "J", "_c": "C"}
 NAMES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
@@ -23,6 +24,16 @@ NAMES = {
 
 def title_of(name: str) -> str:
     return NAMES.get(name) or name.replace("_", " ")
+
+
+def short_title(name: str) -> str:
+    """The same where there is little room: without the unit, which the value has; `GPU 0 util` for `gpus.0.util`."""
+    if name in NAMES:
+        return NAMES[name]
+    for ending in UNITS:
+        name = name.removesuffix(ending)
+    name = re.sub(r"\bgpus\.(\d+)\.", r"GPU \1 ", name.removeprefix("system."))
+    return name.replace("_", " ")
 
 
 def value_text(name: str, value: float | None) -> str:

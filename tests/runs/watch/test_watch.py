@@ -222,6 +222,24 @@ def test_values_that_can_not_be_drawn():
     assert sparkline([1.0, nan, 2.0], 3) == "▁!█" and sparkline([nan], 3) == ""
 
 
+def test_samples_of_the_machine_are_short(trained: Path, capsys: pytest.CaptureFixture[str]):
+    gpus = [{"index": g, "util": 0.9, "power_w": 512.5, "temperature_c": 61} for g in range(2)]
+    sample = {
+        "time": 1e9,
+        "step": 5,
+        "span": 5.0,
+        "cpu_cores": [0.5] * 64,
+        "disk_read_mb_s": 93.0,
+        "gpus": gpus,
+    }
+    add_lines(trained / "system.jsonl", sample)
+    assert cli.main(["watch", str(trained)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for part in ("GPU 1 util 90 %", "GPU 0 power 512.5 W", "disk read 93 MB/s", "cpu cores.highest 0.5"):
+        assert part in out
+    assert out.index("l1 loss") < out.index("GPU 0 util") < out.index("cpu cores.mean")
+
+
 def test_keys_by_their_names():
     assert parse_keys("q\x1b[A\x1bOB\x1b[5~\tx\x1b") == ["q", "up", "down", "right", "x", "escape"]
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from flexor.runs.reader import RunReader
 from flexor.runs.series import TIME, Series, smoothed
 from flexor.runs.state import STATUS, RunState
-from flexor.runs.text import duration_text, one_line, title_of, value_text
+from flexor.runs.text import duration_text, one_line, short_title, title_of, value_text
 from flexor.runs.watch.chart import ChartLine, chart, sparkline
 
 FIRST = (
@@ -76,7 +76,7 @@ class Screen:
         """Names of the curves that there are, the usual ones first."""
         shown = self.runs if self.comparing else self.runs[self.selected : self.selected + 1]
         names = dict.fromkeys(name for run in shown for name in run.series)
-        return [name for name in FIRST if name in names] + [name for name in names if name not in FIRST]
+        return sorted(names, key=_place)
 
     def lines(self, width: int, height: int) -> list[Text]:
         """At most `height` lines of at most `width` characters."""
@@ -140,7 +140,7 @@ class Screen:
 
     def _figure(self, name: str, series: Series, value: float | None) -> Text:
         text = value_text(name, value)
-        title = one_line(title_of(name))
+        title = one_line(short_title(name))
         cell = Text(f"{title if len(title) <= NAME else title[-NAME:]:{NAME}} ", style="dim", no_wrap=True)
         cell.append(f"{text:>{VALUE}} ", style="not dim bold" if value is not None else "not dim red")
         room = CELL - NAME - VALUE - 2
@@ -169,6 +169,13 @@ class Screen:
         lines = self._curves([self.runs[i] for i in order], [colours[i] for i in order])
         drawn = chart(lines, width, room, log=self.log, plain=self.plain)
         return [self._title(), *drawn, *rows]
+
+
+def _place(name: str) -> tuple[int, int]:
+    """The usual ones first, then those of the run, of GPUs, and of the machine."""
+    if name in FIRST:
+        return 0, FIRST.index(name)
+    return (2 if "gpu" in name else 3) if "." in name else 1, 0
 
 
 def compare_table(states: Sequence[RunState], width: int) -> list[str]:
