@@ -12,6 +12,7 @@ LAYERS = {
         *(
             "core",
             "pages",
+            "runs",
             "data",
             "policies",
             "config",
@@ -41,6 +42,10 @@ LAYERS = {
             "check",
         ),
         *("show", "repair", "push"),
+    ],
+    "runs": [
+        *("jsonl", "series", "find", "process", "text", "state", "reader"),
+        *("watch", "report"),
     ],
     "plan": [
         "site",

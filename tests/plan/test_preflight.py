@@ -47,6 +47,12 @@ def test_a_run_says_what_it_expects(
     assert any(line.startswith("planned:") and "RTX 4090" in line for line in log_lines)
     figures = preflight.compare(plan, {"samples_per_s": 64.0, "data_wait": 0.5}, CUDA)
     assert figures["step_s"] == pytest.approx(0.25)
+    before = preflight.Preflight()
+    assert before.planned() == {}
+    before.plan = plan
+    planned = before.planned()
+    assert {*planned} == {"planned_allocated_bytes", "planned_step_s", "planned_run_s"}
+    assert planned.items() <= figures.items() and all(value > 0 for value in planned.values())
 
 
 def test_what_does_not_fit_is_a_warning(

@@ -106,14 +106,34 @@ class Browser:
 
     def point(self, selector: str, x: float, y: float = 0.5) -> None:
         """Move the pointer to a place in an element, as soon as it is there; x and y from 0 to 1."""
+        self._mouse("mouseMoved", self._place(selector, x, y))
+
+    def drag(self, selector: str, begin: float, end: float) -> None:
+        """Press the button at a place in an element, move to another one on the same height, and let go."""
+        places = [self._place(selector, x, 0.5) for x in (begin, (begin + end) / 2, end)]
+        self._mouse("mouseMoved", places[0])
+        self._mouse("mousePressed", places[0], button="left", buttons=1, clickCount=1)
+        for place in places[1:]:
+            self._mouse("mouseMoved", place, button="left", buttons=1)
+        self._mouse("mouseReleased", places[-1], button="left", clickCount=1)
+
+    def double_click(self, selector: str) -> None:
+        place = self._place(selector, 0.5, 0.5)
+        for count in (1, 2):
+            self._mouse("mousePressed", place, button="left", buttons=1, clickCount=count)
+            self._mouse("mouseReleased", place, button="left", clickCount=count)
+
+    def _mouse(self, kind: str, place: dict[str, float], **more: Any) -> None:
+        self._send("Input.dispatchMouseEvent", type=kind, **place, **more)
+
+    def _place(self, selector: str, x: float, y: float) -> dict[str, float]:
         element = f"document.querySelector({json.dumps(selector)})"
         self.wait(f"{element} !== null")
         self.run(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         box = self.run(
             f"(({{x, y, width, height}}) => [x, y, width, height])({element}.getBoundingClientRect())"
         )
-        place = {"x": box[0] + x * box[2], "y": box[1] + y * box[3]}
-        self._send("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        return {"x": box[0] + x * box[2], "y": box[1] + y * box[3]}
 
     def screenshot(self, path: Path, whole: bool = False) -> None:
         answer = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

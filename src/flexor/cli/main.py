@@ -18,6 +18,8 @@ VERBS = {
     "plan": "estimate memory, time and cost of a run on any GPU, before you start it",
     "train": "train a policy (without arguments: on the built-in task)",
     "resume": "continue a run exactly from its newest checkpoint",
+    "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
+    "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
     "eval": "run episodes with a trained policy and report its success rate",
     "serve": "answer robots on the network with a trained policy",
     "export": "write the policy of a checkpoint as one file, even if several processes saved it in parts",

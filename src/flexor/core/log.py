@@ -4,8 +4,10 @@ import logging
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -47,6 +49,34 @@ def setup_logging(verbose: bool = False) -> None:
     log.addHandler(handler)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
+
+
+class _QuietFile(logging.FileHandler):
+    """A log that can't be written must not disturb a run: the terminal has the same lines."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+@contextmanager
+def log_file(path: Path) -> Iterator[None]:
+    """Inside, what is logged is also appended to a file, with the date."""
+    handler = None
+    try:
+        handler = _QuietFile(path, encoding="utf-8", errors="replace")
+        handler.setFormatter(
+            logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+        )
+        log.addHandler(handler)
+    except OSError:
+        log.debug("no log file at %s", path)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            log.removeHandler(handler)
+            with suppress(OSError):
+                handler.close()
 
 
 def warn_once(text: str, *values: object) -> None:

@@ -3,6 +3,7 @@
 RUN_CONFIG = "config.yaml"  # all settings of the run
 METRICS = "metrics.jsonl"
 RUN_RECORD = "run.json"  # what was trained where, and how it compares with the plan
+LOG = "train.log"  # what the run logged, of all its starts
 LOCK = ".lock"
 LAUNCH = ".launch"  # which launch started the run
 CHECKPOINTS = "checkpoints"  # 000100, 000200, ..., last
@@ -12,3 +13,6 @@ POLICY_CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy
 SHARDS = "sharded"  # of the training state: each rank's part of the tensors
+MANIFEST = (
+    f"{TRAINING_STATE}/manifest.json"  # of a checkpoint: written last, so a folder that has it is complete
+)

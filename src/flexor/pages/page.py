@@ -1,7 +1,7 @@
 """One self-contained HTML page: styles, scripts, data and images are inside, and nothing is loaded from anywhere.
 
-Its policy (Content-Security-Policy) allows exactly its own scripts and embedded images. So even text that a bug
-failed to escape could neither run nor send anything.
+Its policy (Content-Security-Policy) allows exactly its own scripts, and embedded images and videos. So even text that
+a bug failed to escape could neither run nor send anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flexor.core.errors import ConfigError
 
 GENERATOR = '<meta name="generator" content="Flexor">'
 SHARED_STYLES = (("flexor.pages", "shared.css"),)
-SHARED_SCRIPTS = (("flexor.pages", "shared.js"), ("flexor.pages", "plots.js"))
+SHARED_SCRIPTS = (("flexor.pages", "shared.js"), ("flexor.pages", "plots.js"), ("flexor.pages", "lines.js"))
 Files = Sequence[tuple[str, str]]
 """Package and file name of styles or scripts, in the order in which they are included."""
 
@@ -34,15 +34,19 @@ def page(
     styles: Files = (),
     scripts: Files = (),
     live: bool = False,
+    videos: bool = False,
 ) -> str:
     """The whole file. `body` is HTML; `data` is what the scripts read with `pageData()`.
 
     Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page.
+    `videos`: some are embedded.
     """
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    if videos:
+        policy += "; media-src data:"
     if script:
         policy += f"; script-src 'sha256-{digest}'" + ("; connect-src 'self'" if live else "")
         body += f'\n<script type="application/json" id="page-data">{as_json(data)}</script>\n'

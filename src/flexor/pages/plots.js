@@ -1,8 +1,10 @@
 "use strict";
-// Plots as SVG: curves with a cursor, and histograms.
+// Plots as SVG: curves with a cursor and zoom, and histograms.
 
 // The first are colours that people with colour blindness can tell apart (Okabe and Ito).
 const CURVE_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8a7d00", "#7a5195"];
+
+const ZOOM_HINT = "drag over a plot to zoom, double-click to see all";
 
 function curveColour(number) {
   return CURVE_COLOURS[number] ?? `hsl(${(number * 137.5) % 360} 60% 52%)`;
@@ -12,11 +14,13 @@ function curveColour(number) {
  * Curves over the frames of an episode. `curves`: [{name, low: [...], high: [...], from, to}], where low and high are
  * the smallest and the largest value of every `every` frames (the same array if every is 1), NaN where one is missing;
  * from and to are the limits of its axis, which are named if all curves have the same.
- * Returns {element, svg, show(frame)}.
+ * Returns {element, svg, show(frame), at(place), zoom(from, to)}: `at` is the frame at a place from 0 (left) to 1, and
+ * `zoom` shows only some of the frames.
  */
 function curvePlot(title, curves, every, length) {
   const width = 600;
   const height = 110;
+  const view = { from: 0, to: length - 1 };
   const x = (frame) => (length > 1 ? (frame / (length - 1)) * width : width / 2);
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img" });
   const legend = make("div", { class: "legend" });
@@ -42,6 +46,12 @@ function curvePlot(title, curves, every, length) {
   return {
     element: make("div", { class: "curves" }, make("h4", {}, title), area, legend),
     svg,
+    at: (place) => view.from + place * (view.to - view.from),
+    zoom(from, to) {
+      Object.assign(view, { from: Math.max(from, 0), to: Math.min(to, length - 1) });
+      svg.setAttribute("viewBox", `${x(view.from)} 0 ${Math.max(x(view.to) - x(view.from), 1e-3)} ${height}`);
+    },
+    across: x,
     show(frame) {
       const bucket = Math.floor(frame / every);
       cursor.setAttribute("x1", x(frame));
@@ -81,6 +91,39 @@ function missingMarks(curve, every, length, x, height) {
     marks.push(draw("line", { class: "gap", x1: at, x2: at, y1: height - 10, y2: height }));
   });
   return marks;
+}
+
+/**
+ * Lets somebody drag over a part of a plot to see only that, and double-click to see all again.
+ * `place(event)` is the value on the x-axis under the pointer, `across(value)` where that is in the drawing;
+ * `choose(from, to)` and `reset()` do it.
+ */
+function dragZoom(svg, { place, across, choose, reset }) {
+  let begin = null;
+  const box = draw("rect", { class: "selection", y: 0, height: "100%" });
+  svg.addEventListener("pointerdown", (event) => {
+    if (event.button !== 0) return;
+    begin = { value: place(event), at: event.clientX };
+    svg.setPointerCapture(event.pointerId);
+  });
+  svg.addEventListener("pointermove", (event) => {
+    if (!begin || Math.abs(event.clientX - begin.at) < 4) return;
+    const [from, to] = [begin.value, place(event)].map(across).sort((a, b) => a - b);
+    box.setAttribute("x", from);
+    box.setAttribute("width", to - from);
+    svg.append(box);
+  });
+  const end = (event) => {
+    if (!begin) return;
+    const [from, to] = [begin.value, place(event)].sort((a, b) => a - b);
+    const far = Math.abs(event.clientX - begin.at) >= 4;
+    begin = null;
+    box.remove();
+    if (far && event.type === "pointerup" && to > from) choose(from, to);
+  };
+  svg.addEventListener("pointerup", end);
+  svg.addEventListener("pointercancel", end);
+  svg.addEventListener("dblclick", reset);
 }
 
 /** A histogram: `counts` of equal bins from `low` to `high`. */

@@ -56,6 +56,9 @@ class Preflight:
     ) -> None:
         self.plan = plan_run(config, training, processes, device)
 
+    def planned(self) -> dict[str, float]:
+        return {} if self.plan is None else planned_figures(self.plan)
+
     def after(self, metrics: dict[str, Any], device: torch.device) -> dict[str, Any]:
         return {} if self.plan is None else compare(self.plan, metrics, device)
 
@@ -122,17 +125,26 @@ def announce(plan: Plan) -> None:
         )
 
 
+def planned_figures(plan: Plan) -> dict[str, float]:
+    """What a run's record says before anything is measured."""
+    return {
+        "planned_allocated_bytes": plan.memory.allocated + plan.frames_on_gpu,
+        "planned_step_s": plan.pace.step.seconds,
+        "planned_run_s": 3600 * plan.pace.hours,
+    }
+
+
 def compare(plan: Plan, metrics: dict[str, Any], device: torch.device) -> dict[str, float]:
     """Compare the plan with the measured values: log them, and return them for the summary of the run."""
     memory = torch.cuda.max_memory_allocated(device)
     rate = metrics.get("samples_per_s")
+    figures = planned_figures(plan) | {"allocated_bytes": memory}
     planned = plan.memory.allocated + plan.frames_on_gpu
-    figures: dict[str, float] = {"planned_allocated_bytes": planned, "allocated_bytes": memory}
     bound = " at most" if plan.config.compile else ""
     text = f"peak memory: {gigabytes(planned)} planned{bound}, {gigabytes(memory)} measured"
     if rate:
         actual = plan.split.global_batch / rate * (1 - metrics.get("data_wait", 0.0))
-        figures |= {"planned_step_s": plan.pace.step.seconds, "step_s": actual}
+        figures["step_s"] = actual
         text += f"; step time: {1e3 * plan.pace.step.seconds:.0f} ms planned{bound}, {1e3 * actual:.0f} ms measured"
     log.info("%s", text)
     return figures

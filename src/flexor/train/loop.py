@@ -18,9 +18,9 @@ from tqdm import tqdm
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
-from flexor.core.log import log, set_rank
+from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
-from flexor.core.run_files import RUN_CONFIG
+from flexor.core.run_files import LOG, RUN_CONFIG
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
 from flexor.data.mixture.entries import absolute_roots
@@ -55,6 +55,8 @@ class PreflightCheck(Protocol):
     def before(
         self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
     ) -> None: ...
+
+    def planned(self) -> dict[str, float]: ...
 
     def after(self, metrics: dict[str, Any], device: torch.device) -> dict[str, Any]: ...
 
@@ -114,7 +116,11 @@ def _take_part(
             state, loader, held_out = _build(config, found, run, processes, device, preflight)
             if processes.is_main:
                 pushing.start()
-            with closing(loader), state.engine.own_stream() if loader.decoded_on_gpu else nullcontext():
+            with (
+                log_file(run.folder / LOG) if processes.is_main else nullcontext(),
+                closing(loader),
+                state.engine.own_stream() if loader.decoded_on_gpu else nullcontext(),
+            ):
                 result = fit(state, run, loader, held_out, stop, dog, pushing)
             if preflight is not None and processes.is_main:
                 figures = preflight.after(result.metrics, device)
@@ -187,6 +193,10 @@ def _build(
         run.forget_metrics_after(state.step)
         run.write_config(config)
         note(run.folder, dataset=describe_dataset(training), machine=describe_machine(engine))
+        if preflight is not None:
+            note(
+                run.folder, plan=preflight.planned()
+            )  # so that others see how a run that trains compares with it
         run.note_launch(processes.launch)
     introduce(state, training, held_out, found)
     return state, loader, held_out

@@ -100,6 +100,22 @@ def test_the_page_shows_the_data(browser: Browser, sample: Path, tmp_path: Path,
     assert browser.errors == [] and browser.requests == [(tmp_path / "page.html").as_uri()]
 
 
+def test_zoom_of_an_episode(browser: Browser, sample: Path, tmp_path: Path):
+    opened(browser, sample, tmp_path / "page.html")
+    values = open_dataset(root=sample).columns["action"][:, 0]
+    second = "#episode-0 .curves:nth-of-type(2)"
+    browser.drag("#episode-0 .curves svg", 4 / 11, 8 / 11)  # of the first plot; all of them follow
+    for place, frame in ((0.0, 4), (0.5, 6), (1.0, 8)):
+        browser.point(f"{second} svg", min(max(place, 0.01), 0.99))
+        shown = browser.run(f"document.querySelector('{second} .legend b').textContent")
+        assert float(shown) == pytest.approx(float(values[frame]), abs=1e-4)
+    assert browser.run("document.querySelector('.selection')") is None
+    browser.double_click(f"{second} svg")
+    browser.point("#episode-0 .curves svg", 0.99)
+    text = browser.run("document.querySelector('#episode-0 .plots > .soft').textContent")
+    assert text.startswith("frame 11, 1.10 s") and browser.errors == []
+
+
 def test_images_on_the_page_are_those_of_the_dataset(browser: Browser, sample: Path, tmp_path: Path):
     opened(browser, sample, tmp_path / "page.html", episodes=[1])
     browser.wait("document.querySelector('.film img').complete")

@@ -120,6 +120,9 @@ def test_plan_and_reality_are_on_the_card(server, train):
     from flexor.train.checkpoint.run_record import note
 
     run = train()
+    note(run, plan={"planned_allocated_bytes": 2e9, "planned_step_s": 0.01})  # while it trains
+    assert main(["push", str(run), "--repo_id=ann/run"]) == 0
+    assert "Plan and reality" not in files(server)["README.md"].decode()
     note(
         run,
         plan={

@@ -200,26 +200,31 @@ function fillCard(card, episode) {
     parts.push(...data.cameras.map((camera, row) => largeFrame(episode, camera, row, preview)));
   }
   const plots = make("div", { class: "plots" });
-  for (const plot of episodePlots(episode)) {
-    followPointer(plot.svg, episode.length, show);
+  const drawn = episodePlots(episode);
+  const zoom = (from, to) => drawn.forEach((plot) => plot.zoom(from, to));
+  for (const plot of drawn) {
+    plot.svg.addEventListener("pointermove", (event) => show(Math.round(frameUnder(plot, event))));
+    dragZoom(plot.svg, {
+      place: (event) => frameUnder(plot, event),
+      across: plot.across,
+      choose: zoom,
+      reset: () => zoom(0, episode.length - 1),
+    });
     plots.append(plot.element);
     parts.push(plot);
   }
   const where = make("div", { class: "soft" });
   parts.push({
-    show: (frame) => (where.textContent = `frame ${frame}, ${(frame / data.facts.fps).toFixed(2)} s`),
+    show: (frame) => (where.textContent = `frame ${frame}, ${(frame / data.facts.fps).toFixed(2)} s · ${ZOOM_HINT}`),
   });
   plots.append(where);
   card.append(make("div", { class: "detail" }, plots, preview));
   show(0);
 }
 
-function followPointer(element, length, show) {
-  element.addEventListener("pointermove", (event) => {
-    const box = element.getBoundingClientRect();
-    const place = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1);
-    show(Math.round(place * (length - 1)));
-  });
+function frameUnder(plot, event) {
+  const box = plot.svg.getBoundingClientRect();
+  return plot.at(Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1));
 }
 
 function filmstrip(episode, show) {

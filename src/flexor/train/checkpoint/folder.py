@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from flexor.core.errors import CheckpointError
 from flexor.core.log import log
 from flexor.core.machine import flush_to_disk
+from flexor.core.run_files import MANIFEST as MANIFEST
 
-MANIFEST = "training_state/manifest.json"
 LAST = "last"
 
 

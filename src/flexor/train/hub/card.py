@@ -184,10 +184,10 @@ def _metrics(run: Path, step: int) -> list[tuple[str, Any]]:
 
 def _plan(plan: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
-    if "planned_allocated_bytes" in plan:
+    if {"planned_allocated_bytes", "allocated_bytes"} <= {*plan}:  # the second comes with the end of the run
         planned, measured = (gigabytes(int(plan[k])) for k in ("planned_allocated_bytes", "allocated_bytes"))
         rows.append(("peak memory per GPU", f"{planned} planned, {measured} measured"))
-    if "planned_step_s" in plan:
+    if {"planned_step_s", "step_s"} <= {*plan}:
         planned, measured = (f"{1e3 * plan[k]:.0f} ms" for k in ("planned_step_s", "step_s"))
         rows.append(("time per step", f"{planned} planned, {measured} measured"))
     return rows

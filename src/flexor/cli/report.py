@@ -1,0 +1,42 @@
+"""`flexor report`: runs as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from flexor.core.console import print_result, progress
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.runs.report.page import render, write_report
+
+    parsed = parser().parse_args(arguments)
+    result = write_report(
+        parsed.runs, parsed.output, limit=int(parsed.max_mb * 1e6), progress=progress("reading")
+    )
+    print_result(result, parsed.json, render(result))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    text = (
+        "Write one HTML page about runs, while they train or afterwards: curves, where the time goes, plan against "
+        "reality, differences of settings, checkpoints, images and videos. The page loads nothing from a network."
+    )
+    parser = argparse.ArgumentParser(prog="flexor report", description=text)
+    parser.add_argument("runs", nargs="+", type=Path, help="runs, or folders of runs, to be compared")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report.html in the run's folder; of several runs, in this folder)",
+    )
+    parser.add_argument(
+        "--max-mb",
+        type=float,
+        default=20,
+        help="largest size of the page, in MB (default: 20); videos beyond it are named",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

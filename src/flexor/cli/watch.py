@@ -1,0 +1,44 @@
+"""`flexor watch`: runs on a live screen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+from flexor.core.errors import ConfigError
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.runs.watch.live import WatchedRuns, is_interactive, print_once, watch_live
+
+    parsed = parser().parse_args(arguments)
+    if not 0.1 <= parsed.every <= 3600:
+        raise ConfigError(f"--every={parsed.every:g} must be between 0.1 and 3600 seconds.")
+    runs = WatchedRuns(parsed.runs)
+    if parsed.json:
+        runs.poll()
+        print(json.dumps(runs.to_json()))
+    elif parsed.once or not is_interactive():
+        print_once(runs)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):  # another way to quit
+            watch_live(runs, parsed.every)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    text = "Show runs on a live screen in the terminal, while they train or afterwards. Nothing about a run is changed."
+    parser = argparse.ArgumentParser(prog="flexor watch", description=text)
+    parser.add_argument(
+        "runs", nargs="*", type=Path, default=[Path("runs")], help="runs, or folders of runs (default: runs)"
+    )
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="SECONDS", help="how often to look (default: 1)"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one screen and exit; so it is without a terminal"
+    )
+    parser.add_argument("--json", action="store_true", help="print the state of the runs as one JSON object")
+    return parser

@@ -1,0 +1,56 @@
+"""A file of JSON lines that another program is writing: each call returns the lines that are new and complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class GrowingLines:
+    """Reads a file while it grows. A line counts when its end is there; one that is not JSON is counted and skipped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.damaged = 0
+        self.written: float | None = None
+        """When the file was last written to, in seconds since 1970; None if there is no file."""
+        self._file: tuple[int, int] | None = None  # device and inode
+        self._offset = 0
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file is another one than before (a resumed run writes a new one), and the new lines."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                again = self._begin(found)
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            gone, self._file, self.written = self._file is not None, None, None
+            return gone, []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return again, [line for text in whole.split(b"\n") if (line := self._parse(text)) is not None]
+
+    def _begin(self, found: os.stat_result) -> bool:
+        self.written = found.st_mtime
+        file = (found.st_dev, found.st_ino)
+        if file == self._file and found.st_size >= self._offset:
+            return False
+        again, self._file = self._file is not None, file
+        self._offset = self.damaged = 0
+        return again
+
+    def _parse(self, text: bytes) -> dict[str, Any] | None:
+        if not text.strip():
+            return None
+        try:
+            line = json.loads(text)
+        except ValueError:  # also for bytes that are not UTF-8
+            line = None
+        if not isinstance(line, dict):
+            self.damaged += 1
+            return None
+        return line

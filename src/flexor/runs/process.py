@@ -1,0 +1,42 @@
+"""Whether the process that writes a run is still there, as far as that can be told without touching the run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from flexor.core.run_files import LOCK
+
+SLACK_S = 5.0
+
+
+def is_alive(folder: Path) -> bool | None:
+    """None: it can't be told, because the run is on another host, or its folder does not say."""
+    lock = folder / LOCK
+    try:
+        found = re.fullmatch(r"pid (\d+) on (\S+)", lock.read_text().strip())
+        taken = lock.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    if found is None or found[2] != os.uname().nodename:
+        return None
+    return _runs(int(found[1]), taken)
+
+
+def _runs(pid: int, taken: float) -> bool:
+    """Whether the process that took the lock at that time still runs: a later one may have its number."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        pass  # it is somebody else's
+    except (ProcessLookupError, OverflowError):
+        return False
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+        assert boot is not None
+        started = int(boot[1]) + int(rest[18]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AssertionError):
+        return True  # no /proc, as on macOS
+    return state != "Z" and started <= taken + SLACK_S

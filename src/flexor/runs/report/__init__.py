@@ -1,0 +1,1 @@
+"""`flexor report`: runs as one HTML page."""

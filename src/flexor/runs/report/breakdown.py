@@ -1,0 +1,61 @@
+"""Where the time of a step goes: what the run measured of it, and the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from flexor.runs.series import Series, thinned
+from flexor.runs.state import RATE, WAIT, step_seconds
+
+# Parts of a step that a run may report: seconds of a step (NAME_s) or its share (NAME). Those that are there are shown.
+PARTS = {
+    "copy": "copying to the GPU",
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "communication": "communication",
+    "checkpoint": "saving checkpoints",
+    "evaluation": "evaluating",
+}
+
+
+def breakdown(series: Mapping[str, Series], batch: int | None, most: int) -> dict[str, Any] | None:
+    """{"x": steps, "parts": [{"name", "y": milliseconds per step}]}; they add up to the whole step. None: not known."""
+    times = step_seconds(series.get(RATE), batch)
+    if not times:
+        return None
+    whole = Series("step", [step for step, _, _ in times], [each for _, _, each in times])
+    x, seconds = thinned(whole, most)
+    parts = {"waiting for data": _share(series.get(WAIT), x, seconds)}
+    for name, title in PARTS.items():
+        if f"{name}_s" in series:
+            parts[title] = _at(series[f"{name}_s"], x)
+        elif name in series:
+            parts[title] = _share(series[name], x, seconds)
+    if len(parts) == 1 and "gpu_busy" in series:
+        busy = _share(series["gpu_busy"], x, seconds)
+        parts["GPU busy"] = busy
+    known = [sum(values) for values in zip(*parts.values())]
+    rest = "GPU idle for other reasons" if "GPU busy" in parts else "computing and the rest"
+    parts[rest] = [max(total - part, 0.0) for total, part in zip(seconds, known)]
+    return {
+        "x": [int(step) for step in x],
+        "parts": [
+            {"name": name, "y": [round(1e3 * value, 6) for value in values]}
+            for name, values in parts.items()
+            if any(values)
+        ],
+    }
+
+
+def _at(series: Series | None, x: list[float]) -> list[float]:
+    """Values at these steps; 0 where nothing was reported."""
+    known = dict(zip(series.x, series.y)) if series else {}
+    found = [known.get(step, 0.0) for step in x]
+    return [value if math.isfinite(value) else 0.0 for value in found]
+
+
+def _share(series: Series | None, x: list[float], seconds: list[float]) -> list[float]:
+    return [share * each for share, each in zip(_at(series, x), seconds)]

@@ -1,0 +1,1 @@
+"""`flexor watch`: runs on a live screen in the terminal."""
