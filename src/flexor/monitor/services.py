@@ -5,6 +5,7 @@ Each has `begin_at`: earlier steps are there already.
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 from flexor.core.log import log
 from flexor.core.run_files import TENSORBOARD
+
+REACH_S = 25.0  # how long to try to reach W&B; less than the end of a run waits
 
 
 class Service(Protocol):
@@ -39,20 +42,20 @@ class WandBService:
     def __init__(self, folder: Path, settings: dict[str, Any]):
         import wandb
 
-        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True)
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=REACH_S)
         options = {**settings, "dir": str(folder), "resume": "allow", "settings": quiet}
         try:
             self.run = wandb.init(**options)
         except (wandb.Error, OSError) as error:
             log.warning(
-                "W&B can't be reached (%s). Metrics are kept in %s: upload them with `wandb sync --sync-all` there",
+                "W&B can't be reached (%s). Metrics are kept in files: upload them with `wandb sync %s`",
                 " ".join(str(error).split()),
-                folder,
+                folder / "wandb" / "offline-run-*",
             )
             wandb.teardown()
             self.run = wandb.init(**{**options, "mode": "offline"})
         self.begin_at = self.run.step  # of a resumed run: the first one that W&B does not have
-        if self.run.url:
+        if not self.run.offline and self.run.url:
             log.info("W&B: %s", self.run.url)
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -96,7 +99,9 @@ class TrackioService:
         import trackio
 
         self.trackio, self.begin_at = trackio, 0
-        trackio.init(**settings, resume="allow", embed=False)
+        known = inspect.signature(trackio.init).parameters
+        off = {name: False for name in ("embed", "auto_log_gpu", "auto_log_cpu") if name in known}
+        trackio.init(**settings, resume="allow", **off)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.trackio.log(values, step=step)

@@ -23,7 +23,7 @@ from flexor.core.log import log
 from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
 
-FINISH_S = 30.0  # how long the end of a run waits for trackers
+FINISH_S = 40.0  # how long the end of a run waits for trackers
 
 
 class JsonlTracker:
@@ -70,7 +70,12 @@ def _is_installed(name: str) -> bool:
 def _has_wandb_key() -> bool:
     import wandb
 
-    return bool(wandb.api.api_key)
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # older versions
+        return bool(wandb.api.api_key)
+    except wandb.Error:
+        return False
 
 
 def settings_of(name: str, config: TrainConfig, run_id: str) -> dict[str, Any]:
@@ -141,11 +146,13 @@ class Forwarder:
             self.check()
         except subprocess.TimeoutExpired:
             log.warning(
-                "%s did not get all metrics within %.0f s; %s has them. A resumed run sends the rest%s",
+                "%s did not get all metrics within %.0f s; %s has them. %s",
                 self.name,
                 FINISH_S,
                 METRICS,
-                f", and so does `wandb sync` in {self.folder / 'wandb'}" if self.name == "wandb" else "",
+                f"Upload them with `wandb sync {self.folder / 'wandb' / '*run-*'}`"
+                if self.name == "wandb"
+                else "A resumed run sends the rest",
             )
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
