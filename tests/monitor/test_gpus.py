@@ -71,10 +71,21 @@ def test_figures_of_a_gpu():
     nvml = FakeNvml()
     gpu = Gpu(nvml, object(), 0, {11, 12})
     assert gpu.read() == {
-        **{"index": 0, "name": "NVIDIA H200", "util": 0.97, "memory_util": 0.4},
-        **{"sm_mhz": 1755, "sm_max_mhz": 1980, "memory_mhz": 3201, "temperature_c": 63},
-        **{"power_w": 600.0, "power_limit_w": 700.0, "energy_j": 3000.0},
-        **{"vram_total_gb": 150.0, "vram_used_gb": 50.0, "vram_own_gb": 40.0, "vram_others_gb": 9.0},
+        "index": 0,
+        "name": "NVIDIA H200",
+        "util": 0.97,
+        "memory_util": 0.4,
+        "sm_mhz": 1755,
+        "sm_max_mhz": 1980,
+        "memory_mhz": 3201,
+        "temperature_c": 63,
+        "power_w": 600.0,
+        "power_limit_w": 700.0,
+        "energy_j": 3000.0,
+        "vram_total_gb": 150.0,
+        "vram_used_gb": 50.0,
+        "vram_own_gb": 40.0,
+        "vram_others_gb": 9.0,
         "throttled": ["power_cap", "temperature"],
     }
     gpu.read_at -= 10  # as if ten seconds had passed: the mean power is of more worth than one look

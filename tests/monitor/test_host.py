@@ -28,13 +28,13 @@ DISKS = """\
  252       0 dm-0 10 0 1000 0 10 0 2000 0 0 0 0
 """
 NETWORK = """\
-Inter-|   Receive                                                |  Transmit
- face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
-    lo: 5616711671 3751820    0    0    0     0          0         0 5616711671 3751820    0    0    0     0       0          0
-  ifb0:       0       0    0    0    0     0          0         0        0       0    0    0    0     0       0          0
+Inter-| Receive | Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+ lo: 5616711671 3751820 0 0 0 0 0 0 5616711671 3751820 0 0 0 0 0 0
+ ifb0: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
 docker0: 999 1 0 0 0 0 0 0 999 1 0 0 0 0 0 0
-  eth0:5381077238  123459    0    0    0     0          0         0  5936402   76605    0    0    0     0       0          0
-  ib0: 10 1 0 0 0 0 0 0 20 1 0 0 0 0 0 0
+ eth0:5381077238 123459 0 0 0 0 0 0 5936402 76605 0 0 0 0 0 0
+ ib0: 10 1 0 0 0 0 0 0 20 1 0 0 0 0 0 0
 """
 PRESSURE = """\
 some avg10=37.62 avg60=12.73 avg300=3.12 total=153465198
@@ -114,12 +114,21 @@ def test_figures_of_the_time_between():
         {7: (21.0, 10**9), 9: (50.0, 10**9)},
     )
     assert after.since(before) == {
-        **{"cpu": 0.5, "cpu_io_wait": 0.1, "cpu_stolen": 0.05, "cpu_cores": [0.99]},
-        **{"ram_total_gb": 8.0, "ram_used_gb": 6.0},
-        **{"disk_read_mb_s": 5.0, "disk_write_mb_s": 0.0},
-        **{"net_in_mb_s": 0.0, "net_out_mb_s": 2.0},  # a network that was taken away counts as none
-        **{"pressure_io": 0.25, "pressure_io_full": 1.0},
-        **{"cpu_throttled": 0.5, "cpu_own": 2.0, "ram_own_gb": 2.0},
+        "cpu": 0.5,
+        "cpu_io_wait": 0.1,
+        "cpu_stolen": 0.05,
+        "cpu_cores": [0.99],
+        "ram_total_gb": 8.0,
+        "ram_used_gb": 6.0,
+        "disk_read_mb_s": 5.0,
+        "disk_write_mb_s": 0.0,
+        "net_in_mb_s": 0.0,
+        "net_out_mb_s": 2.0,  # a network that was taken away counts as none
+        "pressure_io": 0.25,
+        "pressure_io_full": 1.0,
+        "cpu_throttled": 0.5,
+        "cpu_own": 2.0,
+        "ram_own_gb": 2.0,
     }
 
 

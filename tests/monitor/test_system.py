@@ -55,7 +55,13 @@ def test_one_line_for_two():
     first["gpus"] = [{"index": 0, "name": "x", "util": 1.0, "energy_j": 5, "throttled": ["power_cap"]}]
     second["gpus"] = [{"index": 0, "name": "x", "util": 0.0, "energy_j": 7, "throttled": ["temperature"]}]
     assert merge(first, second) == {
-        **{"span": 4, "step": 2, "host": "a", "cpu": 0.25, "cpu_cores": [0.75, 1.0], "load": 3.0, "new": 5},
+        "span": 4,
+        "step": 2,
+        "host": "a",
+        "cpu": 0.25,
+        "cpu_cores": [0.75, 1.0],
+        "load": 3.0,
+        "new": 5,
         "gpus": [
             {"index": 0, "name": "x", "util": 0.25, "energy_j": 12, "throttled": ["power_cap", "temperature"]}
         ],
@@ -69,7 +75,10 @@ def test_summary_for_a_log_line():
     assert found == {"cpu": 0.5, "gpu_util": 0.75, "gpu_energy_j": 20.0, "gpu_throttled": 0.5}
     assert summary(None) == {}
     assert over_hosts([found, {}, {"cpu": 1.0, "gpu_energy_j": 5.0}]) == {
-        **{"cpu": 0.75, "gpu_util": 0.75, "gpu_energy_j": 25.0, "gpu_throttled": 0.5}
+        "cpu": 0.75,
+        "gpu_util": 0.75,
+        "gpu_energy_j": 25.0,
+        "gpu_throttled": 0.5,
     }
 
 
@@ -124,7 +133,6 @@ def test_a_thread_samples_this_machine(tmp_path):
 
 
 def test_problems_are_told_once_and_stop_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(system.log, "propagate", True)
     with Sampler(Path("/proc/no/such/system.jsonl"), "here", {"gone": [1]}, [1], 0.1) as sampler:
         wait_for(lambda: sampler.take() != {})
         wait_for(lambda: sampler.take() != {})
@@ -142,7 +150,6 @@ def test_a_driver_that_hangs_does_not_hold_the_end_of_a_run(tmp_path, monkeypatc
 
 
 def test_a_failure_of_any_kind_ends_only_the_sampling(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(system.log, "propagate", True)
     monkeypatch.setattr(system, "count", lambda _: 1 / 0)
     with Sampler(tmp_path / "system.jsonl", "here", {}, [1], 0.1):
         wait_for(lambda: "no longer sampled" in caplog.text)

@@ -68,6 +68,8 @@ def _is_installed(name: str) -> bool:
 
 
 def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
     import wandb
 
     try:
