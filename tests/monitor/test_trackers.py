@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -140,15 +141,19 @@ def forwarder(folder: Path, monkeypatch, program: str) -> Forwarder:
     return Forwarder("tensorboard", folder, {})
 
 
-def test_a_tracker_that_hangs_does_not_hold_the_run(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trackers, "FINISH_S", 0.2)
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_tracker_that_hangs_does_not_hold_the_run(stopped, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trackers, "FINISH_S", 600 if stopped else 0.2)
+    monkeypatch.setattr(trackers, "STOP_S", 0.2 if stopped else 600)
     hanging = forwarder(tmp_path, monkeypatch, "import time; time.sleep(600)")
     all_of_them = Trackers(config(), tmp_path)
     all_of_them.others.append(hanging)
     began = time.monotonic()
-    with all_of_them:
+    with suppress(KeyboardInterrupt), all_of_them:
         for step in range(2000):  # more than a pipe holds
             all_of_them.log(step, {"loss": 1.0, "text": "x" * 100})
+        if stopped:
+            raise KeyboardInterrupt
     assert time.monotonic() - began < 60
     assert hanging.process.returncode == -signal.SIGKILL
     assert "did not get all metrics" in caplog.text
@@ -161,7 +166,7 @@ def test_a_tracker_that_crashes_is_named_once(tmp_path, monkeypatch, caplog):
     for _ in range(3):
         crashed.check()
     crashed.release()
-    crashed.wait(1)
+    crashed.wait(time.monotonic() + 1)
     assert caplog.text.count("tensorboard stopped (code 3)") == 1
 
 

@@ -24,6 +24,7 @@ from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
 
 FINISH_S = 40.0  # how long the end of a run waits for trackers
+STOP_S = 10.0  # and one that is told to stop, or fails: whoever stopped it may not wait longer
 
 
 class JsonlTracker:
@@ -142,15 +143,15 @@ class Forwarder:
         with suppress(OSError):
             self.process.stdin.close()
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, until: float) -> None:
+        """Wait for its end, and end it if that takes too long."""
         try:
-            self.process.wait(seconds)
+            self.process.wait(max(until - time.monotonic(), 0.1))
             self.check()
         except subprocess.TimeoutExpired:
             log.warning(
-                "%s did not get all metrics within %.0f s; %s has them. %s",
+                "%s did not get all metrics in time; %s has them. %s",
                 self.name,
-                FINISH_S,
                 METRICS,
                 f"Upload them with `wandb sync {self.folder / 'wandb' / '*run-*'}`"
                 if self.name == "wandb"
@@ -178,11 +179,11 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.file is not None:
             self.file.close()
         for other in self.others:
             other.release()
-        until = time.monotonic() + FINISH_S
+        until = time.monotonic() + (FINISH_S if error is None else STOP_S)
         for other in self.others:
-            other.wait(max(until - time.monotonic(), 0.1))
+            other.wait(until)
