@@ -28,7 +28,10 @@ PACKAGES = (
     "accelerate",
     "transformers",
     "lerobot",
+    "nvidia-ml-py",
     "wandb",
+    "tensorboard",
+    "trackio",
 )
 CODECS = ("libdav1d", "h264", "hevc", "vp9", "libsvtav1", "libx264")
 LITTLE_DISK_GB = 5

@@ -5,6 +5,7 @@ Names are those of `lerobot-train` where it has the same setting. `parse.py` rea
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -35,6 +36,7 @@ GROUPS = (
     "env",
     "eval",
     "wandb",
+    "trackio",
 )
 
 
@@ -164,6 +166,14 @@ class WandBConfig:
 
 
 @dataclass
+class TrackioConfig:
+    project: str = "flexor"
+    """trackio project."""
+    space_id: str | None = None
+    """Space on the Hub that shows the metrics, such as USER/trackio; default: only on this machine."""
+
+
+@dataclass
 class TrainConfig:
     output_dir: str | None = setting(None, may_change=True)
     """Run folder; default: runs/<date>_<job name>. It must not contain another run."""
@@ -211,6 +221,16 @@ class TrainConfig:
     num_workers, unless they are given."""
     log_freq: int = setting(200, at_least=1, may_change=True)
     """Steps between two log lines of metrics."""
+    trackers: list[Literal["tensorboard", "trackio"]] = setting(list, may_change=True)
+    """Send metrics to these too: [tensorboard], [trackio], or both (each needs `pip install flexor[NAME]`). For Weights
+    & Biases: wandb.enable."""
+    system_every_s: float = setting(5.0, at_least=0, may_change=True)
+    """Seconds between two samples of GPU, processors, memory, disk and network in system.jsonl; 0: none."""
+    profile: str | None = setting(None, may_change=True)
+    """STEP:COUNT: write a trace of these steps and a snapshot of the GPU's memory to RUN/profile, and print the
+    costliest operations. 100:5 profiles the steps 100 to 104."""
+    profile_all_ranks: bool = setting(False, may_change=True)
+    """profile: every process writes a trace, not only rank 0."""
     save_checkpoint: bool = setting(True, may_change=True)
     """Save checkpoints."""
     save_freq: int = setting(20_000, may_change=True)
@@ -239,6 +259,7 @@ class TrainConfig:
     env: EnvConfig = setting(EnvConfig, may_change=True)
     eval: EvalConfig = setting(EvalConfig, may_change=True)
     wandb: WandBConfig = setting(WandBConfig, may_change=True)
+    trackio: TrackioConfig = setting(TrackioConfig, may_change=True)
     policy_path: str | None = None
     """Checkpoint folder or Hub repository the policy starts from (as a flag: --policy.path)."""
 
@@ -267,6 +288,8 @@ def validate(config: TrainConfig) -> None:
         raise ConfigError(
             f"eval_steps={config.eval_steps} needs held-out episodes: set --dataset.eval_split=0.1."
         )
+    if config.profile is not None:
+        _validate_profile(config)
     check_names(config.rename_map)
     config.lora.validate()
     validate_weights(config)
@@ -277,6 +300,24 @@ def validate(config: TrainConfig) -> None:
     _validate_episodes(dataset.episodes)
     check_values(config)
     check_entries(dataset)
+
+
+def _validate_profile(config: TrainConfig) -> None:
+    first = parse_profile(str(config.profile))[0]
+    if config.epochs is None and first > config.steps:
+        raise ConfigError(
+            f"profile={config.profile} begins after the last step: choose a step up to steps={config.steps}."
+        )
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """STEP:COUNT as the first and the last step to profile. Steps count as in the log: the first one is 1."""
+    found = re.fullmatch(r"(\d+):(\d+)", text.strip())
+    if found is None or min(map(int, found.groups())) < 1:
+        raise ConfigError(
+            f"profile={text} is not valid: expected STEP:COUNT, both at least 1. 100:5 profiles the steps 100 to 104."
+        )
+    return int(found[1]), int(found[1]) + int(found[2]) - 1
 
 
 def validate_weights(config: TrainConfig) -> None:

@@ -1,20 +1,30 @@
-"""Writes metrics: always to a JSONL file, and to Weights & Biases if enabled."""
+"""Writes metrics: always to a JSONL file, and from there to W&B, TensorBoard and trackio if asked.
+
+Only the file is written by the training process. Each other tracker has a process that follows the file (`forward.py`),
+so the loop never waits for a network. At the end of a run they get some time to finish.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
+from flexor.core.log import log
 from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
 
-
-class Tracker(Protocol):
-    def log(self, step: int, values: dict[str, Any]) -> None: ...
-    def close(self) -> None: ...
+FINISH_S = 40.0  # how long the end of a run waits for trackers
+STOP_S = 10.0  # and one that is told to stop, or fails: whoever stopped it may not wait longer
 
 
 class JsonlTracker:
@@ -24,54 +34,156 @@ class JsonlTracker:
         self.file = (folder / METRICS).open("a")
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        self.file.write(json.dumps({"step": step, **as_json(values)}) + "\n")
+        line = {"step": step, "time": round(time.time(), 3), **as_json(values)}
+        self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def close(self) -> None:
         self.file.close()
 
 
-class WandBTracker:
-    def __init__(self, config: TrainConfig, folder: Path):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("wandb.enable=true needs the package: pip install 'flexor[wandb]'.") from error
-        settings = config.wandb
-        self.run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            notes=settings.notes,
-            name=config.job_name,
-            id=settings.run_id,
-            resume="allow" if settings.run_id else None,
-            mode=settings.mode,
-            config=config.to_dict(),
-            dir=str(folder),
+def asked_trackers(config: TrainConfig) -> list[str]:
+    """Trackers besides the file."""
+    return [*dict.fromkeys(config.trackers), *(["wandb"] if config.wandb.enable else [])]
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Raise an error, before anything is built, for a tracker that can't work here."""
+    for name in asked_trackers(config):
+        flag = "wandb.enable=true" if name == "wandb" else f"trackers=[{name}]"
+        if not _is_installed(name):
+            raise ConfigError(f"{flag} needs the package: pip install 'flexor[{name}]'.")
+    mode = config.wandb.mode or os.environ.get("WANDB_MODE", "online")
+    if config.wandb.enable and mode == "online" and not _has_wandb_key():
+        raise ConfigError(
+            "wandb.enable=true needs an account: run `wandb login` once or set WANDB_API_KEY, or keep the metrics "
+            "on this machine with --wandb.mode=offline."
         )
 
-    def log(self, step: int, values: dict[str, Any]) -> None:
-        self.run.log(values, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ValueError:
+        return False
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import wandb
+
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # older versions
+        return bool(wandb.api.api_key)
+    except wandb.Error:
+        return False
+
+
+def settings_of(name: str, config: TrainConfig, run_id: str) -> dict[str, Any]:
+    """What a tracker is told about the run. Its name there follows from the run's id, so a resumed run finds it."""
+    if name == "tensorboard":
+        return {}
+    title = config.job_name or config.policy.type
+    shown: dict[str, Any] = {"config": config.to_dict()}
+    if name == "trackio":
+        trackio = config.trackio
+        return {
+            "project": trackio.project,
+            "name": f"{title}-{run_id[:8]}",
+            "space_id": trackio.space_id,
+            **shown,
+        }
+    wandb = config.wandb
+    return {
+        "project": wandb.project,
+        "entity": wandb.entity,
+        "notes": wandb.notes,
+        "name": title,
+        "id": wandb.run_id or run_id,
+        "mode": wandb.mode,
+        **shown,
+    }
+
+
+class Forwarder:
+    """The process of one tracker."""
+
+    def __init__(self, name: str, folder: Path, settings: dict[str, Any]):
+        self.name, self.folder, self.told = name, folder, False
+        package = str(Path(__file__).parents[2])
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flexor.monitor.forward"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": paths},
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None
+        task = {"folder": str(folder.absolute()), "tracker": name, "settings": settings}
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(task) + "\n")
+            self.process.stdin.flush()
+
+    def check(self) -> None:
+        """Say once if the process is gone."""
+        code = self.process.poll()
+        if code and not self.told:
+            self.told = True
+            log.warning(
+                "%s stopped (code %s): training continues, and %s has all metrics", self.name, code, METRICS
+            )
+
+    def release(self) -> None:
+        """The run is over."""
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+
+    def wait(self, until: float) -> None:
+        """Wait for its end, and end it if that takes too long."""
+        try:
+            self.process.wait(max(until - time.monotonic(), 0.1))
+            self.check()
+        except subprocess.TimeoutExpired:
+            log.warning(
+                "%s did not get all metrics in time; %s has them. %s",
+                self.name,
+                METRICS,
+                f"Upload them with `wandb sync {self.folder / 'wandb' / '*run-*'}`"
+                if self.name == "wandb"
+                else "A resumed run sends the rest",
+            )
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class Trackers:
     """All trackers as one; none if `silent`, as on all ranks except rank 0."""
 
-    def __init__(self, config: TrainConfig, folder: Path, silent: bool = False):
-        self.all: list[Tracker] = [] if silent else [JsonlTracker(folder)]
-        if config.wandb.enable and not silent:
-            self.all.append(WandBTracker(config, folder))
+    def __init__(self, config: TrainConfig, folder: Path, run_id: str = "run", silent: bool = False):
+        self.file = None if silent else JsonlTracker(folder)
+        names = [] if silent else asked_trackers(config)
+        self.others = [Forwarder(name, folder, settings_of(name, config, run_id)) for name in names]
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        for tracker in self.all:
-            tracker.log(step, values)
+        if self.file is not None:
+            self.file.log(step, values)
+        for other in self.others:
+            other.check()
 
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for tracker in self.all:
-            tracker.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self.file is not None:
+            self.file.close()
+        for other in self.others:
+            other.release()
+        until = time.monotonic() + (FINISH_S if error is None else STOP_S)
+        for other in self.others:
+            other.wait(until)

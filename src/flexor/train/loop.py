@@ -25,14 +25,17 @@ from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
 from flexor.data.mixture.entries import absolute_roots
 from flexor.monitor.meters import Meters, as_json
-from flexor.monitor.trackers import Trackers
+from flexor.monitor.profiler import Profiling
+from flexor.monitor.system import Sampler, sampler_for, this_process
+from flexor.monitor.system_file import over_hosts
+from flexor.monitor.trackers import Trackers, check_trackers
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
 from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
-from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note
+from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note, read_record
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
@@ -110,6 +113,7 @@ def _take_part(
         settled = settle_for_gpu(config, lowest_capability(processes, device))
         config.precision, config.channels_last = settled.precision, settled.channels_last
         assert config.output_dir is not None
+        processes.share(lambda: check_trackers(config))
         processes.share(lambda: pushing.prepare(config))
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
@@ -198,6 +202,7 @@ def _build(
                 run.folder, plan=preflight.planned()
             )  # so that others see how a run that trains compares with it
         run.note_launch(processes.launch)
+    processes.barrier()  # other hosts write samples too
     introduce(state, training, held_out, found)
     return state, loader, held_out
 
@@ -225,10 +230,13 @@ def fit(
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
+    profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
     state.policy.train()
 
     with (
-        Trackers(config, run.folder, silent=engine.rank > 0) as trackers,
+        Trackers(config, run.folder, read_record(run.folder).get("id", "run"), engine.rank > 0) as trackers,
+        _sampler(state, run) as sampler,
+        closing(profiling),
         _progress_bar(state) as bar,
         saver,
     ):
@@ -236,6 +244,7 @@ def fit(
         stop.stepping = True
         while state.step < config.steps:
             dog.beat(state.step, "reading data")
+            profiling.begin(state.step + 1)
             waiting = time.perf_counter()
             micro_batches = next(batches)
             meters.data.got(time.perf_counter() - waiting)
@@ -248,6 +257,10 @@ def fit(
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
             meters.data.queued()
             meters.samples += loader.global_batch
+            sampler.step = state.step
+            if profiling.is_on:
+                with dog.patiently("profiling"):
+                    profiling.end(state.step)
             saver.check()
             bar.update()
 
@@ -255,7 +268,7 @@ def fit(
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
-                result.metrics |= _log(state, meters, trackers, bar, epoch, loader)
+                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler)
             if held_out is not None and _due(state.step, config.eval_steps, last):
                 with dog.patiently("computing the held-out loss"):
                     values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
@@ -284,11 +297,17 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 
 def _log(
-    state: TrainState, meters: Meters, trackers: Trackers, bar: Any, epoch: float, loader: Loader
+    state: TrainState,
+    meters: Meters,
+    trackers: Trackers,
+    bar: Any,
+    epoch: float,
+    loader: Loader,
+    sampler: Sampler,
 ) -> dict[str, Any]:
     loader.dataset.store.repeats.tell()
-    found = state.engine.processes.gather(loader.troubles())
-    counts = {name: sum(told.get(name, 0) for told in found) for name in TROUBLES}
+    found = state.engine.processes.gather((loader.troubles(), sampler.take()))
+    counts = {name: sum(told.get(name, 0) for told, _ in found) for name in TROUBLES}
     counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
     values: dict[str, Any] = {
@@ -297,6 +316,9 @@ def _log(
         "epoch": epoch,
         **troubles,
     }
+    system = over_hosts([sampled for _, sampled in found])
+    if system:
+        values["system"] = system
     seen = loader.seen(state.step)
     if seen:
         values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
@@ -323,6 +345,13 @@ def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, 
     trackers.log(step, values)
     log.info("step %d  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
     return values
+
+
+def _sampler(state: TrainState, run: Run) -> Sampler:
+    """Samples this host, if this is its first process."""
+    processes = state.engine.processes
+    me = this_process(processes.host, processes.rank, state.engine.device)
+    return sampler_for(me, processes.gather(me), run.folder, state.config.system_every_s, state.step)
 
 
 def _watchdog(config: TrainConfig, processes: Processes) -> Watchdog:

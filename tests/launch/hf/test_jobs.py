@@ -147,11 +147,11 @@ def test_times_that_are_none(text):
 def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
     monkeypatch.setenv("MY_KEY", "very secret")
     monkeypatch.setenv("WANDB_API_KEY", "w" * 40)
-    arguments = ["--secret", "MY_KEY", "--", PENS, "--wandb.enable=true"]
+    arguments = ["--secret", "MY_KEY", "--", PENS, "--wandb.enable=true", "--trackers=[trackio]"]
     body = submitted(hub, *arguments)
     secrets = {"HF_TOKEN": TOKEN, "MY_KEY": "very secret", "WANDB_API_KEY": "w" * 40}
     assert body["secrets"] == secrets
-    assert f"'flexor[wandb]=={__version__}'" in body["command"][2]
+    assert f"'flexor[wandb,trackio]=={__version__}'" in body["command"][2]
     sent = len(hub.requests)
     assert launch(["--dry-run", *arguments]) == 0
     assert len(hub.requests) == sent

@@ -218,6 +218,7 @@ def _script(training: Training, machine: Machine) -> str:
 
 def _own_package(config: TrainConfig) -> str:
     extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
+    extras |= dict.fromkeys(config.trackers, True)
     wanted = ",".join(name for name, needed in extras.items() if needed)
     return f"flexor[{wanted}]=={__version__}" if wanted else f"flexor=={__version__}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import yaml
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import CHECKPOINTS, LAUNCH, LOCK, METRICS, RUN_CONFIG, VIDEOS
+from flexor.monitor.system_file import forget_after, system_files
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.ranks.processes import Processes
 
@@ -41,19 +41,8 @@ class Run:
 
     def forget_metrics_after(self, step: int) -> None:
         """Remove the lines of steps that will be repeated."""
-        path = self.folder / METRICS
-        if not path.exists():
-            return
-        lines = []
-        for line in path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    lines.append(line)
-            except (ValueError, KeyError):
-                continue  # the run was killed while writing it
-        aside = path.with_name(f".{METRICS}")
-        aside.write_text("".join(f"{line}\n" for line in lines))
-        aside.rename(path)
+        for path in (self.folder / METRICS, *system_files(self.folder)):
+            forget_after(path, step)
 
     def note_launch(self, launch: str) -> None:
         """Save which launch started the run, so that a restart by the same launcher finds its folder."""

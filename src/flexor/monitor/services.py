@@ -1,0 +1,120 @@
+"""Where metrics can go besides `metrics.jsonl`. These classes live in a process of their own: see `forward.py`.
+
+Each has `begin_at`: earlier steps are there already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexor.core.log import log
+from flexor.core.run_files import TENSORBOARD
+
+REACH_S = 25.0  # how long to try to reach W&B; less than the end of a run waits
+
+
+class Service(Protocol):
+    begin_at: int
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def flat(values: dict[str, Any], where: str = "") -> dict[str, float]:
+    """Nested figures as `system/cpu`; only numbers that are finite."""
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{where}{name}/")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            found[f"{where}{name}"] = value
+    return found
+
+
+class WandBService:
+    """Weights & Biases. If it can't be reached, its files are kept, for `wandb sync`."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        import wandb
+
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=REACH_S)
+        options = {**settings, "dir": str(folder), "resume": "allow", "settings": quiet}
+        try:
+            self.run = wandb.init(**options)
+        except (wandb.Error, OSError) as error:
+            log.warning(
+                "W&B can't be reached (%s). Metrics are kept in files: upload them with `wandb sync %s`",
+                " ".join(str(error).split()),
+                folder / "wandb" / "offline-run-*",
+            )
+            wandb.teardown()
+            self.run = wandb.init(**{**options, "mode": "offline"})
+        self.begin_at = self.run.step  # of a resumed run: the first one that W&B does not have
+        if not self.run.offline and self.run.url:
+            log.info("W&B: %s", self.run.url)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoardService:
+    """Event files in the run's folder, with the package's own writer: it needs no torch."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.make_event, self.make_summary = Event, Summary
+        self.writer = EventFileWriter(str(folder / TENSORBOARD))
+        self.begin_at = 0
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        found = [self.make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self.make_summary(value=found)
+        self.writer.add_event(self.make_event(wall_time=time.time(), step=step, summary=summary))
+
+    def flush(self) -> None:
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class TrackioService:
+    """trackio: a database of its own, and a Space on the Hub if one is named."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        import trackio
+
+        self.trackio, self.begin_at = trackio, 0
+        known = inspect.signature(trackio.init).parameters
+        off = {name: False for name in ("embed", "auto_log_gpu", "auto_log_cpu") if name in known}
+        trackio.init(**settings, resume="allow", **off)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.trackio.log(values, step=step)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+SERVICES: dict[str, type] = {
+    "wandb": WandBService,
+    "tensorboard": TensorBoardService,
+    "trackio": TrackioService,
+}

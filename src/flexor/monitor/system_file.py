@@ -1,0 +1,171 @@
+"""`system.jsonl`: samples of the machine, in a file whose size has a limit.
+
+The newest `RECENT` samples are kept as they are. Older ones are merged with their neighbours when there are more than
+`OLDER` of them: two of 5 s become their mean over 10 s, later 20 s, and so on, until half are left. So a run of any
+length has a few thousand lines at most: its last hour in full, and all of it, coarser. Nothing is left out: `span` says
+how many seconds a line stands for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flexor.core.run_files import SYSTEM
+
+RECENT = 720  # an hour, at a sample every 5 s
+OLDER = 2000
+SUMMED = ("span", "energy_j")
+NEWEST = ("time", "step", "index", "name")
+
+Line = dict[str, Any]
+
+
+def system_file(folder: Path, rank: int) -> Path:
+    """Of the host whose first process has this rank."""
+    return folder / (SYSTEM if rank == 0 else f"{Path(SYSTEM).stem}-{rank}{Path(SYSTEM).suffix}")
+
+
+def system_files(folder: Path) -> list[Path]:
+    """Those of all hosts, that of rank 0 first."""
+    others = sorted(folder.glob(f"{Path(SYSTEM).stem}-*{Path(SYSTEM).suffix}"))
+    return [path for path in (folder / SYSTEM, *others) if path.is_file()]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The JSON objects of a file that have a step. A line that a kill or a crash cut off is left out."""
+    lines = []
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    for text in raw.split(b"\n"):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def write_lines(path: Path, lines: list[Line]) -> None:
+    """All at once: a kill leaves the old file or the new one."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    aside.rename(path)
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Remove the lines of steps that will be repeated, and what is left of a line that was cut off."""
+    if path.is_file():
+        write_lines(path, [line for line in read_lines(path) if line["step"] <= step])
+
+
+class SystemFile:
+    """Appends samples, and merges old ones now and then. Only one thread uses it."""
+
+    def __init__(self, path: Path, recent: int = RECENT, older: int = OLDER):
+        self.path, self.recent, self.older = path, recent, older
+        self.count: int | None = None  # lines in the file
+
+    def append(self, line: Line) -> None:
+        if self.count is None:
+            self.count = len(read_lines(self.path))
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.count += 1
+        if self.count > self.recent + self.older:
+            lines = read_lines(self.path)
+            kept = thinned(lines[: -self.recent], self.older // 2) + lines[-self.recent :]
+            write_lines(self.path, kept)
+            self.count = len(kept)
+
+
+def thinned(lines: list[Line], most: int) -> list[Line]:
+    """At most so many lines: neighbours merged, the shortest spans first."""
+    span = min((_span(line) for line in lines), default=0)
+    while len(lines) > max(most, 1):
+        span *= 2
+        merged: list[Line] = []
+        for line in lines:
+            if merged and _span(merged[-1]) + _span(line) <= span * 1.01:
+                merged[-1] = merge(merged[-1], line)
+            else:
+                merged.append(line)
+        lines = merged
+    return lines
+
+
+def _span(line: Line) -> float:
+    value = line.get("span")
+    return max(float(value), 1e-3) if isinstance(value, int | float) else 1e-3
+
+
+def merge(first: Line, second: Line) -> Line:
+    """One line for two: means over the time, energy summed, reasons of both, and the step of the second."""
+    return _merged(first, second, _span(first) / (_span(first) + _span(second)))
+
+
+def _merged(one: Any, other: Any, share: float, name: str = "") -> Any:
+    """`share`: the part of the first in the time of both."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {
+            key: _merged(one[key], other[key], share, key)
+            if key in one and key in other
+            else {**one, **other}[key]
+            for key in {**one, **other}
+        }
+    if isinstance(one, list) and isinstance(other, list):
+        return _merged_lists(one, other, share)
+    if name in NEWEST or not (_is_number(one) and _is_number(other)):
+        return other
+    return round(one + other, 3) if name in SUMMED else round(share * one + (1 - share) * other, 4)
+
+
+def _merged_lists(one: list[Any], other: list[Any], share: float) -> list[Any]:
+    """Reasons: all of them. Cores and GPUs: each with its like, if they are as many."""
+    if all(isinstance(item, str) for item in (*one, *other)):
+        return list(dict.fromkeys((*one, *other)))
+    if len(one) != len(other):
+        return other
+    return [_merged(a, b, share) for a, b in zip(one, other)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def for_log(line: Line) -> Line:
+    """A sample, to be merged with others for a log line: whether GPUs were throttled becomes a share of the time."""
+    short = {name: value for name, value in line.items() if name != "cpu_cores"}
+    gpus = line.get("gpus", ())
+    return {**short, "gpu_throttled": float(any(gpu.get("throttled") for gpu in gpus))} if gpus else short
+
+
+def summary(merged: Line | None) -> dict[str, float]:
+    """What a line of `metrics.jsonl` says about samples, merged into one: means over the GPUs of the run too."""
+    if merged is None:
+        return {}
+    figures = {
+        name: round(float(value), 4)
+        for name, value in merged.items()
+        if _is_number(value) and name not in (*NEWEST, "span")
+    }
+    gpus = [gpu for gpu in merged.get("gpus", ()) if isinstance(gpu, dict)]
+    for name in sorted({name for gpu in gpus for name in gpu if name not in NEWEST}):
+        values = [gpu[name] for gpu in gpus if _is_number(gpu.get(name))]
+        if values:
+            figures[f"gpu_{name}"] = round(sum(values) / (1 if name in SUMMED else len(values)), 4)
+    return figures
+
+
+def over_hosts(hosts: list[dict[str, float]]) -> dict[str, float]:
+    """Summaries of several hosts as one: means, and energy summed."""
+    names = dict.fromkeys(name for host in hosts for name in host)
+    found = {name: [host[name] for host in hosts if name in host] for name in names}
+    return {
+        name: round(sum(values) / (1 if name.removeprefix("gpu_") in SUMMED else len(values)), 4)
+        for name, values in found.items()
+    }

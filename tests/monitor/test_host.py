@@ -1,0 +1,154 @@
+"""Counters of real machines, as they are and damaged, and what they say about the time between two readings."""
+
+import os
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexor.monitor import host
+from flexor.monitor.host import HostCounters
+
+STAT = """\
+cpu  1845833 531854 212539 774870 14497 0 3102 40700 0 0
+cpu0 873404 243345 100652 464848 7637 0 1492 20327 0 0
+cpu1 972428 288509 111886 310022 6860 0 1610 20373 0 0
+intr 14627924 0 0 0 1 16
+ctxt 30979489
+"""
+# of a kernel before 2.6.11, which knew no stolen time
+OLD_STAT = "cpu  100 0 50 800 50\ncpu0 100 0 50 800 50\n"
+DISKS = """\
+   7       0 loop0 5 0 40 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+ 254       0 vda 464611 41964 28685074 2560397 140449 491754 198279224 1634177 1 296632 4241082 299832 36 5 4 7 2
+ 253       0 zram0 9 0 72 0 9 0 72 0 0 0 0
+   8       0 sda 10 0 1000 0 10 0 2000 0 0 0 0
+   8       1 sda1 10 0 1000 0 10 0 2000 0 0 0 0
+ 252       0 dm-0 10 0 1000 0 10 0 2000 0 0 0 0
+"""
+NETWORK = """\
+Inter-| Receive | Transmit
+ face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed
+ lo: 5616711671 3751820 0 0 0 0 0 0 5616711671 3751820 0 0 0 0 0 0
+ ifb0: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0
+docker0: 999 1 0 0 0 0 0 0 999 1 0 0 0 0 0 0
+ eth0:5381077238 123459 0 0 0 0 0 0 5936402 76605 0 0 0 0 0 0
+ ib0: 10 1 0 0 0 0 0 0 20 1 0 0 0 0 0 0
+"""
+PRESSURE = """\
+some avg10=37.62 avg60=12.73 avg300=3.12 total=153465198
+full avg10=23.19 avg60=9.45 avg300=2.32 total=87027594
+"""
+MEMORY = """\
+MemTotal:       24682416 kB
+MemFree:        14454980 kB
+MemAvailable:   22821936 kB
+SwapTotal:        999420 kB
+SwapFree:         999420 kB
+HugePages_Total:       0
+"""
+# a name with spaces and brackets, as a thread's may be
+PROCESS = (
+    "3403 (py (thon) 3) S 1 3403 3403 0 -1 4194560 175309 0 0 0 5708 214 0 0 20 0 9 0 9461 "
+    "2306867200 130859 18446744073709551615 1 1 0"
+)
+READERS = (
+    host.read_cores,
+    host.read_memory,
+    host.read_disks,
+    host.read_network,
+    host.read_pressure,
+    host.read_quota,
+    host.read_process,
+)
+TEXTS = (STAT, OLD_STAT, DISKS, NETWORK, PRESSURE, MEMORY, PROCESS)
+
+
+def test_texts_of_a_real_machine():
+    cores = host.read_cores(STAT)
+    assert list(cores) == ["cpu", "cpu0", "cpu1"]
+    assert cores["cpu0"].stolen == 20327 and cores["cpu0"].waiting == 7637
+    assert cores["cpu0"].busy == 873404 + 243345 + 100652 + 1492
+    assert host.read_cores(OLD_STAT)["cpu"] == host.CoreTicks(150, 1000, 50, 0)
+    assert host.read_memory(MEMORY)["MemAvailable"] == 22821936 * 1024
+    assert host.read_disks(DISKS, {"vda", "sda", "loop0", "zram0", "dm-0"}) == (
+        (28685074 + 1000) * 512,
+        (198279224 + 2000) * 512,
+    )
+    assert host.read_network(NETWORK) == (5381077238 + 10, 5936402 + 20)
+    assert host.read_pressure(PRESSURE) == {"some": 153465198, "full": 87027594}
+    assert host.read_quota("nr_periods 5\nnr_throttled 2\nthrottled_usec 1500000\n") == 1.5
+    assert host.read_quota("nr_periods 5\nnr_throttled 2\nthrottled_time 1500000000\n") == 1.5
+    assert host.read_quota("usage_usec 5\n") is None
+    assert host.read_process(PROCESS) == (pytest.approx(5922 / host.TICKS), 130859 * host.PAGE)
+
+
+@given(st.sampled_from(READERS), st.sampled_from(TEXTS), st.data())
+def test_damaged_texts_are_no_error(read, text, data):
+    cut = data.draw(st.integers(0, len(text)))
+    rubbish = data.draw(st.text(max_size=20))
+    read(text[:cut] + rubbish)
+    read(text[:cut] + rubbish + text[cut + len(rubbish) :])
+
+
+def test_figures_of_the_time_between():
+    before = HostCounters(
+        100.0,
+        {"cpu": host.CoreTicks(0, 0, 0, 0), "cpu0": host.CoreTicks(0, 0, 0, 0)},
+        {},
+        (0, 0),
+        (1000, 0),
+        {"io": {"some": 0, "full": 0}},
+        0.0,
+        {7: (1.0, 5), 8: (1.0, 5)},
+    )
+    after = HostCounters(
+        110.0,
+        {"cpu": host.CoreTicks(500, 1000, 100, 50), "cpu0": host.CoreTicks(990, 1000, 0, 0)},
+        {"MemTotal": 8 * 10**9, "MemAvailable": 2 * 10**9},
+        (50_000_000, 0),
+        (0, 20_000_000),
+        {"io": {"some": 2_500_000, "full": 11_000_000}, "cpu": {"some": 5}},
+        5.0,
+        {7: (21.0, 10**9), 9: (50.0, 10**9)},
+    )
+    assert after.since(before) == {
+        "cpu": 0.5,
+        "cpu_io_wait": 0.1,
+        "cpu_stolen": 0.05,
+        "cpu_cores": [0.99],
+        "ram_total_gb": 8.0,
+        "ram_used_gb": 6.0,
+        "disk_read_mb_s": 5.0,
+        "disk_write_mb_s": 0.0,
+        "net_in_mb_s": 0.0,
+        "net_out_mb_s": 2.0,  # a network that was taken away counts as none
+        "pressure_io": 0.25,
+        "pressure_io_full": 1.0,
+        "cpu_throttled": 0.5,
+        "cpu_own": 2.0,
+        "ram_own_gb": 2.0,
+    }
+
+
+def test_this_machine():
+    before = host.count([os.getpid(), 2**22 + 1])  # the second process does not exist
+    sum(i * i for i in range(300_000))
+    figures = host.count([os.getpid()]).since(before)
+    assert figures["cpu_own"] > 0 and figures["ram_own_gb"] > 0.01
+    if sys.platform.startswith("linux"):
+        assert 0 <= figures["cpu"] <= 1 and 0 < figures["ram_used_gb"] < figures["ram_total_gb"]
+        assert len(figures["cpu_cores"]) >= len(os.sched_getaffinity(0))
+
+
+def test_a_system_without_proc(monkeypatch):
+    monkeypatch.setattr(host.sys, "platform", "darwin")
+    before = host.count([os.getpid()])
+    sum(i * i for i in range(300_000))
+    assert host.count([os.getpid()]).since(before).keys() == {"cpu_own", "ram_own_gb"}
+
+
+def test_a_system_whose_proc_is_empty(monkeypatch):
+    monkeypatch.setattr(host, "_text", lambda path: "")
+    assert host.count([1]).since(host.count([1])) == {}
