@@ -19,7 +19,8 @@ def test_a_run_is_watched_and_reported(lowdim, tiny_act, tmp_path, capsys):
     (state,) = json.loads(capsys.readouterr().out)["runs"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert (state["status"], state["step"], state["steps"]) == ("finished", 3, 3)
-    assert state["values"] == {name: lines[-1][name] for name in lines[-1] if name != "step"}
+    shown = {name: value for name, value in state["values"].items() if not name.startswith("system.")}
+    assert shown == {name: lines[-1][name] for name in lines[-1] if name not in ("step", "time", "system")}
     assert [found["step"] for found in state["checkpoints"]] == [2, 3]
     assert "step 3  loss" in state["log_line"] or "checkpoint" in state["log_line"]
     assert cli.main(["report", str(run), "--json"]) == 0
