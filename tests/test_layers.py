@@ -138,3 +138,9 @@ def test_two_classes_never_share_a_name():
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(name)
     assert {name: where for name, where in found.items() if len(where) > 1 and name[0] != "_"} == {}
+
+
+def test_two_test_files_never_share_a_name():
+    """pytest imports them by their names alone."""
+    names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len({*names}), sorted(name for name in {*names} if names.count(name) > 1)
