@@ -25,8 +25,8 @@ def run(parsed: argparse.Namespace, address: dict[str, Any], settings: list[str]
     """`address`: of the dataset, as arguments of `open_dataset`; `settings`: those of a training run."""
     from flexor.config.parse import load_config
     from flexor.data.dataset import open_dataset
-    from flexor.data.format.encode import encode_png
     from flexor.data.settings import parse_image_size
+    from flexor.pages.images import png
     from flexor.policies.augment.grid import augmented_grid
 
     path: Path = parsed.augmented
@@ -36,7 +36,7 @@ def run(parsed: argparse.Namespace, address: dict[str, Any], settings: list[str]
     transforms = replace(config.dataset.image_transforms, enable=True)
     dataset = open_dataset(**address, size=parse_image_size(config.dataset.cache.size))
     grid = augmented_grid(dataset, transforms, seed=config.seed, progress=progress("augmenting"))
-    path.write_bytes(encode_png(grid))
+    path.write_bytes(png(grid))
     chosen = [name for name, each in transforms.tfs.items() if each.weight > 0]
     count = min(transforms.max_num_transforms, len(chosen))
     text = (

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.run_files import SYSTEM
+from flexor.runs.jsonl import GrowingLines
 
 RECENT = 720  # an hour, at a sample every 5 s
 OLDER = 2000
@@ -35,19 +36,7 @@ def system_files(folder: Path) -> list[Path]:
 
 def read_lines(path: Path) -> list[Line]:
     """The JSON objects of a file that have a step. A line that a kill or a crash cut off is left out."""
-    lines = []
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    for text in raw.split(b"\n"):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    return [line for line in GrowingLines(path).read()[1] if isinstance(line.get("step"), int)]
 
 
 def write_lines(path: Path, lines: list[Line]) -> None:

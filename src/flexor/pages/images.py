@@ -17,6 +17,7 @@ def jpeg(pixels: np.ndarray, quantizer: int = 5) -> bytes:
 
 
 def png(pixels: np.ndarray) -> bytes:
+    """RGB uint8 [H, W, 3] as a PNG."""
     return _encoded(pixels, "png", "rgb24")
 
 

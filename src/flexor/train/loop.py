@@ -269,13 +269,7 @@ def fit(
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
                 result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler)
-            if held_out is not None and _due(state.step, config.eval_steps, last):
-                with dog.patiently("computing the held-out loss"):
-                    values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
-                result.metrics |= _report(state.step, values, trackers)
-            if config.env.type and _due(state.step, config.env_eval_freq, False):
-                with dog.patiently("evaluating"):
-                    result.metrics |= _report(state.step, evaluate(state, run), trackers)
+            result.metrics |= _evaluations(state, run, held_out, trackers, dog)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
                 with dog.patiently("saving a checkpoint"):
@@ -290,6 +284,21 @@ def fit(
         saver.wait()
     result.step, result.checkpoint = state.step, saver.newest
     return result
+
+
+def _evaluations(
+    state: TrainState, run: Run, held_out: Dataset | None, trackers: Trackers, dog: Watchdog
+) -> dict[str, Any]:
+    """The held-out loss and the success in the environment, if they are due at this step."""
+    config, found = state.config, dict[str, Any]()
+    if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
+        with dog.patiently("computing the held-out loss"):
+            values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
+        found |= _report(state.step, values, trackers)
+    if config.env.type and _due(state.step, config.env_eval_freq, False):
+        with dog.patiently("evaluating"):
+            found |= _report(state.step, evaluate(state, run), trackers)
+    return found
 
 
 def _due(step: int, every: int, last: bool) -> bool:

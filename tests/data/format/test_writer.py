@@ -10,10 +10,11 @@ import pytest
 
 from flexor.core.errors import DatasetError
 from flexor.data.dataset import open_dataset
-from flexor.data.format.encode import EpisodeEncoder, VideoSettings, encode_png
+from flexor.data.format.encode import EpisodeEncoder, VideoSettings
 from flexor.data.format.writer import DatasetWriter
 from flexor.data.video.decode import index_video
 from flexor.data.video.frame_match import nearest
+from flexor.pages.images import png
 from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, features, frame, write
 
 
@@ -276,7 +277,7 @@ os._exit(9)
 
 def test_png_is_lossless():
     image = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
-    data = encode_png(image)
+    data = png(image)
     assert data.startswith(b"\x89PNG")
     decoded = av.CodecContext.create("png", "r").decode(av.Packet(data))[0]
     np.testing.assert_array_equal(decoded.to_ndarray(format="rgb24"), image)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from flexor.core.errors import DatasetError
-from flexor.data.format.encode import encode_png
 from flexor.data.format.metadata import Feature
 from flexor.data.frames.clips import decode_image
 from flexor.data.frames.store import FrameStore, fill_cache
+from flexor.pages.images import png
 from support.samples import picture
 
 LENGTHS = np.array([5, 3, 4])
@@ -120,7 +120,7 @@ def test_many_threads():
 
 def test_png_is_lossless():
     image = picture(1, 2)
-    np.testing.assert_array_equal(decode_image(encode_png(image)), image)
+    np.testing.assert_array_equal(decode_image(png(image)), image)
 
 
 def test_jpeg_colour_is_interpolated():

@@ -204,13 +204,3 @@ class VideoWriter:
     def close(self) -> None:
         """Write the index. Without it the file cannot be read."""
         self._container.close()
-
-
-def encode_png(image: np.ndarray) -> bytes:
-    """[H, W, 3] uint8 as the bytes of a PNG file."""
-    context: Any = av.CodecContext.create("png", "w")
-    context.height, context.width = image.shape[:2]
-    context.pix_fmt, context.time_base, context.thread_count = "rgb24", Fraction(1), 1
-    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
-    frame.pts = 0
-    return b"".join(bytes(packet) for packet in [*context.encode(frame), *context.encode(None)])

@@ -23,8 +23,9 @@ from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.data.format import stats as statistics
 from flexor.data.format.dataset_files import DatasetFiles, PacketClip
-from flexor.data.format.encode import EpisodeEncoder, VideoSettings, encode_png
+from flexor.data.format.encode import EpisodeEncoder, VideoSettings
 from flexor.data.format.schema import DEFAULT_FEATURES, checked_features, checked_value
+from flexor.pages.images import png
 
 
 class DatasetWriter:
@@ -82,7 +83,7 @@ class DatasetWriter:
                     self._encoders[name] = EpisodeEncoder(self._video[name])
                 self._encoders[name].add(value)
             else:
-                self._columns[name].append(encode_png(value) if dtype == "image" else value)
+                self._columns[name].append(png(value) if dtype == "image" else value)
         self.length += 1
 
     def discard_episode(self) -> None:

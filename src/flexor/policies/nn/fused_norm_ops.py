@@ -1,6 +1,6 @@
 """The operators of `fused_norm.py` and `norm_mish.py`: what they take and return.
 
-Their kernels are in `fused_norm_kernels.py` and `norm_mish_kernels.py`.
+Their kernels are in `fused_norm_kernels.py`, `fused_pool_kernels.py` and `norm_mish_kernels.py`.
 
 A plan runs them on the meta device, on machines that have neither a GPU nor Triton.
 """
@@ -59,6 +59,7 @@ operator(
     "norm_pool",
     "(Tensor x, Tensor scale, Tensor shift) -> (Tensor, Tensor)",
     lambda x, *_: empty_pooled(x),
+    "fused_pool_kernels",
 )
 operator(
     "norm_sums",
@@ -76,6 +77,7 @@ operator(
     lambda gradient, *_: gradient.new_empty(
         (2, gradient.shape[0], gradient.shape[2], gradient.shape[1]), dtype=torch.float32
     ),
+    "fused_pool_kernels",
 )
 operator(
     "norm_factors",
@@ -98,6 +100,7 @@ operator(
     "(Tensor gradient, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
     "-> Tensor",
     lambda gradient, index, x, a, b, d, height, width: empty_map(gradient, height, width),
+    "fused_pool_kernels",
 )
 operator(
     "norm_mish",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flexor.core.machine import gigabytes
 from flexor.core.run_files import METRICS
 from flexor.data.storage.source import is_repo_id
 from flexor.policies.external import is_code, short_name
+from flexor.runs.jsonl import GrowingLines
 from flexor.sim.record import BUILTIN
 from flexor.train.checkpoint.run_record import read_record
 
@@ -166,15 +166,7 @@ def _settings(settings: dict[str, Any]) -> list[tuple[str, Any]]:
 def _metrics(run: Path, step: int) -> list[tuple[str, Any]]:
     """The newest value of each metric up to this step."""
     newest: dict[str, tuple[float, int]] = {}
-    try:
-        lines = (run / METRICS).read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue  # being written
+    for values in GrowingLines(run / METRICS).read()[1]:
         for name, value in values.items():
             if isinstance(value, int | float) and values.get("step", step + 1) <= step:
                 newest[name] = (value, values["step"])
