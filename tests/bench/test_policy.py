@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 from flexor.cli import main as cli
+from flexor.policies.pretrained import Pretrained
 from support import runs
 
 ROBOT = ["--cameras=2x32x32", "--state=3", "--action=2"]
@@ -21,6 +23,22 @@ def test_an_untrained_policy_by_cameras_and_batch(tiny_act, capsys):
     assert [(row["cameras"], row["batch"]) for row in report["rows"]] == [(1, 1), (1, 3), (2, 1), (2, 3)]
     assert all(row["way"] == "eager" and 0 < row["median_ms"] <= row["slowest_ms"] for row in report["rows"])
     assert report["policy"] == "act" and report["chunk"] >= report["executed"]
+    assert report["dtype"] == "float32"
+
+
+def test_the_precision_asked_for(tiny_act, monkeypatch, capsys):
+    computed = []
+    chunk = Pretrained.chunk
+
+    def noted(*arguments):
+        computed.append(torch.is_autocast_enabled("cpu"))
+        return chunk(*arguments)
+
+    monkeypatch.setattr(Pretrained, "chunk", noted)
+    for dtype, by_autocast in {"bfloat16": True, "tf32": False}.items():
+        report = bench(capsys, *tiny_act, *ROBOT, "--batches", "1", f"--dtype={dtype}")
+        assert report["dtype"] == dtype and set(computed) == {by_autocast}
+        computed.clear()
 
 
 def test_a_checkpoint(lowdim, tiny_act, tmp_path, capsys):

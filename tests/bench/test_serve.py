@@ -34,11 +34,28 @@ def test_with_a_checkpoint(lowdim, tiny_act, tmp_path, capsys):
     assert text.startswith("act; ") and "p50 without model" in text
 
 
+def test_with_random_weights(tiny_act, capsys):
+    flags = [
+        "--cameras",
+        "1x32x32",
+        "--clients",
+        "1",
+        "--encoding",
+        "raw",
+        "--requests",
+        "2",
+        "--dtype=bfloat16",
+    ]
+    assert main(["bench", "serve", *tiny_act, *flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["policy"] == "act" and report["rows"][0]["cameras"] == [[3, 32, 32]]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--clients", "0"], "--clients must be at least 1"),
-        (["--steps=3"], "Unknown setting --steps=3"),
+        (["--steps=3"], "--steps=3: settings of a policy need a checkpoint or --policy.type"),
         (["x", "--cameras", "1x2x3"], "a checkpoint has cameras of its own"),
     ],
 )

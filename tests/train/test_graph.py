@@ -1,6 +1,7 @@
 """A step as a CUDA graph: the same run as without one, bitwise, and what can't be captured runs all the same."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,9 +122,10 @@ def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:
 
 
 def figures(run: Path) -> list[dict]:
+    """What each step computed, the parts of its loss included, without how long it took."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = ("samples_per_s", "data_wait", "gpu_busy", "time")
-    return [{k: v for k, v in line.items() if k not in rates} for line in lines if "loss" in line]
+    computed = re.compile(r"step|lr|epoch|grad_norm|.*(loss|error|code_rate)")
+    return [{k: v for k, v in line.items() if computed.fullmatch(k)} for line in lines if "loss" in line]
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from flexor.plan.trace.rehearsal import rehearsed_pipelines
 from flexor.policies import policy_class
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
-from flexor.policies.pretrained import Pretrained, load_pretrained
+from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
+from flexor.serve.open import Precision, keeps_weights_in
 
 BATCHES = (1, 8)
 GPU_CALLS, CPU_CALLS = 30, 3
@@ -31,7 +33,10 @@ WARM_UP = 3  # the first is eager, the second is captured
 
 
 def bench_policy(
-    policies: Iterator[Pretrained], batches: Sequence[int] = BATCHES, calls: int | None = None
+    policies: Iterator[Pretrained],
+    batches: Sequence[int] = BATCHES,
+    calls: int | None = None,
+    dtype: Precision | None = None,
 ) -> dict[str, Any]:
     """Measure each policy with each batch; on an NVIDIA GPU eagerly and as a CUDA graph."""
     if min(batches) < 1 or (calls is not None and calls < 1):
@@ -46,12 +51,13 @@ def bench_policy(
         for batch in batches:
             for way in ways:
                 log.info("measuring %d camera(s), batch %d, %s", cameras, batch, way)
-                rows.append(
-                    {"cameras": cameras, "batch": batch, "way": way, **measure(policy, batch, way, count)}
-                )
+                with computing_in(dtype, policy):
+                    found = measure(policy, batch, way, count)
+                rows.append({"cameras": cameras, "batch": batch, "way": way, **found})
         config = policy.policy.config
         report = {
             "policy": config.type,
+            "dtype": getattr(config, "dtype", dtype or "float32"),
             "device": name_of(device),
             "torch": torch.__version__,
             "parameters": sum(p.numel() for p in policy.policy.parameters()),
@@ -62,16 +68,30 @@ def bench_policy(
     return {**report, "rows": rows}
 
 
-def untrained(config: PolicyConfig) -> Pretrained:
+def untrained(config: PolicyConfig, dtype: Precision | None = None) -> Pretrained:
     """The policy with random weights, and processing that does not change values."""
+    if keeps_weights_in(dtype, config):
+        config = replace(config, dtype=dtype)  # type: ignore[call-arg]
     device = find_device(config.device)
     with device:
         policy = policy_class(config.type)(config).to(device).eval()
     return Pretrained(policy, *rehearsed_pipelines(config, device))
 
 
-def trained(path: str, device: str | None) -> Pretrained:
-    return load_pretrained(path, str(find_device(device)))
+def trained(path: str, device: str | None, dtype: Precision | None = None) -> Pretrained:
+    own = {"dtype": dtype} if keeps_weights_in(dtype, read_config(path)) else {}
+    return load_pretrained(path, str(find_device(device)), own)
+
+
+@contextmanager
+def computing_in(dtype: Precision | None, policy: Pretrained) -> Iterator[None]:
+    """Inside, the policy computes as `flexor serve --dtype` lets it."""
+    device = next(policy.policy.parameters()).device
+    by_autocast = dtype == "bfloat16" and not keeps_weights_in(dtype, policy.policy.config)
+    with full_float32(), torch.autocast(device.type, torch.bfloat16, enabled=by_autocast):
+        if dtype == "tf32":
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        yield
 
 
 def measure(policy: Pretrained, batch: int, way: Way, calls: int) -> dict[str, Any]:
@@ -84,17 +104,16 @@ def measure(policy: Pretrained, batch: int, way: Way, calls: int) -> dict[str, A
         policy.graphs.gave_up = way == "eager"
     seen, task = made_up_observation(policy.policy.config, batch), ["pick up the block"] * batch
     noise = Noise(0, 0, torch.arange(batch))
-    with full_float32():
-        for _ in range(WARM_UP if device.type == "cuda" else 1):
-            policy.chunk(seen, task, noise)
-        if way == "graph" and policy.graphs.gave_up:
-            return {"reason": "the prediction can't be captured in a CUDA graph"}
-        times = []
-        for _ in range(calls):
-            wait_for(device)
-            started = time.perf_counter()
-            policy.chunk(seen, task, noise)
-            times.append(1e3 * (time.perf_counter() - started))
+    for _ in range(WARM_UP if device.type == "cuda" else 1):
+        policy.chunk(seen, task, noise)
+    if way == "graph" and policy.graphs.gave_up:
+        return {"reason": "the prediction can't be captured in a CUDA graph"}
+    times = []
+    for _ in range(calls):
+        wait_for(device)
+        started = time.perf_counter()
+        policy.chunk(seen, task, noise)
+        times.append(1e3 * (time.perf_counter() - started))
     found = {"median_ms": statistics.median(times), "slowest_ms": max(times)}
     if device.type == "cuda":
         found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -115,8 +134,9 @@ def made_up_observation(config: PolicyConfig, batch: int) -> dict[str, np.ndarra
 
 def render_policy(report: dict[str, Any]) -> str:
     lines = [
-        f"{report['policy']}: {report['parameters'] / 1e6:,.1f} M parameters on {report['device']}, torch "
-        f"{report['torch']}; a chunk is {report['chunk']} actions, {report['executed']} are executed",
+        f"{report['policy']}: {report['parameters'] / 1e6:,.1f} M parameters, {report['dtype']}, on "
+        f"{report['device']}, torch {report['torch']}; a chunk is {report['chunk']} actions, {report['executed']} are "
+        "executed",
         "",
     ]
     cells = [["cameras", "batch", "", "median, ms", "slowest, ms", "peak GPU memory"]]

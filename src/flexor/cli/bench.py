@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flexor.policies.pretrained import Pretrained
     from flexor.serve.predictor import Predictor
 
+PRECISIONS = ("float32", "tf32", "bfloat16")
+
 
 def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(
@@ -165,13 +167,14 @@ def _add_policy(measures: Any) -> None:
         "--calls", type=int, metavar="N", help="predictions to measure (default 30, on a CPU 3)"
     )
     robot_flags(parser)
+    parser.add_argument("--dtype", choices=PRECISIONS, help="as for `flexor serve` (default float32)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _policy(parsed: argparse.Namespace, settings: list[str]) -> int:
     from flexor.bench.policy import BATCHES, bench_policy, render_policy
 
-    report = bench_policy(_policies(parsed, settings), parsed.batches or BATCHES, parsed.calls)
+    report = bench_policy(_policies(parsed, settings), parsed.batches or BATCHES, parsed.calls, parsed.dtype)
     print_result(report, parsed.json, render_policy(report))
     return 0
 
@@ -182,12 +185,12 @@ def _policies(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Pretr
     from flexor.plan.data.imagined_robot import parse_cameras
 
     if parsed.checkpoint is not None:
-        yield trained(parsed.checkpoint, _device(settings))
+        yield trained(parsed.checkpoint, _device(settings), parsed.dtype)
         return
     count, height, width = parse_cameras(parsed.cameras or "2x480x640")
     for cameras in range(min(1, count), count + 1):
         parsed.cameras = f"{cameras}x{height}x{width}"
-        yield untrained(described_run(parsed, settings)[0].policy)
+        yield untrained(described_run(parsed, settings)[0].policy, parsed.dtype)
 
 
 def _add_serve(measures: Any) -> None:
@@ -195,8 +198,9 @@ def _add_serve(measures: Any) -> None:
         "serve",
         help="how long a robot waits for the actions of a served policy, and where that time goes",
         description="Serve a policy on this machine and ask it from other processes. The time is split into network, "
-        "decode (reading the observation), queue, model and encode (packing the actions). Without a checkpoint there "
-        "is no model: what is measured is the server.",
+        "decode (reading the observation), queue, model and encode (packing the actions). Give a checkpoint; or "
+        "--policy.type and other settings of `flexor train`, for a policy with random weights. Without both there is "
+        "no model: what is measured is the server.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -207,7 +211,7 @@ def _add_serve(measures: Any) -> None:
         "--cameras",
         nargs="+",
         metavar="NxHxW",
-        help="without a checkpoint: number of cameras, height, width (default 2x224x224)",
+        help="without a checkpoint: number of cameras, height, width (default 2x224x224, with --policy.type 2x480x640)",
     )
     parser.add_argument(
         "--encoding", choices=("raw", "jpeg"), nargs="+", default=["raw", "jpeg"], help="how images are sent"
@@ -216,7 +220,7 @@ def _add_serve(measures: Any) -> None:
         "--requests", type=int, default=1000, metavar="N", help="of all clients together (default 1000)"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
-    parser.add_argument("--dtype", choices=("float32", "tf32", "bfloat16"), help="as for `flexor serve`")
+    parser.add_argument("--dtype", choices=PRECISIONS, help="as for `flexor serve`")
     parser.add_argument("--compile", action="store_true", help="as for `flexor serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -237,9 +241,10 @@ def _served(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Predict
     from flexor.serve.open import open_predictor
     from flexor.serve.settings import ServeSettings
 
+    if parsed.checkpoint is None and settings:
+        yield from _served_untrained(parsed, settings)
+        return
     if parsed.checkpoint is None:
-        if settings:
-            raise ConfigError(f"Unknown setting {settings[0]}. Settings of a policy need a checkpoint.")
         yield from (no_model(parse_cameras(cameras)) for cameras in parsed.cameras or ["2x224x224"])
         return
     if parsed.cameras:
@@ -252,6 +257,21 @@ def _served(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Predict
         compiled=parsed.compile,
         flags=settings,
     )
+
+
+def _served_untrained(parsed: argparse.Namespace, settings: list[str]) -> Iterator[Predictor]:
+    """A policy with random weights, for each kind of cameras."""
+    if not any(setting.startswith("--policy.type") for setting in settings):
+        raise ConfigError(f"{settings[0]}: settings of a policy need a checkpoint or --policy.type.")
+    from flexor.bench.policy import untrained
+    from flexor.serve.open import predictor_of
+    from flexor.serve.settings import ServeSettings
+
+    device = [f"--policy.device={parsed.device}"] if parsed.device else []
+    for cameras in parsed.cameras or ["2x480x640"]:
+        robot = argparse.Namespace(cameras=cameras, state=None, action=None)
+        policy = untrained(described_run(robot, [*settings, *device])[0].policy, parsed.dtype)
+        yield predictor_of(policy, ServeSettings(), dtype=parsed.dtype, compiled=parsed.compile)
 
 
 def _device(settings: list[str]) -> str | None:

@@ -11,7 +11,8 @@ from flexor.config.parse import nest, parse_flags
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.pretrained import find_folder, load_pretrained, read_config
+from flexor.policies.base import PolicyConfig
+from flexor.policies.pretrained import Pretrained, find_folder, load_pretrained, read_config
 from flexor.serve.predictor import Predictor
 from flexor.serve.settings import ServeSettings
 from flexor.train.compile import compile_blocks
@@ -32,27 +33,38 @@ def open_predictor(
     overrides = _overrides(flags)
     folder = find_folder(checkpoint)
     where = find_device(overrides.pop("device", None) or device)
-    autocast = None
-    if dtype in ("float32", "bfloat16") and hasattr(read_config(str(folder), overrides), "dtype"):
-        overrides["dtype"] = dtype  # the policy keeps its weights in it
-    elif dtype == "bfloat16":
-        autocast = torch.bfloat16
-    settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    for part in settings_of_torch:
-        part.allow_tf32 = dtype == "tf32"
+    if keeps_weights_in(dtype, read_config(str(folder), overrides)):
+        overrides["dtype"] = dtype
     pretrained = load_pretrained(str(folder), str(where), overrides)
     count = sum(p.numel() for p in pretrained.policy.parameters())
     log.info(
         "loaded %s: %s, %.1f M parameters, on %s", folder, pretrained.policy.config.type, count / 1e6, where
     )
+    return predictor_of(pretrained, settings, dtype=dtype, compiled=compiled)
+
+
+def keeps_weights_in(dtype: Precision | None, config: PolicyConfig) -> bool:
+    """Whether the policy has a setting for that; others compute in it, by autocast."""
+    return dtype in ("float32", "bfloat16") and hasattr(config, "dtype")
+
+
+def predictor_of(
+    pretrained: Pretrained, settings: ServeSettings, *, dtype: Precision | None, compiled: bool
+) -> Predictor:
+    """For a policy on its device."""
+    settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    for part in settings_of_torch:
+        part.allow_tf32 = dtype == "tf32"
+    where = next(pretrained.policy.parameters()).device
     if compiled:
         log.info("compiling; this can take a minute, and the port opens after it")
         compile_blocks(pretrained.policy, where)
+    by_autocast = dtype == "bfloat16" and not keeps_weights_in(dtype, pretrained.policy.config)
     return Predictor(
         pretrained,
         reply=settings.reply,
         seed=settings.seed,
-        autocast=autocast,
+        autocast=torch.bfloat16 if by_autocast else None,
         fixed_sizes=compiled or where.type == "cuda",
         max_batch=settings.max_batch,
     )
