@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -45,7 +44,6 @@ from flexor.plan.speed.measure import WINDOWS, Measured
 from flexor.plan.speed.speeds import Speeds, assumed, read, save
 from flexor.plan.speed.time import step_time
 from flexor.plan.trace.trace import trace_step
-from flexor.policies.multi_task_dit.config import describe_clip
 
 ROBOTS = {
     "one": Robot(cameras=1, height=240, width=320),
@@ -53,6 +51,8 @@ ROBOTS = {
     "large": Robot(cameras=1, height=448, width=448),
     **{kind: Robot(*on[:3]) for kind, on in calibrate.calibrations().items()},
     "multi_task_dit": Robot(),
+    "smolvla": Robot(),
+    "pi0": Robot(cameras=2, height=224, width=224),
 }
 
 
@@ -81,9 +81,6 @@ class Case:
 
     def config(self) -> TrainConfig:
         flags = [f"--policy.type={self.policy}", "--dataset.repo_id=made/up", *self.flags.split()]
-        if self.policy == "multi_task_dit":
-            clip = clip_folder()
-            flags += [f"--policy.{part}_encoder_name={clip}" for part in ("vision", "text")]
         config = load_config(flags)
         config.policy = ROBOTS[self.robot or self.policy].fill_in(config.policy)
         return config
@@ -91,14 +88,6 @@ class Case:
     @property
     def accumulation(self) -> int:
         return self.config().gradient_accumulation_steps or 1
-
-
-def clip_folder() -> Path:
-    """The CLIP that multi_task_dit takes by default, one for all processes."""
-    folder = Path(tempfile.gettempdir()) / "clip-vit-base-patch16"
-    folder.mkdir(exist_ok=True)
-    describe_clip(folder)
-    return folder
 
 
 # Flags that a case does not name: the defaults, which mean a CUDA graph, channels last, and bf16 for some policies.
@@ -139,6 +128,9 @@ CASES = [
     Case("multi_task_dit", 32),
     Case("multi_task_dit", 8, f"{FLOAT32} {EAGER}"),
     Case("multi_task_dit", 32, "--policy.vision_encoder_lr_multiplier=0"),
+    Case("smolvla", 8),
+    Case("smolvla", 32, "--policy.freeze_vision_encoder=false --policy.train_expert_only=false"),
+    Case("pi0", 8, "--policy.dtype=bfloat16 --policy.gradient_checkpointing=true"),
 ]
 TOGETHER = 8  # cases that are timed again in one process
 LARGEST = [Case("act", 0), Case("diffusion", 0), Case("vqbet", 0, "--policy.crop_shape=null", "square")]

@@ -36,7 +36,6 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
-from flexor.policies.multi_task_dit.config import describe_clip
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.vlm_size import KNOWN
 
@@ -115,19 +114,17 @@ def window(step: Callable[[], Any], steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def settings(case: Case, folder: Path, flags: list[str]) -> TrainConfig:
-    """Flexor's settings of a case. `folder` describes the pretrained models of policies that have some."""
+def settings(case: Case, flags: list[str]) -> TrainConfig:
+    """Flexor's settings of a case."""
     own = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
     own += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
-    if case.policy == "multi_task_dit":
-        own += [f"--policy.{part}_encoder_name={folder / CLIP}" for part in ("vision", "text")]
     config = load_config([*own, *flags])
     config.policy = case.robot.fill_in(config.policy)
     return config
 
 
-def flexor(case: Case, folder: Path, flags: list[str]) -> dict[str, float]:
-    return timed(RepeatedStep(settings(case, folder, flags), torch.device("cuda", 0)))
+def flexor(case: Case, flags: list[str]) -> dict[str, float]:
+    return timed(RepeatedStep(settings(case, flags), torch.device("cuda", 0)))
 
 
 @contextmanager
@@ -170,7 +167,7 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.factory import get_policy_class, make_policy_config
 
-    ours = settings(case, folder, []).policy
+    ours = settings(case, []).policy
     inputs, outputs = (
         {name: PolicyFeature(FeatureType(f.type.value), tuple(f.shape)) for name, f in features.items()}
         for features in (ours.input_features, ours.output_features)
@@ -193,11 +190,11 @@ def lerobot_policy(case: Case, folder: Path) -> tuple[PolicyConfig, Any, torch.o
 
 
 def write_clip(folder: Path) -> None:
-    """Random weights for the CLIP whose settings are in the folder: LeRobot loads some when it builds the policy."""
+    """A CLIP with random weights: LeRobot loads some when it builds the policy."""
     from transformers import CLIPConfig, CLIPModel
 
     if not (folder / "model.safetensors").is_file():
-        CLIPModel(CLIPConfig.from_pretrained(folder)).save_pretrained(folder)
+        CLIPModel(CLIPConfig(vision_config={"patch_size": 16})).save_pretrained(folder)
 
 
 def write_vlm(folder: Path) -> None:
@@ -240,7 +237,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        describe_clip(Path(folder) / CLIP)
         measure_all(given, Path(folder))
 
 
@@ -252,7 +248,7 @@ def ways_of(case: Case, folder: Path, compiled: bool) -> dict[str, Callable[[], 
     mine = {name: flags for name, flags in WAYS.items() if name in OF_LARGE or case.policy not in LARGE}
     if compiled:
         mine[COMPILED] = [*WAYS["graph, bf16, channels last"], "--compile=true"]
-    return ways | {name: lambda flags=flags: flexor(case, folder, flags) for name, flags in mine.items()}
+    return ways | {name: lambda flags=flags: flexor(case, flags) for name, flags in mine.items()}
 
 
 def measure_all(given: argparse.Namespace, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -98,10 +97,6 @@ class PolicyConfig:
             input_features=self.input_features or inputs,
             output_features=self.output_features or outputs,
         )
-
-    def without_hub(self, folder: Path) -> Self:
-        """These settings for a plan without network access: `folder` replaces the models of the Hub."""
-        return self
 
     def lora_targets(self) -> list[str] | str:
         """The layers that get an adapter if `lora.target_modules` is not set, in its words."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from flexor.config.schema import TrainConfig
@@ -64,12 +62,11 @@ def hardware_guide(hardware: Hardware, kinds: Iterable[str] = tuple(POLICIES)) -
 
 
 def rows(kind: str, hardware: Hardware) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        robot, policy = usual_robot(policy_class(kind).Config().without_hub(Path(folder)))
-        for precision in PRECISIONS:
-            config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
-            config.precision = precision
-            yield _row(kind, robot, config, hardware)
+    robot, policy = usual_robot(policy_class(kind).Config())
+    for precision in PRECISIONS:
+        config = TrainConfig(policy=policy, epochs=EPOCHS, batch_size=BATCH)
+        config.precision = precision
+        yield _row(kind, robot, config, hardware)
 
 
 def _row(kind: str, robot: Robot, config: TrainConfig, hardware: Hardware) -> Row:

@@ -7,10 +7,15 @@ names, which are LeRobot's. They are built from their config; weights come from 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flexor.policies.hf_transformers import fetch, import_transformers
+
+# what differs from the defaults of `transformers`
+KNOWN: dict[str, dict[str, Any]] = {"openai/clip-vit-base-patch16": {"CLIPVisionConfig": {"patch_size": 16}}}
 
 
 class ClipVision(nn.Module):
@@ -20,7 +25,7 @@ class ClipVision(nn.Module):
         super().__init__()
         self.name = name
         clip = import_transformers("CLIP")
-        settings = fetch("CLIPVisionConfig", name)
+        settings = _settings("CLIPVisionConfig", name)
         self.model = nn.ModuleDict({"vision_model": _bare(clip.CLIPVisionModel(settings), "vision_model")})
         self.image_size: int = settings.image_size
         self.out_dim: int = settings.hidden_size
@@ -45,7 +50,7 @@ class ClipText(nn.Module):
         super().__init__()
         self.name = name
         clip = import_transformers("CLIP")
-        settings = fetch("CLIPTextConfig", name)
+        settings = _settings("CLIPTextConfig", name)
         self.text_encoder = nn.ModuleDict({"text_model": _bare(clip.CLIPTextModel(settings), "text_model")})
         self.text_encoder.requires_grad_(False)
         self.projection = nn.Linear(settings.hidden_size, out_dim)
@@ -66,6 +71,13 @@ class ClipText(nn.Module):
 
     def layers(self) -> list[nn.Module]:
         return list(self.get_submodule("text_encoder.text_model.encoder.layers").children())
+
+
+def _settings(kind: str, name: str) -> Any:
+    """The sizes of a published CLIP, for which the default one needs no Hub: a plan has no network."""
+    if name in KNOWN:
+        return getattr(import_transformers("CLIP"), kind)(**KNOWN[name].get(kind, {}))
+    return fetch(kind, name)
 
 
 def _bare(model: nn.Module, inner: str) -> nn.Module:

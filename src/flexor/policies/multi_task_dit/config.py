@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from flexor.core.errors import ConfigError
 from flexor.policies.base import MOST_DROPOUT
@@ -120,11 +118,6 @@ class MultiTaskDiTConfig(DenoisingConfig):
             return self.drop_n_last_frames
         return self.horizon - self.n_action_steps - self.n_obs_steps + 1
 
-    def without_hub(self, folder: Path) -> Self:
-        described = folder / "clip-vit-base-patch16"
-        describe_clip(described)
-        return replace(self, vision_encoder_name=str(described), text_encoder_name=str(described))
-
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         tokenize = Tokenize(
             self.text_encoder_name,
@@ -149,10 +142,3 @@ class MultiTaskDiTConfig(DenoisingConfig):
         if not self.images or crop is None or crop[0] > self.resized[0] or crop[1] > self.resized[1]:
             return None
         return crop
-
-
-def describe_clip(folder: Path) -> None:
-    """Write the config of openai/clip-vit-base-patch16, as far as it differs from the defaults of `transformers`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    described = {"model_type": "clip", "vision_config": {"patch_size": 16}, "text_config": {}}
-    (folder / "config.json").write_text(json.dumps(described))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
@@ -141,6 +140,3 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
         """Queries and values of the expert, and the layers around it."""
         around = "state_proj|action_in_proj|action_out_proj|action_time_mlp_in|action_time_mlp_out"
         return rf"model\.vlm_with_expert\.lm_expert\..*\.(q|v)_proj|model\.({around})"
-
-    def without_hub(self, folder: Path) -> Self:
-        return self  # the sizes of the default vision-language model are known: see vlm_size.py
