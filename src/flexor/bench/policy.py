@@ -24,6 +24,7 @@ from flexor.plan.trace.rehearsal import rehearsed_pipelines
 from flexor.policies import policy_class
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
+from flexor.policies.nn.autocast import lower_weights
 from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
 from flexor.serve.open import Precision, keeps_weights_in
 
@@ -87,8 +88,9 @@ def trained(path: str, device: str | None, dtype: Precision | None = None) -> Pr
 def computing_in(dtype: Precision | None, policy: Pretrained) -> Iterator[None]:
     """Inside, the policy computes as `flexor serve --dtype` lets it."""
     device = next(policy.policy.parameters()).device
-    by_autocast = dtype == "bfloat16" and not keeps_weights_in(dtype, policy.policy.config)
-    with full_float32(), torch.autocast(device.type, torch.bfloat16, enabled=by_autocast):
+    if dtype == "bfloat16":
+        lower_weights(policy.policy)
+    with full_float32(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         if dtype == "tf32":
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         yield

@@ -59,6 +59,7 @@ class PredictGraphs:
 
     def __init__(self, policy: Policy):
         self.policy = policy
+        self.weights = [*policy.parameters(), *policy.buffers()]  # listing them takes milliseconds
         self.captured: dict[Hashable, _CapturedPrediction] = {}
         self.seen: set[Hashable] = set()
         self.gave_up = False
@@ -86,7 +87,7 @@ class PredictGraphs:
     def _kind(self, inputs: dict[str, Tensor], noise: Noise) -> Hashable:
         """What predictions have in common that can share a graph."""
         shapes = tuple((name, value.shape, value.dtype) for name, value in inputs.items())
-        weights = tuple(tensor.data_ptr() for tensor in (*self.policy.parameters(), *self.policy.buffers()))
+        weights = tuple(tensor.data_ptr() for tensor in self.weights)
         rounding = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         lower = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         return shapes, isinstance(noise.step, int), weights, rounding, lower

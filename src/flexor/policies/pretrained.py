@@ -94,7 +94,8 @@ class Pretrained:
         if previous is not None:
             batch[PREVIOUS] = batch.pop(ACTION)
             batch[PULL] = self.pull(previous.shape[1] if left is None else left, delay).to(batch[PREVIOUS])
-        self.policy.eval()
+        if self.policy.training:
+            self.policy.eval()
         device = next(self.policy.parameters()).device
         actions = self.predict(batch, noise.to(device))
         context = StepContext(noise=noise, observation=self.preprocessor.renamed(seen))

@@ -12,6 +12,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
+from flexor.policies.nn.autocast import lower_weights
 from flexor.policies.pretrained import Pretrained, find_folder, load_pretrained, read_config
 from flexor.serve.predictor import Predictor
 from flexor.serve.settings import ServeSettings
@@ -44,7 +45,7 @@ def open_predictor(
 
 
 def keeps_weights_in(dtype: Precision | None, config: PolicyConfig) -> bool:
-    """Whether the policy has a setting for that; others compute in it, by autocast."""
+    """Whether the policy has a setting for the type of its weights."""
     return dtype in ("float32", "bfloat16") and hasattr(config, "dtype")
 
 
@@ -59,12 +60,13 @@ def predictor_of(
     if compiled:
         log.info("compiling; this can take a minute, and the port opens after it")
         compile_blocks(pretrained.policy, where)
-    by_autocast = dtype == "bfloat16" and not keeps_weights_in(dtype, pretrained.policy.config)
+    if dtype == "bfloat16":
+        lower_weights(pretrained.policy)
     return Predictor(
         pretrained,
         reply=settings.reply,
         seed=settings.seed,
-        autocast=torch.bfloat16 if by_autocast else None,
+        autocast=torch.bfloat16 if dtype == "bfloat16" else None,
         fixed_sizes=compiled or where.type == "cuda",
         max_batch=settings.max_batch,
     )

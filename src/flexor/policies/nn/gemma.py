@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
+from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm
 from flexor.policies.nn.rotary import KeysValues, RoomForMore, Rotation, rotation
 
 EPSILON = 1e-6  # of norms
@@ -51,7 +52,7 @@ class GemmaNorm(nn.Module):
         """x [B, S, D], condition [B, C] -> the normalised x, and the gate [B, 1, D]."""
         out = autocast_type(x)  # once, for all layers that get it
         if condition is None:
-            return F.rms_norm(x.float(), (self.dim,), 1 + self.weight.float(), EPSILON).to(out), None
+            return rms_norm(x, self.weight, 1.0, EPSILON, out), None
         scale, shift, gate = self.dense(condition)[:, None].float().chunk(3, dim=-1)
         normed = F.rms_norm(x.float(), (self.dim,), None, EPSILON)
         return (normed * (1 + scale) + shift).to(out), gate.to(out)
@@ -73,12 +74,14 @@ class GemmaAttention(nn.Module):
 
     def attend(self, x: Tensor, turn: Rotation, seen: KeysValues, mask: Tensor) -> Tensor:
         """x [B, Q, D] attends to what is seen [B, K, kv_heads, head_dim] where the mask is true."""
-        q = turn(self._heads(self.q_proj(x))).transpose(1, 2)
+        q = turn(self._heads(self.q_proj(x)))
+        if can_attend_few(q, seen.keys):
+            return self.o_proj(attend_few(q, *seen, mask).flatten(2))
         k, v = (
             each.transpose(1, 2)[:, :, None].expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
             for each in seen
         )  # a view: of one key and value, no copies are made
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ class GemmaMLP(nn.Module):
         self.down_proj = nn.Linear(size.mlp_width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), "gelu"))
 
 
 class GemmaLayer(nn.Module):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.policies.nn.autocast import autocast_type
+from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm
 from flexor.policies.nn.rotary import KeysValues, Rotation
 
 
@@ -79,12 +80,13 @@ class LlamaAttention(nn.Module):
         Query heads that share keys and values become more rows of one head, instead of copying keys and values for each
         of them. So a mask whose rows differ is repeated, once for all layers.
         """
-        shared = self.size.shared
+        shared, dtype = self.size.shared, to.values.dtype
+        if can_attend_few(queries.to(dtype), to.values):
+            rows = attend[:, :, : queries.shape[1]]
+            return self.o_proj(attend_few(queries.to(dtype), to.keys.to(dtype), to.values, rows).flatten(2))
         stacked = queries.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         keys, values = to.keys.transpose(1, 2), to.values.transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            stacked.to(values.dtype), keys.to(values.dtype), values, attn_mask=attend
-        )
+        out = F.scaled_dot_product_attention(stacked.to(dtype), keys.to(dtype), values, attn_mask=attend)
         return self.o_proj(out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4).flatten(2))
 
 
@@ -95,9 +97,8 @@ class LlamaNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        normed = F.rms_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), self.eps)
-        return normed.to(autocast_type(x))
+        assert self.eps is not None
+        return rms_norm(x, self.weight, 0.0, self.eps, autocast_type(x))
 
 
 class LlamaMLP(nn.Module):
@@ -108,7 +109,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = nn.Linear(size.mlp_width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x), "silu"))
 
 
 class LlamaLayer(nn.Module):
@@ -145,6 +146,14 @@ class LlamaLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+@dataclass
+class ReusedPrefix:
+    """Keys and values that the steps of a prediction attend to one after the other: they are projected once."""
+
+    given: KeysValues
+    projected: KeysValues | None = None
+
+
 class CrossLayer(LlamaLayer):
     """Tokens attend only to what came before them, whose keys and values this layer projects once more."""
 
@@ -152,10 +161,17 @@ class CrossLayer(LlamaLayer):
         super().__init__(size, kv_input)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, turn: Rotation, attend: Tensor, before: KeysValues
+        self, x: Tensor, turn: Rotation, attend: Tensor, before: KeysValues | ReusedPrefix
     ) -> Tensor:
         queries = self.self_attn.queries(self.input_layernorm(x), turn)
-        return self.finish(x, self.self_attn(queries, self.self_attn.project_again(before), attend))
+        return self.finish(x, self.self_attn(queries, self._project(before), attend))
+
+    def _project(self, before: KeysValues | ReusedPrefix) -> KeysValues:
+        if isinstance(before, KeysValues):
+            return self.self_attn.project_again(before)
+        if before.projected is None:
+            before.projected = self.self_attn.project_again(before.given)
+        return before.projected
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexor.policies.nn.fused_inference import rotate
+
 
 class KeysValues(NamedTuple):
     """The keys and values of one layer, each [B, S, kv_heads, head width]; keys are rotated. Never written to."""
@@ -49,8 +51,7 @@ class Rotation(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[B, S, heads, head width], turned: channels i and i + half are a point in a plane."""
-        others = x.roll(x.shape[-1] // 2, dims=-1)
-        return (x * self.cos + others * self.sin).to(x.dtype)
+        return rotate(x, self.cos, self.sin)
 
     def of(self, tokens: slice) -> Rotation:
         """That of some of the tokens."""

@@ -19,6 +19,7 @@ from flexor.policies.nn.llama import (
     LlamaLayer,
     LlamaNorm,
     LlamaSize,
+    ReusedPrefix,
     start_llama,
 )
 from flexor.policies.nn.rotary import KeysValues, Rotation, rotation
@@ -62,7 +63,14 @@ class ActionExpert(nn.Module):
         self.norm = LlamaNorm(size.width, eps=size.eps)
         start_llama(self)
 
-    def forward(self, x: Tensor, chunk: Chunk, prefix: Sequence[KeysValues]) -> Tensor:
+    def reused(self, prefix: Sequence[KeysValues]) -> list[KeysValues | ReusedPrefix]:
+        """The prefix of a prediction, for which the network runs several times."""
+        return [
+            ReusedPrefix(given) if isinstance(layer, CrossLayer) else given
+            for layer, given in zip(self.layers, prefix, strict=True)
+        ]
+
+    def forward(self, x: Tensor, chunk: Chunk, prefix: Sequence[KeysValues | ReusedPrefix]) -> Tensor:
         """Tokens [B, H, width] -> the same shape. `prefix` has the language model's layer for each layer here."""
         for layer, given in zip(self.layers, prefix, strict=True):
             if isinstance(layer, CrossLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
-from flexor.policies.nn.llama import LlamaSize
+from flexor.policies.nn.llama import LlamaSize, ReusedPrefix
 from flexor.policies.nn.rotary import KeysValues, rotation
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.expert import ActionExpert, Chunk, layers_apart, place_chunk
@@ -32,9 +33,9 @@ class Observed(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the language model made of an observation, for the expert. Computed once, never written to."""
+    """What the language model made of an observation, for the expert. Computed once."""
 
-    prefix: list[KeysValues]  # of each layer of the expert
+    prefix: Sequence[KeysValues | ReusedPrefix]  # of each layer of the expert
     chunk: Chunk
 
 
@@ -76,8 +77,8 @@ class SmolVLANetwork(nn.Module):
     def blocks(self) -> list[nn.Module]:
         return [*self.vlm_with_expert.vlm.layers(), *self.vlm_with_expert.lm_expert.layers]
 
-    def read(self, observed: Observed) -> Context:
-        """Images and words see each other; the state sees them and is not seen by them.
+    def read(self, observed: Observed, reused: bool = False) -> Context:
+        """Images and words see each other; the state sees them and is not seen by them. `reused`: for several steps.
 
         With a frozen language model only the state needs gradients. It then goes through the model alone, so that
         nothing has to be kept of the many other tokens for the backward pass.
@@ -97,7 +98,11 @@ class SmolVLANetwork(nn.Module):
             attend = whole[:, None, None] & (sees_state[:, None] | ~sees_state)
             rows = attend.repeat(1, 1, self.text.shared, 1)
             layers = language(torch.cat((seen, state), 1), turn, rows, self.used)
-        return Context(layers[:: self.apart], place_chunk(self.text, whole, self.config.chunk_size))
+        prefix = layers[:: self.apart]
+        return Context(
+            self.vlm_with_expert.lm_expert.reused(prefix) if reused else prefix,
+            place_chunk(self.text, whole, self.config.chunk_size),
+        )
 
     def velocity(self, x: Tensor, time: Tensor, context: Context) -> Tensor:
         """A noisy chunk [B, H, A] and its time [B] -> noise minus actions [B, H, A]."""

@@ -47,7 +47,7 @@ class SmolVLA(Policy):
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
-        context = self.model.read(self._observe(batch))
+        context = self.model.read(self._observe(batch), reused=True)
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
         held = held_in(batch, self.config.rtc_config, *shape[1:])
         chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, held)

@@ -1,0 +1,112 @@
+"""The kernels for predictions compute what torch computes, for all shapes that the policies have."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexor.policies.nn import fused_inference as module
+from flexor.policies.nn.autocast import lower_weights
+from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm, rotate
+from flexor.policies.nn.rotary import rotation
+
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def far(ours: Tensor, theirs: Tensor) -> float:
+    """The largest error, relative to the largest value."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    ours, theirs = ours.double(), theirs.double()
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Inside, what the kernels compute is computed by torch."""
+
+    def without(function, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_fuses", lambda *_: False)
+            return function(*arguments)
+
+    return without
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("shape", [(2, 51, 1024), (1, 7, 720), (3, 2048), (1, 1, 16)], ids=str)
+@torch.inference_mode()
+def test_norm(shape, dtype, plain):
+    x, weight = torch.randn(shape).to("cuda", dtype), torch.randn(shape[-1], device="cuda")
+    for plus, out in ((0.0, torch.float32), (1.0, torch.bfloat16)):
+        given = x, weight, plus, 1e-6, out
+        assert far(rms_norm(*given), plain(rms_norm, *given)) < CLOSE[out]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("shape", [(2, 51, 8, 256), (1, 50, 15, 64), (3, 5, 1, 256), (2, 3, 5, 64)], ids=str)
+@torch.inference_mode()
+def test_rotation(shape, dtype, plain):
+    x = torch.randn(shape).to("cuda", dtype)
+    for batch in {1, shape[0]}:
+        positions = torch.randint(0, 700, (batch, shape[1]), device="cuda")
+        given = x, *rotation(positions, shape[-1])
+        assert far(rotate(*given), plain(rotate, *given)) < CLOSE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("by", ["gelu", "silu"])
+@torch.inference_mode()
+def test_gate(by, dtype, plain):
+    gate, up = ((3 * torch.randn(3, 51, 4099)).to("cuda", dtype) for _ in range(2))
+    assert far(gated(gate, up, by), plain(gated, gate, up, by)) < CLOSE[dtype]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """The definition, in float64."""
+    q, k, v = (each.double() for each in (q, k, v))
+    k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for each in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "kv_heads", "width", "keys"),
+    [(1, 51, 8, 1, 256, 611), (3, 50, 15, 5, 64, 227), (2, 1, 8, 1, 256, 40), (2, 128, 4, 4, 128, 33)],
+)
+@torch.inference_mode()
+def test_attention_of_few_tokens(batch, tokens, heads, kv_heads, width, keys, dtype):
+    q = torch.randn(batch, tokens, heads, width).to("cuda", dtype)
+    k, v = (torch.randn(batch, keys, kv_heads, width).to("cuda", dtype) for _ in range(2))
+    assert can_attend_few(q, k)
+    rows = torch.rand(batch, 1, tokens, keys, device="cuda") < 0.7
+    rows[..., 0] = True
+    late = torch.arange(keys, device="cuda") > keys // 2  # nothing at the beginning
+    for mask in (rows, rows[:, :, :1], late.expand(batch, 1, 1, keys)):
+        assert far(attend_few(q, k, v, mask).double(), attention(q, k, v, mask)) < CLOSE[dtype]
+    longer = torch.randn(batch, keys, 2 * kv_heads, width).to("cuda", dtype)[:, :, ::2]  # strides of a part
+    assert far(attend_few(q, longer, v, rows).double(), attention(q, longer, v, rows)) < CLOSE[dtype]
+
+
+def test_only_where_no_gradient_is_wanted():
+    q = torch.randn(1, 4, 2, 64, dtype=torch.bfloat16)
+    assert not can_attend_few(q, q)  # not on a GPU
+    if torch.cuda.is_available():
+        q = q.cuda()
+        assert not can_attend_few(q, q)
+        with torch.inference_mode():
+            assert can_attend_few(q, q) and not can_attend_few(q.float(), q.float())
+            assert not can_attend_few(q[..., :48].contiguous(), q[..., :48].contiguous())
+
+
+def test_lower_weights_are_those_of_autocast():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LayerNorm(288), nn.Linear(288, 4))
+    images = torch.randn(2, 3, 8, 8)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = network(images)
+        lower_weights(network)
+        assert torch.equal(network(images), expected)
+    assert network[2].weight.dtype == torch.float32 and network[3].bias.dtype == torch.bfloat16
