@@ -46,7 +46,7 @@ class Bf16Copies:
             (layer, name, weight)
             for layer in layers
             for name, weight in layer.named_parameters(recurse=False)
-            if weight in trained and weight.dtype == torch.float32
+            if weight in trained and weight.requires_grad and weight.dtype == torch.float32
         ]
         self.copies: dict[nn.Parameter, nn.Parameter] = {}
 
