@@ -212,7 +212,7 @@ def test_the_kernel_computes_what_torch_computes(kind, decay, scale, monkeypatch
     found, again = (updated(kind, decay, scale, own=True) for _ in range(2))
     for ours, same, theirs in zip(found, again, expected, strict=True):
         assert torch.equal(ours, same)
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7 * float(theirs.abs().max()))
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6 * float(theirs.abs().max()))
 
 
 @pytest.mark.gpu
