@@ -310,7 +310,8 @@ def keeps_too_much(
     planner = MemoryPlanner(
         changed, site.gpu, world_size=site.world_size, local_world_size=site.gpus, traces=traces
     )
-    trace = traces.at(plan.split.batch_size, plan.split.accumulation, site.gpu)
+    passes = (plan.split.batch_size, plan.split.accumulation)
+    trace = traces.at(*passes, site.gpu, world_size=site.world_size)
     return not names - SAME_KEPT and planner.never_fits(trace)
 
 

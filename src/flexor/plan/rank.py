@@ -113,7 +113,8 @@ class Ranking:
         return Choice(site.gpu, site.gpus, None, peak)
 
     def _trace(self, split: Split, site: Site) -> Trace:
-        return self.traces.at(split.batch_size, split.accumulation, site.gpu, exact=False)
+        passes = (split.batch_size, split.accumulation)
+        return self.traces.at(*passes, site.gpu, world_size=site.world_size, exact=False)
 
     def _splits(self, count: int) -> Iterator[Split]:
         """Ways to split the global batch, the largest passes first."""

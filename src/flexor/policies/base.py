@@ -178,6 +178,12 @@ class PolicyConfig:
         return False
 
     @property
+    def computes_with_bf16_copies(self) -> bool:
+        """Whether all trained weights of linear layers, convolutions and attention are used under autocast, which casts
+        them, and nowhere else. Then a run in bf16 keeps copies of them (`train/optim/bf16_copies.py`)."""
+        return False
+
+    @property
     def drop_last_frames(self) -> int:
         """Number of frames at the end of an episode at which no sample starts."""
         return 0

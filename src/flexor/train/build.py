@@ -35,6 +35,7 @@ from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
+from flexor.train.optim.bf16_copies import DEVICES, Bf16Copies
 from flexor.train.optim.ema import EMA
 from flexor.train.optim.optimizers import build_optimizer
 from flexor.train.ranks.processes import Processes
@@ -72,6 +73,21 @@ def build_engine(config: TrainConfig, processes: Processes, device: torch.device
 def captures_steps(config: TrainConfig) -> bool:
     """The `captures` of the engine that the run will have: plans have none."""
     return not started_by_accelerate() and config.parallel.strategy not in ("fsdp", "hsdp")
+
+
+def keep_copies(config: TrainConfig, engine: Engine, split: Split, optimizer: torch.optim.Optimizer) -> None:
+    """From here on, the steps of a run that can do so compute with bfloat16 copies of its weights."""
+    if engine.device.type in DEVICES and engine.captures and may_keep_copies(config, split):
+        engine.copies = Bf16Copies(engine.policy, optimizer)
+
+
+def may_keep_copies(config: TrainConfig, split: Split) -> bool:
+    """Whether the settings allow it. The optimizer and the precision are settled."""
+    alone = split.world_size == 1 and split.accumulation == 1
+    plain = not (config.compile or config.activation_checkpointing or config.lora.r)
+    lower = config.precision == "bf16" and config.weights_dtype != "bf16"
+    adam = config.optimizer.type in ("adam", "adamw")
+    return alone and plain and lower and adam and config.policy.computes_with_bf16_copies
 
 
 def _accelerate_engine(parallel: ParallelConfig) -> type[Engine]:
@@ -232,6 +248,7 @@ def build_state(
         )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
     optimizer = engine.prepare(policy, optimizer)
+    keep_copies(config, engine, split, optimizer)
     if config.compile:
         compile_blocks(policy, engine.device)
     return TrainState(

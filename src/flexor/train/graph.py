@@ -169,7 +169,7 @@ class GraphStep:
                 raise NoGraph(message) from error
             log.warning("%s. It runs operation by operation instead.", message)
         finally:
-            state.optimizer.zero_grad(set_to_none=True)
+            state.engine.forget_gradients(state.optimizer)
 
     def _capture(self, like: Batch, micro_batches: int) -> _Captured:
         """Nothing is computed here."""

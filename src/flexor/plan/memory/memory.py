@@ -113,9 +113,9 @@ class MemoryPlanner:
         self.traces = traces or Traces(self.config)
 
     def trace(self, batch_size: int, accumulation: int | None = None, *, costs: bool = True) -> Trace:
-        """The trace of a step with this many samples per pass, in a single process."""
+        """The trace of a step with this many samples per pass, in one of the run's processes."""
         accumulation = accumulation or self.accumulation(batch_size)
-        return self.traces.at(batch_size, accumulation, self.gpu, costs=costs)
+        return self.traces.at(batch_size, accumulation, self.gpu, world_size=self.world_size, costs=costs)
 
     def accumulation(self, batch_size: int) -> int:
         return split_batch(replace(self.config, batch_size=batch_size), self.world_size).accumulation
@@ -224,7 +224,8 @@ def plan_memory(
         config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
     )
     batch_size = batch_size or split_batch(replace(config), world_size).batch_size
-    return planner.plan(trace_step(planner.config, batch_size, gpu, planner.accumulation(batch_size)))
+    accumulation = planner.accumulation(batch_size)
+    return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation, world_size))
 
 
 def context_of(gpu: Card, world_size: int = 1) -> int:

@@ -59,7 +59,9 @@ def batch_plot(study: Comparison) -> str:
     planner = MemoryPlanner(plan.config, plan.site.gpu, world_size=plan.site.world_size, traces=study.traces)
     points = []
     for size in sizes:
-        trace = planner.traces.at(size, plan.split.accumulation, plan.site.gpu, exact=False)
+        trace = planner.traces.at(
+            size, plan.split.accumulation, plan.site.gpu, world_size=plan.site.world_size, exact=False
+        )
         step = step_time(
             trace,
             plan.site.gpu,

@@ -26,7 +26,8 @@ Category = Literal[
 
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
-"""`casts` are copies of weights in autocast's lower precision, which it keeps during a forward pass."""
+"""`casts` are copies of weights in autocast's lower precision: it keeps them during a forward pass, or the run from
+step to step."""
 
 
 What = Literal["born", "dies", "scratch"]

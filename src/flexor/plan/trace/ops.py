@@ -59,6 +59,7 @@ class Op:
 
 OVER_ROWS = ("over rows",)
 OWN = "flexor::"  # namespace of Flexor's own kernels
+OWN_ADAM = f"{OWN}adam_with_copies"  # a kernel for each tensor
 
 # Operators that only allocate or make views, and compute nothing.
 NOTHING = {
@@ -111,6 +112,9 @@ def describe(
         op.detail = OVER_ROWS
     elif name.startswith(("_foreach", "_fused_adam", "_fused_sgd", "_amp_foreach")):
         _many(op, args)
+    elif name == OWN_ADAM:
+        _many(op, args)
+        op.kernels = len(args[0])
     return op
 
 

@@ -31,7 +31,7 @@ from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.pipeline import Pipeline
-from flexor.train.build import build_augmentation, make_policy
+from flexor.train.build import build_augmentation, captures_steps, keep_copies, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
 from flexor.train.engine.base import Engine
@@ -73,8 +73,7 @@ class WatchedEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         self.tracker.phase = "backward"
         super().backward(loss)
-        gradients = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        self.tracker.name(gradients, "gradients")
+        self.tracker.name(self.gradients(), "gradients")
         self.tracker.phase = "batch"  # of the next pass
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
@@ -97,7 +96,9 @@ class Rehearsal:
         accumulation: int,
         tracker: Watcher,
         device: torch.device = META,
+        world_size: int = 1,
     ):
+        """`world_size`: processes of the planned run, of which this is one."""
         optimizer = resolve_optimizer(config.optimizer, config.policy)
         scheduler = resolve_scheduler(config.scheduler, config.policy)
         config = replace(config, optimizer=optimizer, scheduler=scheduler)
@@ -113,6 +114,10 @@ class Rehearsal:
         on_paper = AdamW8bitOnMeta if device == META and optimizer.type == "adamw_8bit" else None
         made = build_optimizer(optimizer, self.policy, make=on_paper)
         engine.prepare(self.policy, made)
+        if captures_steps(config):
+            keep_copies(config, engine, replace(self.split, world_size=world_size), made)
+        if engine.copies:  # made here, since they are not part of every step
+            tracker.name(engine.copies.made().values(), "casts")
         if config.compile and device != META:
             compile_blocks(self.policy, device)
         ema = EMA(self.policy, config.ema.decay) if config.ema.enable else None

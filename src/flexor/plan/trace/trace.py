@@ -269,11 +269,13 @@ def _explained(kind: str) -> Iterator[None]:
 
 
 @without_compiler()
-def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None) -> Trace:
+def trace_step(
+    config: TrainConfig, batch_size: int, gpu: Card, accumulation: int | None = None, world_size: int = 1
+) -> Trace:
     """Trace one optimizer step of a run on a GPU, with this many samples in each forward pass.
 
     The policy's features must be filled in, as `policies.fit.fit_to_dataset` does. `accumulation`: forward passes per
-    step (default: from the settings).
+    step (default: from the settings). `world_size`: processes of the run. What they exchange is not in the trace.
     """
     from flexor.plan.trace.rehearsal import Rehearsal
 
@@ -284,7 +286,7 @@ def trace_step(config: TrainConfig, batch_size: int, gpu: Card, accumulation: in
     dialect.on_cast = lambda copy: tracker.name([copy], "casts")
     accumulation = accumulation or config.gradient_accumulation_steps or 1
     with _explained(config.policy.type), torch.random.fork_rng(devices=[]), tracker, dialect.speak():
-        rehearsal = Rehearsal(config, batch_size, accumulation, tracker)
+        rehearsal = Rehearsal(config, batch_size, accumulation, tracker, world_size=world_size)
         built = len(tracker.events)
         dialect.asked.clear()
         with tracker.modules(rehearsal.policy):

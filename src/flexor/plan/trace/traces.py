@@ -40,20 +40,28 @@ class Traces:
 
     def __init__(self, config: TrainConfig, scalable: bool = True):
         self.config, self.scalable = config, scalable
-        self._settled: dict[tuple[str, bool | None], _SettledTraces] = {}
+        self._settled: dict[tuple[str, bool | None, bool], _SettledTraces] = {}
 
     def at(
-        self, batch_size: int, accumulation: int, gpu: Card, *, costs: bool = True, exact: bool = True
+        self,
+        batch_size: int,
+        accumulation: int,
+        gpu: Card,
+        *,
+        world_size: int = 1,
+        costs: bool = True,
+        exact: bool = True,
     ) -> Trace:
-        """The trace of a step with this many samples per pass, in a single process.
+        """The trace of a step with this many samples per pass, in one of the run's processes.
 
         Without `costs`, the costs of operations may be those of another batch size. Without `exact`, a pass of one
         sample is extrapolated from others too, and all GPUs with any kind of fused attention share traces.
         """
         config = settle_for_gpu(self.config, gpu.compute_capability)
-        key = (config.precision, config.channels_last)
+        alike = world_size == 1 or not config.policy.computes_with_bf16_copies  # only one process alone does
+        key = (config.precision, config.channels_last, alike)
         if key not in self._settled:
-            self._settled[key] = _SettledTraces(config, self.scalable)
+            self._settled[key] = _SettledTraces(config, self.scalable, world_size)
         return self._settled[key].at(batch_size, accumulation, gpu, costs=costs, exact=exact)
 
     @property
@@ -65,8 +73,8 @@ class Traces:
 class _SettledTraces:
     """Traces of settings that do not depend on the GPU."""
 
-    def __init__(self, config: TrainConfig, scalable: bool):
-        self.config = config
+    def __init__(self, config: TrainConfig, scalable: bool, world_size: int):
+        self.config, self.world_size = config, world_size
         self._made: dict[tuple[int, int, Capability], Trace] = {}
         self._scaled: dict[tuple[int, int, Capability], Trace] = {}
         self.scalable = scalable and config.policy.same_operations
@@ -99,7 +107,9 @@ class _SettledTraces:
     def _traced(self, batch_size: int, accumulation: int, stands: Capability) -> Trace:
         key = (batch_size, accumulation, stands)
         if key not in self._made:
-            self._made[key] = trace_step(self.config, batch_size, StandIn(stands), accumulation)
+            self._made[key] = trace_step(
+                self.config, batch_size, StandIn(stands), accumulation, self.world_size
+            )
         return self._made[key]
 
     def _stand_in(self, capability: Capability, exact: bool) -> Capability:

@@ -119,6 +119,12 @@ class ACTConfig(PolicyConfig):
         }
 
     @property
+    def computes_with_bf16_copies(self) -> bool:
+        return (
+            len({camera.shape for camera in self.images.values()}) < 2
+        )  # others go through the backbone in turn
+
+    @property
     def action_deltas(self) -> list[int]:
         return list(range(self.chunk_size))
 

@@ -108,5 +108,9 @@ class DiffusionConfig(VisionSettings, DenoisingConfig):
         return int(height * self.crop_ratio), int(width * self.crop_ratio)
 
     @property
+    def computes_with_bf16_copies(self) -> bool:
+        return not (self.compile_model or self.gradient_checkpointing)
+
+    @property
     def drop_last_frames(self) -> int:
         return self.drop_n_last_frames

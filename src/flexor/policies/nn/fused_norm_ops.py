@@ -25,11 +25,17 @@ from flexor.policies.nn.fused_norm_shapes import (
 )
 
 
-def operator(name: str, schema: str, empty: Callable[..., Any], kernels: str = "fused_norm_kernels") -> None:
+def operator(
+    name: str,
+    schema: str,
+    empty: Callable[..., Any],
+    kernels: str = "fused_norm_kernels",
+    package: str = "flexor.policies.nn",
+) -> None:
     """`empty` makes the results without computing them; `kernels` is the module that computes them."""
 
     def run(*arguments: Any) -> Any:
-        module = importlib.import_module(f"flexor.policies.nn.{kernels}")
+        module = importlib.import_module(f"{package}.{kernels}")
         return getattr(module, name)(*arguments)
 
     torch.library.define(f"flexor::{name}", schema)

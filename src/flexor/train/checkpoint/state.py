@@ -83,7 +83,8 @@ class TrainState:
     def snapshot(self, export: bool) -> Snapshot:
         """The contents of a checkpoint. All ranks must call this. `export`: include the weights for inference."""
         random_states = self.engine.processes.gather(rng_state())
-        return Snapshot(self, self.tensors(), random_states, self._json(self.engine.world_size), export)
+        saved = self._json(self.engine.world_size)
+        return Snapshot(self, self.tensors(), self.names_in_file(), random_states, saved, export)
 
     def _json(self, world_size: int) -> dict[str, Any]:
         state = self.optimizer.state_dict()
@@ -189,6 +190,8 @@ class Snapshot:
 
     state: TrainState
     tensors: dict[str, Tensor]
+    names: list[str]
+    """Of the optimizer's parameters. A thread writes, and must not ask the policy: it computes the next step."""
     random_states: list[dict[str, Tensor]]
     json: dict[str, Any]
     export: bool
@@ -225,7 +228,7 @@ class Snapshot:
 
     def _write_tensors(self, folder: Path) -> None:
         """Write LeRobot's files. If the exported weights are an average or merged, write the raw weights too."""
-        numbers = {name: i for i, name in enumerate(self.state.names_in_file())}
+        numbers = {name: i for i, name in enumerate(self.names)}
         kinds: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}, "optimizer": {}}
         for name, tensor in self.tensors.items():
             kind, _, name = name.partition(".")

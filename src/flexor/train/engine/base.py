@@ -27,6 +27,7 @@ from flexor.core.rng import seed_everything
 from flexor.policies.base import Policy
 from flexor.policies.meta_init import with_memory
 from flexor.policies.pretrained import load_weights
+from flexor.train.optim.bf16_copies import Bf16Copies
 from flexor.train.ranks.processes import Processes
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -105,6 +106,7 @@ class Engine:
         if self.world_size > 1:
             self.strategy = "ddp"
         self.learning_rates: list[Tensor] | None = None
+        self.copies: Bf16Copies | None = None  # of the weights, where the step computes with copies
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -166,7 +168,7 @@ class Engine:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """One forward pass, in its precision."""
-        with self.autocast():
+        with self.autocast(), self.copies.in_use() if self.copies else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
@@ -195,12 +197,22 @@ class Engine:
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
         """The gradient's norm before clipping, over all ranks; `limit` 0 measures without clipping."""
         self.scaler.unscale_(optimizer)
-        if self.device.type not in ("cuda", "meta") or self.scaler.is_enabled() or not takes_scale(optimizer):
+        if self.copies:
+            norm = norm_in_float32(self.gradients())
+        elif (
+            self.device.type not in ("cuda", "meta") or self.scaler.is_enabled() or not takes_scale(optimizer)
+        ):
             return nn.utils.clip_grad_norm_(self.policy.parameters(), limit if limit > 0 else float("inf"))
-        norm = nn.utils.get_total_norm([p.grad for p in self.policy.parameters() if p.grad is not None])
+        else:
+            norm = nn.utils.get_total_norm(self.gradients())
         if limit > 0:  # the optimizer divides by it as it reads the gradients: a pass less over all of them
             optimizer.grad_scale = ((norm.float() + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]
         return norm
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the policy's parameters that have one, in their order."""
+        leaves = (self.copies.of(p) if self.copies else p for p in self.policy.parameters())
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
     def set_learning_rates(self, optimizer: torch.optim.Optimizer) -> None:
         """Before a step: what `step` will go by. On a GPU they are tensors, as they are in a CUDA graph."""
@@ -213,10 +225,18 @@ class Engine:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         with tensor_rates(optimizer, self.learning_rates):
-            self.scaler.step(optimizer)
+            if self.copies:
+                self.copies.step(optimizer)
+            else:
+                self.scaler.step(optimizer)
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.scaler.update()
+        self.forget_gradients(optimizer)
+
+    def forget_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad(set_to_none=True)
+        if self.copies:
+            self.copies.forget_gradients()
 
     # Between ranks.
 
@@ -233,6 +253,16 @@ class Engine:
     def max(self, value: float) -> float:
         """The largest of all ranks' values."""
         return max(self.processes.gather(value))
+
+
+def norm_in_float32(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients. torch would round those of bfloat16 gradients."""
+    norms: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(each.dtype for each in gradients):
+        own = [number for number, each in enumerate(gradients) if each.dtype == dtype]
+        found = torch._foreach_norm([gradients[number] for number in own], 2.0, dtype=torch.float32)
+        norms |= dict(zip(own, found))
+    return torch.linalg.vector_norm(torch.stack([norms[number] for number in range(len(gradients))]), 2.0)
 
 
 def takes_tensor_rates(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,151 @@
+"""bfloat16 copies of the weights, which a step in bf16 mixed precision computes with.
+
+Autocast casts each float32 weight to bfloat16 in every forward pass, and its gradient back to float32. Here the copies
+stay from step to step. They are the leaves of the forward pass, so gradients stay in bfloat16. The optimizer reads
+these, updates the float32 weights and its state, and writes the new copies, in one pass over them. Values are the same:
+autocast rounds the weights as the copies are rounded, and its gradients are bfloat16 before they are cast.
+
+The policy has its float32 weights all the time, except within a forward pass: no other thread may ask for its
+parameters then. Copies are made in the first one, after a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexor.policies.nn.attention import Attention
+from flexor.policies.nn.fused_norm import kernels_compile
+from flexor.policies.nn.fused_norm_ops import operator
+
+DEVICES = ("cuda", "meta")
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd, Attention)
+LARGE = 1 << 16  # values of a tensor from which on it is worth a kernel launch of its own
+
+operator(
+    "adam_with_copies",
+    "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] averages, Tensor(c!)[] squares, Tensor(d!)[] copies, "
+    "Tensor factors, Tensor? scale, float new1, float new2, float eps, float decay) -> ()",
+    lambda *_: None,
+    "adam_kernels",
+    "flexor.train.optim",
+)
+
+
+class Bf16Copies:
+    """Copies of what `optimizer`, torch's Adam or AdamW, trains in linear layers, convolutions and attention."""
+
+    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        layers = [module for module in policy.modules() if isinstance(module, LAYERS)]
+        self.places = [
+            (layer, name, weight)
+            for layer in layers
+            for name, weight in layer.named_parameters(recurse=False)
+            if weight in trained and weight.requires_grad and weight.dtype == torch.float32
+        ]
+        self.copies: dict[nn.Parameter, nn.Parameter] = {}
+
+    def made(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The copies of the weights as they are now, at the first call."""
+        if not self.copies:
+            self.copies = {
+                weight: nn.Parameter(weight.detach().to(torch.bfloat16)) for _, _, weight in self.places
+            }
+        return self.copies
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, layers compute with the copies."""
+        copies = self.made()
+        for layer, name, weight in self.places:
+            layer._parameters[name] = copies[weight]
+        try:
+            yield
+        finally:
+            for layer, name, weight in self.places:
+                layer._parameters[name] = weight
+
+    def of(self, weight: nn.Parameter) -> nn.Parameter:
+        """The copy of a weight, or the weight itself if it has none."""
+        return self.copies.get(weight, weight)
+
+    def forget_gradients(self) -> None:
+        for copy in self.copies.values():
+            copy.grad = None
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step. Large weights have Flexor's kernel, all others torch's."""
+        small: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            own = [p for p in group["params"] if p in self.copies and self.copies[p].grad is not None]
+            large = [p for p in own if p.numel() >= LARGE and _has_kernel(p.device)]
+            if large:
+                self._update(optimizer, group, large)
+            small += [p for p in own if p.numel() < LARGE or not _has_kernel(p.device)]
+        wide = [torch.empty_like(p) for p in small]
+        if small:
+            torch._foreach_copy_(wide, [self._gradient(p) for p in small])
+        for weight, gradient in zip(small, wide):
+            weight.grad = gradient
+        optimizer.step()
+        if small:
+            torch._foreach_copy_([self.copies[p] for p in small], [*small])
+
+    def _gradient(self, weight: nn.Parameter) -> Tensor:
+        gradient = self.copies[weight].grad
+        assert gradient is not None
+        return gradient
+
+    def _update(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weights: list[nn.Parameter]
+    ) -> None:
+        """Adam, or AdamW, for some weights of a group."""
+        states = [_state(optimizer, weight) for weight in weights]
+        steps, averages, squares = ([s[key] for s in states] for key in ("step", "exp_avg", "exp_avg_sq"))
+        torch._foreach_add_(steps, 1)
+        apart = isinstance(optimizer, torch.optim.AdamW)  # weight decay is no part of the gradient
+        beta1, beta2 = group["betas"]
+        torch.ops.flexor.adam_with_copies(
+            weights,
+            [self._gradient(weight) for weight in weights],
+            averages,
+            squares,
+            [self.copies[weight] for weight in weights],
+            _factors(torch.stack(steps), group, apart),
+            getattr(optimizer, "grad_scale", None),
+            1 - beta1,
+            1 - beta2,
+            group["eps"],
+            0.0 if apart else group["weight_decay"],
+        )
+
+
+def _has_kernel(device: torch.device) -> bool:
+    """On the meta device, a plan asks what a GPU does."""
+    return device.type == "meta" or (device.type == "cuda" and kernels_compile(device))
+
+
+def _state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Tensor]:
+    """The optimizer's state of a weight, made in its first step as torch makes it."""
+    state: dict[str, Tensor] = optimizer.state[weight]
+    if not state:
+        state["step"] = torch.zeros((), device=weight.device)
+        state["exp_avg"] = torch.zeros_like(weight)
+        state["exp_avg_sq"] = torch.zeros_like(weight)
+    return state
+
+
+def _factors(steps: Tensor, group: dict[str, Any], apart: bool) -> Tensor:
+    """What the kernel needs of the steps [N]: see there. In float64: 1 - 0.999 has few digits in float32."""
+    beta1, beta2 = group["betas"]
+    steps = steps.double()
+    rate = group["lr"] / (1 - beta1**steps)
+    root = (1 - beta2**steps).sqrt()
+    keep = torch.ones_like(steps) - group["lr"] * (group["weight_decay"] if apart else 0.0)
+    return torch.stack((rate, root, keep), 1).float()
