@@ -122,8 +122,9 @@ def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:
 
 def figures(run: Path) -> list[dict]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rates = ("samples_per_s", "data_wait", "gpu_busy", "time")
-    return [{k: v for k, v in line.items() if k not in rates} for line in lines if "loss" in line]
+    rates = ("data_wait", "gpu_busy", "time", "memory", "system", "ceiling_share")
+    same = [{k: v for k, v in line.items() if k not in rates and not k.endswith("_s")} for line in lines]
+    return [line for line in same if "loss" in line]
 
 
 def assert_same(one: Path, other: Path) -> None:

@@ -27,6 +27,21 @@ class Ceilings:
     """The type of the matrix product: TF32, float32, bf16 or fp16."""
 
 
+def ceiling_of_run(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of a large matrix product, for a run that is about to begin; None if there is no memory for one.
+
+    It takes less than a second, and leaves GPU memory and its peak as they were.
+    """
+    try:
+        return _arithmetic(device, DTYPES[precision], windows=2)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def measure_ceilings(device: torch.device, precision: str) -> Ceilings:
     """Measure with the settings of torch (such as TF32) that a run on this device has made."""
     return Ceilings(
@@ -59,11 +74,12 @@ def seconds_each(work: Callable[[], object], count: int, device: torch.device) -
     return (time.perf_counter() - started) / count
 
 
-def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+def _arithmetic(device: torch.device, dtype: torch.dtype, windows: int = WINDOWS) -> float:
     edge = CPU_EDGE if device.type == "cpu" else GPU_EDGE
-    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    own = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
+    left, right = (torch.randn(edge, edge, device=device, generator=own).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device)
+    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device, windows)
 
 
 def _bandwidth(device: torch.device) -> float:
@@ -73,7 +89,7 @@ def _bandwidth(device: torch.device) -> float:
     return 2 * size / _best(lambda: target.copy_(source), device)
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
+def _best(work: Callable[[], object], device: torch.device, windows: int = WINDOWS) -> float:
     work()  # libraries initialise themselves
     count = max(1, int(WINDOW_S / max(seconds_each(work, 1, device), 1e-9)))
-    return min(seconds_each(work, count, device) for _ in range(WINDOWS))
+    return min(seconds_each(work, count, device) for _ in range(windows))
