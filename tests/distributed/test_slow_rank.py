@@ -57,7 +57,7 @@ def test_the_slow_rank_is_named(lowdim, tmp_path):
     for step, rank in ((FORWARD, 1), (BACKWARD, 1), (READ, 0)):
         slowest, most = lines[step]["slowest"], lines[step]["max_rank"]
         assert slowest["rank"] == rank and slowest["own_s"] >= SLEEP_S > slowest["others_s"], step
-        assert most["communication_s"] == 1 - rank  # the other one waits for it
-    assert lines[FORWARD]["max_rank"]["forward_s"] == lines[BACKWARD]["max_rank"]["backward_s"] == 1
+        assert most["communication"] == 1 - rank  # the other one waits for it
+    assert lines[FORWARD]["max_rank"]["forward"] == lines[BACKWARD]["max_rank"]["backward"] == 1
     assert lines[FORWARD]["forward_s"] >= SLEEP_S and lines[BACKWARD]["backward_s"] >= SLEEP_S
     assert lines[READ]["data_wait"] * lines[READ]["step_s"] >= SLEEP_S

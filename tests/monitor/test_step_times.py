@@ -133,7 +133,7 @@ def test_times_are_those_of_the_rank_that_has_the_most(clock):
         meters.count_step(8)
     values = meters.report(Gathered(rank("b", data=4.0, forward=8.0, backward=2.0, communication=1.0)))
     assert values["step_s"] == 10 and values["forward_s"] == 4 and values["communication_s"] == 0.5
-    assert values["max_rank"] == {"forward_s": 1, "backward_s": 0, "optimizer_s": 0, "communication_s": 1}
+    assert values["max_rank"] == {"forward": 1, "backward": 0, "optimizer": 0, "communication": 1}
     assert values["slowest"] == {"rank": 1, "host": "b", "own_s": 7.0, "others_s": 4.0}
 
 

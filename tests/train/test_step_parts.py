@@ -50,7 +50,7 @@ def test_the_parts_of_a_step_on_a_cpu(dataset, tiny_act, tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("how", ["eager", "graph"])
 def test_the_parts_of_a_step_on_a_gpu(how, accumulation, dataset, tiny_act, tmp_path):
-    """Also inside CUDA graphs. The parts are measured by the GPU and the whole step by the host, hence the tolerance."""
+    """Also inside CUDA graphs. The GPU measures the parts and the host the whole step, hence the tolerance."""
     gpu = [flag for flag in tiny_act if not flag.startswith("--policy.device")]
     flags = ["--steps=60", "--log_freq=20", f"--step={how}", f"--gradient_accumulation_steps={accumulation}"]
     run = runs.train(dataset, tmp_path / "run", [*gpu, "--policy.device=cuda"], *flags, "--save_freq=20")

@@ -144,7 +144,7 @@ class Meters:
                 name: max(rank.memory[name] for rank in everyone) for name in everyone[0].memory
             }
         if len(everyone) > 1:
-            values["max_rank"] = {f"{part}_s": each.index(max(each)) for part, each in times.items()}
+            values["max_rank"] = {part: each.index(max(each)) for part, each in times.items()}
             values["slowest"] = slowest(everyone)
         return values
 
