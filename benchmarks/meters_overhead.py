@@ -1,6 +1,6 @@
 """What measuring costs: steps with all meters, log lines and samples of the machine against steps without any of them.
 
-    python benchmarks/meters_overhead.py [--device=cuda] [--repeats=15] [--output FILE.json]
+    python benchmarks/meters_overhead.py [--device=cuda] [--repeats=15] [--steps=40] [--output FILE.json]
 
 ACT on made-up batches that lie on the device, at the batch size whose step takes about 10 ms; on a CPU it is a small
 ACT. Steps are eager, and on an NVIDIA GPU also in CUDA graphs: one graph without meters, one for each part with them.
@@ -34,7 +34,7 @@ from flexor.plan.speed.ceilings import wait_for
 from flexor.train.stopping import Watch
 
 WANTED_S = 8e-3  # the first batch size whose step takes at least so long
-STEPS = 40  # of a window, and between two log lines
+STEPS = 40  # of a window, by default
 WARM_UP = 8  # the steps of a graph are captured in these
 SAMPLE_S = 1.0
 SETTLE_S = 0.3  # for the thread that samples to start
@@ -50,8 +50,8 @@ LARGEST = 256
 class Loop:
     """The training loop's own work around a step, with its meters or without."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, on: bool, folder: Path):
-        self.on, self.device, self.folder = on, device, folder
+    def __init__(self, config: TrainConfig, device: torch.device, on: bool, steps: int, folder: Path):
+        self.on, self.device, self.steps, self.folder = on, device, steps, folder
         self.step = RepeatedStep(config, device)
         self.state = self.step.run.state
         self.meters = Meters(
@@ -81,13 +81,13 @@ class Loop:
             time.sleep(SETTLE_S)
             wait_for(self.device)
             started = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(self.steps):
                 self._once()
             self.watch.check()
             if self.on:
                 self._log(sampler)
             wait_for(self.device)
-            return (time.perf_counter() - started) / STEPS
+            return (time.perf_counter() - started) / self.steps
 
     def _log(self, sampler: Sampler) -> None:
         self.line = {**self.meters.report(self.state.engine, left=1), "system": sampler.take()}
@@ -111,14 +111,18 @@ def settings(way: str, batch: int, device: torch.device) -> TrainConfig:
 def of_wanted_length(way: str, device: torch.device, folder: Path) -> int:
     """The batch size whose step takes about 10 ms."""
     batch = 1
-    while batch < LARGEST and Loop(settings(way, batch, device), device, False, folder).window() < WANTED_S:
+    while batch < LARGEST:
+        if Loop(settings(way, batch, device), device, False, 5, folder).window() >= WANTED_S:
+            break
         batch *= 2
     return batch
 
 
-def overhead(way: str, device: torch.device, repeats: int, folder: Path) -> dict[str, Any]:
+def overhead(way: str, device: torch.device, repeats: int, steps: int, folder: Path) -> dict[str, Any]:
     batch = of_wanted_length(way, device, folder)
-    off, on = (Loop(settings(way, batch, device), device, metered, folder) for metered in (False, True))
+    off, on = (
+        Loop(settings(way, batch, device), device, metered, steps, folder) for metered in (False, True)
+    )
     pairs = []
     for number in range(repeats):
         first = (off, on) if number % 2 else (on, off)
@@ -141,13 +145,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="default: the fastest there is")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of windows, at least 2")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a window")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     device = find_device(given.device)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for way in ("eager", "graph") if device.type == "cuda" else ("eager",):
-            row = overhead(way, device, given.repeats, Path(folder))
+            row = overhead(way, device, given.repeats, given.steps, Path(folder))
             rows.append(row)
             print(
                 f"{way}: batch {row['batch_size']}, {row['off_ms']:.3f} ms without, {row['on_ms']:.3f} ms with meters: "
@@ -159,7 +164,7 @@ def main() -> None:
         "date": str(date.today()),
         "device": name_of(device),
         "torch": torch.__version__,
-        "steps_per_window": STEPS,
+        "steps_per_window": given.steps,
         "rows": rows,
     }
     if given.output:

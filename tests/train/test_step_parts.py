@@ -7,6 +7,7 @@ import pytest
 
 from support import runs
 
+PAGE = Path(__file__).parents[2] / "docs" / "monitor.md"
 TIMES = (
     "copy_s",
     "forward_s",
@@ -41,6 +42,7 @@ def test_the_parts_of_a_step_on_a_cpu(dataset, tiny_act, tmp_path):
         assert line["frames_per_s"] == pytest.approx(line["samples_per_s"])  # of one camera
         assert not line.keys() & {"copy_s", "launch_s", "communication_s", "memory", "slowest", "flops_per_s"}
     assert lines[-1]["left_s"] == 0 < lines[0]["left_s"]
+    assert [name for name in {**lines[0], **lines[-1]} if f"`{name}`" not in PAGE.read_text()] == []
     # saved and evaluated after step 2
     assert "checkpoint_s" not in lines[1] and lines[2]["checkpoint_s"] > 0 == lines[3]["checkpoint_s"]
     assert "evaluation_s" not in lines[1] and lines[2]["evaluation_s"] > 0 == lines[3]["evaluation_s"]

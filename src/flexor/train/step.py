@@ -1,4 +1,4 @@
-"""One optimizer step: what is trained, planned and measured. `graph.py` replays it as one CUDA graph."""
+"""One optimizer step: what is trained, planned and measured. `graph.py` replays it as CUDA graphs."""
 
 from __future__ import annotations
 
