@@ -78,7 +78,7 @@ def test_the_ceiling_of_this_gpu_leaves_nothing_behind() -> None:
     found = ceiling_of_run(torch.device("cuda", 0), "bf16")
     gpu = gpu_here(load_hardware())
     assert found is not None and gpu is not None and 0 < found < gpu.flops("bf16")
-    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() == before
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() <= before
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

@@ -60,9 +60,8 @@ class RankTimes:
     @property
     def own(self) -> float:
         """Seconds of a step before it meets other ranks. A sharded model meets them in every block."""
-        return sum(
-            self.each(part) for part in ("data", "copy", *(("forward", "backward") if self.exchanges else ()))
-        )
+        parts = ("data", "copy", "forward", "backward") if self.exchanges else ("data", "copy")
+        return sum(self.each(part) for part in parts)
 
 
 class Meters:
@@ -152,7 +151,8 @@ class Meters:
         """Whether the time of a part is known: the clock shows what a CPU computes, events what a CUDA GPU does."""
         if part in ("copy", "launch"):
             return self.times.on_gpu
-        return part not in COMPUTING or self.times.on_gpu or self.device == torch.device("cpu")
+        by_clock = self.device is not None and self.device.type == "cpu"
+        return part not in COMPUTING or self.times.on_gpu or by_clock
 
     def _left_s(self, elapsed: float, left: int) -> float:
         """From recent lines. The first one has what happens once: compiling, filling caches."""
