@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexor.bench import ceilings
-from flexor.bench.ceilings import Ceilings
 from flexor.bench.step import Work, made_up, with_shares
 from flexor.bench.step_report import render_step
 from flexor.cli import main as cli
+from flexor.plan.speed import ceilings
+from flexor.plan.speed.ceilings import Ceilings
 from support.own_policy import own_policy
 
 ROBOT = ["--cameras=1x32x32", "--state=3", "--action=2"]

@@ -11,7 +11,8 @@ import torch
 from flexor.config.parse import load_config
 from flexor.config.schema import TrainConfig
 from flexor.plan import preflight
-from flexor.plan.site.hardware import GPU, Hardware, load_hardware
+from flexor.plan.site.hardware import GPU, Hardware, gpu_here, load_hardware
+from flexor.plan.speed.ceilings import ceiling_of_run
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.datasets import build_datasets
 from flexor.train.ranks.processes import Processes
@@ -53,6 +54,32 @@ def test_a_run_says_what_it_expects(
     planned = before.planned()
     assert {*planned} == {"planned_allocated_bytes", "planned_step_s", "planned_run_s"}
     assert planned.items() <= figures.items() and all(value > 0 for value in planned.values())
+
+
+def test_a_run_knows_the_flops_of_its_step(
+    dataset: Path, tiny_act: list[str], gpu: list[GPU], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, training = run_of(dataset, tiny_act, "--precision=bf16")
+    measured = {(CUDA, "bf16"): 5e14}  # of a GPU that is not there
+    monkeypatch.setattr(preflight, "ceiling_of_run", lambda *run: measured[run])
+    before = preflight.Preflight()
+    assert before.arithmetic(CUDA) is None
+    before.plan = preflight.plan_run(config, training, Processes(), CUDA)
+    found, plan = before.arithmetic(CUDA), before.plan
+    assert found is not None and plan is not None
+    assert found.ceiling == 5e14 and found.flops == plan.pace.step.flops > 0
+
+
+@pytest.mark.gpu
+def test_the_ceiling_of_this_gpu_leaves_nothing_behind() -> None:
+    """Neither memory nor other random values; and it is less than the data sheet says."""
+    torch.zeros((), device="cuda")
+    before, state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    found = ceiling_of_run(torch.device("cuda", 0), "bf16")
+    gpu = gpu_here(load_hardware())
+    assert found is not None and gpu is not None and 0 < found < gpu.flops("bf16")
+    assert torch.cuda.memory_allocated() == torch.cuda.max_memory_allocated() <= before
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def test_what_does_not_fit_is_a_warning(

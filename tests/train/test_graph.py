@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from flexor.config.schema import OptimizerConfig, ParallelConfig, TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.data.loader.loader import Loader
+from flexor.monitor.step_times import StepTimes
 from flexor.policies.act.config import ACTConfig
 from flexor.train.build import captures_steps
 from flexor.train.engine.base import Engine, takes_tensor_rates
 from flexor.train.engine.fsdp import ShardedEngine
-from flexor.train.graph import WARM_UP, GraphStep, wants_graph, why_not
+from flexor.train.graph import WARM_UP, GraphStep, _Pieces, wants_graph, why_not
 from flexor.train.optim.optimizers import CLASSES
 from support import runs
 from support.own_policy import own_policy
@@ -95,6 +97,34 @@ def test_runs_without_a_graph(where, more, reason):
     with pytest.raises(ConfigError, match="step=graph"):
         wants_graph(replace(config, step="graph"), found)
     assert wants_graph(config, None) and not wants_graph(replace(config, step="eager"), None)
+
+
+def test_a_graph_for_each_part_of_which_the_time_is_taken(monkeypatch):
+    """Without times it is one. After an error, marks are marks again."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)  # torch without CUDA has none
+    done: list[str] = []
+
+    @contextmanager
+    def into(_):
+        done.append("(")
+        yield
+        done.append(")")
+
+    for times, graphs in (
+        (StepTimes(), "(forward backward optimizer)"),
+        (StepTimes(torch.device("cpu")), "(forward)(backward)(optimizer)"),
+    ):
+        done.clear()
+        with _Pieces(times, "optimizer", into) as pieces:
+            for part in ("forward", "backward"):
+                done.append(part)
+                times.mark(part)
+            done.append("optimizer")
+        assert "".join(done) == graphs.replace(" ", "")
+        assert [part for part, _ in pieces] == ["forward", "backward", "optimizer"][-graphs.count("(") :]
+        with pytest.raises(ValueError, match="mistake"), _Pieces(times, "optimizer", into):
+            raise ValueError("mistake")
+        assert times.cut is None
 
 
 # On a GPU

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexor.bench.ceilings import wait_for
 from flexor.bench.step import Way, name_of
 from flexor.core.console import table
 from flexor.core.devices import find_device
@@ -20,6 +19,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import Noise
 from flexor.evaluate.play import full_float32
+from flexor.plan.speed.ceilings import wait_for
 from flexor.plan.trace.rehearsal import rehearsed_pipelines
 from flexor.policies import policy_class
 from flexor.policies.base import PolicyConfig

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flexor.bench.ceilings import Ceilings, measure_ceilings, seconds_each, wait_for
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, Batch
@@ -24,6 +23,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, let_gpu_memory_grow
+from flexor.plan.speed.ceilings import Ceilings, measure_ceilings, seconds_each, wait_for
 from flexor.plan.speed.measure import Stopwatch
 from flexor.plan.speed.time import steps_ops
 from flexor.plan.trace.rehearsal import Rehearsal

@@ -207,8 +207,8 @@ class TrainConfig:
     activation_checkpointing: bool = setting(False, may_change=True)
     """Recompute each block in the backward pass instead of storing its activations: less memory, more time."""
     step: Literal["auto", "graph", "eager"] = setting("auto", may_change=True)
-    """How an NVIDIA GPU runs a step: eager launches every operation by itself; graph replays one CUDA graph, which
-    takes the host almost no time; auto uses a graph if the run allows it."""
+    """How an NVIDIA GPU runs a step: eager launches every operation by itself; graph replays CUDA graphs, which take
+    the host almost no time; auto uses graphs if the run allows it."""
     channels_last: bool | None = None
     """Store the weights of convolutions in channels-last memory format: faster on NVIDIA GPUs, above all in bf16.
     Default: only there."""

@@ -1,16 +1,22 @@
-"""Metrics of a run between two log lines: means of measured values, and rates."""
+"""Metrics of a run between two log lines: means of measured values, rates, and where the time went."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections import defaultdict
-from typing import Any, Protocol
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flexor.monitor.data_wait import DataWait
+from flexor.monitor.step_times import COMPUTING, IDLE, PARTS, StepTimes
+
+T = TypeVar("T")
+RECENT = 20  # log lines that the time left is computed from
 
 
 def as_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -22,21 +28,64 @@ class Ranks(Protocol):
     """The methods of an engine that meters need."""
 
     def sum(self, values: Tensor) -> Tensor: ...
-    def max(self, value: float) -> float: ...
+    def gather(self, value: T) -> list[T]: ...
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a step computes, to compare with what a GPU can."""
+
+    flops: float
+    """FLOPs of one GPU in a step."""
+    ceiling: float | None = None
+    """FLOP/s of a large matrix product on this GPU, in the precision of the run."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank measured since the last log line."""
+
+    host: str
+    elapsed: float
+    steps: int
+    seconds: dict[str, float]
+    """Of all steps, by part."""
+    memory: dict[str, float]
+    exchanges: bool
+
+    def each(self, part: str) -> float:
+        """Seconds of a part, per step."""
+        return self.seconds.get(part, 0.0) / max(self.steps, 1)
+
+    @property
+    def own(self) -> float:
+        """Seconds of a step before it meets other ranks. A sharded model meets them in every block."""
+        parts = ("data", "copy", "forward", "backward") if self.exchanges else ("data", "copy")
+        return sum(self.each(part) for part in parts)
 
 
 class Meters:
     """Collects values on their device, so that the loop never waits for the GPU to measure something."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.data = DataWait(device)
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        exchanges: bool = False,
+        host: str = "",
+        arithmetic: Arithmetic | None = None,
+    ) -> None:
+        self.device, self.host, self.arithmetic = device, host, arithmetic
+        self.times = StepTimes(device, exchanges)
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.known: dict[str, None] = {}  # parts that were measured so far
         self.reset()
 
     def reset(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = defaultdict(int)
         self.parts: set[str] = set()
-        self.samples = 0
+        self.samples = self.steps = 0
         self.started = time.perf_counter()
 
     def add(self, name: str, value: Tensor, summed: bool = False) -> None:
@@ -47,20 +96,89 @@ class Meters:
         if summed:
             self.parts.add(name)
 
-    def report(self, ranks: Ranks) -> dict[str, float]:
-        """Means since the last reset, samples per second, and shares of the time.
+    def count_step(self, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
 
-        `data_wait`: the slowest rank waited for data. `gpu_busy`, with a GPU: the least busy one had a step to work on.
+    def report(self, ranks: Ranks, left: int = 0) -> dict[str, Any]:
+        """Means since the last reset, rates, and times of a step. `left`: steps until the end of the run.
+
+        Losses are those of all ranks. Times and memory are those of the rank that has the most.
         """
-        elapsed = ranks.max(time.perf_counter() - self.started)
         parts = sorted(self.parts)
         if parts:
             over_all = ranks.sum(torch.stack([self.sums[name].float() for name in parts]))
             self.sums |= dict(zip(parts, over_all))
-        values = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
-        waited, idle = self.data.take()
-        values["samples_per_s"] = self.samples / max(elapsed, 1e-9)
-        values["data_wait"] = ranks.max(waited) / max(elapsed, 1e-9)
-        if self.data.device is not None:
-            values["gpu_busy"] = max(0.0, 1 - ranks.max(idle) / max(elapsed, 1e-9))
+        values: dict[str, Any] = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
+        everyone = ranks.gather(self._own())
+        elapsed = max(max(rank.elapsed for rank in everyone), 1e-9)
+        values["samples_per_s"] = self.samples / elapsed
+        values["data_wait"] = max(rank.seconds.get("data", 0.0) for rank in everyone) / elapsed
+        if self.times.on_gpu:
+            idle = max(sum(rank.seconds.get(part, 0.0) for part in IDLE) for rank in everyone)
+            values["gpu_busy"] = max(0.0, 1 - idle / elapsed)
+        if self.steps:
+            values |= self._of_a_step(everyone, elapsed, left)
         return values
+
+    def _own(self) -> RankTimes:
+        elapsed = time.perf_counter() - self.started
+        seconds, steps = self.times.take()
+        memory = gpu_memory(self.device) if self.device is not None and self.times.on_gpu else {}
+        return RankTimes(self.host, elapsed, steps, seconds, memory, self.times.exchanges)
+
+    def _of_a_step(self, everyone: list[RankTimes], elapsed: float, left: int) -> dict[str, Any]:
+        values: dict[str, Any] = {"step_s": elapsed / self.steps}
+        self.known |= dict.fromkeys(part for rank in everyone for part in rank.seconds)
+        timed = [part for part in (*PARTS, "launch") if part in self.known and self._tells(part)]
+        times = {part: [rank.each(part) for rank in everyone] for part in timed}
+        values |= {f"{part}_s": max(each) for part, each in times.items()}
+        values["left_s"] = self._left_s(elapsed, left)
+        if self.arithmetic is not None:
+            values["flops_per_s"] = self.arithmetic.flops / values["step_s"]
+            if self.arithmetic.ceiling:
+                values["ceiling_share"] = values["flops_per_s"] / self.arithmetic.ceiling
+        if everyone[0].memory:
+            values["memory"] = {
+                name: max(rank.memory[name] for rank in everyone) for name in everyone[0].memory
+            }
+        if len(everyone) > 1:
+            values["max_rank"] = {part: each.index(max(each)) for part, each in times.items()}
+            values["slowest"] = slowest(everyone)
+        return values
+
+    def _tells(self, part: str) -> bool:
+        """Whether the time of a part is known: the clock shows what a CPU computes, events what a CUDA GPU does."""
+        if part in ("copy", "launch"):
+            return self.times.on_gpu
+        by_clock = self.device is not None and self.device.type == "cpu"
+        return part not in COMPUTING or self.times.on_gpu or by_clock
+
+    def _left_s(self, elapsed: float, left: int) -> float:
+        """From recent lines. The first one has what happens once: compiling, filling caches."""
+        self.recent.append((self.steps, elapsed))
+        lines = list(self.recent)[1:] or list(self.recent)
+        return left * sum(seconds for _, seconds in lines) / sum(steps for steps, _ in lines)
+
+
+def slowest(everyone: Sequence[RankTimes]) -> dict[str, Any]:
+    """The rank that the others wait for: it takes the longest until it meets them."""
+    own = [rank.own for rank in everyone]
+    rank = own.index(max(own))
+    return {
+        "rank": rank,
+        "host": everyone[rank].host,
+        "own_s": own[rank],
+        "others_s": statistics.median(own[:rank] + own[rank + 1 :]),
+    }
+
+
+def gpu_memory(device: torch.device) -> dict[str, float]:
+    """Of torch's allocator: in use, held, the most in use so far, and how often it was full and had to free blocks."""
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "allocated_gb": stats["allocated_bytes.all.current"] / 1e9,
+        "reserved_gb": stats["reserved_bytes.all.current"] / 1e9,
+        "peak_gb": stats["allocated_bytes.all.peak"] / 1e9,
+        "retries": stats["num_alloc_retries"],
+    }

@@ -13,9 +13,11 @@ from flexor.config.schema import TrainConfig
 from flexor.core.log import log
 from flexor.core.machine import free_memory, gigabytes, usable_cores
 from flexor.data.dataset import Dataset
+from flexor.monitor.meters import Arithmetic
 from flexor.plan.data.from_dataset import facts_of
 from flexor.plan.plan import Host, Plan, make_plan, site_of
 from flexor.plan.site.hardware import gpu_here, load_hardware
+from flexor.plan.speed.ceilings import ceiling_of_run
 from flexor.plan.trace.traces import Traces
 from flexor.policies.fit import sample_of
 from flexor.train.ranks.processes import Processes
@@ -55,6 +57,11 @@ class Preflight:
         self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
     ) -> None:
         self.plan = plan_run(config, training, processes, device)
+
+    def arithmetic(self, device: torch.device) -> Arithmetic | None:
+        if self.plan is None:
+            return None
+        return Arithmetic(self.plan.pace.step.flops, ceiling_of_run(device, self.plan.config.precision))
 
     def planned(self) -> dict[str, float]:
         return {} if self.plan is None else planned_figures(self.plan)

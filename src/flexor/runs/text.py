@@ -17,6 +17,11 @@ NAMES = {
     "held_out_loss": "held-out loss",
     "eval_success_rate": "success rate",
     "step_s": "step time",
+    "left_s": "time left",
+    "launch_s": "launching",
+    "frames_per_s": "images/s",
+    "flops_per_s": "FLOP/s",
+    "ceiling_share": "of the GPU's FLOP/s",
     "run_s": "whole run",
     "allocated_bytes": "peak memory",
 }

@@ -1,8 +1,9 @@
-"""A step as one CUDA graph: the host launches all kernels of a step at once instead of one by one.
+"""A step as a CUDA graph: the host launches all kernels of a step at once instead of one by one.
 
 The first steps of a kind run eagerly, because libraries initialise themselves in them. Then a step is captured, and
-replayed from there on. Before each replay the batch, the learning rates, the keys of the noise and the seed of dropout
-are copied to where the graph reads them. `begin_step` of the policy and the schedule stay outside.
+replayed from there on: as one graph, or as one for each part of which a run takes the time. Before each replay the
+batch, the learning rates, the keys of the noise and the seed of dropout are copied to where the graph reads them.
+`begin_step` of the policy and the schedule stay outside.
 A graph runs the kernels of the eager step, so it computes the same. A step of another kind (a smaller batch, another
 phase of training, other frozen parameters) gets a graph of its own; if there are too many kinds, it runs eagerly.
 """
@@ -10,7 +11,7 @@ phase of training, other frozen parameters) gets a graph of its own; if there ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.monitor.meters import Meters
+from flexor.monitor.step_times import StepTimes
 from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.step import (
@@ -83,6 +85,39 @@ def wants_graph(config: TrainConfig, reason: str | None) -> bool:
     return config.step != "eager" and reason is None
 
 
+Piece = tuple[str, torch.cuda.CUDAGraph]  # a part of a step, as its times have it
+
+
+class _Pieces:
+    """Captures what runs inside: as one graph, or as one for each part of which `times` takes the time."""
+
+    def __init__(self, times: StepTimes, last: str, into: Callable[[torch.cuda.CUDAGraph], torch.cuda.graph]):
+        self.times, self.last, self.into = times, last, into
+        self.made: list[Piece] = []
+
+    def __enter__(self) -> list[Piece]:
+        self._begin()
+        self.times.cut = self._cut
+        return self.made
+
+    def __exit__(self, *error: object) -> None:
+        self.times.cut = None
+        self._end(self.last, *error)
+
+    def _cut(self, part: str) -> None:
+        self._end(part, None, None, None)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.capture = self.into(self.graph)
+        self.capture.__enter__()
+
+    def _end(self, part: str, *error: object) -> None:
+        self.capture.__exit__(*error)
+        self.made.append((part, self.graph))
+
+
 @dataclass
 class _Captured:
     """A step of one kind: its graphs, and the memory that they read and write."""
@@ -91,8 +126,8 @@ class _Captured:
     keys: NoiseKeys
     names: list[str]  # of the parts of the loss
     # of the first micro-batch and of all later ones, each with its loss and parts
-    passes: list[tuple[torch.cuda.CUDAGraph, Tensor]]
-    update: torch.cuda.CUDAGraph | None  # what follows the last; None: it is part of the only pass
+    passes: list[tuple[list[Piece], Tensor]]
+    update: list[Piece]  # what follows the last; empty: it is part of the only pass
     norm: Tensor
 
 
@@ -179,22 +214,25 @@ class GraphStep:
         torch.cuda.empty_cache()  # what eager steps took: graphs have memory of their own
         batch, keys = _memory_for(like, device), NoiseKeys(device)
         noise, names = GraphNoise(keys, batch[SAMPLE_ID]), []
-        passes, update = [], None
+        passes: list[tuple[list[Piece], Tensor]] = []
+        update: list[Piece] = []
         # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
         for _ in range(min(micro_batches, 2)):
-            graph = torch.cuda.CUDAGraph()
-            with self._into(graph):
+            with self._pieces("optimizer" if micro_batches == 1 else "backward") as pieces:
                 loss, parts = forward_backward(state, batch, noise, self.on_gpu)
                 figures = torch.stack([value.float() for value in (loss, *parts.values())])
                 if micro_batches == 1:
+                    state.times.mark("backward")
                     norm = update_weights(state).float()
             names = [*parts]
-            passes.append((graph, figures))
+            passes.append((pieces, figures))
         if micro_batches > 1:
-            update = torch.cuda.CUDAGraph()
-            with self._into(update):
+            with self._pieces("optimizer") as update:
                 norm = update_weights(state).float()
         return _Captured(batch, keys, names, passes, update, norm)
+
+    def _pieces(self, last: str) -> _Pieces:
+        return _Pieces(self.state.times, last, self._into)
 
     def _into(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # the loader's threads may allocate memory meanwhile: only this thread's calls matter
@@ -207,14 +245,19 @@ class GraphStep:
         total = torch.zeros_like(found.passes[0][1])
         for micro, batch in enumerate(batches):
             _copy(batch, found.batch)
+            state.times.mark("copy")
             seed_dropout(state, micro)
-            graph, figures = found.passes[min(micro, 1)]
-            graph.replay()
+            pieces, figures = found.passes[min(micro, 1)]
+            self._run(pieces)
             total += figures
-        if found.update is not None:
-            found.update.replay()
+        self._run(found.update)
         loss, *parts = total.unbind()
         return StepFigures(loss, found.norm.clone(), dict(zip(found.names, parts)))
+
+    def _run(self, pieces: list[Piece]) -> None:
+        for part, graph in pieces:
+            graph.replay()
+            self.state.times.mark(part)
 
 
 def _memory_for(batch: Batch, device: torch.device) -> Batch:

@@ -24,12 +24,13 @@ from flexor.core.run_files import LOG, RUN_CONFIG
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
 from flexor.data.mixture.entries import absolute_roots
-from flexor.monitor.meters import Meters, as_json
+from flexor.monitor.meters import Arithmetic, Meters, as_json
 from flexor.monitor.profiler import Profiling
 from flexor.monitor.system import Sampler, sampler_for, this_process
 from flexor.monitor.system_file import over_hosts
 from flexor.monitor.trackers import Trackers, check_trackers
 from flexor.policies.fit import fit_to_dataset
+from flexor.runs.text import duration_text
 from flexor.train.announce import introduce
 from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
@@ -58,6 +59,8 @@ class PreflightCheck(Protocol):
     def before(
         self, config: TrainConfig, training: Dataset, processes: Processes, device: torch.device
     ) -> None: ...
+
+    def arithmetic(self, device: torch.device) -> Arithmetic | None: ...
 
     def planned(self) -> dict[str, float]: ...
 
@@ -118,6 +121,7 @@ def _take_part(
         with join_run(processes, Path(config.output_dir), begun) as run:
             found = processes.share(lambda: _find_checkpoint(run, resume == "yes")) if begun else None
             state, loader, held_out = _build(config, found, run, processes, device, preflight)
+            arithmetic = preflight.arithmetic(device) if preflight is not None else None
             if processes.is_main:
                 pushing.start()
             with (
@@ -125,7 +129,7 @@ def _take_part(
                 closing(loader),
                 state.engine.own_stream() if loader.decoded_on_gpu else nullcontext(),
             ):
-                result = fit(state, run, loader, held_out, stop, dog, pushing)
+                result = fit(state, run, loader, held_out, stop, dog, pushing, arithmetic)
             if preflight is not None and processes.is_main:
                 figures = preflight.after(result.metrics, device)
                 result.metrics |= figures
@@ -222,10 +226,13 @@ def fit(
     stop: StopSignal,
     dog: Watchdog,
     pushing: Pushing,
+    arithmetic: Arithmetic | None = None,
 ) -> TrainResult:
     """Optimizer steps until the last one, or until a signal asks to stop."""
     config, engine = state.config, state.engine
-    meters, saver = Meters(engine.device), Saver(state, run, pushing.saved)
+    meters, saver = _meters(state, arithmetic), Saver(state, run, pushing.saved)
+    times = state.times = meters.times
+    loader.before_copy = times.has_batch
     watch = Watch(run, engine, saver.complete)
     result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
@@ -245,18 +252,19 @@ def fit(
         while state.step < config.steps:
             dog.beat(state.step, "reading data")
             profiling.begin(state.step + 1)
-            waiting = time.perf_counter()
+            times.waiting()
             micro_batches = next(batches)
-            meters.data.got(time.perf_counter() - waiting)
+            times.begins()
 
             dog.beat(state.step, "computing")
             loss, norm = step(micro_batches, meters)
+            times.queued()
             if compiling:
                 compiling.tell()
             state.step += 1
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
-            meters.data.queued()
-            meters.samples += loader.global_batch
+            times.mark("rest")
+            meters.count_step(loader.global_batch)
             sampler.step = state.step
             if profiling.is_on:
                 with dog.patiently("profiling"):
@@ -272,7 +280,7 @@ def fit(
             result.metrics |= _evaluations(state, run, held_out, trackers, dog)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
-                with dog.patiently("saving a checkpoint"):
+                with dog.patiently("saving a checkpoint"), times.part("checkpoint"):
                     saver.save()
                 loader.sync()
             if stopping and not last:
@@ -292,11 +300,11 @@ def _evaluations(
     """The held-out loss and the success in the environment, if they are due at this step."""
     config, found = state.config, dict[str, Any]()
     if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
-        with dog.patiently("computing the held-out loss"):
+        with dog.patiently("computing the held-out loss"), state.times.part("evaluation"):
             values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
         found |= _report(state.step, values, trackers)
     if config.env.type and _due(state.step, config.env_eval_freq, False):
-        with dog.patiently("evaluating"):
+        with dog.patiently("evaluating"), state.times.part("evaluation"):
             found |= _report(state.step, evaluate(state, run), trackers)
     return found
 
@@ -320,11 +328,13 @@ def _log(
     counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
     values: dict[str, Any] = {
-        **meters.report(state.engine),
+        **meters.report(state.engine, left=state.config.steps - state.step),
         "lr": state.scheduler.get_last_lr()[0],
         "epoch": epoch,
         **troubles,
     }
+    if loader.frames_per_sample:
+        values["frames_per_s"] = loader.frames_per_sample * values["samples_per_s"]
     system = over_hosts([sampled for _, sampled in found])
     if system:
         values["system"] = system
@@ -335,7 +345,7 @@ def _log(
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
     log.info(
-        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s%s",
+        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s%s%s",
         state.step,
         values["loss"],
         values["grad_norm"],
@@ -344,6 +354,7 @@ def _log(
         epoch,
         100 * values["data_wait"],
         f"  GPU busy {100 * values['gpu_busy']:.0f} %" if "gpu_busy" in values else "",
+        f"  left {duration_text(values['left_s'])}" if values["left_s"] else "",
         "".join(f"  {name.replace('_', ' ')} {count}" for name, count in troubles.items()),
         "".join(f"  {name} {100 * s.share:.0f} % ({s.epochs:.2f} epochs)" for name, s in seen.items()),
     )
@@ -354,6 +365,12 @@ def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, 
     trackers.log(step, values)
     log.info("step %d  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
     return values
+
+
+def _meters(state: TrainState, arithmetic: Arithmetic | None) -> Meters:
+    engine = state.engine
+    exchanges, host = engine.exchanges_in_backward, engine.processes.host
+    return Meters(engine.device, exchanges=exchanges, host=host, arithmetic=arithmetic)
 
 
 def _sampler(state: TrainState, run: Run) -> Sampler:

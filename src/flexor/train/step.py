@@ -1,4 +1,4 @@
-"""One optimizer step: what is trained, planned and measured. `graph.py` replays it as one CUDA graph."""
+"""One optimizer step: what is trained, planned and measured. `graph.py` replays it as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -56,10 +56,13 @@ def compute_step(
         with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
             loss, found = forward_backward(state, on_device(batch, state.engine.device), noise, preprocessor)
+        state.times.mark("backward")
         total += loss
         for name, part in found.items():
             parts[name] = parts[name] + part if name in parts else part
-    return StepFigures(total, update_weights(state), parts)
+    norm = update_weights(state)
+    state.times.mark("optimizer")
+    return StepFigures(total, norm, parts)
 
 
 def set_rates(state: TrainState) -> None:
@@ -95,6 +98,8 @@ def forward_backward(
     with engine.forward():
         losses = engine.model(prepared, noise)
         loss = _weighted(losses.per_sample, prepared).sum() / split.global_batch
+    state.times.mark("forward")
+    state.times.expect_exchange(loss)
     engine.backward(loss)
     parts = {
         name: _weighted(part.detach(), prepared).sum() / split.global_batch

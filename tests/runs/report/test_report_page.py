@@ -318,6 +318,20 @@ def test_the_parts_of_a_step_add_up():
     assert breakdown({}, 4, 100) is None and breakdown(series, None, 100) is None
 
 
+def test_parts_of_several_ranks_are_not_more_than_the_step():
+    """One rank computes for long, the other one waits for it: the largest times of both are more than the step."""
+    x = [100.0, 200.0]
+    seconds = {"forward_s": [0.004, 0.014], "backward_s": [0.005, 0.005], "communication_s": [0.003, 0.005]}
+    series = {name: Series("step", x, values) for name, values in seconds.items()}
+    found = breakdown(series | {"samples_per_s": Series("step", x, [400.0, 400.0])}, 4, 100)
+    assert found is not None
+    parts = {part["name"]: part["y"] for part in found["parts"]}
+    assert {*parts} == {"forward", "backward", "communication"}
+    assert parts["communication"] == pytest.approx([1.0, 0.0])
+    assert parts["forward"] == pytest.approx([4.0, 14 * 10 / 19])
+    assert np.sum([*parts.values()], axis=0) == pytest.approx([10.0, 10.0])
+
+
 def test_differences_of_settings():
     one = flat_settings({"steps": 5, "optimizer": {"lr": 1e-4, "betas": [0.9, 0.99]}, "empty": {}})
     two = flat_settings(

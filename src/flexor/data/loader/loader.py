@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -105,6 +105,7 @@ class Loader(StepPlanner):
         self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
         self.tier = tier
+        self.before_copy: Callable[[], object] | None = None  # called when a step's batches are here
         self._counters: Counter[str] = Counter()
         self._syncing: threading.Thread | None = None
         self._pools: dict[tuple, PoolFrames] = {}
@@ -140,7 +141,9 @@ class Loader(StepPlanner):
         )
         with closing(feed.steps(start, stop)) as steps:  # its threads end when this iterator is closed
             for batches in steps:
-                self._counters["delivered"] += self._frames_per_sample * self.batch_size * self.accumulation
+                self._counters["delivered"] += self.frames_per_sample * self.batch_size * self.accumulation
+                if self.before_copy is not None:
+                    self.before_copy()
                 yield [batcher.to_device(batch) for batch in batches]
 
     def sync(self) -> None:
@@ -263,7 +266,8 @@ class Loader(StepPlanner):
         return weight_scale(self.dataset.columns[SAMPLE_WEIGHT][self.rows[samples]])
 
     @property
-    def _frames_per_sample(self) -> int:
+    def frames_per_sample(self) -> int:
+        """Images of all cameras."""
         return sum(len(self.deltas.get(camera, [0])) for camera in self.cameras)
 
     def _prefetch(self) -> int:

@@ -35,19 +35,36 @@ def breakdown(series: Mapping[str, Series], batch: int | None, most: int) -> dic
         elif name in series:
             parts[title] = _share(series[name], x, seconds)
     if len(parts) == 1 and "gpu_busy" in series:
-        busy = _share(series["gpu_busy"], x, seconds)
-        parts["GPU busy"] = busy
-    known = [sum(values) for values in zip(*parts.values())]
+        parts["GPU busy"] = _share(series["gpu_busy"], x, seconds)
+    known = _fit_in(parts, seconds)
     rest = "GPU idle for other reasons" if "GPU busy" in parts else "computing and the rest"
+    if "forward_s" in series and "backward_s" in series:
+        rest = "the rest"
     parts[rest] = [max(total - part, 0.0) for total, part in zip(seconds, known)]
+    shown = {name: [round(1e3 * value, 6) for value in values] for name, values in parts.items()}
     return {
         "x": [int(step) for step in x],
-        "parts": [
-            {"name": name, "y": [round(1e3 * value, 6) for value in values]}
-            for name, values in parts.items()
-            if any(values)
-        ],
+        "parts": [{"name": name, "y": values} for name, values in shown.items() if any(values)],
     }
+
+
+def _fit_in(parts: dict[str, list[float]], seconds: list[float]) -> list[float]:
+    """Make parts that are more than the step fit into it; returns their sums.
+
+    Each is that of the rank that has the most: one computes for long, and another one waits for it. So the time of
+    waiting for others, communication, is what counts twice.
+    """
+    waiting = PARTS["communication"]
+    for at, total in enumerate(seconds):
+        known = sum(values[at] for values in parts.values())
+        if known > total and waiting in parts:
+            less = min(parts[waiting][at], known - total)
+            parts[waiting][at] -= less
+            known -= less
+        if known > total:
+            for values in parts.values():
+                values[at] *= total / known
+    return [sum(values) for values in zip(*parts.values())]
 
 
 def _at(series: Series | None, x: list[float]) -> list[float]:

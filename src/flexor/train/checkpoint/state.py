@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError
 from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
+from flexor.monitor.step_times import StepTimes
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import merged
 from flexor.policies.augment.step import AugmentImages, augmented
@@ -53,6 +54,7 @@ class TrainState:
     split: Split
     augmentation: AugmentImages | None = None  # only of training samples, so no checkpoint has it
     step: int = 0
+    times: StepTimes = field(default_factory=StepTimes)  # off; a run measures
 
     @property
     def training_preprocessor(self) -> Pipeline:

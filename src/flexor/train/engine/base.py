@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from flexor.policies.pretrained import load_weights
 from flexor.train.optim.bf16_copies import Bf16Copies
 from flexor.train.ranks.processes import Processes
 
+T = TypeVar("T")
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -250,9 +251,14 @@ class Engine:
             dist.all_reduce(values)
         return values
 
-    def max(self, value: float) -> float:
-        """The largest of all ranks' values."""
-        return max(self.processes.gather(value))
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks."""
+        return self.processes.gather(value)
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether ranks exchange gradients in the backward pass only, and wait for each other at its end."""
+        return isinstance(self.model, DistributedDataParallel)
 
 
 def norm_in_float32(gradients: list[Tensor]) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from flexor.train.engine.base import DTYPES
 
-WINDOWS = 5  # the best one counts: other load on the machine can only make it slower
-WINDOW_S = 0.2
+WINDOWS, WINDOW_S = 5, 0.2  # the best one counts: other load on the machine can only make it slower
+RUN_WINDOWS, RUN_WINDOW_S = 3, 0.05  # before a run
 GPU_EDGE, CPU_EDGE = 8192, 1024  # rows and columns of the matrices
 GPU_COPY, CPU_COPY = 1 << 30, 256 << 20  # bytes: more than any cache
 
@@ -27,11 +27,25 @@ class Ceilings:
     """The type of the matrix product: TF32, float32, bf16 or fp16."""
 
 
+def ceiling_of_run(device: torch.device, precision: str) -> float | None:
+    """FLOP/s of a large matrix product, for a run that is about to begin; None if there is no memory for one.
+
+    It takes a fraction of a second, and leaves nothing in GPU memory.
+    """
+    try:
+        return _arithmetic(device, DTYPES[precision], RUN_WINDOWS, RUN_WINDOW_S)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def measure_ceilings(device: torch.device, precision: str) -> Ceilings:
     """Measure with the settings of torch (such as TF32) that a run on this device has made."""
-    return Ceilings(
-        _arithmetic(device, DTYPES[precision]), _bandwidth(device), arithmetic_of(device, precision)
-    )
+    flops = _arithmetic(device, DTYPES[precision], WINDOWS, WINDOW_S)
+    return Ceilings(flops, _bandwidth(device), arithmetic_of(device, precision))
 
 
 def arithmetic_of(device: torch.device, precision: str) -> str:
@@ -59,21 +73,22 @@ def seconds_each(work: Callable[[], object], count: int, device: torch.device) -
     return (time.perf_counter() - started) / count
 
 
-def _arithmetic(device: torch.device, dtype: torch.dtype) -> float:
+def _arithmetic(device: torch.device, dtype: torch.dtype, windows: int, window_s: float) -> float:
     edge = CPU_EDGE if device.type == "cpu" else GPU_EDGE
-    left, right = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
+    own = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
+    left, right = (torch.randn(edge, edge, device=device, generator=own).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device)
+    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device, windows, window_s)
 
 
 def _bandwidth(device: torch.device) -> float:
     size = CPU_COPY if device.type == "cpu" else GPU_COPY
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), device)
+    return 2 * size / _best(lambda: target.copy_(source), device, WINDOWS, WINDOW_S)
 
 
-def _best(work: Callable[[], object], device: torch.device) -> float:
+def _best(work: Callable[[], object], device: torch.device, windows: int, window_s: float) -> float:
     work()  # libraries initialise themselves
-    count = max(1, int(WINDOW_S / max(seconds_each(work, 1, device), 1e-9)))
-    return min(seconds_each(work, count, device) for _ in range(WINDOWS))
+    count = max(1, int(window_s / max(seconds_each(work, 1, device), 1e-9)))
+    return min(seconds_each(work, count, device) for _ in range(windows))
