@@ -16,12 +16,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from flexor.runs.text import figure
+from flexor.runs.text import figure, one_line
 
 Finding = dict[str, str]
 Line = Mapping[str, Any]
 
-RECENT = 50  # lines that make up the usual level
+LEVEL, RECENT = 20, 200  # lines that make up the usual level, and the noise around it
 LEAST = 10  # lines before there is a usual level
 SIGMAS = 8.0  # how far from the usual level a value stands out, in standard deviations
 LEAST_NOISE = 0.02  # of logarithms
@@ -33,7 +33,7 @@ NEW_LEVEL = 20  # lines after which a level that was unusual is the usual one
 VANISHED = 1e-3  # times the gradient norm at the beginning
 HELD_OUT_LEAST = 5  # evaluations before anything is said about them
 HELD_OUT_RISE = 0.1  # of the lowest held-out loss
-HELD_OUT_SIGMAS = 4.0
+HELD_OUT_SIGMAS = 5.0
 
 
 def findings(
@@ -42,6 +42,16 @@ def findings(
     """What the lines of a run's metrics say. `config`: its settings; `checkpoints`: the steps that were saved."""
     health = LearningHealth(config or {}, lambda: checkpoints)
     return [found for line in lines for found in health.see(line)]
+
+
+def told(record: object) -> list[dict[str, Any]]:
+    """The findings in a run's record, however it was written: what, evidence, change, and the step if it is known."""
+    found = []
+    for one in record if isinstance(record, list) else []:
+        if isinstance(one, Mapping) and one.get("what"):
+            texts = {name: one_line(str(one.get(name) or "")) for name in ("what", "evidence", "change")}
+            found.append({**texts, "step": _number(one.get("step"))})
+    return found
 
 
 class LearningHealth:
@@ -66,12 +76,15 @@ class LearningHealth:
 
 
 class _Level:
-    """The usual level of positive values."""
+    """The usual level of positive values, which may fall all the time, and how far values were off when they came."""
 
     def __init__(self) -> None:
-        self.logs: deque[float] = deque(maxlen=RECENT)
+        self.logs: deque[float] = deque(maxlen=LEVEL)
+        self.off: deque[float] = deque(maxlen=RECENT)
 
     def add(self, value: float) -> None:
+        if len(self.logs) >= 3:
+            self.off.append(math.log(value / self.usual))
         self.logs.append(math.log(value))
 
     @property
@@ -84,10 +97,10 @@ class _Level:
 
     def stands_out(self, value: float, factor: float) -> bool:
         """Whether a value is far above all recent ones. Noise with rare large values has had some of them before."""
-        middle = median(self.logs)
-        noise = max(1.4826 * median(abs(log - middle) for log in self.logs), LEAST_NOISE)
-        largest = max(self.logs) - middle
-        return math.log(value) - middle > max(SIGMAS * noise, math.log(factor), 2 * largest)
+        middle = median(self.off)
+        noise = max(1.4826 * median(abs(off - middle) for off in self.off), LEAST_NOISE)
+        limits = SIGMAS * noise, math.log(factor), 2 * max(self.off)
+        return math.log(value / self.usual) > max(limits)
 
     def is_back(self, value: float, factor: float) -> bool:
         return value < self.usual * math.sqrt(factor)
@@ -102,7 +115,7 @@ class _Loss:
 
     def begin(self) -> None:
         self.level, self.lowest, self.high, self.told = _Level(), math.inf, 0, False
-        self.before: deque[Line] = deque(maxlen=RECENT)
+        self.before: deque[Line] = deque(maxlen=LEVEL)
 
     def see(self, line: Line) -> Finding | None:
         loss = _positive(line.get("loss"))
@@ -243,7 +256,7 @@ class _HeldOut:
     def __init__(self, checkpoints: Callable[[], Sequence[int]]):
         self.checkpoints = checkpoints
         self.points: list[tuple[int, float]] = []
-        self.told_best: int | None = None
+        self.told: int | None = None
         self.trained: list[tuple[int, float]] = []
 
     def begin(self) -> None:
@@ -265,10 +278,11 @@ class _HeldOut:
         rise = smooth[-1] - min(smooth)
         if rise <= max(HELD_OUT_RISE * abs(min(smooth)), HELD_OUT_SIGMAS * _noise(values)):
             return None
-        best, lowest = min(self.points, key=lambda point: point[1])
-        if best == self.told_best:
+        turned = self.points[smooth.index(min(smooth)) + 1][0]
+        if turned == self.told:
             return None
-        self.told_best = best
+        self.told = turned
+        best, lowest = min(self.points, key=lambda point: point[1])
         return {
             "what": "held-out loss rises",
             "evidence": f"held-out loss {figure(value)} at step {step:.0f}, the lowest was {figure(lowest)} at step "
