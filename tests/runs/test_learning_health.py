@@ -98,7 +98,7 @@ def test_another_phase_of_training_has_another_loss():
 
 def test_gradients():
     losses, usual = falling(100), [10.0, 12.0, 9.0, 11.0] * 25
-    assert findings(lines(losses, usual[:70] + [4000.0] + usual[:29])) == []  # one is normal
+    assert findings(lines(losses, [*usual[:70], 4000.0, *usual[:29]])) == []  # one is normal
     (explodes,) = findings(lines(losses, usual[:70] + [4000.0] * 30))
     assert explodes["what"] == "gradients explode"
     assert "gradient norm 4,000 at step 14600, usually 10" in explodes["evidence"]
@@ -128,7 +128,7 @@ def test_a_held_out_loss_that_rises():
     (rises,) = findings(held_out(values))
     assert "--save_freq" in rises["change"]
     assert findings(held_out([1.0, 0.6, 0.5, 0.46, 0.45, 0.46, 0.45, 0.46])) == []
-    assert len(findings(held_out(values + [0.4, 0.3, 0.3] + [0.5, 0.7, 0.8, 0.9]))) == 2  # a new lowest one
+    assert len(findings(held_out([*values, 0.4, 0.3, 0.3, 0.5, 0.7, 0.8, 0.9]))) == 2  # a new lowest one
 
 
 def test_values_that_are_not_finite_are_skipped():

@@ -26,7 +26,10 @@ from flexor.runs.text import figure
 BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
 LOOKS = 2  # different blank images of an episode that make it one without a camera; one may be a start-up
 PIXELS = 32  # rows and columns of an image that are looked at, about
-FAR = 4.0  # normalised mean of all images; ImageNet's statistics make it less than 3 for any image
+FAR, NARROW = (
+    4.0,
+    0.05,
+)  # normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
 
 
 def blank_by_statistics(dataset: Dataset, cameras: Sequence[str]) -> dict[str, list[int]]:
@@ -65,7 +68,7 @@ class CameraHealth:
             {camera: {*episodes} for camera, episodes in blank_by_statistics(dataset, [*cameras]).items()},
         )
         self._seen: dict[str, dict[int, set[int]]] = {camera: defaultdict(set) for camera in cameras}
-        self._far: dict[str, float] = {}
+        self._far: dict[str, tuple[float, float]] = {}
 
     def look(self, batches: Sequence[Batch]) -> None:
         """See the images of a step."""
@@ -73,19 +76,19 @@ class CameraHealth:
             episodes, frames = (_numbers(batch[name]) for name in ("episode_index", "frame_index"))
             for camera in self.cameras:
                 images = self._now(batch[camera], camera)
-                ranges, means = _ranges_and_means(images)
+                ranges, means, stds = _figures(images)
                 for episode, frame, span in zip(episodes, frames, ranges):
                     if span <= BLANK and not self._is_missing(camera, episode):
                         seen = self._seen[camera][episode]
                         seen.add(frame)
                         if len(seen) >= min(LOOKS, self._length(episode)):
                             self.blank[camera].add(episode)
-                self._compare(camera, means)
+                self._compare(camera, means, stds)
 
     def findings(self) -> list[Finding]:
         return [
             *(self._blank(camera, sorted(found)) for camera, found in self.blank.items()),
-            *(self._wrong(camera, mean) for camera, mean in self._far.items()),
+            *(self._wrong(camera, *normalised) for camera, normalised in self._far.items()),
         ]
 
     def _now(self, images: Tensor, camera: str) -> Tensor:
@@ -100,19 +103,31 @@ class CameraHealth:
     def _length(self, episode: int) -> int:
         return int(self.dataset.episodes.length[self.dataset.episodes.index == episode][0])
 
-    def _compare(self, camera: str, means: list[float]) -> None:
-        """Note a mean that is far from that of the statistics. The first batch is enough: it has many images."""
-        stats = self.normalize.stats.get(self.cameras[camera], {}) if self.normalize is not None else {}
-        if camera in self._far or not {"mean", "std"} <= stats.keys() or self.normalize is None:
+    def _compare(self, camera: str, means: list[float], stds: list[float]) -> None:
+        """Note images that normalisation does not bring near 0 and 1. One batch is enough: it has many pixels."""
+        stats = self._statistics(camera)
+        if stats is None or camera in self._far or len(stats[0]) != len(means) or min(stds) <= BLANK:
             return
-        feature = self.normalize.features.get(self.cameras[camera])
-        if feature is None or self.normalize.norm_map.get(feature.type) != "MEAN_STD":
-            return
-        mean, std = (stats[name].reshape(-1).tolist() for name in ("mean", "std"))
-        if len(mean) == len(means):
-            far = [(now - m) / (s + self.normalize.eps) for now, m, s in zip(means, mean, std)]
-            if max(map(abs, far)) > FAR:
-                self._far[camera] = max(far, key=abs)
+        mean, std = max(
+            (((now - m) / s, spread / s) for now, spread, m, s in zip(means, stds, *stats)),
+            key=lambda normalised: abs(normalised[0]),
+        )
+        if abs(mean) > FAR or std < NARROW:
+            self._far[camera] = mean, std
+
+    def _statistics(self, camera: str) -> tuple[list[float], list[float]] | None:
+        """Means and standard deviations that the images are normalised with; None if there are none."""
+        name, step = self.cameras[camera], self.normalize
+        if (
+            step is None
+            or name not in step.features
+            or not {"mean", "std"} <= step.stats.get(name, {}).keys()
+        ):
+            return None
+        if step.norm_map.get(step.features[name].type) != "MEAN_STD":
+            return None
+        mean, std = (step.stats[name][key].reshape(-1) for key in ("mean", "std"))
+        return mean.tolist(), (std + step.eps).tolist()
 
     def _blank(self, camera: str, episodes: list[int]) -> Finding:
         return {
@@ -121,24 +136,27 @@ class CameraHealth:
             "change": f"leave them out: {exclude(self.dataset, episodes)}; `flexor data show DIR` shows them",
         }
 
-    def _wrong(self, camera: str, mean: float) -> Finding:
+    def _wrong(self, camera: str, mean: float, std: float) -> Finding:
         return {
             "what": "wrong image statistics",
-            "evidence": f"{camera} has images with a mean of {figure(mean)} after normalisation, instead of about 0",
+            "evidence": f"{camera} has images with a mean of {figure(mean)} and a standard deviation of {figure(std)} "
+            "after normalisation, instead of about 0 and 1",
             "change": "the statistics are those of other images, or of values up to 255: compute them with "
             "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true",
         }
 
 
 @torch.no_grad()
-def _ranges_and_means(images: Tensor) -> tuple[list[float], list[float]]:
-    """The largest range of a channel in each image [B], and the mean of each channel [C]; bytes as 0 to 1."""
+def _figures(images: Tensor) -> tuple[list[float], list[float], list[float]]:
+    """The largest range of a channel in each image [B], mean and deviation of each channel [C]; bytes as 0 to 1."""
     step = max(1, min(images.shape[-2:]) // PIXELS)
     some = images[..., ::step, ::step].flatten(2).float()  # [B, C, n]
     some = some / 255 if images.dtype == torch.uint8 else some
     spans = (some.amax(2) - some.amin(2)).amax(1)
-    both = torch.cat((spans, some.mean((0, 2)))).tolist()
-    return both[: len(spans)], both[len(spans) :]
+    stds, means = torch.std_mean(some, (0, 2), correction=0)
+    values = torch.cat((spans, means, stds)).tolist()  # one transfer
+    count, channels = len(spans), len(means)
+    return values[:count], values[count : count + channels], values[count + channels :]
 
 
 def _numbers(values: Any) -> list[int]:

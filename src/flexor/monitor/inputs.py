@@ -28,8 +28,7 @@ from flexor.runs.text import figure
 SAMPLED = 100_000  # rows that quantiles and deviations are computed of
 NAMED = 12  # episodes and dimensions that a text lists
 FAR_MEAN, FAR_STD = 3.0, 5.0  # of normalised values of a whole dataset, which are near 0 and 1
-SQUEEZED = {"MEAN_STD": 0.02}  # their standard deviation, if the statistics are much too wide
-SQUEEZED_BOUNDS = 0.01
+NARROW_STD, NARROW_RANGE = 0.05, 0.1  # the same, and their range, if the statistics are much too wide
 OUTLIER = 20.0  # distance from the range of 98 % of the values, in such ranges
 UNITS = {180 / np.pi: "degrees and radians", 100.0: "percent and fractions", 1000.0: "m and mm"}
 UNIT_GAP = 10.0  # factor between episodes of one unit and those of another
@@ -141,7 +140,8 @@ def wrong_statistics(values: EpisodeValues, step: Normalize, key: str, member: i
         return []
     shift, span = (np.broadcast_to(part, values.low.shape[1:]) for part in scale)
     mean, std = (values.sample.mean(0) - shift) / span, values.sample.std(0) / span
-    narrow = std < SQUEEZED.get(mode, SQUEEZED_BOUNDS)
+    reached = (values.high.max(0) - values.low.min(0)) / (2 * span)
+    narrow = std < NARROW_STD if mode == "MEAN_STD" else reached < NARROW_RANGE
     wrong = (np.abs(mean) > FAR_MEAN) | (std > FAR_STD) | narrow
     wrong &= ~values.is_constant
     if not wrong.any():
@@ -240,7 +240,7 @@ def _unit_finding(
     which = np.flatnonzero(few)
     return {
         "what": "mixed units",
-        "evidence": f"{values.dimensions(numbers)}: about {figure(factor)} times {size} in {_which(dataset, which)} "
+        "evidence": f"{values.dimensions(numbers)}: about {factor:.0f} times {size} in {_which(dataset, which)} "
         f"than in the others ({values.dimension(first)}: up to {figure(own)}, usually {figure(others)}). "
         f"It looks like {units}",
         "change": f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
