@@ -28,6 +28,7 @@ LEAST_NOISE = 0.02  # of logarithms
 SPIKE, BURST = 3.0, 10.0  # times the usual loss; times the usual gradient norm
 EARLY = 10.0  # times the lowest loss, before there is a usual level, or of the usual level itself
 STAYS = 5  # lines after which a high loss is no spike
+EARLY_STAYS = 2  # the same, before there is a usual level
 BURST_STAYS = 3  # single large gradients are normal, and clipped
 NEW_LEVEL = 20  # lines after which a level that was unusual is the usual one
 VANISHED = 1e-3  # times the gradient norm at the beginning
@@ -142,7 +143,7 @@ class _Loss:
         self.before.append(line)
         if self.level.is_known:
             self.high, self.lowest = 0, self.level.usual
-        if self.high >= BURST_STAYS and not self.told:
+        if self.high >= EARLY_STAYS and not self.told:
             self.told = True
             return self._exploded(line, loss, f"it was {figure(self.lowest)} before")
         return None
