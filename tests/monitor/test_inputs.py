@@ -51,7 +51,10 @@ def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
     words = {1: "episode 3", 4: "episodes 1 to 3, 6"}[len(few)]
     size = "larger" if few == odd else "smaller"
     for one, feature in zip(found, ("observation.state", "action")):
-        assert one["evidence"].startswith(f"{feature}[0 (base), 1 (shoulder),")
+        assert one["evidence"].startswith(f"{feature}[0] (base) and 5 more are about ")
+        assert one["evidence"].endswith(
+            f"{feature}[0 (base), 1 (shoulder), 2 (elbow), 3 (roll), 4 (pitch), 5 (yaw)]"
+        )
         assert f"{size} in {words} than in the others" in one["evidence"]
         assert "gripper" not in one["evidence"] and "degrees and radians" in one["evidence"]
         assert f"--dataset.exclude_episodes={'1:4,6' if len(few) == 4 else '3'}" in one["change"]
@@ -63,7 +66,7 @@ def test_a_gripper_in_percent(tmp_path, factor):
     assert [one["what"] for one in found] == ["mixed units"] * 2
     size = "larger" if factor > 1 else "smaller"
     for one, feature in zip(found, ("observation.state", "action")):
-        assert one["evidence"].startswith(f"{feature}[6] (gripper): about ")
+        assert one["evidence"].startswith(f"{feature}[6] (gripper) is about ")
         assert f" times {size} in episodes 1, 4 than in the others" in one["evidence"]
         assert one["evidence"].endswith("percent and fractions")
 

@@ -34,7 +34,7 @@ def test_faults_of_the_data_are_named_with_joint_camera_and_episodes(faulty):
     first = runs.metrics(faulty)[0]["health"]
     texts = {one["what"]: one["evidence"] for one in first}
     assert texts["dead action dimension"] == "action[6] (gripper) is constant in all 8 episodes (it is 0.25)"
-    assert "observation.state[0 (base)" in next(
+    assert "observation.state[0] (base) and 5 more" in next(
         one["evidence"] for one in first if one["what"] == "mixed units"
     )
     assert "larger in episode 3 than in the others" in texts["mixed units"]

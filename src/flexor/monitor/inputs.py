@@ -80,15 +80,18 @@ def value_findings(
         keys = [key for key, feature in step.features.items() if feature.type is not Kind.VISUAL]
         for key, name in zip(keys, in_dataset(keys, rename_map or {})):
             for number, part in _parts(dataset, step):
-                if name not in part.columns:
-                    continue
-                values = summarise(part, name)
-                units, odd = other_units(values)
-                found += constant(values, key == ACTION) + units
-                if key != ACTION or not _has_relative_actions(before):
-                    found += wrong_statistics(values, step, key, number)
-                found += outliers(values, odd)
+                if name in part.columns:
+                    is_relative = key == ACTION and _has_relative_actions(before)
+                    with np.errstate(all="ignore"):  # values near the limits of float64
+                        found += _findings(summarise(part, name), step, key, None if is_relative else number)
     return found
+
+
+def _findings(values: EpisodeValues, step: Normalize, key: str, member: int | None) -> list[Finding]:
+    """`member`: the dataset whose statistics are used; None if they are not those of the values."""
+    units, odd = other_units(values)
+    statistics = [] if member is None else wrong_statistics(values, step, key, member)
+    return [*constant(values, key == ACTION), *units, *statistics, *outliers(values, odd)]
 
 
 def _parts(dataset: Dataset, step: Normalize) -> list[tuple[int, Dataset]]:
@@ -238,11 +241,14 @@ def _unit_finding(
     own, others = float(values.size[few, first].max()), float(np.median(values.size[~few, first]))
     size = "larger" if own > others else "smaller"
     which = np.flatnonzero(few)
+    several = len(numbers) > 1
+    subject = f"{values.dimension(first)}{f' and {len(numbers) - 1} more' if several else ''}"
+    all_of_them = f". All of them: {values.dimensions(numbers)}" if several else ""
     return {
         "what": "mixed units",
-        "evidence": f"{values.dimensions(numbers)}: about {factor:.0f} times {size} in {_which(dataset, which)} "
-        f"than in the others ({values.dimension(first)}: up to {figure(own)}, usually {figure(others)}). "
-        f"It looks like {units}",
+        "evidence": f"{subject} {'are' if several else 'is'} about {factor:.0f} times {size} in "
+        f"{_which(dataset, which)} than in the others (up to {figure(own)}, usually {figure(others)}). It looks like "
+        f"{units}{all_of_them}",
         "change": f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
         f"them out: {exclude(dataset, dataset.episodes.index[which].tolist())}",
     }

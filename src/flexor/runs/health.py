@@ -98,10 +98,12 @@ class _Level:
 
     def stands_out(self, value: float, factor: float) -> bool:
         """Whether a value is far above all recent ones. Noise with rare large values has had some of them before."""
+        off = math.log(value / self.usual)
+        if off <= math.log(factor):
+            return False
         middle = median(self.off)
-        noise = max(1.4826 * median(abs(off - middle) for off in self.off), LEAST_NOISE)
-        limits = SIGMAS * noise, math.log(factor), 2 * max(self.off)
-        return math.log(value / self.usual) > max(limits)
+        noise = max(1.4826 * median(abs(one - middle) for one in self.off), LEAST_NOISE)
+        return off > max(SIGMAS * noise, 2 * max(self.off))
 
     def is_back(self, value: float, factor: float) -> bool:
         return value < self.usual * math.sqrt(factor)
