@@ -137,6 +137,8 @@ def test_values_that_are_not_finite_are_skipped():
         line |= {"grad_norm": None, "l1_loss": None}
     run[30] |= {"loss": None}
     assert findings(json.loads(json.dumps(run))) == []
+    limits = [1e308, 5e-324] * 30  # of floats: no ratio of them overflows
+    assert "gradients explode" not in names(findings(lines(limits, limits[::-1])))
     assert findings([{}, {"step": 1}, {"loss": "x", "held_out_loss": []}]) == []
 
 

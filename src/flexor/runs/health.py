@@ -85,7 +85,7 @@ class _Level:
 
     def add(self, value: float) -> None:
         if len(self.logs) >= 3:
-            self.off.append(math.log(value / self.usual))
+            self.off.append(math.log(value) - median(self.logs))
         self.logs.append(math.log(value))
 
     @property
@@ -98,7 +98,7 @@ class _Level:
 
     def stands_out(self, value: float, factor: float) -> bool:
         """Whether a value is far above all recent ones. Noise with rare large values has had some of them before."""
-        off = math.log(value / self.usual)
+        off = math.log(value) - median(self.logs)
         if off <= math.log(factor):
             return False
         middle = median(self.off)

@@ -38,7 +38,8 @@ class Health:
             self.rules.see(line)
         steps = state.preprocessor.steps
         normalize = next((step for step in steps if isinstance(step, Normalize)), None)
-        cameras = dict(zip(in_dataset(config.policy.images, config.rename_map), config.policy.images))
+        named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
+        cameras = {name: own for name, own in named if name in loader.cameras}
         self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize)
         known = read_record(run.folder).get(HEALTH) or []
         self.found = [one for one in known if one.get("step", 0) <= state.step]
