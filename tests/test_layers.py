@@ -44,7 +44,7 @@ LAYERS = {
         *("show", "repair", "push"),
     ],
     "runs": [
-        *("jsonl", "series", "find", "process", "text", "state", "reader"),
+        *("jsonl", "series", "find", "process", "text", "health", "state", "reader"),
         *("watch", "report"),
     ],
     "plan": [
@@ -75,6 +75,7 @@ LAYERS = {
             "validate",
             "step",
             "graph",
+            "health",
         ),
         "loop",
     ],

@@ -15,6 +15,7 @@ import yaml
 
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RUN_RECORD, VIDEOS
 from flexor.runs.find import is_run
+from flexor.runs.health import told
 from flexor.runs.jsonl import GrowingLines
 from flexor.runs.process import is_alive
 from flexor.runs.series import STEP, TIME, AllSeries, Series
@@ -114,6 +115,7 @@ class RunReader:
             checkpoints=self.checkpoints,
             videos=[relative(path, self.folder) for path in self.videos],
             verdict=self._verdict(),
+            health=told(self.record.get("health")),
             log_line=_last_log_line(self.folder),
             damaged_lines=sum(lines.damaged for lines, _ in self._files.values()),
         )

@@ -62,6 +62,8 @@ class RunState:
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     videos: list[str] = field(default_factory=list)
     verdict: str | None = None
+    health: list[dict[str, Any]] = field(default_factory=list)
+    """What was found about its learning: what, evidence, change, step."""
     log_line: str | None = None
     damaged_lines: int = 0
 

@@ -43,6 +43,7 @@ from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
+from flexor.train.health import Health
 from flexor.train.hub.background import Pushing
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
@@ -238,6 +239,7 @@ def fit(
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
+    health = Health(state, run, loader) if engine.rank == 0 else None
     state.policy.train()
 
     with (
@@ -276,8 +278,10 @@ def fit(
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
-                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler)
-            result.metrics |= _evaluations(state, run, held_out, trackers, dog)
+                if health:
+                    health.look(state.step, micro_batches)
+                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler, health)
+            result.metrics |= _evaluations(state, run, held_out, trackers, dog, health)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
                 with dog.patiently("saving a checkpoint"), times.part("checkpoint"):
@@ -295,17 +299,22 @@ def fit(
 
 
 def _evaluations(
-    state: TrainState, run: Run, held_out: Dataset | None, trackers: Trackers, dog: Watchdog
+    state: TrainState,
+    run: Run,
+    held_out: Dataset | None,
+    trackers: Trackers,
+    dog: Watchdog,
+    health: Health | None,
 ) -> dict[str, Any]:
     """The held-out loss and the success in the environment, if they are due at this step."""
     config, found = state.config, dict[str, Any]()
     if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
         with dog.patiently("computing the held-out loss"), state.times.part("evaluation"):
             values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
-        found |= _report(state.step, values, trackers)
+        found |= _report(state.step, values, trackers, health)
     if config.env.type and _due(state.step, config.env_eval_freq, False):
         with dog.patiently("evaluating"), state.times.part("evaluation"):
-            found |= _report(state.step, evaluate(state, run), trackers)
+            found |= _report(state.step, evaluate(state, run), trackers, health)
     return found
 
 
@@ -321,6 +330,7 @@ def _log(
     epoch: float,
     loader: Loader,
     sampler: Sampler,
+    health: Health | None,
 ) -> dict[str, Any]:
     loader.dataset.store.repeats.tell()
     found = state.engine.processes.gather((loader.troubles(), sampler.take()))
@@ -341,6 +351,8 @@ def _log(
     seen = loader.seen(state.step)
     if seen:
         values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
+    if health:
+        health.see(state.step, values)
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
@@ -361,9 +373,11 @@ def _log(
     return as_json(values)
 
 
-def _report(step: int, values: dict[str, Any], trackers: Trackers) -> dict[str, Any]:
-    trackers.log(step, values)
+def _report(step: int, values: dict[str, Any], trackers: Trackers, health: Health | None) -> dict[str, Any]:
     log.info("step %d  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
+    if health:
+        health.see(step, values)
+    trackers.log(step, values)
     return values
 
 

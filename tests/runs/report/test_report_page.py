@@ -245,6 +245,22 @@ def test_a_verdict_and_damaged_lines_are_shown(browser: Browser, tmp_path: Path)
     assert browser.run("window.hacked") is None
 
 
+def test_what_was_found_about_learning_is_listed(browser: Browser, tmp_path: Path):
+    begun = {
+        "what": "dead action dimension",
+        "evidence": f"action[6] {HOSTILE}",
+        "change": "record it",
+        "step": 0,
+    }
+    spike = {"what": "loss spike", "evidence": "loss 5", "change": "lower --optimizer.lr", "step": 12200}
+    run = write_run(tmp_path / "run", record={"health": [begun, spike, "x"]})
+    opened(browser, [run], tmp_path / "page.html")
+    assert texts(browser, ".health li b") == ["dead action dimension", "loss spike"]
+    assert texts(browser, ".health li div")[0] == f"action[6] {HOSTILE}"
+    assert texts(browser, ".health li span") == [" step 12,200"]
+    assert browser.run("window.hacked") is None
+
+
 def test_a_run_that_has_reported_nothing(browser: Browser, tmp_path: Path):
     run = write_run(tmp_path / "run", last=0)
     write_report([run], None)

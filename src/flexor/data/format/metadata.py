@@ -359,6 +359,25 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
     return stats
 
 
+def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.ndarray]:
+    """One statistic of a feature by episode, as far as the metadata has it: they are not needed to train."""
+    found: dict[int, np.ndarray] = {}
+    try:
+        if source.exists("meta/episodes_stats.jsonl"):
+            for line in _read_jsonl(source, "meta/episodes_stats.jsonl"):
+                found[int(line["episode_index"])] = np.asarray(line["stats"][feature][key], np.float64)
+            return found
+        column = f"stats/{feature}/{key}"
+        for file in source.list("meta/episodes", ".parquet"):
+            if column in parquet_columns(source, file):
+                table = read_parquet(source, file, ["episode_index", column])
+                for episode, value in zip(table["episode_index"].to_pylist(), table[column].to_pylist()):
+                    found[int(episode)] = np.asarray(value, np.float64)
+    except (DatasetError, LookupError, TypeError, ValueError):
+        return {}
+    return found
+
+
 def _read_json(source: Source, name: str) -> dict:
     found = _parse(source, name, json.loads)
     if not isinstance(found, dict):

@@ -170,6 +170,7 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "step": state.step,
         "facts": _facts(reader, state),
         "verdict": state.verdict,
+        "health": state.health,
         "damaged": state.damaged_lines,
         "plan": [_plan_row(row.name, row.planned, row.actual) for row in state.plan],
         "checkpoints": [asdict(one) for one in state.checkpoints],

@@ -44,11 +44,27 @@ function runSection() {
       make("h3", {}, swatch(number), run.name),
       make("p", { class: "soft" }, run.folder),
       run.verdict ? make("p", { class: "warning verdict" }, run.verdict) : null,
+      healthList(run.health),
       run.damaged ? make("p", { class: "warning" }, `${plural(run.damaged, "line")} of its metrics can't be read.`) : null,
       table([], run.facts),
     ),
   );
   return section("runs", several ? "Runs" : "Run", make("div", { class: "runs" }, cards));
+}
+
+function healthList(findings) {
+  if (!findings.length) return null;
+  const items = findings.map(({ what, evidence, change, step }) =>
+    make(
+      "li",
+      {},
+      make("b", { class: "warning" }, what),
+      step ? make("span", { class: "soft" }, ` step ${step.toLocaleString("en")}`) : null,
+      make("div", {}, evidence),
+      make("div", { class: "soft" }, change),
+    ),
+  );
+  return make("div", { class: "health" }, make("h4", {}, "Learning health"), make("ul", {}, items));
 }
 
 // Curves.

@@ -23,6 +23,7 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 STATUS_STYLES = {"running": "green", "finished": "cyan", "stopped": "red", "silent": "yellow"}
 CELL, NAME, VALUE = 40, 17, 11  # characters of a figure
 LEAST_CHART = 5  # lines
+MOST_HEALTH = 3  # findings about learning that are shown, the newest
 SMOOTHINGS = (0.0, 0.9, 0.99)
 HELP = (
     "left, right, tab, 1 to 9   another run",
@@ -238,6 +239,12 @@ def _foot(state: RunState) -> list[Text]:
     lines = []
     if state.verdict:
         lines.append(Text(f"verdict     {one_line(state.verdict)}", style="bold yellow"))
+    for number, one in enumerate(state.health[-MOST_HEALTH:]):
+        line = Text(f"{'' if number else 'health':12}", style="yellow")
+        lines.append(line.append(one["what"], style="bold").append(f": {one['evidence']}", style="not bold"))
+    if len(state.health) > MOST_HEALTH:
+        more = len(state.health) - MOST_HEALTH
+        lines.append(Text(f"{'':12}and {more} more: see train.log, or `flexor report`", style="yellow"))
     if state.plan:
         lines.append(Text("plan        " + "; ".join(plan_text(state))))
     lines.append(Text(f"checkpoint  {_checkpoint(state)}"))

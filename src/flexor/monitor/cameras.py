@@ -1,0 +1,163 @@
+"""Images that a policy can't learn from: a camera that was unplugged, or normalisation that does not fit.
+
+A run looks at the images of one batch per log line, at every eighth pixel or so. Training waits for its figures there
+anyway.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.core.batch import Batch
+from flexor.data.dataset import Dataset
+from flexor.data.format.metadata import read_episode_stats
+from flexor.data.frames.clips import BlankClip
+from flexor.data.mixture.mixed import MixedDataset
+from flexor.monitor.inputs import exclude, in_words
+from flexor.policies.processing.normalize import Normalize
+from flexor.runs.health import Finding
+from flexor.runs.text import figure
+
+BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
+LOOKS = 2  # different blank images of an episode that make it one without a camera; one may be a start-up
+PIXELS = 32  # rows and columns of an image that are looked at, about
+FAR, NARROW = (
+    4.0,
+    0.05,
+)  # normalised mean and deviation of images; with ImageNet's statistics no mean reaches 3
+
+
+def blank_by_statistics(dataset: Dataset, cameras: Sequence[str]) -> dict[str, list[int]]:
+    """Episodes that are blank from beginning to end, by the statistics that a recording stores of each episode."""
+    if isinstance(dataset, MixedDataset) and len(dataset.members) > 1:
+        return {}  # only in the images themselves
+    there, found = set(dataset.episodes.index.tolist()), {}
+    for camera in cameras:
+        if dataset.features[camera].depth is not None:
+            continue
+        low, high = (read_episode_stats(dataset.source, camera, key) for key in ("min", "max"))
+        blank = [
+            episode
+            for episode in sorted(there & low.keys() & high.keys())
+            if low[episode].shape == high[episode].shape and (high[episode] - low[episode]).max() <= BLANK
+        ]
+        if blank:
+            found[camera] = blank
+    return found
+
+
+class CameraHealth:
+    """What was seen of the images of a run so far."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        cameras: Mapping[str, str],
+        deltas: Mapping[str, Sequence[int]],
+        normalize: Normalize | None,
+    ):
+        """`cameras`: the policy's names by those of the dataset."""
+        self.dataset, self.cameras, self.deltas, self.normalize = dataset, cameras, deltas, normalize
+        self.blank = defaultdict[str, set[int]](
+            set,
+            {camera: {*episodes} for camera, episodes in blank_by_statistics(dataset, [*cameras]).items()},
+        )
+        self._seen: dict[str, dict[int, set[int]]] = {camera: defaultdict(set) for camera in cameras}
+        self._far: dict[str, tuple[float, float]] = {}
+
+    def look(self, batches: Sequence[Batch]) -> None:
+        """See the images of a step."""
+        for batch in batches:
+            episodes, frames = (_numbers(batch[name]) for name in ("episode_index", "frame_index"))
+            for camera in self.cameras:
+                images = self._now(batch[camera], camera)
+                ranges, means, stds = _figures(images)
+                for episode, frame, span in zip(episodes, frames, ranges):
+                    if span <= BLANK and not self._is_missing(camera, episode):
+                        seen = self._seen[camera][episode]
+                        seen.add(frame)
+                        if len(seen) >= min(LOOKS, self._length(episode)):
+                            self.blank[camera].add(episode)
+                self._compare(camera, means, stds)
+
+    def findings(self) -> list[Finding]:
+        return [
+            *(self._blank(camera, sorted(found)) for camera, found in self.blank.items()),
+            *(self._wrong(camera, *normalised) for camera, normalised in self._far.items()),
+        ]
+
+    def _now(self, images: Tensor, camera: str) -> Tensor:
+        """The images of the present [B, C, H, W]."""
+        steps = list(self.deltas.get(camera, [0]))
+        return images[:, steps.index(0) if 0 in steps else -1] if images.ndim == 5 else images
+
+    def _is_missing(self, camera: str, episode: int) -> bool:
+        """Black by choice: the episode's dataset does not have the camera."""
+        return isinstance(self.dataset.store.clips.get((camera, episode)), BlankClip)
+
+    def _length(self, episode: int) -> int:
+        return int(self.dataset.episodes.length[self.dataset.episodes.index == episode][0])
+
+    def _compare(self, camera: str, means: list[float], stds: list[float]) -> None:
+        """Note images that normalisation does not bring near 0 and 1. One batch is enough: it has many pixels."""
+        stats = self._statistics(camera)
+        if stats is None or camera in self._far or len(stats[0]) != len(means) or min(stds) <= BLANK:
+            return
+        mean, std = max(
+            (((now - m) / s, spread / s) for now, spread, m, s in zip(means, stds, *stats)),
+            key=lambda normalised: abs(normalised[0]),
+        )
+        if abs(mean) > FAR or std < NARROW:
+            self._far[camera] = mean, std
+
+    def _statistics(self, camera: str) -> tuple[list[float], list[float]] | None:
+        """Means and standard deviations that the images are normalised with; None if there are none."""
+        name, step = self.cameras[camera], self.normalize
+        if (
+            step is None
+            or name not in step.features
+            or not {"mean", "std"} <= step.stats.get(name, {}).keys()
+        ):
+            return None
+        if step.norm_map.get(step.features[name].type) != "MEAN_STD":
+            return None
+        mean, std = (step.stats[name][key].reshape(-1) for key in ("mean", "std"))
+        return mean.tolist(), (std + step.eps).tolist()
+
+    def _blank(self, camera: str, episodes: list[int]) -> Finding:
+        return {
+            "what": "blank camera",
+            "evidence": f"{camera} is blank (one colour) in {in_words(self.dataset, episodes)}",
+            "change": f"leave them out: {exclude(self.dataset, episodes)}; `flexor data show DIR` shows them",
+        }
+
+    def _wrong(self, camera: str, mean: float, std: float) -> Finding:
+        return {
+            "what": "wrong image statistics",
+            "evidence": f"{camera} has images with a mean of {figure(mean)} and a standard deviation of {figure(std)} "
+            "after normalisation, instead of about 0 and 1",
+            "change": "the statistics are those of other images, or of values up to 255: compute them with "
+            "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true",
+        }
+
+
+@torch.no_grad()
+def _figures(images: Tensor) -> tuple[list[float], list[float], list[float]]:
+    """The largest range of a channel in each image [B], mean and deviation of each channel [C]; bytes as 0 to 1."""
+    step = max(1, min(images.shape[-2:]) // PIXELS)
+    some = images[..., ::step, ::step].flatten(2).float()  # [B, C, n]
+    some = some / 255 if images.dtype == torch.uint8 else some
+    spans = (some.amax(2) - some.amin(2)).amax(1)
+    stds, means = torch.std_mean(some, (0, 2), correction=0)
+    values = torch.cat((spans, means, stds)).tolist()  # one transfer
+    count, channels = len(spans), len(means)
+    return values[:count], values[count : count + channels], values[count + channels :]
+
+
+def _numbers(values: Any) -> list[int]:
+    return values.reshape(-1).tolist()

@@ -1,0 +1,141 @@
+"""States and actions: each fault of a recording is found and named, with the joint and the episodes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexor.data.dataset import open_dataset
+from flexor.data.mixture.mixed import Member, join_datasets
+from flexor.monitor.inputs import exclude, in_words, other_units, outliers, summarise, value_findings
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.processing.normalize import Normalize
+from flexor.policies.processing.pipeline import Pipeline
+from support.faulty_arm import change_statistics, glitch, scaled, still, write_arm
+
+DEGREES = 180 / np.pi
+MODES = ("MEAN_STD", "MIN_MAX", "QUANTILES")
+ARM, GRIPPER = slice(0, 6), slice(6, 7)
+
+
+def findings(root: Path, mode: str = "MEAN_STD") -> list:
+    dataset = open_dataset(root=root)
+    features = {
+        "observation.state": PolicyFeature(Kind.STATE, (7,)),
+        "action": PolicyFeature(Kind.ACTION, (7,)),
+    }
+    normalize = Normalize(features, dict.fromkeys(("STATE", "ACTION"), mode), dataset.stats)
+    return value_findings(dataset, Pipeline("before", [normalize]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_healthy_arms_have_no_finding(tmp_path, mode):
+    assert findings(write_arm(tmp_path / "arm"), mode) == []
+    assert findings(write_arm(tmp_path / "degrees", scaled(DEGREES, range(8), ARM)), mode) == []
+
+
+def test_an_action_that_never_changes(tmp_path):
+    (dead,) = findings(write_arm(tmp_path / "arm", still(6)))
+    assert dead["what"] == "dead action dimension"
+    assert dead["evidence"] == "action[6] (gripper) is constant in all 8 episodes (it is 0.25)"
+    two = findings(write_arm(tmp_path / "two", still(6), still(0)))[0]
+    assert "action[0 (base), 6 (gripper)] are constant" in two["evidence"]
+
+
+@pytest.mark.parametrize("odd", [[3], [1, 2, 3, 6], [0, 1, 2, 4, 5, 6, 7]])
+def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
+    """Whichever are fewer: one in degrees, half of them, or one in radians."""
+    found = findings(write_arm(tmp_path / "arm", scaled(DEGREES, odd, ARM)))
+    assert [one["what"] for one in found] == ["mixed units"] * 2
+    few = odd if len(odd) <= 4 else [3]
+    words = {1: "episode 3", 4: "episodes 1 to 3, 6"}[len(few)]
+    size = "larger" if few == odd else "smaller"
+    for one, feature in zip(found, ("observation.state", "action")):
+        assert one["evidence"].startswith(f"{feature}[0] (base) and 5 more are about ")
+        assert one["evidence"].endswith(
+            f"{feature}[0 (base), 1 (shoulder), 2 (elbow), 3 (roll), 4 (pitch), 5 (yaw)]"
+        )
+        assert f"{size} in {words} than in the others" in one["evidence"]
+        assert "gripper" not in one["evidence"] and "degrees and radians" in one["evidence"]
+        assert f"--dataset.exclude_episodes={'1:4,6' if len(few) == 4 else '3'}" in one["change"]
+
+
+@pytest.mark.parametrize("factor", [100, 0.01])
+def test_a_gripper_in_percent(tmp_path, factor):
+    found = findings(write_arm(tmp_path / "arm", scaled(factor, [1, 4], GRIPPER)))
+    assert [one["what"] for one in found] == ["mixed units"] * 2
+    size = "larger" if factor > 1 else "smaller"
+    for one, feature in zip(found, ("observation.state", "action")):
+        assert one["evidence"].startswith(f"{feature}[6] (gripper) is about ")
+        assert f" times {size} in episodes 1, 4 than in the others" in one["evidence"]
+        assert one["evidence"].endswith("percent and fractions")
+
+
+def test_a_joint_that_is_used_now_and_then_is_no_fault(tmp_path):
+    """An arm that rests at zero, with a little jitter, in all episodes except two; a button that is pressed once."""
+
+    def rests(episode, states, actions):
+        rng = np.random.default_rng(episode)
+        for values in (states, actions):
+            if episode not in (2, 5):
+                values[:, :3] = rng.normal(0, 0.002, (len(values), 3)) * [1, 3, 9]
+            values[:, 6] = 0
+        states[:, 6], actions[:, 6] = 0, 0
+        if episode == 4:
+            states[3, 6] = actions[3, 6] = 1
+
+    assert findings(write_arm(tmp_path / "arm", rests)) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name, value: value * DEGREES,
+        lambda name, value: value if name == "std" else value + 60,
+        lambda name, value: value / 100,
+    ],
+)
+def test_statistics_of_another_dataset(tmp_path, mode, change):
+    root = change_statistics(write_arm(tmp_path / "arm"), "observation.state", change)
+    (wrong,) = findings(root, mode)
+    assert wrong["what"] == "wrong statistics"
+    assert wrong["evidence"].startswith("observation.state[0 (base), 1 (shoulder),")
+    assert wrong["evidence"].endswith("in all 8 episodes")
+    assert "`flexor data stats DIR --write`" in wrong["change"]
+
+
+def test_a_sensor_that_failed_in_one_frame(tmp_path):
+    found = findings(write_arm(tmp_path / "arm", glitch(2, 5, 1)))
+    (far,) = [one for one in found if one["what"] == "values out of range"]
+    assert far["evidence"].startswith(
+        "observation.state[1] (shoulder) is 1.00e+06 in episode 2, frame 5; 98 %"
+    )
+    assert far["change"].endswith("--dataset.exclude_episodes=2")
+
+
+def test_a_selection_of_episodes_has_the_numbers_of_the_whole(tmp_path):
+    root = write_arm(tmp_path / "arm", scaled(DEGREES, [6], ARM))
+    chosen = open_dataset(root=root).select([1, 2, 5, 6])
+    found, odd = other_units(summarise(chosen, "observation.state"))
+    assert "in episode 6 than" in found[0]["evidence"] and odd.any(1).tolist() == [False, False, False, True]
+    assert outliers(summarise(chosen, "observation.state"), odd) == []
+
+
+def test_episodes_of_several_datasets(tmp_path):
+    one = write_arm(tmp_path / "one")
+    two = write_arm(tmp_path / "two", scaled(DEGREES, [3], ARM))
+    mixed = join_datasets([Member("a", open_dataset(root=one)), Member("b", open_dataset(root=two))])
+    found, _ = other_units(summarise(mixed, "action"))
+    assert "in episode 3 of b than" in found[0]["evidence"]
+    assert "exclude_episodes: 3 of b in dataset.mix" in found[0]["change"]
+    assert in_words(mixed, [1, 8, 9, 10, 12]) == "episode 1 of a and episodes 0 to 2, 4 of b"
+    assert exclude(open_dataset(root=one), [0, 1, 4, 5, 6]) == "--dataset.exclude_episodes=0,1,4:7"
+
+
+def test_values_that_are_not_finite_do_not_disturb(tmp_path):
+    dataset = open_dataset(root=write_arm(tmp_path / "arm"))
+    dataset.columns["action"] = dataset.columns["action"].copy()
+    dataset.columns["action"][5] = np.nan
+    values = summarise(dataset, "action")
+    assert other_units(values)[0] == [] and np.isfinite(values.low).all()
