@@ -230,7 +230,8 @@ def test_a_run_on_a_gpu_is_the_one_that_casts(name, layout, dataset, tiny_act, t
         "--optimizer.grad_clip_norm=1",
     ]
     copies = train(dataset, tmp_path / "copies", policy, *more)
-    assert copied and copied.pop().copies
+    assert copied and copied[-1].copies  # the run's plan has some before
+    copied.clear()
     monkeypatch.setattr(build, "DEVICES", ())
     casts = train(dataset, tmp_path / "casts", policy, *more)
     assert not copied
@@ -258,6 +259,7 @@ def test_copies_take_no_more_memory(monkeypatch):
             run.step(0)
         return torch.cuda.max_memory_allocated() - before
 
+    peak()  # memory that libraries take once
     copies = peak()
     monkeypatch.setattr(build, "DEVICES", ())
     assert copies <= peak()

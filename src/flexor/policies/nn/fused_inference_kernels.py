@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 16  # of queries, in a program
+BLOCKS = 4  # of keys that a program goes through, if there are more than twice as many
 
 
 @triton.jit
@@ -80,13 +81,18 @@ def gate(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
 
 @triton.jit
 def _attend_few(
-    queries, keys, values, mask, out, tokens, count, shared, scale,
+    queries, keys, values, mask, out, parts, tokens, count, each, shared, scale,
     q_sample, q_token, k_sample, k_token, k_head, v_sample, v_token, v_head, m_sample, m_token,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A program has some rows of one sample and one head of keys; a row is a token of one of its query heads."""
+    """A program has some rows of one sample and one head of keys, and `each` of the keys, or all of them.
+
+    A row is a token of one of the query heads. With several splits, `out` gets sums of values, and `parts` the highest
+    score and the sum of weights that belong to them.
+    """
     sample, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(0) % SPLITS
+    row = tl.program_id(0) // SPLITS * ROWS + tl.arange(0, ROWS)
     inside = row < tokens * shared
     token, channel = row // shared, tl.arange(0, WIDTH)
     place = sample * q_sample + token * q_token + (head * shared + row % shared) * WIDTH
@@ -94,7 +100,7 @@ def _attend_few(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, count, KEYS):
+    for start in range(split * each, min(split * each + each, count), KEYS):
         number = start + tl.arange(0, KEYS)
         there = number < count
         at = sample * k_sample + head * k_head + number[:, None] * k_token + channel[None, :]
@@ -110,9 +116,30 @@ def _attend_few(
         found = found * keep[:, None] + tl.dot(weight.to(value.dtype), value)
         total = total * keep + tl.sum(weight, 1)
         best = highest
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
-    place = sample * q_sample + token * q_token + (head * shared + row % shared) * WIDTH
+    if SPLITS == 1:
+        found = found / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        place = place * SPLITS + split * WIDTH
+        tl.store(parts + place // WIDTH * 2, best, mask=inside)
+        tl.store(parts + place // WIDTH * 2 + 1, total, mask=inside)
     tl.store(out + place[:, None] + channel[None, :], found.to(out.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def _join(sums, parts, out, splits, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """A program has one row, whose splits are joined."""
+    row = tl.program_id(0).to(tl.int64)
+    split, channel = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    there = split < splits
+    best = tl.load(parts + (row * splits + split) * 2, mask=there, other=float("-inf"))
+    total = tl.load(parts + (row * splits + split) * 2 + 1, mask=there, other=0.0)
+    highest = tl.max(best, 0)
+    weight = tl.exp(best - tl.where(highest == float("-inf"), 0.0, highest))
+    at = (row * splits + split)[:, None] * WIDTH + channel[None, :]
+    found = tl.sum(tl.load(sums + at, mask=there[:, None], other=0.0) * weight[:, None], 0)
+    total = tl.sum(total * weight, 0)
+    found = found / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * WIDTH + channel, found.to(out.dtype.element_ty))
 
 
 def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
@@ -122,12 +149,22 @@ def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
     keys, values = (each if each.stride(-1) == 1 else each.contiguous() for each in (keys, values))
     seen = mask.expand(batch, 1, -1, -1)[:, 0]
     seen = (seen if seen.stride(-1) == 1 else seen.contiguous()).view(torch.uint8)
-    out, shared = torch.empty_like(queries), heads // kv_heads
-    grid = triton.cdiv(tokens * shared, ROWS), kv_heads, batch
+    out, shared, block = torch.empty_like(queries), heads // kv_heads, 32 if width > 128 else 64
+    blocks = triton.cdiv(count, block)
+    splits = 1 if blocks <= 2 * BLOCKS else triton.cdiv(blocks, BLOCKS)
+    each = triton.cdiv(blocks, splits) * block
+    found, parts = out, out
+    if splits > 1:
+        found = queries.new_empty((*queries.shape[:3], splits, width), dtype=torch.float32)
+        parts = queries.new_empty((*queries.shape[:3], splits, 2), dtype=torch.float32)
+    grid = triton.cdiv(tokens * shared, ROWS) * splits, kv_heads, batch
     _attend_few[grid](
-        queries, keys, values, seen, out, tokens, count, shared, width**-0.5,
+        queries, keys, values, seen, found, parts, tokens, count, each, shared, width**-0.5,
         queries.stride(0), queries.stride(1), *keys.stride()[:3], *values.stride()[:3],
         seen.stride(0), seen.stride(1) if seen.shape[1] > 1 else 0,
-        ROWS, 32 if width > 128 else 64, width, num_warps=4, num_stages=2,
+        splits, ROWS, block, width, num_warps=4, num_stages=2,
     )  # fmt: skip
+    if splits > 1:
+        size = triton.next_power_of_2(splits)
+        _join[(batch * tokens * heads,)](found, parts, out, splits, size, width, num_warps=2)
     return out

@@ -119,11 +119,16 @@ class Bf16Copies:
             [self.copies[weight] for weight in weights],
             _factors(torch.stack(steps), group, apart),
             getattr(optimizer, "grad_scale", None),
-            1 - beta1,
-            1 - beta2,
+            _rest(beta1),
+            _rest(beta2),
             group["eps"],
             0.0 if apart else group["weight_decay"],
         )
+
+
+def _rest(beta: float) -> float:
+    """1 - beta in float32, as torch's fused kernel has it: of 0.999, five digits are those of the exact value."""
+    return float(1 - torch.tensor(beta, dtype=torch.float32))
 
 
 def _has_kernel(device: torch.device) -> bool:
