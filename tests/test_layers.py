@@ -45,7 +45,7 @@ LAYERS = {
     ],
     "runs": [
         *("jsonl", "series", "find", "process", "text", "state", "reader"),
-        *("watch", "report"),
+        *("diagnosis", "watch", "report"),
     ],
     "plan": [
         "site",
@@ -58,6 +58,7 @@ LAYERS = {
         "advise",
         "compare",
         "preflight",
+        "gains",
         "show",
     ],
     "train": [
@@ -75,6 +76,7 @@ LAYERS = {
             "validate",
             "step",
             "graph",
+            "diagnose",
         ),
         "loop",
     ],

@@ -40,6 +40,7 @@ from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
+from flexor.train.diagnose import Diagnosing
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.hub.background import Pushing
@@ -196,7 +197,8 @@ def _build(
     if processes.is_main:
         run.forget_metrics_after(state.step)
         run.write_config(config)
-        note(run.folder, dataset=describe_dataset(training), machine=describe_machine(engine))
+        described = {**describe_dataset(training), "decoded_gb": round(loader.decoded_bytes / 1e9, 4)}
+        note(run.folder, dataset=described, machine=describe_machine(engine))
         if preflight is not None:
             note(
                 run.folder, plan=preflight.planned()
@@ -231,12 +233,14 @@ def fit(
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
+    diagnosing = Diagnosing(config, run.folder, loader, engine.rank == 0)
     state.policy.train()
 
     with (
         Trackers(config, run.folder, read_record(run.folder).get("id", "run"), engine.rank > 0) as trackers,
         _sampler(state, run) as sampler,
         closing(profiling),
+        closing(diagnosing),
         _progress_bar(state) as bar,
         saver,
     ):
@@ -268,7 +272,7 @@ def fit(
             if state.step % config.log_freq == 0 or last:
                 watch.check()
                 epoch = loader.order.epoch(state.step * loader.global_batch)
-                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler)
+                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler, diagnosing)
             result.metrics |= _evaluations(state, run, held_out, trackers, dog)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
@@ -313,10 +317,11 @@ def _log(
     epoch: float,
     loader: Loader,
     sampler: Sampler,
+    diagnosing: Diagnosing,
 ) -> dict[str, Any]:
     loader.dataset.store.repeats.tell()
-    found = state.engine.processes.gather((loader.troubles(), sampler.take()))
-    counts = {name: sum(told.get(name, 0) for told, _ in found) for name in TROUBLES}
+    found = state.engine.processes.gather((loader.troubles(), sampler.take(), diagnosing.own_time()))
+    counts = {name: sum(told.get(name, 0) for told, *_ in found) for name in TROUBLES}
     counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
     values: dict[str, Any] = {
@@ -325,12 +330,13 @@ def _log(
         "epoch": epoch,
         **troubles,
     }
-    system = over_hosts([sampled for _, sampled in found])
+    system = over_hosts([sampled for _, sampled, _ in found])
     if system:
         values["system"] = system
     seen = loader.seen(state.step)
     if seen:
         values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
+    diagnosing.add_to(state.step, values, [own for *_, own in found])
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
