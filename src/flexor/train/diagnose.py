@@ -12,23 +12,20 @@ from flexor.data.loader.work_time import over_ranks
 from flexor.monitor.host import ThreadTime, mean_shares
 from flexor.runs.diagnosis.live import LiveDiagnosis
 from flexor.train.checkpoint.run_record import note, read_record
-
-OwnTime = tuple[dict[str, Any], dict[str, float]]  # what a rank's loader did, and its training thread
+from flexor.train.ranks.processes import Processes
 
 
 class Diagnosing:
     """Every rank measures its own time; the main one makes the diagnosis. Make it in the training thread."""
 
-    def __init__(self, config: TrainConfig, folder: Path, loader: Loader, main: bool):
-        self.loader, self.folder, self.main = loader, folder, main
+    def __init__(self, config: TrainConfig, folder: Path, loader: Loader, processes: Processes):
+        self.loader, self.folder, self.processes = loader, folder, processes
         self.thread = ThreadTime()
-        self.live = LiveDiagnosis(config.to_dict(), read_record(folder)) if main else None
+        self.live = LiveDiagnosis(config.to_dict(), read_record(folder)) if processes.is_main else None
 
-    def own_time(self) -> OwnTime:
-        return self.loader.work(), self.thread.take()
-
-    def add_to(self, step: int, values: dict[str, Any], ranks: list[OwnTime]) -> None:
-        """Complete a line of the metrics, and log a verdict that is new."""
+    def add_to(self, step: int, values: dict[str, Any]) -> None:
+        """Complete a line of the metrics, and log a verdict that is new. Called by all ranks together."""
+        ranks = self.processes.gather((self.loader.work(), self.thread.take()))
         values["loader"] = over_ranks([work for work, _ in ranks])
         values["main_thread"] = mean_shares([shares for _, shares in ranks])
         if self.live is None:

@@ -233,7 +233,7 @@ def fit(
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
-    diagnosing = Diagnosing(config, run.folder, loader, engine.rank == 0)
+    diagnosing = Diagnosing(config, run.folder, loader, engine.processes)
     state.policy.train()
 
     with (
@@ -320,8 +320,8 @@ def _log(
     diagnosing: Diagnosing,
 ) -> dict[str, Any]:
     loader.dataset.store.repeats.tell()
-    found = state.engine.processes.gather((loader.troubles(), sampler.take(), diagnosing.own_time()))
-    counts = {name: sum(told.get(name, 0) for told, *_ in found) for name in TROUBLES}
+    found = state.engine.processes.gather((loader.troubles(), sampler.take()))
+    counts = {name: sum(told.get(name, 0) for told, _ in found) for name in TROUBLES}
     counts["skipped_episodes"] = len(loader.dataset.skipped)
     troubles = {name: count for name, count in counts.items() if count}
     values: dict[str, Any] = {
@@ -330,13 +330,13 @@ def _log(
         "epoch": epoch,
         **troubles,
     }
-    system = over_hosts([sampled for _, sampled, _ in found])
+    system = over_hosts([sampled for _, sampled in found])
     if system:
         values["system"] = system
     seen = loader.seen(state.step)
     if seen:
         values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
-    diagnosing.add_to(state.step, values, [own for *_, own in found])
+    diagnosing.add_to(state.step, values)
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
