@@ -14,10 +14,11 @@ from flexor.plan.site.hardware import GPU, Hardware, load_hardware
 from flexor.plan.trace.traces import Traces
 from flexor.runs.diagnosis.figures import Figures, mapping
 from flexor.runs.diagnosis.findings import WORTH, Diagnosis, Finding, Suggestion
+from flexor.runs.state import GPU_BOUND
 from flexor.train.checkpoint.resume import resumed_config
 from flexor.train.ranks.split import split_batch
 
-LAUNCH, COMPUTE, EXCHANGE, MEMORY = "host-launch-bound", "GPU-bound", "communication-bound", "memory-pressure"
+LAUNCH, EXCHANGE, MEMORY = "host-launch-bound", "communication-bound", "memory-pressure"
 IN_RAM = "--dataset.cache.tier=ram"
 LARGER = (2, 4, 8)  # times the batch size
 
@@ -25,7 +26,7 @@ LARGER = (2, 4, 8)  # times the batch size
 def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None:
     """Replace the gains of changes that the planner can compute. Returns why it can't, if so."""
     names = {one.verdict for one in diagnosis.findings}
-    steps = figures.on_gpu and names & {LAUNCH, COMPUTE, EXCHANGE, MEMORY}
+    steps = figures.on_gpu and names & {LAUNCH, GPU_BOUND, EXCHANGE, MEMORY}
     cached = any(change.flag == IN_RAM for one in diagnosis.findings for change in one.changes)
     if not (steps or cached):
         return None
@@ -151,7 +152,7 @@ def _replace(finding: Finding, planner: GainPlanner) -> None:
     """Changes with the planner's gains instead of estimates; others stay."""
     kinds = {
         LAUNCH: (planner.graph, planner.larger_batch),
-        COMPUTE: (planner.precision, planner.larger_batch, planner.graph),
+        GPU_BOUND: (planner.precision, planner.larger_batch, planner.graph),
         EXCHANGE: (planner.larger_batch,),
         MEMORY: (planner.smaller_passes,),
     }.get(finding.verdict, ())

@@ -78,8 +78,8 @@ def starved(f: Figures, needs_cores: float) -> list[Finding]:
         Finding(
             "starved by neighbours",
             cost,
-            f"other processes use {cores.others:.1f} of {cores.allowed:.4g} cores, and {cores.waiting:.1f} of its threads "
-            f"wait for one on average: it gets {percent(1 - cores.lost)} of the computing that it could use",
+            f"other processes use {cores.others:.1f} of {cores.allowed:.4g} cores, and {cores.waiting:.1f} of its "
+            f"threads wait for one on average: it gets {percent(1 - cores.lost)} of the computing that it could use",
             figures,
             [Suggestion("stop the other processes, or give the run cores of its own", None, speedup)],
             cause=True,

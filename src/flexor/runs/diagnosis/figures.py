@@ -16,6 +16,7 @@ RATE = "samples_per_s"
 WINDOW_S = 60.0  # how far back reports count
 LEAST_REPORTS, LEAST_S = 3, 2.0  # fewer are not enough for a verdict
 MERGED_S = 1.0  # shorter reports are merged: a run may log every step
+MOST = 1e18  # nothing that a run reports is larger
 HELD = 0.1  # share of the time: reports in which saving or evaluating took more do not count
 SUMMED = "loader."
 NOT_SUMMED = ("loader.threads", "loader.source", "loader.cache")
@@ -28,7 +29,7 @@ def number(value: object) -> float | None:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return found if math.isfinite(found) and abs(found) < MOST else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from flexor.runs.diagnosis.cores import starved
 from flexor.runs.diagnosis.data import copy_bound, data_bound, loader_time
 from flexor.runs.diagnosis.figures import Figures, Reports, figures_of, mapping, number
 from flexor.runs.diagnosis.findings import ALARM, Diagnosis, Finding, Suggestion, percent
+from flexor.runs.state import CPU_BOUND, GPU_BOUND
 
 LEAVE = 0.1  # a verdict of before stays until it costs less than this
 
@@ -51,7 +52,7 @@ def _healthy(f: Figures) -> Finding:
         why = "train on a GPU: `flexor plan` with the same flags compares them"
         changes = [Suggestion(why)]
         figures = [("waiting for data", wait), *_step_rows(f)]
-        return Finding("compute-bound (CPU)", 0.0, evidence, figures, changes)
+        return Finding(CPU_BOUND, 0.0, evidence, figures, changes)
     busy = f.get("system.gpu_util") if f.get("system.gpu_util") is not None else f.get("gpu_busy")
     evidence = f"the GPU is busy {percent(busy or 0.0)} of the time, and waits for data {wait} of it"
     figures = [("GPU busy", percent(busy or 0.0)), ("waiting for data", wait), *_step_rows(f)]
@@ -59,7 +60,7 @@ def _healthy(f: Figures) -> Finding:
     if ceiling is not None:
         evidence += f"; it reaches {percent(ceiling)} of its measured arithmetic ceiling"
         figures.append(("of its arithmetic ceiling", percent(ceiling)))
-    return Finding("GPU-bound", 0.0, evidence, figures, _still_faster(f))
+    return Finding(GPU_BOUND, 0.0, evidence, figures, _still_faster(f))
 
 
 def _step_rows(f: Figures) -> list[tuple[str, str]]:

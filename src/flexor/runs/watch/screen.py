@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flexor.runs.reader import RunReader
 from flexor.runs.series import TIME, Series, smoothed
-from flexor.runs.state import STATUS, RunState
+from flexor.runs.state import STATUS, RunState, is_alarm
 from flexor.runs.text import duration_text, one_line, short_title, title_of, value_text
 from flexor.runs.watch.chart import ChartLine, chart, sparkline
 
@@ -237,7 +237,8 @@ def _times(state: RunState) -> str:
 def _foot(state: RunState) -> list[Text]:
     lines = []
     if state.verdict:
-        lines.append(Text(f"verdict     {one_line(state.verdict)}", style="bold yellow"))
+        style = "bold yellow" if is_alarm(state.verdict) else ""
+        lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
     if state.plan:
         lines.append(Text("plan        " + "; ".join(plan_text(state))))
     lines.append(Text(f"checkpoint  {_checkpoint(state)}"))
