@@ -79,14 +79,11 @@ def data_bound(f: Figures) -> list[Finding]:
     shares = (
         f"{percent(time.decoding)} decoding, {percent(time.reading)} reading, {percent(time.copying)} copying"
     )
-    rate = f.of("loader.bytes") / max(f.of("loader.read_s"), 1e-9) * f.threads
     evidence = (
         f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading threads spend {shares}"
     )
-    if doing == READING and f.of("loader.bytes") > 0:
-        evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s" + (
-            f" of about {rate / 1e6:.3g} that the {kind} gives" if rate < 1e11 else ""
-        )
+    if doing == READING:
+        evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"
     if doing == ROOM:
         evidence += f"; {percent(time.room)} of the time there is no room for more decoded frames"
     changes = [one for one in _changes(f, wait, time) if one.speedup is None or one.speedup > 1]
@@ -150,6 +147,10 @@ def _changes(f: Figures, wait: float, time: LoaderTime) -> list[Suggestion]:
     changes += _more_threads(f, least, time)
     if doing == DECODING and f.on_gpu and f.setting("dataset.decoder") == "cpu":
         changes.append(Suggestion("decodes on the GPU", "--dataset.decoder=nvdec", faster(least)))
+    cores = cores_of(f)
+    if doing == DECODING and cores and cores.own > 0.85 * cores.usable:
+        why = f"give the run more cores: it uses all {cores.usable:.4g} that it may"
+        changes.append(Suggestion(why, None, faster(least)))
     if not changes:
         changes = _otherwise(f, least, doing)
     return sorted(changes, key=lambda one: -(one.speedup or 0.0))
@@ -225,7 +226,7 @@ def _otherwise(f: Figures, least: float, doing: str) -> list[Suggestion]:
     if doing == READING:
         return [Suggestion("copy the dataset to a faster disk", None, faster(least))]
     if doing == DECODING:
-        return [Suggestion("give the run more cores: all that it may use decode", None, faster(least))]
+        return [Suggestion("give the run more cores", None, faster(least))]
     if f.setting("dataset.cache.size") is None:
         return [
             Suggestion("trains on smaller images, which are faster to copy", "--dataset.cache.size=224x224")
