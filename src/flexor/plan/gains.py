@@ -20,6 +20,7 @@ from flexor.train.ranks.split import split_batch
 
 LAUNCH, EXCHANGE, MEMORY = "host-launch-bound", "communication-bound", "memory-pressure"
 IN_RAM = "--dataset.cache.tier=ram"
+PLANNED = ("--batch_size", "--step", "--precision")  # what the planner computes
 LARGER = (2, 4, 8)  # times the batch size
 
 
@@ -156,9 +157,9 @@ def _replace(finding: Finding, planner: GainPlanner) -> None:
         EXCHANGE: (planner.larger_batch,),
         MEMORY: (planner.smaller_passes,),
     }.get(finding.verdict, ())
-    if finding.verdict == MEMORY and not any("--batch_size" in (one.flag or "") for one in finding.changes):
-        return  # of the host's memory
+    estimated = [one for one in finding.changes if (one.flag or "").startswith(PLANNED)]
+    if not kinds or (finding.verdict == MEMORY and not estimated):  # or it is about the host's memory
+        return
     planned = [found for make in kinds if (found := make()) is not None]
-    replaced = ("--batch_size", "--step", "--precision") if kinds else ()
-    others = [one for one in finding.changes if not (one.flag or "").startswith(replaced or ("\0",))]
+    others = [one for one in finding.changes if one not in estimated]
     finding.changes = sorted(planned, key=lambda one: -(one.speedup or 0.0)) + others

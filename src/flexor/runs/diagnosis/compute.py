@@ -8,6 +8,9 @@ from flexor.runs.diagnosis.findings import ALARM, Finding, Suggestion, faster, p
 NOTICED = 0.1
 SLOW_CLOCK = 0.6  # of the highest: so much lower is never usual, whatever the reason
 SLOW_RANK = 0.6  # share of the time in which it must be the same rank
+FULL_COST = (
+    0.2  # share of the time, for a GPU whose memory is full now and then: freeing waits for all its work
+)
 NEARLY_FULL = 0.06  # share of the memory that is left
 NEARLY_FULL_GB = 8.0
 
@@ -180,7 +183,7 @@ def _gpu_memory(f: Figures) -> list[Finding]:
         changes.append(
             Suggestion("recomputes activations instead of keeping them", "--activation_checkpointing=true")
         )
-    return [Finding("memory-pressure", max(ALARM, 0.2), evidence, figures, changes, cause=True)]
+    return [Finding("memory-pressure", FULL_COST, evidence, figures, changes, cause=True)]
 
 
 def _host_memory(f: Figures) -> list[Finding]:
