@@ -37,13 +37,19 @@ QUICK = ("--save_checkpoint=false", "--log_freq=2", "--system_every_s=0.5")
 
 
 def train(
-    folder: Path, data: Any, tiny: list[str], *flags: str, before: Callable[[], Any] | None = None
+    folder: Path,
+    data: Any,
+    tiny: list[str],
+    *flags: str,
+    before: Callable[[], Any] | None = None,
+    meanwhile: Callable[[runs.Forked], Any] = lambda process: None,
 ) -> Path:
-    """A run in a process of its own, until it has a verdict."""
+    """A run in a process of its own, until it has a verdict. `meanwhile` is done to it again and again."""
     run = folder / "run"
     arguments = runs.flags(data, run, tiny, *QUICK, *flags, "--steps=100000")
     process = runs.Forked(folder / "out", "train", *arguments, before=before)
-    process.wait_for(lambda: '"verdict"' in _last_line(run))
+    process.wait_for(lambda: _last_line(run))
+    process.wait_for(lambda: meanwhile(process) or '"verdict"' in _last_line(run))
     process.send_signal(signal.SIGTERM)
     _, errors = process.end()
     assert "SIGTERM: stopped after step" in errors
@@ -51,7 +57,7 @@ def train(
 
 
 def _last_line(run: Path) -> str:
-    time.sleep(0.1)
+    time.sleep(0.02)
     try:
         return (run / "metrics.jsonl").read_text().splitlines()[-1]
     except (OSError, IndexError):
@@ -132,6 +138,21 @@ def test_neighbours_on_the_same_core(lowdim, tiny_act, tmp_path):
     with slow_runs.neighbours(core, 3):
         run = train(tmp_path, lowdim, tiny_act, before=pinned)
     assert_named(run, STARVED, others=False)
+
+
+def stop_for_a_while(process: runs.Forked) -> None:
+    """What cpulimit does: it stops a process whenever it has used its share."""
+    for _ in range(5):
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.18)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+
+
+@pytest.mark.ranks
+def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
+    run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
+    assert_named(run, "starved by its CPU limit")
 
 
 @pytest.mark.ranks
