@@ -45,7 +45,7 @@ LAYERS = {
     ],
     "runs": [
         *("jsonl", "series", "find", "process", "text", "health", "state", "reader"),
-        *("watch", "report"),
+        *("diagnosis", "watch", "report"),
     ],
     "plan": [
         "site",
@@ -58,6 +58,7 @@ LAYERS = {
         "advise",
         "compare",
         "preflight",
+        "gains",
         "show",
     ],
     "train": [
@@ -76,6 +77,7 @@ LAYERS = {
             "step",
             "graph",
             "health",
+            "diagnose",
         ),
         "loop",
     ],

@@ -48,6 +48,13 @@ class FakeNvml:
     def nvmlDeviceGetEnforcedPowerLimit(self, handle):
         return 700_000
 
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle):
+        return 700_000
+
+    def nvmlDeviceGetProcessUtilization(self, handle, since):
+        found = [(11, 60), (99, 30)]
+        return [SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + 1) for pid, share in found]
+
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         self.energy += 3_000_000
         return self.energy
@@ -81,6 +88,8 @@ def test_figures_of_a_gpu():
         "temperature_c": 63,
         "power_w": 600.0,
         "power_limit_w": 700.0,
+        "power_default_w": 700.0,
+        "util_others": 0.3,
         "energy_j": 3000.0,
         "vram_total_gb": 150.0,
         "vram_used_gb": 50.0,

@@ -2,12 +2,13 @@
 
 import os
 import sys
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.monitor import host
+from flexor.monitor import cgroups, host
 from flexor.monitor.host import HostCounters
 
 STAT = """\
@@ -59,7 +60,10 @@ READERS = (
     host.read_disks,
     host.read_network,
     host.read_pressure,
-    host.read_quota,
+    host.read_core_wait,
+    cgroups.read_throttled,
+    cgroups.read_cores,
+    cgroups.read_files,
     host.read_process,
 )
 TEXTS = (STAT, OLD_STAT, DISKS, NETWORK, PRESSURE, MEMORY, PROCESS)
@@ -78,9 +82,9 @@ def test_texts_of_a_real_machine():
     )
     assert host.read_network(NETWORK) == (5381077238 + 10, 5936402 + 20)
     assert host.read_pressure(PRESSURE) == {"some": 153465198, "full": 87027594}
-    assert host.read_quota("nr_periods 5\nnr_throttled 2\nthrottled_usec 1500000\n") == 1.5
-    assert host.read_quota("nr_periods 5\nnr_throttled 2\nthrottled_time 1500000000\n") == 1.5
-    assert host.read_quota("usage_usec 5\n") is None
+    assert cgroups.read_throttled("nr_periods 5\nnr_throttled 2\nthrottled_usec 1500000\n") == 1.5
+    assert cgroups.read_throttled("nr_periods 5\nnr_throttled 2\nthrottled_time 1500000000\n") == 1.5
+    assert cgroups.read_throttled("usage_usec 5\n") is None
     assert host.read_process(PROCESS) == (pytest.approx(5922 / host.TICKS), 130859 * host.PAGE)
 
 
@@ -102,6 +106,7 @@ def test_figures_of_the_time_between():
         {"io": {"some": 0, "full": 0}},
         0.0,
         {7: (1.0, 5), 8: (1.0, 5)},
+        {(7, 7): 1.0, (7, 8): 9.0},
     )
     after = HostCounters(
         110.0,
@@ -112,6 +117,10 @@ def test_figures_of_the_time_between():
         {"io": {"some": 2_500_000, "full": 11_000_000}, "cpu": {"some": 5}},
         5.0,
         {7: (21.0, 10**9), 9: (50.0, 10**9)},
+        {(7, 7): 4.0, (7, 8): 16.0, (9, 9): 99.0},
+        frozenset({0, 1}),
+        1.5,
+        (5 * 10**9, 4 * 10**9),
     )
     assert after.since(before) == {
         "cpu": 0.5,
@@ -129,7 +138,39 @@ def test_figures_of_the_time_between():
         "cpu_throttled": 0.5,
         "cpu_own": 2.0,
         "ram_own_gb": 2.0,
+        "cpu_usable": 1.5,
+        "cpu_allowed": 2.0,
+        "cpu_wait": 1.0,  # of the threads that are in both
+        "cpu_others": 0.0,  # the one core that both know was less busy than the run's own two
+        "ram_limit_gb": 5.0,
+        "ram_limit_used_gb": 4.0,
     }
+
+
+def test_limits_of_control_groups(tmp_path):
+    inner = tmp_path / "user.slice" / "job"
+    for folder, limit in ((tmp_path, "max 100000"), (inner.parent, "150000 100000"), (inner, "max 100000")):
+        folder.mkdir(exist_ok=True)
+        (folder / "cpu.max").write_text(limit)
+    folders = cgroups.group_folders("0::/user.slice/job\n", "cpu", tmp_path)
+    assert folders == [inner, inner.parent, tmp_path]
+    assert [cgroups.read_cores((folder / "cpu.max").read_text()) for folder in folders] == [None, 1.5, None]
+    old = "4:cpu,cpuacct:/docker/1\n0::/\n"
+    assert cgroups.group_folders(old, "cpu", tmp_path)[0] == tmp_path / "cpu" / "docker" / "1"
+    assert cgroups.group_folders("0::/../..\n", "cpu", tmp_path) == [tmp_path]
+    assert cgroups.read_cores("-1 100000") is None and cgroups.read_cores("") is None
+    assert cgroups.read_files("anon 5\nactive_file 3\ninactive_file 4\ntotal_active_file 3\n") == 7
+
+
+def test_a_thread_that_runs_and_one_that_sleeps():
+    thread = host.ThreadTime()
+    end = time.thread_time() + 0.05
+    while time.thread_time() < end:
+        pass
+    busy = thread.take()
+    time.sleep(0.2)
+    idle = thread.take()
+    assert busy["ran"] > idle["ran"] and idle["ran"] < 0.5
 
 
 def test_this_machine():
@@ -150,5 +191,6 @@ def test_a_system_without_proc(monkeypatch):
 
 
 def test_a_system_whose_proc_is_empty(monkeypatch):
-    monkeypatch.setattr(host, "_text", lambda path: "")
+    for module in (host, cgroups):
+        monkeypatch.setattr(module, "_text", lambda path: "")
     assert host.count([1]).since(host.count([1])) == {}

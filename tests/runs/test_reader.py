@@ -146,6 +146,15 @@ def test_what_is_written_later_appears_by_itself(tmp_path: Path):
     assert state.verdict == "data-bound: decoding" and state.log_line == "12:00:00 I step 1100"
 
 
+def test_the_verdict_of_a_run(tmp_path: Path):
+    said = {"verdict": "GPU-bound", "evidence": "the GPU is busy", "change": "", "figures": {}}
+    run = write_run(tmp_path / "run", record={"diagnosis": said})
+    assert polled(run).state().verdict == "GPU-bound: the GPU is busy"
+    told = {"verdict": "data-bound (disk)", "evidence": "it waits", "change": "--num_workers=8 helps"}
+    add_lines(run / "metrics.jsonl", report(1100, verdict=told))
+    assert polled(run).state().verdict == "data-bound (disk): it waits. --num_workers=8 helps"
+
+
 def test_reports_that_say_the_time(tmp_path: Path):
     run = write_run(tmp_path / "run", last=0)
     add_lines(run / "metrics.jsonl", *(report(step, time=1e9 + step) for step in (100, 200, 300)))

@@ -20,6 +20,7 @@ VERBS = {
     "resume": "continue a run exactly from its newest checkpoint",
     "watch": "show runs on a live screen in the terminal: loss, speed, time left, plan against reality",
     "report": "write one HTML page about runs: curves, plan against reality, differences of settings, videos",
+    "diagnose": "say what holds a run back (data, launches, GPU, neighbours, ...), and which change helps most",
     "eval": "run episodes with a trained policy and report its success rate",
     "serve": "answer robots on the network with a trained policy",
     "export": "write the policy of a checkpoint as one file, even if several processes saved it in parts",

@@ -193,6 +193,11 @@ class Dataset:
         )
 
     @property
+    def source_kind(self) -> str:
+        """Where its videos are read from: disk, hub or bucket."""
+        return self.source.kind
+
+    @property
     def stays_here(self) -> bool:
         """Whether data that was read once does not have to be downloaded again."""
         return self.source.holds(self.video_bytes)

@@ -68,6 +68,7 @@ class Gpu:
         self.name = name.decode() if isinstance(name, bytes) else name
         self.energy = self._energy()
         self.read_at = time.monotonic()
+        self.seen_at = 0  # in the driver's microseconds
 
     def read(self) -> dict[str, Any]:
         """The figures of a line of `system.jsonl`. Energy is that since the last reading."""
@@ -80,8 +81,10 @@ class Gpu:
         figures["sm_max_mhz"] = self._ask(nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM)
         figures["temperature_c"] = self._ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU)
         figures["power_limit_w"] = _scaled(self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3)
+        default = getattr(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", None)
+        figures["power_default_w"] = _scaled(self._ask(default) if default else None, 1e-3)
         figures["power_w"] = _scaled(self._ask(nvml.nvmlDeviceGetPowerUsage), 1e-3)
-        figures |= self._consumed() | self._pcie() | self._memory()
+        figures |= self._consumed() | self._pcie() | self._memory() | self._others()
         # the older name works with every driver and every version of the bindings
         mask = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         if mask is not None:
@@ -118,6 +121,19 @@ class Gpu:
         if known is not None:
             figures |= {"vram_own_gb": _scaled(known[0], 1e-9), "vram_others_gb": _scaled(known[1], 1e-9)}
         return figures
+
+    def _others(self) -> dict[str, Any]:
+        """The share of the time in which other processes computed; nothing if that is not known."""
+        listed = self._ask(self._process_use)
+        if not listed:
+            return {}
+        self.seen_at = max(entry.timeStamp for entry in listed)
+        known = shared_memory([(entry.pid, entry.smUtil) for entry in listed], self.pids)
+        return {} if known is None else {"util_others": min(known[1] / 100, 1.0)}
+
+    def _process_use(self, handle: Any) -> Any:
+        function = getattr(self.nvml, "nvmlDeviceGetProcessUtilization", None)
+        return function(handle, self.seen_at) if function else None
 
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
         """NVML's answer; None if this GPU has none. What it does not support is asked once."""

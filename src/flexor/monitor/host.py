@@ -13,9 +13,12 @@ import resource
 import sys
 import time
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from flexor.monitor import cgroups
 
 SECTOR = 512  # bytes, in /proc/diskstats, whatever the disk has
 # Disks and networks made of others, whose bytes would count twice, or that are memory
@@ -98,12 +101,10 @@ def read_pressure(text: str) -> dict[str, int]:
     }
 
 
-def read_quota(text: str) -> float | None:
-    """cpu.stat of a control group: seconds in which its processes had used up their share of the processors."""
-    for pattern, scale in ((r"^throttled_usec (\d+)", 1e-6), (r"^throttled_time (\d+)", 1e-9)):
-        if match := re.search(pattern, text, re.MULTILINE):
-            return int(match[1]) * scale
-    return None
+def read_core_wait(text: str) -> float | None:
+    """/proc/PID/task/TID/schedstat: seconds in which a thread could have run, but had no core."""
+    words = text.split()
+    return int(words[1]) / 1e9 if len(words) >= 2 and words[1].isdigit() else None
 
 
 def read_process(text: str) -> tuple[float, int] | None:
@@ -126,6 +127,10 @@ class HostCounters:
     pressure: dict[str, dict[str, int]] = field(default_factory=dict)
     quota: float | None = None
     processes: dict[int, tuple[float, int]] = field(default_factory=dict)  # of the run
+    core_wait: dict[tuple[int, int], float] = field(default_factory=dict)  # of the run's threads
+    usable: frozenset[int] = frozenset()  # cores that the run's processes may use
+    cores_limit: float | None = None  # how many of them at a time
+    memory_limit: tuple[int, int] | None = None
 
     def since(self, before: HostCounters) -> dict[str, Any]:
         """Figures of the time between two readings: what is in a line of `system.jsonl`."""
@@ -152,6 +157,31 @@ class HostCounters:
             used = sum(self.processes[pid][0] - before.processes[pid][0] for pid in same)
             figures["cpu_own"] = round(max(used, 0.0) / span, 3)
             figures["ram_own_gb"] = round(sum(size for _, size in self.processes.values()) / 1e9, 3)
+        return figures | self._share_of_cores(before, span, figures.get("cpu_own"))
+
+    def _share_of_cores(self, before: HostCounters, span: float, own: float | None) -> dict[str, float]:
+        """How many cores the run may use, how many more its threads could use now, and how many others use."""
+        figures: dict[str, float] = {}
+        if self.usable:
+            limit = len(self.usable) if self.cores_limit is None else min(self.cores_limit, len(self.usable))
+            figures |= {"cpu_usable": round(limit, 3), "cpu_allowed": float(len(self.usable))}
+        same = self.core_wait.keys() & before.core_wait.keys()
+        if same:
+            waited = sum(self.core_wait[thread] - before.core_wait[thread] for thread in same)
+            figures["cpu_wait"] = round(max(waited, 0.0) / span, 3)
+        names = [
+            f"cpu{core}" for core in self.usable if f"cpu{core}" in self.cores.keys() & before.cores.keys()
+        ]
+        if names and own is not None:
+            shares = [self.cores[name].since(before.cores[name]) for name in names]
+            taken = sum(busy + stolen for busy, _, stolen in shares)
+            figures["cpu_others"] = round(max(taken - own, 0.0), 3)
+        if self.memory_limit is not None:
+            limit_bytes, used = self.memory_limit
+            figures |= {
+                "ram_limit_gb": round(limit_bytes / 1e9, 3),
+                "ram_limit_used_gb": round(used / 1e9, 3),
+            }
         return figures
 
 
@@ -187,16 +217,38 @@ def count(pids: Iterable[int]) -> HostCounters:
     pressure = {kind: read_pressure(_text(f"/proc/pressure/{kind}")) for kind in PRESSURES}
     disks, network = _text("/proc/diskstats"), _text("/proc/net/dev")
     processes = {pid: read_process(_text(f"/proc/{pid}/stat")) for pid in pids}
-    quota = _text("/sys/fs/cgroup/cpu.stat") or _text("/sys/fs/cgroup/cpu/cpu.stat")
+    memory = read_memory(_text("/proc/meminfo"))
     return HostCounters(
         cores=read_cores(_text("/proc/stat")),
-        memory=read_memory(_text("/proc/meminfo")),
+        memory=memory,
         disks=read_disks(disks, _names("/sys/block")) if disks else None,
         network=read_network(network) if network else None,
         pressure={kind: totals for kind, totals in pressure.items() if totals},
-        quota=read_quota(quota),
+        quota=cgroups.throttled_s(),
         processes={pid: found for pid, found in processes.items() if found is not None},
+        core_wait=_core_wait(processes),
+        usable=_usable(pid for pid, found in processes.items() if found is not None),
+        cores_limit=cgroups.cores_limit(),
+        memory_limit=cgroups.memory_limit(memory.get("MemTotal", 0)),
     )
+
+
+def _core_wait(pids: Iterable[int]) -> dict[tuple[int, int], float]:
+    found = {}
+    for pid in pids:
+        for name in _names(f"/proc/{pid}/task") or ():
+            waited = read_core_wait(_text(f"/proc/{pid}/task/{name}/schedstat"))
+            if waited is not None:
+                found[pid, int(name)] = waited
+    return found
+
+
+def _usable(pids: Iterable[int]) -> frozenset[int]:
+    cores: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):
+            cores |= os.sched_getaffinity(pid)
+    return frozenset(cores)
 
 
 def _count_self() -> HostCounters:
@@ -204,6 +256,32 @@ def _count_self() -> HostCounters:
     used = resource.getrusage(resource.RUSAGE_SELF)
     peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return HostCounters(processes={os.getpid(): (used.ru_utime + used.ru_stime, peak)})
+
+
+class ThreadTime:
+    """Of the thread that makes it: how much of the time it ran, and could have run but had no core."""
+
+    def __init__(self) -> None:
+        self.before = self._look()
+
+    def take(self) -> dict[str, float]:
+        """Shares of the time since the last call; only `ran` if the system does not count the waiting."""
+        now, before = self._look(), self.before
+        self.before = now
+        span = max(now[0] - before[0], 1e-6)
+        shares = {"ran": _share((now[1] - before[1]) / span)}
+        if now[2] is not None and before[2] is not None:
+            shares["waited"] = _share((now[2] - before[2]) / span)
+        return shares
+
+    def _look(self) -> tuple[float, float, float | None]:
+        return time.perf_counter(), time.thread_time(), read_core_wait(_text("/proc/thread-self/schedstat"))
+
+
+def mean_shares(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Shares of several threads as one."""
+    names = [name for name in ranks[0] if all(name in shares for shares in ranks)]
+    return {name: round(sum(shares[name] for shares in ranks) / len(ranks), 4) for name in names}
 
 
 def load_average() -> dict[str, float]:

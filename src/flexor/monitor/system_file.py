@@ -19,6 +19,7 @@ RECENT = 720  # an hour, at a sample every 5 s
 OLDER = 2000
 SUMMED = ("span", "energy_j")
 NEWEST = ("time", "step", "index", "name")
+USUAL = {"power_cap", "sync_boost"}  # reasons for lower clocks that a GPU with much to do has anyway
 
 Line = dict[str, Any]
 
@@ -127,10 +128,14 @@ def _is_number(value: Any) -> bool:
 
 
 def for_log(line: Line) -> Line:
-    """A sample, to be merged with others for a log line: whether GPUs were throttled becomes a share of the time."""
+    """A sample, to be merged with others for a log line: whether GPUs were throttled becomes a share of the time, and
+    whether it was for another reason than their power limit."""
     short = {name: value for name, value in line.items() if name != "cpu_cores"}
     gpus = line.get("gpus", ())
-    return {**short, "gpu_throttled": float(any(gpu.get("throttled") for gpu in gpus))} if gpus else short
+    if not gpus:
+        return short
+    reasons = {reason for gpu in gpus for reason in gpu.get("throttled", ())}
+    return {**short, "gpu_throttled": float(bool(reasons)), "gpu_slowed": float(bool(reasons - USUAL))}
 
 
 def summary(merged: Line | None) -> dict[str, float]:

@@ -138,7 +138,9 @@ class RunReader:
 
     def _verdict(self) -> str | None:
         said = verdict_text(self.record.get("diagnosis")) or verdict_text(self.record.get(VERDICT))
-        return self.texts.get(VERDICT) or said
+        parts = {name: self.texts.get(f"{VERDICT}.{name}") for name in (VERDICT, "evidence", "change")}
+        told = verdict_text(parts) if parts[VERDICT] else None
+        return self.texts.get(VERDICT) or told or said
 
     def _reread(self, name: str, take: Callable[[str], None]) -> None:
         """Read a small file if it has changed. One that is missing or half written keeps what was read before."""

@@ -16,6 +16,8 @@ RECENT = 20  # reports that the time left is computed from
 SILENT_S = 60.0
 SILENT_REPORTS = 5  # times the usual time between two of them
 
+GPU_BOUND, CPU_BOUND = "GPU-bound", "compute-bound (CPU)"  # verdicts of runs that nothing holds back
+
 STATUS = {
     "empty": "no run yet",
     "starting": "starting",
@@ -152,6 +154,11 @@ def verdict_text(found: object) -> str | None:
         return None
     parts = [str(found[name]) for name in ("verdict", "evidence", "change") if found.get(name)]
     return ": ".join(parts[:2]) + "".join(f". {part}" for part in parts[2:])
+
+
+def is_alarm(verdict: str) -> bool:
+    """Whether a verdict's text says that something is wrong."""
+    return not verdict.startswith((GPU_BOUND, CPU_BOUND))
 
 
 def relative(path: Path, folder: Path) -> str:

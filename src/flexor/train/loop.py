@@ -41,6 +41,7 @@ from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
+from flexor.train.diagnose import Diagnosing
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
 from flexor.train.health import Health
@@ -201,7 +202,8 @@ def _build(
     if processes.is_main:
         run.forget_metrics_after(state.step)
         run.write_config(config)
-        note(run.folder, dataset=describe_dataset(training), machine=describe_machine(engine))
+        described = {**describe_dataset(training), "decoded_gb": round(loader.decoded_bytes / 1e9, 4)}
+        note(run.folder, dataset=described, machine=describe_machine(engine))
         if preflight is not None:
             note(
                 run.folder, plan=preflight.planned()
@@ -240,12 +242,14 @@ def fit(
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
     health = Health(state, run, loader) if engine.rank == 0 else None
+    diagnosing = Diagnosing(config, run.folder, loader, engine.processes)
     state.policy.train()
 
     with (
         Trackers(config, run.folder, read_record(run.folder).get("id", "run"), engine.rank > 0) as trackers,
         _sampler(state, run) as sampler,
         closing(profiling),
+        closing(diagnosing),
         _progress_bar(state) as bar,
         saver,
     ):
@@ -280,7 +284,9 @@ def fit(
                 epoch = loader.order.epoch(state.step * loader.global_batch)
                 if health:
                     health.look(state.step, micro_batches)
-                result.metrics |= _log(state, meters, trackers, bar, epoch, loader, sampler, health)
+                result.metrics |= _log(
+                    state, meters, trackers, bar, epoch, loader, sampler, health, diagnosing
+                )
             result.metrics |= _evaluations(state, run, held_out, trackers, dog, health)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
@@ -331,6 +337,7 @@ def _log(
     loader: Loader,
     sampler: Sampler,
     health: Health | None,
+    diagnosing: Diagnosing,
 ) -> dict[str, Any]:
     loader.dataset.store.repeats.tell()
     found = state.engine.processes.gather((loader.troubles(), sampler.take()))
@@ -353,6 +360,7 @@ def _log(
         values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
     if health:
         health.see(state.step, values)
+    diagnosing.add_to(state.step, values)
     meters.reset()
     trackers.log(state.step, values)
     bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")

@@ -261,6 +261,16 @@ def test_what_was_found_about_learning_is_listed(browser: Browser, tmp_path: Pat
     assert browser.run("window.hacked") is None
 
 
+def test_what_holds_a_run_back_is_shown(browser: Browser, tmp_path: Path):
+    run = write_run(tmp_path / "run", last=0)
+    lines = [report(step, step_s=0.01, data_wait=0.6) for step in range(100, 1100, 100)]
+    add_lines(run / "metrics.jsonl", *lines)
+    opened(browser, [run], tmp_path / "page.html")
+    assert texts(browser, "#diagnosis h3") == ["data-bound"]
+    assert "it waits for data 60 % of the time" in texts(browser, "#diagnosis p")[0]
+    assert "60 %" in texts(browser, "#diagnosis td") and browser.errors == []
+
+
 def test_a_run_that_has_reported_nothing(browser: Browser, tmp_path: Path):
     run = write_run(tmp_path / "run", last=0)
     write_report([run], None)

@@ -15,6 +15,7 @@ from av.video.reformatter import VideoReformatter
 from flexor.core.errors import DatasetError
 from flexor.core.log import Repeats
 from flexor.data.format.metadata import Feature, read_parquet
+from flexor.data.storage.read_time import reading
 from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
 from flexor.data.video.depth_planes import decode_depth_image
@@ -168,7 +169,7 @@ class ImageFiles:
         self._lock = threading.Lock()
 
     def encoded(self, file: str, column: str) -> pa.Array:
-        with self._lock:
+        with reading(), self._lock:  # a thread that waits for another one to read the file waits for the file
             if (file, column) not in self._recent:
                 images = read_parquet(self.source, file, [column])[column].combine_chunks()
                 self._recent[file, column] = _bytes_of(images)

@@ -23,6 +23,7 @@ from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
+from flexor.data.loader.work_time import work_since
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.mixed import MixedOrder
 from flexor.data.order.order import Picks, SampleOrder, UniformOrder
@@ -107,6 +108,7 @@ class Loader(StepPlanner):
         self.tier = tier
         self.before_copy: Callable[[], object] | None = None  # called when a step's batches are here
         self._counters: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()  # what `work` has reported
         self._syncing: threading.Thread | None = None
         self._pools: dict[tuple, PoolFrames] = {}
 
@@ -186,6 +188,24 @@ class Loader(StepPlanner):
     def troubles(self) -> dict[str, int]:
         """Counts of frames that could not be decoded, and of their samples; empty if there are none."""
         return {name: self._counters[name] for name in TROUBLES if self._counters[name]}
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of all its frames, decoded and raw: what a cache of them takes."""
+        return len(self.dataset) * sum(self.dataset.store.format(camera).nbytes for camera in self.cameras)
+
+    def work(self) -> dict[str, Any]:
+        """What the threads have done since the last call, in thread seconds: a part of each line of the log."""
+        now, before = Counter(self._counters), self._told
+        now["bytes"] = bytes_read()
+        self._told = now
+        cache = {"stream": "none"}.get(self.tier, self.tier)
+        return {
+            **work_since(now, before),
+            "threads": self.num_workers,
+            "source": self.dataset.source_kind,
+            "cache": cache,
+        }
 
     def counters(self) -> dict[str, Any]:
         """Frames and bytes read so far, and the threads' CPU seconds."""

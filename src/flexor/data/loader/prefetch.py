@@ -22,6 +22,7 @@ from flexor.data.frames.slots import Pool, Slot
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.step import Piece, Step, StepPlanner, T
 from flexor.data.loader.threads import ReaderThreads
+from flexor.data.loader.work_time import WorkClock, count_seconds, work_clock
 
 AHEAD = 64  # steps that are planned ahead, if the pool has room
 GROUP = 32  # approximate number of frames of all cameras that are decoded with one request
@@ -139,6 +140,7 @@ class Prefetcher(Generic[T]):
                 return None
             pieces.append(piece)
         self._start()
+        self.counters["cached"] += sum(cached) * sum(frames.shape[1] for frames in ids.values())
         return Step(number, rows, ids, pieces, waits)
 
     def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> list[bool]:
@@ -195,7 +197,9 @@ class Prefetcher(Generic[T]):
                 self._start()  # other threads may be waiting for the pieces planned so far
                 if not self.outstanding:  # no earlier step will free room
                     return False
+                started = time.perf_counter()
                 self.changed.wait()
+                count_seconds(self.counters, wait_slots_s=time.perf_counter() - started)
             return not self.closing
 
     def _take_slots(self, piece: Piece, force: bool = False) -> bool:
@@ -215,8 +219,13 @@ class Prefetcher(Generic[T]):
     def _submit(self, piece: Piece, step: int) -> None:
         """Submit a piece for decoding, together with some others: a request costs as much as several frames."""
         piece.pending = sum(len(frames) > 0 for frames in piece.ids.values())
+        started = work_clock()
         for camera, frames in piece.ids.items():
             self.store.read_ahead(camera, frames)
+        read = work_clock().since(started).read  # of the index of a file
+        if read:
+            with self.changed:
+                count_seconds(self.counters, read_s=read)
         self.group.append(piece)
         self.group_step = step
         if sum(len(frames) for piece in self.group for frames in piece.ids.values()) >= GROUP:
@@ -230,7 +239,7 @@ class Prefetcher(Generic[T]):
                 self.crew.submit((step, 1), partial(self._decode, pieces, camera))
 
     def _decode(self, pieces: list[Piece], camera: str) -> None:
-        started = time.thread_time()
+        started = decoded = work_clock()
         ids = np.concatenate([piece.ids[camera] for piece in pieces])
         slots: list[Any] = [slot for piece in pieces for slot in piece.slots[camera].values()]
         good: list[int] = []
@@ -242,6 +251,7 @@ class Prefetcher(Generic[T]):
                 good = [i for i in range(len(ids)) if i not in bad]
             else:
                 bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
+            decoded = work_clock()
             self.store.keep(camera, ids[good], [slots[i] for i in good])
         except SourceError as error:  # the data can't be reached: that is not a bad frame
             failure = error
@@ -250,10 +260,18 @@ class Prefetcher(Generic[T]):
         except BaseException as error:
             failure = error
         reasons = {int(ids[i]): reason for i, reason in bad.items()}
+        work, keeping = decoded.since(started), work_clock().since(decoded)
         with self.changed:
             self.counters["bad_frames"] += len(bad)
             self.counters["decoded"] += len(good)
-            self.counters["decode_us"] += int(1e6 * (time.thread_time() - started))
+            self.counters["decode_us"] += round(1e6 * (work.cpu + keeping.cpu))
+            count_seconds(
+                self.counters,
+                read_s=work.read,
+                decode_s=work.wall - work.read,
+                decode_cpu_s=work.cpu,
+                keep_s=keeping.wall,
+            )
             if self.coming:
                 for frame in ids.tolist():
                     self.coming.pop((camera, frame), None)
@@ -282,6 +300,7 @@ class Prefetcher(Generic[T]):
             self.crew.submit((step.number, 0), partial(self._assemble, step))
 
     def _assemble(self, step: Step[T]) -> None:
+        started = work_clock()
         try:
             for piece in step.pieces:
                 if piece is not None and piece.error is not None:
@@ -290,17 +309,18 @@ class Prefetcher(Generic[T]):
         except BaseException as error:
             step.result.set_exception(error)
             return
+        self._count_assembling(started)
         left = [len(jobs)]
 
         def run(job: Callable[[], None]) -> None:
-            started = time.thread_time()
+            started = work_clock()
             try:
                 job()
             except BaseException as error:
                 if not step.result.done():
                     step.result.set_exception(error)
+            self._count_assembling(started, "convert")
             with self.changed:
-                self.counters["convert_us"] += int(1e6 * (time.thread_time() - started))
                 left[0] -= 1
                 last = left[0] == 0
             if last and not step.result.done():
@@ -310,12 +330,21 @@ class Prefetcher(Generic[T]):
             self.crew.submit((step.number, 0), partial(run, job))
         run(jobs[0])
 
+    def _count_assembling(self, started: WorkClock, job: str | None = None) -> None:
+        work = work_clock().since(started)
+        with self.changed:
+            count_seconds(self.counters, assemble_s=work.wall, assemble_cpu_s=work.cpu)
+            if job is not None:
+                self.counters[f"{job}_us"] += round(1e6 * work.cpu)
+
     def _complete(self, step: Step[T]) -> None:
+        started = work_clock()
         try:
             result = self.finish(step)
         except BaseException as error:
             step.result.set_exception(error)
             return
+        self._count_assembling(started)
         self._release(step)
         step.result.set_result(result)
 

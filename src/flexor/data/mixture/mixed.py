@@ -100,6 +100,12 @@ class MixedDataset(Dataset):
         return _hash([[[m.dataset.content(), sorted(m.rename_map.items())] for m in self.members], blank])
 
     @property
+    def source_kind(self) -> str:
+        """The slowest kind of its members."""
+        kinds = {member.dataset.source_kind for member in self.members}
+        return next(kind for kind in ("hub", "bucket", "disk") if kind in kinds)
+
+    @property
     def stays_here(self) -> bool:
         return all(member.dataset.stays_here for member in self.members)
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import log
 from flexor.data.storage.block_cache import BLOCK, BlockCache
+from flexor.data.storage.read_time import reading
 from flexor.data.storage.remote import LONGEST_REQUEST, RemoteFile, read_part
 
 __all__ = ["LocalRanges", "Ranges", "RemoteRanges"]
@@ -57,14 +58,9 @@ class LocalRanges:
         self._identity = (self.name, status.st_ino, status.st_mtime_ns, status.st_size)
 
     def read(self, offset: int, count: int) -> bytes:
-        file = _open_files.get(self._identity)
         try:
-            data = os.pread(file.descriptor, count, offset)
-            while len(data) < count:
-                more = os.pread(file.descriptor, count - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
+            with reading():
+                data = self._pread(offset, count)
         except OSError as error:
             raise SourceError(
                 f"{self.name}: bytes {offset} to {offset + count} can't be read: {error.strerror}. "
@@ -75,6 +71,16 @@ class LocalRanges:
                 f"{self.name}: expected {count} bytes at {offset}, got {len(data)}. "
                 f"The file is truncated: download it again"
             )
+        return data
+
+    def _pread(self, offset: int, count: int) -> bytes:
+        file = _open_files.get(self._identity)
+        data = os.pread(file.descriptor, count, offset)
+        while len(data) < count:
+            more = os.pread(file.descriptor, count - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
         return data
 
     def ahead(self, offset: int, count: int) -> None:
@@ -140,6 +146,10 @@ class RemoteRanges:
                 f"{self.name}: expected {count} bytes at {offset}, but the file has {self.size}. "
                 f"The file is truncated, or its index is damaged: replace it at its source"
             )
+        with reading():
+            return self._read(offset, count)
+
+    def _read(self, offset: int, count: int) -> bytes:
         numbers = range(offset // BLOCK, -(-(offset + count) // BLOCK))
         parts = [(n, max(offset - n * BLOCK, 0), min(offset + count - n * BLOCK, BLOCK)) for n in numbers]
         # Small parts of cached blocks do not need to be read as whole blocks.

@@ -47,6 +47,8 @@ class Source:
     root: Path
     streams = False
     """Whether videos are read by ranges over a network, and never downloaded completely for training."""
+    kind = "disk"
+    """Where videos are read from during training: disk, hub or bucket."""
 
     def __str__(self) -> str:
         return str(self.root)
@@ -105,6 +107,7 @@ class HubSource(Source):
     ):
         self.repo_id = repo_id
         self.streams = streaming
+        self.kind = "hub" if streaming else "disk"
         self.revision = revision or self._newest_version()
         try:
             root = self._snapshot(["meta/*"], self.revision, local_files_only=False)
@@ -231,6 +234,7 @@ class FsspecSource(Source):
     """
 
     streams = True
+    kind = "bucket"
 
     def __init__(self, address: str, cache_bytes: int | None = None):
         import fsspec

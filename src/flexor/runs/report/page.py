@@ -15,13 +15,15 @@ from flexor.core.errors import ConfigError
 from flexor.core.run_files import METRICS
 from flexor.core.version import VERSION
 from flexor.pages.page import as_json, check_writable, page, write_page
+from flexor.runs.diagnosis.rules import diagnose_lines
 from flexor.runs.find import find_runs, short_names
+from flexor.runs.jsonl import GrowingLines
 from flexor.runs.reader import RunReader
 from flexor.runs.report.breakdown import breakdown
 from flexor.runs.report.media import embed, images_of, videos_of
 from flexor.runs.report.settings import differing, flat_settings
 from flexor.runs.series import STEP, Series, thinned
-from flexor.runs.state import RATE, STATUS, RunState, global_batch, step_seconds
+from flexor.runs.state import RATE, STATUS, RunState, global_batch, is_alarm, step_seconds
 from flexor.runs.text import duration_text, figure, one_line, title_of, value_text
 
 STYLES = (("flexor.runs.report", "report.css"),)
@@ -171,6 +173,8 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "facts": _facts(reader, state),
         "verdict": state.verdict,
         "health": state.health,
+        "alarm": bool(state.verdict and is_alarm(state.verdict)),
+        "diagnosis": _diagnosis(reader),
         "damaged": state.damaged_lines,
         "plan": [_plan_row(row.name, row.planned, row.actual) for row in state.plan],
         "checkpoints": [asdict(one) for one in state.checkpoints],
@@ -178,6 +182,21 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "elapsed": _points_of(elapsed, points),
         "breakdown": breakdown(reader.series, global_batch(reader.config), points),
     }
+
+
+def _diagnosis(reader: RunReader) -> list[dict[str, Any]]:
+    """The verdict and what else was found, with figures: of the run's last reports."""
+    lines = GrowingLines(reader.folder / METRICS).read()[1]
+    found = diagnose_lines(lines, reader.config, reader.record)[0].findings
+    return [
+        {
+            "verdict": one.verdict,
+            "evidence": one_line(one.evidence),
+            "figures": [[name, one_line(value)] for name, value in one.figures],
+            "changes": [one_line(change.text) for change in one.changes],
+        }
+        for one in found
+    ]
 
 
 def _points_of(series: Series, most: int) -> dict[str, Any]:

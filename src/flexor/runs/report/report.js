@@ -43,7 +43,7 @@ function runSection() {
       { class: "run" },
       make("h3", {}, swatch(number), run.name),
       make("p", { class: "soft" }, run.folder),
-      run.verdict ? make("p", { class: "warning verdict" }, run.verdict) : null,
+      run.verdict ? make("p", { class: run.alarm ? "warning verdict" : "verdict" }, run.verdict) : null,
       healthList(run.health),
       run.damaged ? make("p", { class: "warning" }, `${plural(run.damaged, "line")} of its metrics can't be read.`) : null,
       table([], run.facts),
@@ -174,6 +174,22 @@ function timeSection() {
   return section("time", "Where the time of a step goes", make("div", { class: "grid-of-plots" }, plots));
 }
 
+function diagnosisSection() {
+  const parts = data.runs.flatMap((run) =>
+    run.diagnosis.map((found) =>
+      make(
+        "article",
+        { class: "diagnosis" },
+        make("h3", {}, several ? `${run.name}: ${found.verdict}` : found.verdict),
+        make("p", {}, `${found.evidence}.`),
+        table([], found.figures),
+        found.changes.length ? make("ul", {}, found.changes.map((text) => make("li", {}, text))) : null,
+      ),
+    ),
+  );
+  return parts.length ? section("diagnosis", "What holds it back", parts) : null;
+}
+
 function planSection() {
   const rows = data.runs.flatMap((run) => run.plan.map((row) => (several ? [run.name, ...row] : row)));
   if (!rows.length) return null;
@@ -251,6 +267,7 @@ document.body.append(
     runSection(),
     curveSection(),
     timeSection(),
+    diagnosisSection(),
     planSection(),
     settingsSection(),
     checkpointSection(),

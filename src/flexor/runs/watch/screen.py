@@ -11,7 +11,7 @@ from rich.text import Text
 
 from flexor.runs.reader import RunReader
 from flexor.runs.series import TIME, Series, smoothed
-from flexor.runs.state import STATUS, RunState
+from flexor.runs.state import STATUS, RunState, is_alarm
 from flexor.runs.text import duration_text, one_line, short_title, title_of, value_text
 from flexor.runs.watch.chart import ChartLine, chart, sparkline
 
@@ -238,7 +238,8 @@ def _times(state: RunState) -> str:
 def _foot(state: RunState) -> list[Text]:
     lines = []
     if state.verdict:
-        lines.append(Text(f"verdict     {one_line(state.verdict)}", style="bold yellow"))
+        style = "bold yellow" if is_alarm(state.verdict) else ""
+        lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
     for number, one in enumerate(state.health[-MOST_HEALTH:]):
         line = Text(f"{'' if number else 'health':12}", style="yellow")
         lines.append(line.append(one["what"], style="bold").append(f": {one['evidence']}", style="not bold"))

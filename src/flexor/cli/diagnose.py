@@ -1,0 +1,48 @@
+"""`flexor diagnose`: what holds a run back, and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from flexor.core.errors import ConfigError
+from flexor.core.run_files import METRICS
+
+
+def run(arguments: list[str]) -> int:
+    from flexor.runs.diagnosis.read import diagnose_run, render
+    from flexor.runs.find import find_runs, short_names
+
+    parsed = parser().parse_args(arguments)
+    folders = find_runs(parsed.runs)
+    if not folders:
+        where = ", ".join(map(str, parsed.runs))
+        raise ConfigError(f"there is no run in {where}: name a run's folder, which has a {METRICS}.")
+    found = [diagnose_run(folder, name) for folder, name in zip(folders, short_names(folders))]
+    if parsed.plan:
+        for one, folder in zip(found, folders):
+            if one.diagnosis.verdict is not None:
+                from flexor.plan.gains import add_plan
+
+                one.note = add_plan(one.diagnosis, one.figures, folder)
+    print(json.dumps({"runs": [one.to_json() for one in found]}) if parsed.json else render(found))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    text = (
+        "Say what holds a run back, while it trains or afterwards: waiting for data (decoding, disk, network, memory "
+        "copies), launching, communication, the GPU itself, memory, heat, a slow rank or neighbours; with the figures "
+        "that show it, and the changes that help most."
+    )
+    parser = argparse.ArgumentParser(prog="flexor diagnose", description=text)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="runs, or folders of runs")
+    parser.add_argument(
+        "--no-plan",
+        dest="plan",
+        action="store_false",
+        help="do not ask the planner how much changes would gain, which opens the dataset",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

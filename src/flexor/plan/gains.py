@@ -1,0 +1,165 @@
+"""What the planner says about changes that a diagnosis suggests: how much faster, and whether they fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flexor.config.schema import TrainConfig
+from flexor.core.errors import FlexorError
+from flexor.plan.data.from_dataset import open_for_plan
+from flexor.plan.data.host import Data, Loading, host_memory
+from flexor.plan.plan import Plan, Site, make_plan, site_of
+from flexor.plan.site.hardware import GPU, Hardware, load_hardware
+from flexor.plan.trace.traces import Traces
+from flexor.runs.diagnosis.figures import Figures, mapping
+from flexor.runs.diagnosis.findings import WORTH, Diagnosis, Finding, Suggestion
+from flexor.runs.state import GPU_BOUND
+from flexor.train.checkpoint.resume import resumed_config
+from flexor.train.ranks.split import split_batch
+
+LAUNCH, EXCHANGE, MEMORY = "host-launch-bound", "communication-bound", "memory-pressure"
+IN_RAM = "--dataset.cache.tier=ram"
+PLANNED = ("--batch_size", "--step", "--precision")  # what the planner computes
+LARGER = (2, 4, 8)  # times the batch size
+
+
+def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None:
+    """Replace the gains of changes that the planner can compute. Returns why it can't, if so."""
+    names = {one.verdict for one in diagnosis.findings}
+    steps = figures.on_gpu and names & {LAUNCH, GPU_BOUND, EXCHANGE, MEMORY}
+    cached = any(change.flag == IN_RAM for one in diagnosis.findings for change in one.changes)
+    if not (steps or cached):
+        return None
+    try:
+        config, data = open_for_plan(resumed_config(folder, []))
+    except (FlexorError, OSError) as error:
+        return f"the planner can't open the run's dataset, so gains are estimates: {error}"
+    for finding in diagnosis.findings:
+        finding.changes = [
+            one for one in finding.changes if one.flag != IN_RAM or _in_memory(config, data, figures)
+        ]
+    if not steps:
+        return None
+    hardware = load_hardware()
+    name = str(mapping(figures.record.get("machine")).get("device"))
+    gpu = hardware.recognise(name)
+    if gpu is None:
+        return f"the planner does not know {name}, so gains are estimates"
+    try:
+        planner = GainPlanner(config, data, gpu, figures.processes, hardware)
+        for finding in diagnosis.findings:
+            _replace(finding, planner)
+    except (FlexorError, NotImplementedError) as error:
+        return f"this run can't be planned, so gains are estimates: {error}"
+    return None
+
+
+def _in_memory(config: TrainConfig, data: Data, figures: Figures) -> bool:
+    """Whether the host's memory suffices for all frames, besides everything else that the run needs."""
+    total = figures.get("system.ram_limit_gb") or figures.get("system.ram_total_gb")
+    used, own = figures.of("system.ram_used_gb"), figures.of("system.ram_own_gb")
+    split = split_batch(config, figures.processes)
+    loading = Loading(
+        split.batch_size,
+        split.accumulation,
+        ranks=figures.processes,
+        workers=config.num_workers,
+        tier="ram",
+        gpu=figures.on_gpu,
+    )
+    need = host_memory(data, loading, config.dataset.cache).total / 1e9
+    return total is None or need < total - max(used - own, 0.0)
+
+
+@dataclass
+class GainPlanner:
+    """Plans of a run with other settings, on the GPUs it has."""
+
+    config: TrainConfig
+    data: Data
+    gpu: GPU
+    gpus: int
+    hardware: Hardware
+
+    def __post_init__(self) -> None:
+        self.site: Site = site_of(self.hardware, self.gpu, self.gpus)
+        self.traces = Traces(self.config)
+        self.now = self.plan(self.config, self.traces)
+
+    def plan(self, config: TrainConfig, traces: Traces | None = None) -> Plan:
+        return make_plan(config, self.data, self.site, self.hardware, traces=traces, search=False)
+
+    def gain(self, changed: TrainConfig, same_pass: bool = False) -> float | None:
+        """Times as many samples per second; None if it does not fit."""
+        plan = self.plan(changed, self.traces if same_pass else None)
+        if not plan.fits:
+            return None
+        return _rate(plan) / _rate(self.now)
+
+    def larger_batch(self) -> Suggestion | None:
+        """The batch size that trains on the most samples per second."""
+        best: Suggestion | None = None
+        config, split = self.now.config, self.now.split
+        for times in LARGER:
+            size = times * split.batch_size
+            changed = replace(config, batch_size=size, global_batch_size=times * split.global_batch)
+            gain = self.gain(changed, same_pass=True)
+            if gain is None or gain < WORTH * (best.speedup if best and best.speedup else 1.0):
+                break
+            why = "trains on more samples per second; it changes the training"
+            best = Suggestion(why, f"--batch_size={size}", gain, planned=True)
+        return best
+
+    def graph(self) -> Suggestion | None:
+        if self.config.step != "eager" or not self.now.capturable:
+            return None
+        gain = self.gain(replace(self.config, step="auto"), same_pass=True)
+        if gain is None or gain < WORTH:
+            return None
+        return Suggestion("launches a step as one CUDA graph", "--step=auto", gain, planned=True)
+
+    def precision(self) -> Suggestion | None:
+        if self.now.config.precision != "no" or "bf16" not in self.gpu.tflops:
+            return None
+        gain = self.gain(replace(self.config, precision="bf16"))
+        if gain is None or gain < WORTH:
+            return None
+        why = "computes matrix products in bf16; it rounds differently"
+        return Suggestion(why, "--precision=bf16", gain, planned=True)
+
+    def smaller_passes(self) -> Suggestion | None:
+        config, size = self.now.config, self.now.split.batch_size
+        if size % 2:
+            return None
+        changed = replace(
+            config,
+            batch_size=size // 2,
+            gradient_accumulation_steps=None,
+            global_batch_size=self.now.split.global_batch,
+        )
+        gain = self.gain(changed, same_pass=True)
+        if gain is None:
+            return None
+        why = "computes the same step in smaller passes"
+        return Suggestion(why, f"--batch_size={size // 2}", gain, planned=True)
+
+
+def _rate(plan: Plan) -> float:
+    return plan.split.global_batch / plan.pace.step.seconds
+
+
+def _replace(finding: Finding, planner: GainPlanner) -> None:
+    """Changes with the planner's gains instead of estimates; others stay."""
+    kinds = {
+        LAUNCH: (planner.graph, planner.larger_batch),
+        GPU_BOUND: (planner.precision, planner.larger_batch, planner.graph),
+        EXCHANGE: (planner.larger_batch,),
+        MEMORY: (planner.smaller_passes,),
+    }.get(finding.verdict, ())
+    estimated = [one for one in finding.changes if (one.flag or "").startswith(PLANNED)]
+    if not kinds or (finding.verdict == MEMORY and not estimated):  # or it is about the host's memory
+        return
+    planned = [found for make in kinds if (found := make()) is not None]
+    others = [one for one in finding.changes if one not in estimated]
+    finding.changes = sorted(planned, key=lambda one: -(one.speedup or 0.0)) + others

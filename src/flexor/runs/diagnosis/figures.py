@@ -1,0 +1,229 @@
+"""The last reports of a run as one set of figures: means over their time, and sums of what its loaders did.
+
+A report counts if it is about ordinary steps. The first one after a start, and those with an evaluation or a checkpoint
+in their time, do not. Whatever is missing or is not a number is left out: old runs and other systems report less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RATE = "samples_per_s"
+WINDOW_S = 60.0  # how far back reports count
+LEAST_REPORTS, LEAST_S = 3, 2.0  # fewer are not enough for a verdict
+MERGED_S = 1.0  # shorter reports are merged: a run may log every step
+MOST = 1e18  # nothing that a run reports is larger
+HELD = 0.1  # share of the time: reports in which saving or evaluating took more do not count
+SUMMED = "loader."
+NOT_SUMMED = ("loader.threads", "loader.source", "loader.cache")
+
+
+def number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) and abs(found) < MOST else None
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values under one name each: system.cpu_own."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+@dataclass
+class Report:
+    """One line of the metrics, or several that were merged."""
+
+    seconds: float
+    steps: float
+    sums: dict[str, float]
+    """Of what loaders did: sums. Of everything else: values times the seconds that they are about."""
+    weights: dict[str, float]
+    """Seconds that each value is about."""
+    last: dict[str, Any]
+    """The newest value of each name."""
+
+    def add(self, other: Report) -> None:
+        self.seconds += other.seconds
+        self.steps += other.steps
+        for mine, others in ((self.sums, other.sums), (self.weights, other.weights)):
+            for name, value in others.items():
+                mine[name] = mine.get(name, 0.0) + value
+        self.last |= other.last
+
+
+def report_of(line: Mapping[str, Any], steps: float, seconds: float) -> Report:
+    """`steps` and `seconds` since the line before."""
+    sums, weights, last = {}, {}, {}
+    for name, value in flat(line):
+        last[name] = value
+        found = number(value)
+        if found is not None:
+            summed = name.startswith(SUMMED) and name not in NOT_SUMMED
+            sums[name] = found if summed else found * seconds
+            weights[name] = seconds
+    return Report(seconds, steps, sums, weights, last)
+
+
+class Reports:
+    """The reports that count, as they come: the last minute or so of training."""
+
+    def __init__(self, global_batch: int | None):
+        self.global_batch = global_batch
+        self.step: float | None = None
+        self.time: float | None = None
+        self.began = True  # the next report is the first after a start, or after an evaluation
+        self.kept: deque[Report] = deque()
+
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Returns whether the line counts."""
+        step, rate, time = (number(line.get(name)) for name in ("step", RATE, "time"))
+        if step is None:
+            return False
+        if rate is None or rate <= 0:
+            self.began = True  # an evaluation: its time is in the next report
+            return False
+        before, clock, began = self.step, self.time, self.began
+        self.step, self.time, self.began = step, time, False
+        if began or before is None or step <= before:
+            return False
+        seconds = self._seconds(line, step - before, rate, time, clock)
+        if seconds is None or _held(line, seconds / (step - before)):
+            return False
+        if time is not None and clock is not None and time - clock > 1.5 * seconds + 2:
+            return False  # the run was stopped in between
+        self._keep(report_of(line, step - before, seconds))
+        return True
+
+    def _seconds(
+        self, line: Mapping[str, Any], steps: float, rate: float, time: float | None, before: float | None
+    ) -> float | None:
+        each = number(line.get("step_s"))
+        if each is not None and each > 0:
+            return steps * each
+        if self.global_batch:
+            return steps * self.global_batch / rate
+        return time - before if time is not None and before is not None and time > before else None
+
+    def _keep(self, report: Report) -> None:
+        if self.kept and self.kept[-1].seconds < MERGED_S:
+            self.kept[-1].add(report)
+        else:
+            self.kept.append(report)
+        while len(self.kept) > LEAST_REPORTS and self.seconds - self.kept[0].seconds > WINDOW_S:
+            self.kept.popleft()
+
+    @property
+    def seconds(self) -> float:
+        return sum(report.seconds for report in self.kept)
+
+    @property
+    def enough(self) -> bool:
+        return len(self.kept) >= LEAST_REPORTS and self.seconds >= LEAST_S
+
+
+def _held(line: Mapping[str, Any], step_s: float) -> bool:
+    """Whether saving or evaluating took a part of the time that can be seen."""
+    held = sum(number(line.get(name)) or 0.0 for name in ("checkpoint_s", "evaluation_s"))
+    return step_s > 0 and held / step_s > HELD
+
+
+@dataclass
+class Figures:
+    """What the rules look at."""
+
+    seconds: float
+    steps: float
+    values: dict[str, float] = field(default_factory=dict)
+    """Means over the time; of `loader.`: sums."""
+    last: dict[str, Any] = field(default_factory=dict)
+    rising: dict[str, float] = field(default_factory=dict)
+    """How much values that only grow have grown."""
+    slow_ranks: dict[int, float] = field(default_factory=dict)
+    """Rank -> share of the time in which it was the slowest."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def get(self, name: str) -> float | None:
+        return self.values.get(name)
+
+    def of(self, name: str, default: float = 0.0) -> float:
+        return self.values.get(name, default)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the run, such as dataset.cache.tier."""
+        found: Any = self.config
+        for part in name.split("."):
+            found = mapping(found).get(part)
+        return found
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / max(self.steps, 1e-9)
+
+    def share(self, name: str) -> float | None:
+        """A time of a step, as a share of the step."""
+        found = self.get(name)
+        return None if found is None else min(max(found / max(self.step_s, 1e-9), 0.0), 1.0)
+
+    @property
+    def on_gpu(self) -> bool:
+        device = mapping(self.record.get("machine")).get("device")
+        if isinstance(device, str) and device:
+            return not device.startswith("CPU")
+        return "gpu_busy" in self.values
+
+    @property
+    def processes(self) -> int:
+        return int(number(mapping(self.record.get("machine")).get("processes")) or 1)
+
+    @property
+    def threads(self) -> float:
+        """Threads that load; without any, the training threads do it."""
+        return max(self.of("loader.threads"), float(self.processes), 1.0)
+
+
+def figures_of(
+    reports: Iterable[Report],
+    config: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> Figures:
+    kept = list(reports)
+    total = Report(0.0, 0.0, {}, {}, {})
+    slow: dict[int, float] = {}
+    for report in kept:
+        total.add(report)
+        rank = number(report.last.get("slowest.rank"))
+        if rank is not None:
+            slow[int(rank)] = slow.get(int(rank), 0.0) + report.seconds
+    values = {
+        name: value if name.startswith(SUMMED) and name not in NOT_SUMMED else value / total.weights[name]
+        for name, value in total.sums.items()
+        if total.weights.get(name, 0) > 0
+    }
+    retries = [found for report in kept if (found := number(report.last.get("memory.retries"))) is not None]
+    return Figures(
+        total.seconds,
+        total.steps,
+        values,
+        total.last,
+        {"memory.retries": max(retries) - min(retries)} if retries else {},
+        {rank: seconds / max(total.seconds, 1e-9) for rank, seconds in slow.items()},
+        config or {},
+        record or {},
+    )

@@ -1,0 +1,84 @@
+"""The diagnosis of a run from its folder, while it trains or afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexor.core.console import table
+from flexor.core.run_files import METRICS
+from flexor.runs.diagnosis.figures import LEAST_REPORTS, LEAST_S, Figures, Reports
+from flexor.runs.diagnosis.findings import Diagnosis, Finding
+from flexor.runs.diagnosis.rules import diagnose_lines
+from flexor.runs.jsonl import GrowingLines
+from flexor.runs.reader import RunReader
+from flexor.runs.state import STATUS, RunState
+from flexor.runs.text import duration_text, one_line
+
+
+@dataclass
+class DiagnosedRun:
+    state: RunState
+    diagnosis: Diagnosis
+    figures: Figures
+    reports: Reports
+    note: str | None = None
+    """Why the planner could not say more."""
+
+    def to_json(self) -> dict[str, Any]:
+        about = {"name": self.state.name, "folder": self.state.folder, "status": self.state.status}
+        found = {**about, "step": self.state.step, **self.diagnosis.to_json()}
+        if self.diagnosis.verdict is None:
+            found["why_not"] = why_not(self.reports)
+        return found | ({"note": self.note} if self.note else {})
+
+
+def diagnose_run(folder: Path, name: str | None = None) -> DiagnosedRun:
+    reader = RunReader(folder, name)
+    reader.poll()
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        lines = GrowingLines(folder / METRICS).read()[1]
+    return DiagnosedRun(reader.state(), *diagnose_lines(lines, reader.config, reader.record))
+
+
+def why_not(reports: Reports) -> str:
+    return (
+        f"not enough reports yet: a verdict needs {LEAST_REPORTS} reports of ordinary steps that together took "
+        f"{LEAST_S:g} s, and there are {len(reports.kept)} ({duration_text(reports.seconds)}). The first one after a "
+        f"start, and those with an evaluation or a checkpoint, do not count"
+    )
+
+
+def render(runs: list[DiagnosedRun]) -> str:
+    return "\n\n".join(_run_text(run) for run in runs)
+
+
+def _run_text(run: DiagnosedRun) -> str:
+    state, verdict = run.state, run.diagnosis.verdict
+    head = f"{one_line(state.name)}: {STATUS[state.status]}, step {state.step:,}"
+    if verdict is None:
+        return f"{head}\n{why_not(run.reports)}."
+    parts = [head, *_finding_lines(verdict)]
+    if run.diagnosis.findings[1:]:
+        parts.append("\nAlso:")
+        for other in run.diagnosis.findings[1:]:
+            parts += _finding_lines(other)
+    about = f"Figures of the last {duration_text(run.diagnosis.seconds)}, {run.diagnosis.steps} steps."
+    parts.append(f"\n{about}" + (f" Note: {one_line(run.note)}" if run.note else ""))
+    return "\n".join(parts)
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    lines = [f"{finding.verdict}: {one_line(finding.evidence)}."]
+    if finding.figures:
+        rows = table([(f"  {name}", one_line(value)) for name, value in finding.figures])
+        lines += ["", rows]
+    if finding.changes:
+        title = (
+            "What would make it faster still:" if finding.cost == 0 else "What helps, the most helpful first:"
+        )
+        lines += ["", title, *(f"  {one_line(change.text)}" for change in finding.changes)]
+    return lines

@@ -1,0 +1,97 @@
+"""All rules together: from figures to findings, the most important first.
+
+A rule says what share of the time something costs, and rests on figures that measure its cause. What costs at least
+`ALARM` is a verdict. A cause (a neighbour, heat, one slow rank, missing memory) comes before what follows from it
+(waiting for data). If nothing costs that much, the run is bound by its GPU, or by its processor, as it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flexor.runs.diagnosis.compute import launch_bound, memory_pressure, ranks_wait, shared_gpu, throttled
+from flexor.runs.diagnosis.cores import starved
+from flexor.runs.diagnosis.data import copy_bound, data_bound, loader_time
+from flexor.runs.diagnosis.figures import Figures, Reports, figures_of, mapping, number
+from flexor.runs.diagnosis.findings import ALARM, Diagnosis, Finding, Suggestion, percent
+from flexor.runs.state import CPU_BOUND, GPU_BOUND
+
+LEAVE = 0.1  # a verdict of before stays until it costs less than this
+
+
+def diagnose(f: Figures, before: str | None = None) -> Diagnosis:
+    """`before`: the verdict so far, which needs less to stay than another one to begin."""
+    launch = launch_bound(f)
+    found = [
+        *data_bound(f),
+        *copy_bound(f),
+        *launch,
+        *ranks_wait(f),
+        *throttled(f),
+        *shared_gpu(f),
+        *memory_pressure(f),
+        *starved(f, _needs_cores(f, sum(one.cost for one in launch))),
+    ]
+    alarms = [one for one in found if one.cost >= (LEAVE if one.verdict == before else ALARM)]
+    alarms.sort(key=lambda one: -one.weight)
+    return Diagnosis(alarms or [_healthy(f)], f.seconds, round(f.steps))
+
+
+def _needs_cores(f: Figures, launching: float) -> float:
+    """The share of the time in which the run waits for work on the processor."""
+    wait, time = min(f.of("data_wait"), 1.0), loader_time(f)
+    loading = wait * (time.needs_cores if time else 1.0)
+    return min(loading + launching, 1.0) if f.on_gpu else max(1 - wait, 0.0) + loading
+
+
+def _healthy(f: Figures) -> Finding:
+    wait = percent(min(f.of("data_wait"), 1.0))
+    if not f.on_gpu:
+        evidence = f"it computes most of the time and waits for data {wait} of it"
+        why = "train on a GPU: `flexor plan` with the same flags compares them"
+        changes = [Suggestion(why)]
+        figures = [("waiting for data", wait), *_step_rows(f)]
+        return Finding(CPU_BOUND, 0.0, evidence, figures, changes)
+    busy = f.get("system.gpu_util") if f.get("system.gpu_util") is not None else f.get("gpu_busy")
+    evidence = f"the GPU is busy {percent(busy or 0.0)} of the time, and waits for data {wait} of it"
+    figures = [("GPU busy", percent(busy or 0.0)), ("waiting for data", wait), *_step_rows(f)]
+    ceiling = f.get("ceiling_share")
+    if ceiling is not None:
+        evidence += f"; it reaches {percent(ceiling)} of its measured arithmetic ceiling"
+        figures.append(("of its arithmetic ceiling", percent(ceiling)))
+    return Finding(GPU_BOUND, 0.0, evidence, figures, _still_faster(f))
+
+
+def _step_rows(f: Figures) -> list[tuple[str, str]]:
+    names = {"forward_s": "forward", "backward_s": "backward", "optimizer_s": "optimizer"}
+    rows = [
+        (title, percent(f.share(name) or 0.0)) for name, title in names.items() if f.get(name) is not None
+    ]
+    return [("step", f"{1e3 * f.step_s:.4g} ms"), *rows]
+
+
+def _still_faster(f: Figures) -> list[Suggestion]:
+    precision = mapping(f.record.get("machine")).get("precision") or f.setting("precision")
+    changes = []
+    if precision == "no":
+        changes.append(
+            Suggestion("computes matrix products in bf16; it rounds differently", "--precision=bf16")
+        )
+    if f.setting("compile") is False:
+        changes.append(Suggestion("compiles the policy", "--compile=true"))
+    return changes
+
+
+def diagnose_lines(
+    lines: Iterable[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
+) -> tuple[Diagnosis, Figures, Reports]:
+    """The verdict of the last lines of a run's metrics. Without a finding: there are too few of them."""
+    batch = number((config or {}).get("global_batch_size"))
+    reports = Reports(int(batch) if batch and batch > 0 else None)
+    for line in lines:
+        reports.add(line)
+    figures = figures_of(reports.kept, config, record)
+    return (diagnose(figures) if reports.enough else Diagnosis()), figures, reports
