@@ -45,9 +45,8 @@ def test_resumed_run_is_bitwise_the_uninterrupted_one(more, small, tmp_path):
 
 
 WAYS = {
-    "accumulation": (1, ["--gradient_accumulation_steps=2"]),
-    "ddp": (2, []),
-    "fsdp, recomputed": (2, ["--parallel.strategy=fsdp", "--activation_checkpointing"]),
+    "ddp, accumulation": (2, ["--batch_size=1", "--gradient_accumulation_steps=2"]),
+    "fsdp, recomputed": (2, ["--batch_size=2", "--parallel.strategy=fsdp", "--activation_checkpointing"]),
 }
 
 
@@ -68,6 +67,6 @@ def train(small: Small, folder: Path, processes: int, *more: str) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_any_number_of_processes_computes_the_same_run(way, small, alone, tmp_path):
     processes, more = WAYS[way]
-    many = train(small, tmp_path, processes, "--batch_size=2", *more)
+    many = train(small, tmp_path, processes, *more)
     assert ranks.losses(many) == pytest.approx(ranks.losses(alone), rel=1e-5)
     assert ranks.apart(ranks.weights(many, STEPS), ranks.weights(alone, STEPS)) < 5e-5
