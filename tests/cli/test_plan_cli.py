@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import re
 import subprocess
@@ -30,9 +33,12 @@ SMALL = [
 JOB = [*SMALL, "--policy.n_action_steps=10", "--cameras=1x64x64", "--frames=1000", "--epochs=2"]
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict]:
-    code = cli.main(["plan", *JOB, "--json", *arguments])
-    return code, json.loads(capsys.readouterr().out)
+@functools.cache
+def plan(*arguments: str) -> tuple[int, dict]:
+    """Several tests ask for the same plan."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = cli.main(["plan", *JOB, "--json", *arguments])
+    return code, json.loads(out.getvalue())
 
 
 def test_the_answer_comes_first(capsys):
@@ -54,8 +60,8 @@ def test_the_answer_comes_first(capsys):
 
 
 def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
-    _, graph = plan(capsys, "--gpu=4090")
-    _, eager = plan(capsys, "--gpu=4090", "--step=eager")
+    _, graph = plan("--gpu=4090")
+    _, eager = plan("--gpu=4090", "--step=eager")
     assert (graph["time"]["graph"], graph["time"]["bound"]) == (True, "gpu")
     assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
     assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
@@ -72,14 +78,14 @@ def test_the_precision_is_that_of_the_gpu(capsys):
     for gpu, precision in (("4090", "bf16"), ("T4", "float32")):
         cli.main(["plan", *JOB, f"--gpu={gpu}"])
         assert f"Batch size 8 in {precision}" in capsys.readouterr().out
-    _, given = plan(capsys, "--gpu=4090", "--precision=no")
-    _, auto = plan(capsys, "--gpu=4090")
+    _, given = plan("--gpu=4090", "--precision=no")
+    _, auto = plan("--gpu=4090")
     assert auto["memory"]["activations_bytes"] < given["memory"]["activations_bytes"]
 
 
 def test_compiled_blocks_have_bounds(capsys):
-    _, plain = plan(capsys, "--gpu=4090")
-    code, compiled = plan(capsys, "--gpu=4090", "--compile=true")
+    _, plain = plan("--gpu=4090")
+    code, compiled = plan("--gpu=4090", "--compile=true")
     assert code == 0 and compiled["memory"]["peak_bytes"] == plain["memory"]["peak_bytes"]
     assert (
         0 < compiled["time"]["compiled_at_best_s"] < compiled["time"]["at_best_s"] <= plain["time"]["step_s"]
@@ -108,14 +114,12 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
         in capsys.readouterr().out
     )
-    assert plan(capsys, f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == [
-        "bool in own.py, line 9"
-    ]
-    assert plan(capsys, "--gpu=4090")[1]["time"]["waits"] == []
+    assert plan(f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == ["bool in own.py, line 9"]
+    assert plan("--gpu=4090")[1]["time"]["waits"] == []
 
 
-def test_json_has_units_and_adds_up(capsys):
-    code, found = plan(capsys, "--gpu=4090")
+def test_json_has_units_and_adds_up():
+    code, found = plan("--gpu=4090")
     assert code == 0 and found["fits"] and found["steps"] == 250
     memory = found["memory"]
     parts = [v for k, v in memory.items() if k.endswith("_bytes")]
@@ -125,9 +129,9 @@ def test_json_has_units_and_adds_up(capsys):
     assert {choice["gpu"] for choice in found["choices"]} == {"RTX 4090"}
 
 
-def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(capsys, monkeypatch):
+def test_without_a_gpu_all_are_compared_and_the_cheapest_is_described(monkeypatch):
     monkeypatch.setattr("flexor.plan.site.hardware.gpu_here", lambda hardware: None)
-    _, found = plan(capsys, "--gpus=1")
+    _, found = plan("--gpus=1")
     assert {choice["gpu"] for choice in found["choices"]} == set(load_hardware().gpus)
     assert found["gpu"] == found["choices"][0]["gpu"]
 
@@ -138,7 +142,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path)
         '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, found = plan(capsys, f"--gpus-file={own}", "--gpu=small", "--batch_size=512")
+    code, found = plan(f"--gpus-file={own}", "--gpu=small", "--batch_size=512")
     assert code == 1 and not found["fits"]
     assert found["remedy"] and found["changes"][0]["saves_bytes"] > 0
 

@@ -34,7 +34,7 @@ SAME = {
     ),
     "fsdp 2, bf16, ema, accumulation": (
         2,
-        [FSDP, "--precision=bf16", "--ema.enable", "--global_batch_size=16"],
+        [FSDP, "--precision=bf16", "--ema.enable", "--global_batch_size=8", "--batch_size=2"],
     ),
     "fsdp 2, fp16, async, in the host's memory": (
         2,
@@ -68,7 +68,7 @@ def test_same_processes_go_on_bitwise(way, lowdim, tiny_act, tmp_path):
 
 # R1: other processes
 
-STEPS, LEG = 16, 4
+STEPS, LEG = 8, 2
 ELASTIC = [
     f"--steps={STEPS}",
     f"--save_freq={LEG}",

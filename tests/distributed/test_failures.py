@@ -178,12 +178,13 @@ def test_no_room_for_the_shard_of_one_rank(asynchronous, flags, tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_refused_once(flags, tmp_path):
     run = tmp_path / "run"
-    first = ranks.Ranks(tmp_path / "first", 2, flags("--steps=200000", "--save_freq=0"))
+    stay = trouble.before_step(2, functools.partial(time.sleep, FOREVER_S))
+    first = ranks.Ranks(tmp_path / "first", 2, flags("--save_freq=0"), then={0: stay, 1: stay})
     try:
         first.all[0].wait_for(lambda: trouble.steps_done(run) >= 1)
         said = ended(tmp_path / "train", flags(), 2, 2)
         assert trouble.words(said, f"output_dir={run} is not empty") == 1
-        for again in (["resume", str(run)], [*flags("--steps=200000"), "--resume=auto"]):
+        for again in (["resume", str(run)], [*flags(), "--resume=auto"]):
             said = ended(tmp_path / again[0] / "again", again, 2, 2)
             assert trouble.words(said, f"in use by another process (pid {first.all[0].pid} on") == 1
             assert trouble.words(said, "Traceback") == 0

@@ -35,15 +35,15 @@ def newest(run: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
-def test_killed_again_and_again_while_saving(asynchronous, whole, lowdim, tiny_act, tmp_path):
+@pytest.mark.parametrize(("asynchronous", "lives"), [("false", 1), ("true", 2)])
+def test_killed_again_and_again_while_saving(asynchronous, lives, whole, lowdim, tiny_act, tmp_path):
     """All ranks at once; with a checkpoint at each step, most instants lie inside of a save."""
     rng, run = random.Random(asynchronous), tmp_path / "run"
     command = [
         *flags(lowdim, run, tiny_act, f"--checkpoint.async={asynchronous}"),
         "--resume=auto",
     ]
-    for life in range(2):
+    for life in range(lives):
         more = newest(run) + 1
         living = ranks.Ranks(tmp_path / f"life{life}", 2, [*command, "--save_freq=1"])
         living.all[0].wait_for(lambda more=more: newest(run) >= more)

@@ -48,7 +48,7 @@ class Launched:
 
     def wait_for(self, pattern: str) -> None:
         while self.process.poll() is None and not list(self.folder.glob(pattern)):
-            time.sleep(0.002)
+            time.sleep(0.005)
 
     def end(self) -> Path:
         """Its end, which must be a good one; the run's folder."""

@@ -45,7 +45,6 @@ def at(step: int, number: int) -> functools.partial:
 
 
 STOPPED = {
-    "SIGTERM to rank 1": (DDP, {1: at(5, signal.SIGTERM)}, 75),
     "SIGUSR1 to rank 0": (DDP, {0: at(5, signal.SIGUSR1)}, 75),
     "Ctrl-C": (DDP, {0: at(5, signal.SIGINT), 1: at(5, signal.SIGINT)}, 130),
     "SIGTERM to both, not at once": (DDP, {0: at(4, signal.SIGTERM), 1: at(6, signal.SIGTERM)}, 75),

@@ -15,8 +15,6 @@ import pytest
 from flexor.launch.local import supervise
 from support.limits import LIMIT_S, wait_for
 
-pytestmark = pytest.mark.ranks
-
 # What a test starts: argv is program of a rank, number of processes, restarts, times to wait.
 LAUNCHER = """
 import sys

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import site
+import sys
 import tempfile
 from pathlib import Path
 
@@ -34,6 +35,9 @@ def prepare() -> Path:
     """Make this process's environment that of the tests. Gives the home folder, to be removed at the end."""
     os.environ.setdefault("TMPDIR", str(_temporary()))
     tempfile.tempdir = None  # to be looked for again
+    sys.dont_write_bytecode = (
+        False  # as in the processes that tests start: else all compile everything, every time
+    )
     home = Path(tempfile.mkdtemp(prefix="flexor-tests-"))
     own = {
         "HOME": str(home),

@@ -14,4 +14,4 @@ def wait_for(condition: Callable[[], object], otherwise: object = "waited too lo
     until = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < until, f"{otherwise}"
-        time.sleep(0.002)
+        time.sleep(0.005)

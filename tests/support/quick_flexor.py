@@ -49,7 +49,10 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
         words += [] if "steps" in given else ["--steps=2"]
     if verb == "bench" and words[0] == "step":
         words.append("--policy.device=cpu")
-    if verb in ("train", "demo", "plan") or (verb == "bench" and words[0] == "step"):
+    if verb == "bench" and words[0] == "serve":
+        words.append("--requests=8")
+    measured = verb == "bench" and (words[0] == "step" or "policy.type" in given)
+    if verb in ("train", "demo", "plan") or measured:
         words += [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if _is_act(words) else []
     return [verb, *words]
 

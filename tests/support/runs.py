@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from flexor.cli.main import main
 from flexor.train.checkpoint import folder as checkpoint
 from support import environment, selection
-from support.limits import wait_for
+from support.limits import LIMIT_S, wait_for
 
 FIGURES = ("loss", "grad_norm", "lr", "l1_loss", "kld_loss")
 
@@ -43,13 +43,16 @@ def train(dataset: Path, run: Path, tiny: Sequence[str], *more: str) -> Path:
     return run
 
 
+FOLDERS = ("act", "diffusion", "vqbet", "tdmpc", "multi_task_dit", "pi0", "pi0_fast", "smolvla")
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
         "flexor.cli.launch",
-        "flexor.policies.act.policy",
+        *(f"flexor.policies.{name}.policy" for name in FOLDERS),
         "flexor.train.loop",
         "flexor.evaluate.report",
+        "flexor.plan.preflight",
+        "flexor.config.help",
         "flexor.train.engine.fsdp",
         "pyarrow.compute",
         "torch._dynamo",  # what the first optimizer imports
@@ -58,6 +61,7 @@ SERVER.set_forkserver_preload(
         "support.trouble",
         "support.small_resnet",
         "support.small_pi",
+        "support.frozen",  # the last
     ]
 )
 
@@ -105,12 +109,15 @@ class Forked:
 
     def end(self) -> tuple[str, str]:
         """Wait for its end; what it said on standard output and standard error."""
-        self.wait_for(lambda: self.poll() is not None, alive=False)
+        self.process.join(LIMIT_S)
+        if self.poll() is None:
+            self.process.kill()
+            raise AssertionError("the run takes too long")
         return self.files[0].read_text(), self.files[1].read_text()
 
-    def wait_for(self, condition: Callable[[], bool], alive: bool = True) -> None:
+    def wait_for(self, condition: Callable[[], bool]) -> None:
         def met() -> bool:
-            assert not alive or self.poll() is None or condition(), self.files[1].read_text()
+            assert self.poll() is None or condition(), self.files[1].read_text()
             return condition()
 
         try:

@@ -20,8 +20,6 @@ from flexor.train.checkpoint import folder as checkpoint
 from support import runs
 from support.limits import LIMIT_S, wait_for
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 10
 EVERY_STEP = [f"--steps={STEPS}", "--save_freq=1"]
 
@@ -39,7 +37,8 @@ def steps_done(run: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.ranks
+@pytest.mark.parametrize("seed", range(4))
 def test_killed_at_random_instants(seed, whole, lowdim, tiny_act, tmp_path):
     """Saving every step, most instants lie inside of a save."""
     rng = random.Random(seed)
@@ -78,6 +77,7 @@ INSTANTS = [
 ]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("owner, name, call", INSTANTS)
 def test_killed_at_each_kind_of_instant_of_a_save(owner, name, call, whole, lowdim, tiny_act, tmp_path):
     """Before a rename, before `last` moves, between two files, while an old checkpoint is being removed."""
@@ -120,6 +120,7 @@ def check_stopped(number: int, code: int, outcome: tuple[int, str, str], run: Pa
     return step
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_told_to_stop_saves_and_goes_on_exactly(number, code, lowdim, tiny_act, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
@@ -136,6 +137,7 @@ def test_told_to_stop_saves_and_goes_on_exactly(number, code, lowdim, tiny_act, 
     runs.assert_same(again, run, total)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_told_to_stop_as_a_user_would(lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
@@ -146,6 +148,7 @@ def test_told_to_stop_as_a_user_would(lowdim, tiny_act, tmp_path):
     check_stopped(signal.SIGTERM, 75, (process.returncode, out, error), run)
 
 
+@pytest.mark.ranks
 def test_second_ctrl_c_does_not_wait(lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
     flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0")
@@ -209,6 +212,7 @@ def test_no_room_for_a_line_of_metrics(small_disk, lowdim, tiny_act, capsys):
     assert "No space left" in error or "disk is full" in error
 
 
+@pytest.mark.ranks
 def test_file_size_limit(lowdim, tiny_act, tmp_path):
     """Where disks can't be mounted: the same, with a limit on a file's size."""
     run = tmp_path / "run"
@@ -289,6 +293,7 @@ def test_half_a_line_of_metrics(three, whole):
 # One folder, one run
 
 
+@pytest.mark.ranks
 def test_one_owner_at_a_time(lowdim, tiny_act, tmp_path, capsys):
     run = tmp_path / "run"
     flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=1", "--checkpoint.keep_last=1")

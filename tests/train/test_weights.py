@@ -112,7 +112,6 @@ def test_evaluation_acts_with_such_weights(tiny_act, tmp_path):
     ("strategy", "more"),
     [
         ("ddp", []),
-        ("fsdp", []),
         ("fsdp", ["--ema.enable", "--gradient_accumulation_steps=2", "--activation_checkpointing"]),
         ("hsdp --parallel.dp_shard=2 --parallel.cpu_offload=true", []),
         ("fsdp", ["--lora.r=2"]),

@@ -11,10 +11,6 @@ from flexor.core.errors import ConfigError
 
 
 def run(arguments: list[str]) -> int:
-    from flexor.plan.preflight import Preflight
-    from flexor.train.checkpoint.resume import resumed_config
-    from flexor.train.loop import train as run_training
-
     if take_flag(arguments, "-h", "--help"):
         print(
             "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n"
@@ -33,6 +29,10 @@ def run(arguments: list[str]) -> int:
         arguments = _downloaded(arguments)
     if processes > 1:
         return start_processes(["resume", *arguments, *["--json"] * as_json], processes)
+    from flexor.plan.preflight import Preflight
+    from flexor.train.checkpoint.resume import resumed_config
+    from flexor.train.loop import train as run_training
+
     config = resumed_config(Path(arguments[0]), arguments[1:])
     return report_run(run_training(config, "yes", Preflight()), as_json)
 

@@ -14,8 +14,6 @@ from flexor.core.run_files import RUN_CONFIG
 def run(arguments: list[str]) -> int:
     from flexor.config.help import train_help
     from flexor.config.parse import load_config, parse_flags
-    from flexor.plan.preflight import Preflight
-    from flexor.train.loop import train as run_training
 
     if take_flag(arguments, "-h", "--help"):
         print(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
@@ -23,6 +21,9 @@ def run(arguments: list[str]) -> int:
     processes = take_processes("train", arguments)
     if processes > 1:
         return start_processes(["train", *arguments], processes)
+    from flexor.plan.preflight import Preflight
+    from flexor.train.loop import train as run_training
+
     as_json = take_flag(arguments, "--json")
     flags = parse_flags(arguments)
     again = str(flags.get("resume", "false")).lower()
