@@ -32,6 +32,7 @@ class DiagnosedRun:
         found = {**about, "step": self.state.step, **self.diagnosis.to_json()}
         if self.diagnosis.verdict is None:
             found["why_not"] = why_not(self.reports)
+        found["health"] = self.state.health
         return found | ({"note": self.note} if self.note else {})
 
 
@@ -60,15 +61,27 @@ def _run_text(run: DiagnosedRun) -> str:
     state, verdict = run.state, run.diagnosis.verdict
     head = f"{one_line(state.name)}: {STATUS[state.status]}, step {state.step:,}"
     if verdict is None:
-        return f"{head}\n{why_not(run.reports)}."
+        return "\n".join([head, f"{why_not(run.reports)}.", *_health_lines(state)])
     parts = [head, *_finding_lines(verdict)]
     if run.diagnosis.findings[1:]:
         parts.append("\nAlso:")
         for other in run.diagnosis.findings[1:]:
             parts += _finding_lines(other)
+    parts += _health_lines(state)
     about = f"Figures of the last {duration_text(run.diagnosis.seconds)}, {run.diagnosis.steps} steps."
     parts.append(f"\n{about}" + (f" Note: {one_line(run.note)}" if run.note else ""))
     return "\n".join(parts)
+
+
+def _health_lines(state: RunState) -> list[str]:
+    """What was found about learning, and what to do about it."""
+    if not state.health:
+        return []
+    found = [
+        f"  {one_line(one['what'])}: {one_line(one['evidence'])}. {one_line(one['change'])}."
+        for one in state.health
+    ]
+    return ["\nLearning:", *found]
 
 
 def _finding_lines(finding: Finding) -> list[str]:
