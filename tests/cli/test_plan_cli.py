@@ -84,12 +84,9 @@ def test_the_precision_is_that_of_the_gpu(capsys):
 
 
 def test_compiled_blocks_have_bounds(capsys):
-    _, plain = plan("--gpu=4090")
-    code, compiled = plan("--gpu=4090", "--compile=true")
-    assert code == 0 and compiled["memory"]["peak_bytes"] == plain["memory"]["peak_bytes"]
-    assert (
-        0 < compiled["time"]["compiled_at_best_s"] < compiled["time"]["at_best_s"] <= plain["time"]["step_s"]
-    )
+    code, found = plan("--gpu=4090", "--compile=true")
+    times = found["time"]
+    assert code == 0 and 0 < times["compiled_at_best_s"] < times["at_best_s"] <= times["step_s"]
     cli.main(["plan", *JOB, "--gpu=4090", "--compile=true"])
     assert "Compiled blocks" in capsys.readouterr().out
 

@@ -14,6 +14,7 @@ from flexor.serve.predictor import ServeJob
 
 ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
 REMEMBERED = 32  # predictions, to know how long one takes
+SHARE = 0.1  # of the time of a prediction that may be spent on waiting for others
 
 
 class RequestBatcher:
@@ -29,6 +30,7 @@ class RequestBatcher:
         self.seen: dict[object, float] = {}  # session -> when it asked or was answered last
         self.took: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
+        self.free_since = 0.0  # the model's thread
 
     async def submit(self, job: ServeJob) -> None:
         """Return when the job is answered or has expired."""
@@ -66,7 +68,7 @@ class RequestBatcher:
             except Exception as error:
                 for job, _ in batch:
                     job.error = job.error or f"The server failed: {type(error).__name__}."
-            now = time.perf_counter()
+            now = self.free_since = time.perf_counter()
             self.took.append(now - started)
             self.trust = 1.0
             for job, answered in batch:
@@ -76,8 +78,13 @@ class RequestBatcher:
                     answered.set_result(None)
 
     async def _wait_for_others(self) -> None:
-        """Until all robots that are expected have asked, but not longer than the window."""
-        until = self.waiting[0][0].queued + self.window_s
+        """Until all robots that are expected have asked, but not longer than the window.
+
+        It begins when the model is free, for robots that asked before: those just answered ask again in a moment.
+        Otherwise robots would fall into groups that wait for each other.
+        """
+        window = max(self.window_s, SHARE * self.fastest())
+        until = max(self.waiting[0][0].queued, self.free_since) + window
         while len(self.waiting) < min(self.most, self._expected()):
             left = until - time.perf_counter()
             if left <= 0:
