@@ -83,7 +83,7 @@ class Pretrained:
         the new chunk continues it (real-time chunking). Where robots differ, `delay` has a value for each, and `left`
         how many of the K actions are its own; 0 for a robot without a last chunk.
         """
-        tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in observation.items()}
+        tensors = {name: _as_tensor(value) for name, value in observation.items()}
         noise = noise or Noise(0, 0, torch.arange(len(task)))
         seen: Batch = {**tensors, "task": list(task)}
         asked = seen if previous is None else {**seen, ACTION: self._continued(previous)}
@@ -137,6 +137,11 @@ class Pretrained:
     @functools.cached_property
     def graphs(self) -> PredictGraphs:
         return PredictGraphs(self.policy)
+
+
+def _as_tensor(value: np.ndarray) -> Tensor:
+    """Without a copy, whatever the order of its axes in memory; torch knows no arrays that run backwards."""
+    return torch.from_numpy(value if min(value.strides, default=0) >= 0 else np.ascontiguousarray(value))
 
 
 def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -> Path:

@@ -90,6 +90,7 @@ class ToDevice(ProcessingStep):
         else:
             value = value.to(self.device)  # waits: an action must not be read before it is copied
         if is_byte_image(key, value):
+            value = value.contiguous()  # cameras give [H, W, C]: a GPU reorders them faster than a host
             return value if keeps_bytes else float_image(value).to(dtype)
         return value.to(dtype) if value.is_floating_point() else value
 
