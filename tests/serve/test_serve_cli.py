@@ -108,7 +108,7 @@ def test_a_policy_with_a_dtype_of_its_own_keeps_its_weights_in_it(tmp_path, data
         dataset, tmp_path / "run", small_flags("pi0", tmp_path), "--steps=1", "--policy.device=cpu"
     )
     predictor = open_predictor(str(run), ServeSettings(), device="cpu", dtype="bfloat16")
-    assert predictor.autocast is None and predictor.describe()["language"]
+    assert predictor.autocast == torch.bfloat16 and predictor.describe()["language"]
     assert any(weight.dtype == torch.bfloat16 for weight in predictor.pretrained.policy.parameters())
     predictor.warm()  # among others a chunk that continues another
 

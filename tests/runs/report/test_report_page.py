@@ -88,6 +88,7 @@ def test_the_page_of_one_run(browser: Browser, tmp_path: Path, dark: bool):
         "Run",
         "Curves",
         "Where the time of a step goes",
+        "What holds it back",
         "Plan and reality",
         "Settings",
         "Checkpoints",

@@ -350,7 +350,7 @@ def test_a_signal_ends_the_waiting_for_the_last_push(server, train, log_lines, c
     finally:
         done.set()
     report = json.loads(capsys.readouterr().out)["hub"]
-    assert not report["pushed"] and report["error"] == "interrupted"
+    assert not report["pushed"] and "interrupted" in report["error"]  # while it waits, or between two files
     assert any(f"Push it later with: flexor push {run}" in line for line in log_lines)
 
 
