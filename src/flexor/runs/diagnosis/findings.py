@@ -48,7 +48,7 @@ class Finding:
     def for_line(self) -> dict[str, str]:
         """As in a line of the metrics: short."""
         change = self.changes[0].text if self.changes else ""
-        return {"verdict": self.verdict, "evidence": self.evidence, "change": change}
+        return {"verdict": self.verdict, "evidence": self.evidence, "change": change[:1].upper() + change[1:]}
 
     def to_json(self) -> dict[str, Any]:
         changes = [
