@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexor.cli.flags import described_run, names_dataset, robot_flags
+from flexor.cli.flags import PRECISIONS, described_run, names_dataset, robot_flags
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from flexor.config.schema import TrainConfig
     from flexor.policies.pretrained import Pretrained
     from flexor.serve.predictor import Predictor
-
-PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexor.plan.data.imagined_robot import Robot
 
 ROBOT = ("cameras", "state", "action")
+PRECISIONS = ("float32", "tf32", "bfloat16")  # of predictions
 
 
 def take_flag(arguments: list[str], *flags: str) -> bool:

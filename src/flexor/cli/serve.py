@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flexor.cli.flags import PRECISIONS
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
     add(
         "--dtype",
-        choices=("float32", "tf32", "bfloat16"),
+        choices=PRECISIONS,
         help="precision; by default that of the checkpoint",
     )
     add("--compile", action="store_true", help="compile the policy's blocks before the port opens")

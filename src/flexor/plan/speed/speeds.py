@@ -34,8 +34,8 @@ UNITS = {torch.float32: "tf32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 KIND = "any of this kind"  # a kind may have the name of one of its operations
 LAYOUTS: tuple[Layout, ...] = ("", "nhwc", "to nhwc")
 CHANNELS_LAST = 0.27
-"""Time of a bf16 convolution in channels last, relative to the usual format, if only that was measured. It makes whole
-steps of ACT, Diffusion and VQ-BeT take what they take on an H200."""
+"""Time of a bf16 convolution in channels last, relative to the usual format, if only that was measured. Fitted to
+whole steps of ACT, Diffusion and VQ-BeT on an H200, not measured: a calibration replaces it."""
 GAP = 1e-6  # GPU seconds between two kernels of a CUDA graph, if it was not measured
 REFERENCE = "speeds.json"  # shipped with Flexor: measured on the project's reference GPU
 
