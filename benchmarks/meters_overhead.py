@@ -1,6 +1,6 @@
 """What measuring costs: steps with all meters, log lines and samples of the machine against steps without any of them.
 
-    python benchmarks/meters_overhead.py [--device=cuda] [--repeats=15] [--steps=40] [--output FILE.json]
+    python benchmarks/meters_overhead.py [--device=cuda] [--ways graph eager] [--repeats=15] [--output FILE.json]
 
 ACT on made-up batches that lie on the device, at the batch size whose step takes about 10 ms; on a CPU it is a small
 ACT. Steps are eager, and on an NVIDIA GPU also in CUDA graphs: one graph without meters, one for each part with them.
@@ -33,6 +33,7 @@ from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.speed.ceilings import wait_for
 from flexor.train.stopping import Watch
 
+WAYS = ["graph", "eager"]
 WANTED_S = 8e-3  # the first batch size whose step takes at least so long
 STEPS = 40  # of a window, by default
 WARM_UP = 8  # the steps of a graph are captured in these
@@ -144,6 +145,7 @@ def overhead(way: str, device: torch.device, repeats: int, steps: int, folder: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="default: the fastest there is")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all that the device has")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of windows, at least 2")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a window")
     parser.add_argument("--output", type=Path)
@@ -153,7 +155,7 @@ def main() -> None:
         torch.set_num_threads(1)  # threads that wait for each other vary more than the meters cost
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for way in ("eager", "graph") if device.type == "cuda" else ("eager",):
+        for way in given.ways or (WAYS if device.type == "cuda" else ["eager"]):
             row = overhead(way, device, given.repeats, given.steps, Path(folder))
             rows.append(row)
             print(

@@ -191,7 +191,7 @@ def test_an_observation_that_is_too_old_is_said_to_be():
             busy = threads.submit(other.ask, observation(2))
             time.sleep(0.05)
             waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
-            assert "expired" in waited and waited["expired"]["age_ms"] > 100
+            assert "expired" in waited and "actions" not in waited
             assert "actions" in busy.result()
         slow.clear()
         np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))

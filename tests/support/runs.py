@@ -92,6 +92,8 @@ class Forked:
         selection.must_be_marked()
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / "stdout", folder / "stderr"]
+        for file in self.files:
+            file.touch()  # it may be killed before it opens them
         self.process = SERVER.Process(target=_become, args=(folder, arguments, before))
         self.process.start()
         self.pid = self.process.pid

@@ -3,7 +3,7 @@
 With `pytest -n 3 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
 ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
 slow each other down, and one process to fork from is enough. That worker has the most to do, so it goes first: the
-others take what it leaves of the cores.
+others take what it leaves of the cores. A machine with many cores has a worker for each file of them.
 
 xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
 there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
@@ -21,14 +21,18 @@ import pytest
 
 _running: pytest.Item | None = None
 NICE = 10  # of workers that begin with other tests than those of ranks
+MANY = 8  # cores, on which processes of several tests do not slow each other down
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest begins first: the ranks, then files with slow tests."""
-    groups = {item: "ranks" if item.get_closest_marker("ranks") else item.path.name for item in items}
+    together = (os.cpu_count() or 1) < MANY
+    ranks = {item for item in items if item.get_closest_marker("ranks")}
+    groups = {item: "ranks" if together and item in ranks else item.path.name for item in items}
     slow = {groups[item] for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (groups[item] != "ranks", groups[item] not in slow))
+    first = {groups[item] for item in ranks}
+    items.sort(key=lambda item: (groups[item] not in first, groups[item] not in slow))
     if "groups" in getattr(config, "workerinput", {}):
         file = Path(config.workerinput["groups"])  # type: ignore[attr-defined]
         part = file.with_suffix(f".{os.getpid()}")

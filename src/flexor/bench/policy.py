@@ -24,7 +24,7 @@ from flexor.plan.trace.rehearsal import rehearsed_pipelines
 from flexor.policies import policy_class
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
-from flexor.policies.nn.autocast import lower_weights
+from flexor.policies.nn.lower_weights import lower_weights
 from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
 from flexor.serve.open import Precision, keeps_weights_in
 

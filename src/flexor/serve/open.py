@@ -12,7 +12,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import PolicyConfig
-from flexor.policies.nn.autocast import lower_weights
+from flexor.policies.nn.lower_weights import lower_weights
 from flexor.policies.pretrained import Pretrained, find_folder, load_pretrained, read_config
 from flexor.serve.predictor import Predictor
 from flexor.serve.settings import ServeSettings

@@ -29,7 +29,7 @@ from support.plans import H200, settings
 from support.small_policies import small_flags
 
 STEPS = 4
-POLICIES = ["act", "diffusion"]
+POLICIES = ["act", "diffusion", "multi_task_dit"]
 KINDS = [torch.optim.Adam, torch.optim.AdamW]
 
 
@@ -52,7 +52,8 @@ def flags_of(name: str, tiny_act: list[str], folder: Path) -> list[str]:
     if name == "act":
         return [*tiny_act]
     folder.mkdir()
-    return [*small_flags(name, folder), small_resnet.FLAG, "--policy.device=cpu"]
+    resnet = [small_resnet.FLAG] if name == "diffusion" else []
+    return [*small_flags(name, folder), *resnet, "--policy.device=cpu"]
 
 
 def train(data: Path, folder: Path, policy: list[str], *more: str) -> Path:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flexor.policies.hf_transformers import fetch, import_transformers
+from flexor.policies.nn.quick_gelu import QuickGELU
 
 # what differs from the defaults of `transformers`
 KNOWN: dict[str, dict[str, Any]] = {"openai/clip-vit-base-patch16": {"CLIPVisionConfig": {"patch_size": 16}}}
@@ -26,7 +27,7 @@ class ClipVision(nn.Module):
         self.name = name
         clip = import_transformers("CLIP")
         settings = _settings("CLIPVisionConfig", name)
-        self.model = nn.ModuleDict({"vision_model": _bare(clip.CLIPVisionModel(settings), "vision_model")})
+        self.model = nn.ModuleDict({"vision_model": _network(clip.CLIPVisionModel(settings), "vision_model")})
         self.image_size: int = settings.image_size
         self.out_dim: int = settings.hidden_size
 
@@ -51,7 +52,9 @@ class ClipText(nn.Module):
         self.name = name
         clip = import_transformers("CLIP")
         settings = _settings("CLIPTextConfig", name)
-        self.text_encoder = nn.ModuleDict({"text_model": _bare(clip.CLIPTextModel(settings), "text_model")})
+        self.text_encoder = nn.ModuleDict(
+            {"text_model": _network(clip.CLIPTextModel(settings), "text_model")}
+        )
         self.text_encoder.requires_grad_(False)
         self.projection = nn.Linear(settings.hidden_size, out_dim)
         self.max_length: int = settings.max_position_embeddings
@@ -78,6 +81,15 @@ def _settings(kind: str, name: str) -> Any:
     if name in KNOWN:
         return getattr(import_transformers("CLIP"), kind)(**KNOWN[name].get(kind, {}))
     return fetch(kind, name)
+
+
+def _network(model: nn.Module, inner: str) -> nn.Module:
+    """With Flexor's activation function, which is faster, in place of the same one of `transformers`."""
+    network = _bare(model, inner)
+    for layer in network.encoder.layers:  # type: ignore[union-attr]
+        if layer.mlp.config.hidden_act == "quick_gelu":
+            layer.mlp.activation_fn = QuickGELU()
+    return network
 
 
 def _bare(model: nn.Module, inner: str) -> nn.Module:

@@ -113,6 +113,10 @@ class MultiTaskDiTConfig(DenoisingConfig):
                 )
 
     @property
+    def computes_with_bf16_copies(self) -> bool:
+        return True
+
+    @property
     def drop_last_frames(self) -> int:
         if self.drop_n_last_frames is not None:
             return self.drop_n_last_frames

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of queries, in a program
+ROWS = (64, 32, 16)  # of queries, in a program; more of them read the keys less often
+PROGRAMS = 128  # which keep a GPU busy
 BLOCKS = 4  # of keys that a program goes through, if there are more than twice as many
 
 
@@ -157,12 +158,14 @@ def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
     if splits > 1:
         found = queries.new_empty((*queries.shape[:3], splits, width), dtype=torch.float32)
         parts = queries.new_empty((*queries.shape[:3], splits, 2), dtype=torch.float32)
-    grid = triton.cdiv(tokens * shared, ROWS) * splits, kv_heads, batch
+    programs = splits * kv_heads * batch
+    rows = next((r for r in ROWS if triton.cdiv(tokens * shared, r) * programs >= PROGRAMS), ROWS[-1])
+    grid = triton.cdiv(tokens * shared, rows) * splits, kv_heads, batch
     _attend_few[grid](
         queries, keys, values, seen, found, parts, tokens, count, each, shared, width**-0.5,
         queries.stride(0), queries.stride(1), *keys.stride()[:3], *values.stride()[:3],
         seen.stride(0), seen.stride(1) if seen.shape[1] > 1 else 0,
-        splits, ROWS, block, width, num_warps=4, num_stages=2,
+        splits, rows, block, width, num_warps=8 if rows > 32 else 4, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         size = triton.next_power_of_2(splits)

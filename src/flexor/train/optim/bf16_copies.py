@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.nn.attention import Attention
 from flexor.policies.nn.fused_norm import kernels_compile
 from flexor.policies.nn.fused_norm_ops import operator
+from flexor.policies.nn.lower_weights import CAST
 
 DEVICES = ("cuda", "meta")
-LAYERS = (nn.Linear, nn.modules.conv._ConvNd, Attention)
 LARGE = 1 << 16  # values of a tensor from which on it is worth a kernel launch of its own
 
 operator(
@@ -41,7 +40,7 @@ class Bf16Copies:
 
     def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        layers = [module for module in policy.modules() if isinstance(module, LAYERS)]
+        layers = [module for module in policy.modules() if isinstance(module, CAST)]
         self.places = [
             (layer, name, weight)
             for layer in layers

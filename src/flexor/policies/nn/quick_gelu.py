@@ -1,0 +1,54 @@
+"""CLIP's activation function, x * sigmoid(1.702 * x), in one kernel on NVIDIA GPUs.
+
+torch has eight kernels for it, forward and backward. The Triton kernels of `quick_gelu_kernels.py` read and write each
+value once, compute in float32, and round the result. Everywhere else torch computes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexor.policies.nn.fused_norm import TYPES, kernels_compile
+from flexor.policies.nn.fused_norm_ops import operator
+
+SLOPE = 1.702
+KERNELS = "quick_gelu_kernels"
+
+operator("quick_gelu", "(Tensor x) -> Tensor", torch.empty_like, KERNELS)
+operator(
+    "quick_gelu_backward",
+    "(Tensor gradient, Tensor x) -> Tensor",
+    lambda gradient, x: torch.empty_like(x),
+    KERNELS,
+)
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _QuickGELU.apply(x) if _fused(x) else plain(x)
+
+
+def plain(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(SLOPE * x)
+
+
+def _fused(x: Tensor) -> bool:
+    """Whether the kernels can do it. On the meta device, a plan asks what a GPU does. A compiler fuses by itself."""
+    if x.device.type not in ("cuda", "meta") or x.dtype not in TYPES or torch.compiler.is_compiling():
+        return False
+    return x.is_contiguous() and (not x.is_cuda or kernels_compile(x.device))
+
+
+class _QuickGELU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.flexor.quick_gelu(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.ops.flexor.quick_gelu_backward(gradient.contiguous(), *ctx.saved_tensors)
