@@ -31,7 +31,8 @@ def test_a_file_is_python_39_and_imports_little(file):
 
 def test_it_imports_neither_torch_nor_flexor():
     code = "import sys, flexor_client; print([n for n in ('torch', 'flexor', 'PIL') if n in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    path = [str(ROOT.parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # what it needs may be there
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )

@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=usual.batch_window_ms,
         metavar="MS",
-        help="how long a request waits for those of other robots (default 2)",
+        help="how long a request waits for those of other robots (default: a tenth of the time of a prediction)",
     )
     add("--max-clients", type=int, default=usual.max_clients, metavar="N", help="connections (default 64)")
     add(

@@ -14,13 +14,13 @@ from flexor.serve.predictor import ServeJob
 
 ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
 REMEMBERED = 32  # predictions, to know how long one takes
-SHARE = 0.1  # of the time of a prediction that may be spent on waiting for others
+SHARE = 0.1  # of the time of a prediction that is spent on waiting for others, unless a time is set
 
 
 class RequestBatcher:
     """One queue for all clients. Only the event loop uses it, except for `answer`."""
 
-    def __init__(self, answer: Callable[[Sequence[ServeJob]], None], most: int, window_s: float):
+    def __init__(self, answer: Callable[[Sequence[ServeJob]], None], most: int, window_s: float | None):
         self.answer, self.most, self.window_s = answer, most, window_s
         # torch's number of threads is a setting of each thread: the model's gets that of this one
         threads = torch.get_num_threads()
@@ -83,7 +83,7 @@ class RequestBatcher:
         It begins when the model is free, for robots that asked before: those just answered ask again in a moment.
         Otherwise robots would fall into groups that wait for each other.
         """
-        window = max(self.window_s, SHARE * self.fastest())
+        window = SHARE * self.fastest() if self.window_s is None else self.window_s
         until = max(self.waiting[0][0].queued, self.free_since) + window
         while len(self.waiting) < min(self.most, self._expected()):
             left = until - time.perf_counter()

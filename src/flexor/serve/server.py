@@ -27,7 +27,7 @@ from flexor.serve.request import ObservationReader
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import PROTOCOL, pack
 
-SWITCH_S = 0.001  # Python's threads take turns this often: the model's must not hold up the connections
+SWITCH_S = 0.0001  # Python's threads take turns this often: the model's must not hold up the connections
 OPENING_S = 4.0  # for a request: browsers open connections in reserve, and the server's end waits for them
 BUFFERED_FRAMES = 1  # of a client that sends without waiting for its answers
 
@@ -74,8 +74,9 @@ class PolicyServer:
         switch = sys.getswitchinterval()
         try:
             sys.setswitchinterval(SWITCH_S)
+            window = self.settings.batch_window_ms
             batcher = RequestBatcher(
-                self.predictor.answer, self.predictor.max_batch, self.settings.batch_window_ms / 1e3
+                self.predictor.answer, self.predictor.max_batch, None if window is None else window / 1e3
             )
             await asyncio.get_running_loop().run_in_executor(batcher.thread, self.predictor.warm)
             self.loop = ClientLoop(

@@ -27,8 +27,8 @@ class ServeSettings:
     seed: int = 0
     """Of the policy's noise."""
     max_batch: int = 8
-    batch_window_ms: float = 2.0
-    """How long a request waits for those of other robots."""
+    batch_window_ms: float | None = None
+    """How long a request waits for those of other robots. None: a tenth of the time of a prediction."""
     max_clients: int = 64
     max_sessions: int = 64
     """Robots on one connection."""
@@ -44,7 +44,7 @@ class ServeSettings:
         for name in ("max_batch", "max_clients", "max_sessions", "requests_per_s", "ping_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}={getattr(self, name)} must be greater than 0.")
-        if self.batch_window_ms < 0:
+        if self.batch_window_ms is not None and self.batch_window_ms < 0:
             raise ConfigError(f"--batch-window-ms={self.batch_window_ms} must be at least 0.")
         if self.limits.frame_bytes < 2**16:
             raise ConfigError("--max-frame-mb is less than an image needs.")

@@ -268,4 +268,4 @@ def test_copies_take_no_more_memory(monkeypatch):
     peak()  # memory that libraries take once
     copies = peak()
     monkeypatch.setattr(build, "DEVICES", ())
-    assert copies <= peak()
+    assert copies <= 1.001 * peak()
