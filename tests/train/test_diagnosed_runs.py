@@ -156,6 +156,20 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("verdict", "flags"),
+    [
+        ("saving-bound", ("--save_checkpoint=true", "--save_freq=1")),
+        ("evaluation-bound", ("--dataset.eval_split=0.5", "--eval_steps=1")),
+    ],
+)
+def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags):
+    run = train(tmp_path, lowdim, tiny_act, *flags)
+    found = {finding.verdict: finding for finding in assert_named(run, verdict).findings}
+    assert flags[-1].replace("=1", "=") in found[verdict].for_line()["change"]
+
+
+@pytest.mark.ranks
 def test_a_healthy_run_gets_no_alarm(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, "--log_freq=10")
     found = assert_named(run, "compute-bound (CPU)")

@@ -21,7 +21,13 @@ from flexor.sim.expert import Disturbance, expert_action
 from flexor.sim.task import COLOURS, FPS, TIME_LIMIT, PlaceEnv
 
 # names of datasets that are recorded on first use -> their settings
-BUILTIN: dict[str, dict[str, Any]] = {"builtin/place": {}, "builtin/place_words": {"targets": 2}}
+BUILTIN: dict[str, dict[str, Any]] = {
+    "builtin/place": {},
+    "builtin/place_words": {
+        "targets": 2,
+        "episodes": 1000,
+    },  # with 300, words are learned, but not all places
+}
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration
 

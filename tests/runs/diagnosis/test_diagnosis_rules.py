@@ -347,6 +347,34 @@ def test_communication():
     assert_names(sharded, "communication-bound", "--parallel.strategy=ddp")
 
 
+def test_saving_all_the_time():
+    saved = changed(HEALTHY, checkpoint_s=0.04)  # 40 % of a step, on average
+    found = verdict_of(saved, save_freq=10)
+    assert_names(found, "saving-bound", "--save_freq=500")
+    assert "0.4 s every 10 steps" in found.verdict.evidence and found.steps == 140
+    # in every third line: 12 of 40 seconds
+    lines = [line | {"checkpoint_s": 0.09 * (i % 3 == 0)} for i, line in enumerate(lines_of(HEALTHY, 21))]
+    found = diagnose_lines(lines, {**CONFIG, "save_freq": 60}, H200)[0]
+    assert_names(found, "saving-bound", "--save_freq=2000")
+    assert len(found.findings) == 1
+
+
+def test_saving_now_and_then_is_no_alarm():
+    lines = [line | {"checkpoint_s": 0.05 * (i % 8 == 0)} for i, line in enumerate(lines_of(HEALTHY, 40))]
+    assert diagnose_lines(lines, {**CONFIG, "save_freq": 160}, H200)[0].healthy
+
+
+def test_evaluating_all_the_time():
+    lines = []
+    for line in lines_of(changed(HEALTHY, evaluation_s=0.05), 10):
+        lines += [line, {"step": line["step"], "held_out_loss": 1.0}]
+    found = diagnose_lines(lines, {**CONFIG, "eval_steps": 20, "env_eval_freq": 100}, H200)[0]
+    assert_names(found, "evaluation-bound", "--eval_steps=1000 --env_eval_freq=5000")
+    live = LiveDiagnosis({**CONFIG, "eval_steps": 20}, H200)
+    told = [one for line in lines if (one := live.add(line))]
+    assert [one.verdict.verdict for one in told] == ["evaluation-bound"]
+
+
 # --- which lines count, and no flapping
 
 
@@ -368,7 +396,7 @@ def test_first_lines_evaluations_and_checkpoints_do_not_count():
     resumed[0] |= {"data_wait": 0.9}
     for line in (*lines[:6], evaluation, *lines[6:8], *resumed):
         reports.add(line)
-    found = figures_of(reports.kept)
+    found = figures_of(reports)
     assert found.of("data_wait") == pytest.approx(0.01) and found.steps == 6 * 20
 
 
@@ -411,7 +439,18 @@ JSON = st.recursive(
     max_leaves=5,
 )
 NUMBERS = st.floats() | st.integers(-(10**400), 10**400) | st.floats(0, 1)
-NAMES = sorted({*HEALTHY, "slowest", "memory", "copy_s", "communication_s", "checkpoint_s", "main_thread"})
+NAMES = sorted(
+    {
+        *HEALTHY,
+        "slowest",
+        "memory",
+        "copy_s",
+        "communication_s",
+        "checkpoint_s",
+        "evaluation_s",
+        "main_thread",
+    }
+)
 INNER = sorted(
     {*LOADER, *HOST, *GPU, "rank", "own_s", "others_s", "retries", "peak_gb", "cpu_stolen", "ram_limit_gb"}
 )

@@ -1,16 +1,19 @@
 """The last reports of a run as one set of figures: means over their time, and sums of what its loaders did.
 
 A report counts if it is about ordinary steps. The first one after a start, and those with an evaluation or a checkpoint
-in their time, do not. Whatever is missing or is not a number is left out: old runs and other systems report less.
+in their time, do not: what these take is added up apart, for the whole run. Whatever is missing or is not a number is
+left out: old runs and other systems report less.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from flexor.runs.diagnosis.findings import ALARM
 
 RATE = "samples_per_s"
 WINDOW_S = 60.0  # how far back reports count
@@ -18,6 +21,7 @@ LEAST_REPORTS, LEAST_S = 3, 2.0  # fewer are not enough for a verdict
 MERGED_S = 1.0  # shorter reports are merged: a run may log every step
 MOST = 1e18  # nothing that a run reports is larger
 HELD = 0.1  # share of the time: reports in which saving or evaluating took more do not count
+PAUSES = ("checkpoint_s", "evaluation_s")
 SUMMED = "loader."
 NOT_SUMMED = ("loader.threads", "loader.source", "loader.cache")
 
@@ -80,6 +84,39 @@ def report_of(line: Mapping[str, Any], steps: float, seconds: float) -> Report:
     return Report(seconds, steps, sums, weights, last)
 
 
+@dataclass
+class Pauses:
+    """What saving and evaluating took since the start of the run. They are rare: a minute would be too short."""
+
+    seconds: float = 0.0
+    """Of training, with the pauses."""
+    steps: float = 0.0
+    took: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
+    reports: int = 0
+    """In which they took a part that can be seen."""
+
+    def add(self, line: Mapping[str, Any], steps: float, seconds: float) -> bool:
+        """Returns whether they took such a part of these seconds."""
+        took = {name: min(max(number(line.get(name)) or 0.0, 0.0) * steps, seconds) for name in PAUSES}
+        self.seconds += seconds
+        self.steps += steps
+        for name, time in took.items():
+            self.took[name] += time
+        held = sum(took.values()) > HELD * seconds
+        self.reports += held
+        return held
+
+    def share(self, name: str) -> float:
+        """Of the time; 0 if it was not seen often enough."""
+        enough = self.reports >= LEAST_REPORTS and self.seconds >= LEAST_S
+        return self.took[name] / self.seconds if enough else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """A step without pauses."""
+        return max(self.seconds - sum(self.took.values()), 0.0) / max(self.steps, 1e-9)
+
+
 class Reports:
     """The reports that count, as they come: the last minute or so of training."""
 
@@ -87,28 +124,30 @@ class Reports:
         self.global_batch = global_batch
         self.step: float | None = None
         self.time: float | None = None
-        self.began = True  # the next report is the first after a start, or after an evaluation
+        self.evaluated = False  # since the last report
         self.kept: deque[Report] = deque()
+        self.pauses = Pauses()
 
-    def add(self, line: Mapping[str, Any]) -> bool:
-        """Returns whether the line counts."""
+    def add(self, line: Mapping[str, Any]) -> float:
+        """Returns the seconds that the line tells something about."""
         step, rate, time = (number(line.get(name)) for name in ("step", RATE, "time"))
         if step is None:
-            return False
+            return 0.0
         if rate is None or rate <= 0:
-            self.began = True  # an evaluation: its time is in the next report
-            return False
-        before, clock, began = self.step, self.time, self.began
-        self.step, self.time, self.began = step, time, False
-        if began or before is None or step <= before:
-            return False
+            self.evaluated = True  # its time is in the next report
+            return 0.0
+        before, clock, evaluated = self.step, self.time, self.evaluated
+        self.step, self.time, self.evaluated = step, time, False
+        if before is None or step <= before:  # the first one after a start
+            return 0.0
         seconds = self._seconds(line, step - before, rate, time, clock)
-        if seconds is None or _held(line, seconds / (step - before)):
-            return False
+        if seconds is None:
+            return 0.0
         if time is not None and clock is not None and time - clock > 1.5 * seconds + 2:
-            return False  # the run was stopped in between
-        self._keep(report_of(line, step - before, seconds))
-        return True
+            return 0.0  # the run was stopped in between
+        if not self.pauses.add(line, step - before, seconds) and not evaluated:
+            self._keep(report_of(line, step - before, seconds))
+        return seconds
 
     def _seconds(
         self, line: Mapping[str, Any], steps: float, rate: float, time: float | None, before: float | None
@@ -134,13 +173,9 @@ class Reports:
 
     @property
     def enough(self) -> bool:
-        return len(self.kept) >= LEAST_REPORTS and self.seconds >= LEAST_S
-
-
-def _held(line: Mapping[str, Any], step_s: float) -> bool:
-    """Whether saving or evaluating took a part of the time that can be seen."""
-    held = sum(number(line.get(name)) or 0.0 for name in ("checkpoint_s", "evaluation_s"))
-    return step_s > 0 and held / step_s > HELD
+        """Of ordinary steps; or there are hardly any, because of the pauses between them."""
+        usual = len(self.kept) >= LEAST_REPORTS and self.seconds >= LEAST_S
+        return usual or max(map(self.pauses.share, PAUSES)) >= ALARM
 
 
 @dataclass
@@ -156,6 +191,7 @@ class Figures:
     """How much values that only grow have grown."""
     slow_ranks: dict[int, float] = field(default_factory=dict)
     """Rank -> share of the time in which it was the slowest."""
+    pauses: Pauses = field(default_factory=Pauses)
     config: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
 
@@ -199,11 +235,11 @@ class Figures:
 
 
 def figures_of(
-    reports: Iterable[Report],
+    reports: Reports,
     config: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> Figures:
-    kept = list(reports)
+    kept = list(reports.kept)
     total = Report(0.0, 0.0, {}, {}, {})
     slow: dict[int, float] = {}
     for report in kept:
@@ -224,6 +260,7 @@ def figures_of(
         total.last,
         {"memory.retries": max(retries) - min(retries)} if retries else {},
         {rank: seconds / max(total.seconds, 1e-9) for rank, seconds in slow.items()},
+        reports.pauses,
         config or {},
         record or {},
     )

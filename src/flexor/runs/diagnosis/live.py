@@ -24,15 +24,12 @@ class LiveDiagnosis:
 
     def add(self, line: Mapping[str, Any]) -> Diagnosis | None:
         """The diagnosis, if this line changed the verdict."""
-        before = self.reports.seconds
-        if not self.reports.add(line):
-            return None
-        self._trained += max(self.reports.seconds - before, 0.0) or self.reports.kept[-1].seconds
+        self._trained += self.reports.add(line)
         if not self.reports.enough or self._trained < LOOK_EVERY_S:
             return None
         self._trained = 0.0
         known = self.now.verdict.verdict if self.now.verdict else None
-        found = diagnose(figures_of(self.reports.kept, self.config, self.record), known)
+        found = diagnose(figures_of(self.reports, self.config, self.record), known)
         assert found.verdict is not None
         if found.verdict.verdict == known:
             self.now, self._candidate = found, ("", 0)

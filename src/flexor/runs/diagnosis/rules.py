@@ -15,6 +15,7 @@ from flexor.runs.diagnosis.cores import starved
 from flexor.runs.diagnosis.data import copy_bound, data_bound, loader_time
 from flexor.runs.diagnosis.figures import Figures, Reports, figures_of, mapping, number
 from flexor.runs.diagnosis.findings import ALARM, Diagnosis, Finding, Suggestion, percent
+from flexor.runs.diagnosis.pauses import paused
 from flexor.runs.state import CPU_BOUND, GPU_BOUND
 
 LEAVE = 0.1  # a verdict of before stays until it costs less than this
@@ -31,10 +32,13 @@ def diagnose(f: Figures, before: str | None = None) -> Diagnosis:
         *throttled(f),
         *shared_gpu(f),
         *memory_pressure(f),
+        *paused(f),
         *starved(f, _needs_cores(f, sum(one.cost for one in launch))),
     ]
     alarms = [one for one in found if one.cost >= (LEAVE if one.verdict == before else ALARM)]
     alarms.sort(key=lambda one: -one.weight)
+    if not f.steps:  # of ordinary ones, because of the pauses
+        return Diagnosis(alarms, f.pauses.seconds, round(f.pauses.steps))
     return Diagnosis(alarms or [_healthy(f)], f.seconds, round(f.steps))
 
 
@@ -93,5 +97,5 @@ def diagnose_lines(
     reports = Reports(int(batch) if batch and batch > 0 else None)
     for line in lines:
         reports.add(line)
-    figures = figures_of(reports.kept, config, record)
+    figures = figures_of(reports, config, record)
     return (diagnose(figures) if reports.enough else Diagnosis()), figures, reports
