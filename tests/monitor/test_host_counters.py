@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.monitor import cgroups, host
+from flexor.core import cgroups
+from flexor.monitor import host
 from flexor.monitor.host import HostCounters
 
 STAT = """\

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
+
+from flexor.core import cgroups
 
 
 def total_memory() -> int:
@@ -13,16 +16,13 @@ def total_memory() -> int:
 
 
 def free_memory() -> int:
-    """Bytes of RAM that are free now, within this container's limit if it has one."""
+    """Bytes of RAM that are free now, within the limit of this container or job if it has one."""
     free = total_memory()  # macOS does not report free memory
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
-    used = _lines(Path("/sys/fs/cgroup/memory.current"))
-    if limit and used and limit[0].isdigit():
-        free = min(free, max(int(limit[0]) - int(used[0]), 0))
-    return free
+    limited = cgroups.memory_limit(total_memory())
+    return min(free, max(limited[0] - limited[1], 0)) if limited else free
 
 
 def pinned_bytes(size: int) -> int:
@@ -31,9 +31,11 @@ def pinned_bytes(size: int) -> int:
 
 
 def usable_cores() -> int:
-    """Cores this process may use."""
+    """Cores this process may use, within the limit of this container or job if it has one."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    limit = cgroups.cores_limit()
+    return min(cores, max(math.ceil(limit), 1)) if limit else cores
 
 
 def cache_folder() -> Path:

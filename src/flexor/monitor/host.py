@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexor.monitor import cgroups
+from flexor.core import cgroups
 
 SECTOR = 512  # bytes, in /proc/diskstats, whatever the disk has
 # Disks and networks made of others, whose bytes would count twice, or that are memory

@@ -53,7 +53,7 @@ def read_files(text: str) -> int:
 def cores_limit() -> float | None:
     """Cores that the groups allow."""
     found = []
-    for folder in group_folders(_text(Path("/proc/self/cgroup")), "cpu"):
+    for folder in _folders("cpu"):
         quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us")
         found.append(read_cores(_text(folder / "cpu.max") or f"{quota} {period}"))
     return min((cores for cores in found if cores), default=None)
@@ -61,7 +61,7 @@ def cores_limit() -> float | None:
 
 def throttled_s() -> float | None:
     """Seconds so far in which the limit kept this process's groups from running."""
-    folders = group_folders(_text(Path("/proc/self/cgroup")), "cpu")
+    folders = _folders("cpu")
     found = [read_throttled(_text(folder / "cpu.stat")) for folder in folders]
     return max((seconds for seconds in found if seconds is not None), default=None)
 
@@ -69,7 +69,7 @@ def throttled_s() -> float | None:
 def memory_limit(total: int) -> tuple[int, int] | None:
     """Bytes that the tightest group allows, and those it uses for other things than files; None without a limit."""
     tightest: tuple[int, int] | None = None
-    for folder in group_folders(_text(Path("/proc/self/cgroup")), "memory"):
+    for folder in _folders("memory"):
         limit = _text(folder / "memory.max") or _text(folder / "memory.limit_in_bytes")
         used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
         if not (limit.strip().isdigit() and used.strip().isdigit()) or not 0 < int(limit) < total:
@@ -78,6 +78,10 @@ def memory_limit(total: int) -> tuple[int, int] | None:
         if tightest is None or int(limit) - own < tightest[0] - tightest[1]:
             tightest = int(limit), own
     return tightest
+
+
+def _folders(controller: str) -> list[Path]:
+    return group_folders(_text(Path("/proc/self/cgroup")), controller)
 
 
 def _text(path: Path) -> str:
