@@ -78,6 +78,7 @@ LAYERS = {
             "graph",
             "health",
             "diagnose",
+            "run_log",
         ),
         "loop",
     ],

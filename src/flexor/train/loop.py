@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from tqdm import tqdm
 
 from flexor.config.for_gpu import settle_for_gpu
 from flexor.config.schema import TrainConfig
@@ -22,33 +21,29 @@ from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
 from flexor.core.run_files import LOG, RUN_CONFIG
 from flexor.data.dataset import Dataset
-from flexor.data.loader.loader import TROUBLES, Loader, sample_rows
+from flexor.data.loader.loader import Loader, sample_rows
 from flexor.data.mixture.entries import absolute_roots
-from flexor.monitor.meters import Arithmetic, Meters, as_json
+from flexor.monitor.meters import Arithmetic, Meters
 from flexor.monitor.profiler import Profiling
-from flexor.monitor.system import Sampler, sampler_for, this_process
-from flexor.monitor.system_file import over_hosts
-from flexor.monitor.trackers import Trackers, check_trackers
+from flexor.monitor.trackers import check_trackers
 from flexor.policies.fit import fit_to_dataset
-from flexor.runs.text import duration_text
 from flexor.train.announce import introduce
 from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
-from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note, read_record
+from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
 from flexor.train.datasets import build_datasets, check_same_episodes, weigh_samples
-from flexor.train.diagnose import Diagnosing
 from flexor.train.engine.base import check_devices, lowest_capability, pick_device
 from flexor.train.graph import GraphStep
-from flexor.train.health import Health
 from flexor.train.hub.background import Pushing
 from flexor.train.ranks.processes import Processes, find_processes
 from flexor.train.ranks.split import count_steps, scale_learning_rate, split_batch
 from flexor.train.ranks.watchdog import Watchdog
+from flexor.train.run_log import RunLog
 from flexor.train.stopping import Crashed, StopSignal, Watch, stopped
 from flexor.train.validate import evaluate, held_out_loss
 
@@ -237,22 +232,12 @@ def fit(
     times = state.times = meters.times
     loader.before_copy = times.has_batch
     watch = Watch(run, engine, saver.complete)
-    result = TrainResult(run.folder, state.step, saver.newest)
     step = GraphStep(state)
     compiling = CompileTime(state.policy) if config.compile else None
     profiling = Profiling(config.profile, run.folder, engine.device, engine.rank, config.profile_all_ranks)
-    health = Health(state, run, loader) if engine.rank == 0 else None
-    diagnosing = Diagnosing(config, run.folder, loader, engine.processes)
     state.policy.train()
 
-    with (
-        Trackers(config, run.folder, read_record(run.folder).get("id", "run"), engine.rank > 0) as trackers,
-        _sampler(state, run) as sampler,
-        closing(profiling),
-        closing(diagnosing),
-        _progress_bar(state) as bar,
-        saver,
-    ):
+    with RunLog(state, run, loader, meters) as run_log, closing(profiling), saver:
         batches = loader.steps(state.step, config.steps)
         stop.stepping = True
         while state.step < config.steps:
@@ -271,23 +256,17 @@ def fit(
             watch.see(state.step, micro_batches, loss, norm, stop.signal)
             times.mark("rest")
             meters.count_step(loader.global_batch)
-            sampler.step = state.step
+            run_log.count_step()
             if profiling.is_on:
                 with dog.patiently("profiling"):
                     profiling.end(state.step)
             saver.check()
-            bar.update()
 
             last, stopping = state.step == config.steps, watch.stopping
             if state.step % config.log_freq == 0 or last:
                 watch.check()
-                epoch = loader.order.epoch(state.step * loader.global_batch)
-                if health:
-                    health.look(state.step, micro_batches)
-                result.metrics |= _log(
-                    state, meters, trackers, bar, epoch, loader, sampler, health, diagnosing
-                )
-            result.metrics |= _evaluations(state, run, held_out, trackers, dog, health)
+                run_log.tell_steps(micro_batches)
+            _evaluate(state, run, held_out, run_log, dog)
             if config.save_checkpoint and (_due(state.step, config.save_freq, last) or stopping):
                 watch.check()
                 with dog.patiently("saving a checkpoint"), times.part("checkpoint"):
@@ -300,93 +279,23 @@ def fit(
         watch.check()
         dog.rest("finishing")
         saver.wait()
-    result.step, result.checkpoint = state.step, saver.newest
-    return result
+    return TrainResult(run.folder, state.step, saver.newest, run_log.newest)
 
 
-def _evaluations(
-    state: TrainState,
-    run: Run,
-    held_out: Dataset | None,
-    trackers: Trackers,
-    dog: Watchdog,
-    health: Health | None,
-) -> dict[str, Any]:
+def _evaluate(state: TrainState, run: Run, held_out: Dataset | None, run_log: RunLog, dog: Watchdog) -> None:
     """The held-out loss and the success in the environment, if they are due at this step."""
-    config, found = state.config, dict[str, Any]()
+    config = state.config
     if held_out is not None and _due(state.step, config.eval_steps, state.step == config.steps):
         with dog.patiently("computing the held-out loss"), state.times.part("evaluation"):
-            values = {"held_out_loss": held_out_loss(state, held_out, config.max_eval_samples)}
-        found |= _report(state.step, values, trackers, health)
+            loss = held_out_loss(state, held_out, config.max_eval_samples)
+        run_log.tell({"held_out_loss": loss})
     if config.env.type and _due(state.step, config.env_eval_freq, False):
         with dog.patiently("evaluating"), state.times.part("evaluation"):
-            found |= _report(state.step, evaluate(state, run), trackers, health)
-    return found
+            run_log.tell(evaluate(state, run))
 
 
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
-
-
-def _log(
-    state: TrainState,
-    meters: Meters,
-    trackers: Trackers,
-    bar: Any,
-    epoch: float,
-    loader: Loader,
-    sampler: Sampler,
-    health: Health | None,
-    diagnosing: Diagnosing,
-) -> dict[str, Any]:
-    loader.dataset.store.repeats.tell()
-    found = state.engine.processes.gather((loader.troubles(), sampler.take()))
-    counts = {name: sum(told.get(name, 0) for told, _ in found) for name in TROUBLES}
-    counts["skipped_episodes"] = len(loader.dataset.skipped)
-    troubles = {name: count for name, count in counts.items() if count}
-    values: dict[str, Any] = {
-        **meters.report(state.engine, left=state.config.steps - state.step),
-        "lr": state.scheduler.get_last_lr()[0],
-        "epoch": epoch,
-        **troubles,
-    }
-    if loader.frames_per_sample:
-        values["frames_per_s"] = loader.frames_per_sample * values["samples_per_s"]
-    system = over_hosts([sampled for _, sampled in found])
-    if system:
-        values["system"] = system
-    seen = loader.seen(state.step)
-    if seen:
-        values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
-    if health:
-        health.see(state.step, values)
-    diagnosing.add_to(state.step, values)
-    meters.reset()
-    trackers.log(state.step, values)
-    bar.set_postfix(loss=f"{values['loss']:.3f}", samples_s=f"{values['samples_per_s']:.0f}")
-    log.info(
-        "step %d  loss %.4f  grad %.2f  lr %.2e  %.1f samples/s  epoch %.2f  data wait %.0f %%%s%s%s%s",
-        state.step,
-        values["loss"],
-        values["grad_norm"],
-        values["lr"],
-        values["samples_per_s"],
-        epoch,
-        100 * values["data_wait"],
-        f"  GPU busy {100 * values['gpu_busy']:.0f} %" if "gpu_busy" in values else "",
-        f"  left {duration_text(values['left_s'])}" if values["left_s"] else "",
-        "".join(f"  {name.replace('_', ' ')} {count}" for name, count in troubles.items()),
-        "".join(f"  {name} {100 * s.share:.0f} % ({s.epochs:.2f} epochs)" for name, s in seen.items()),
-    )
-    return as_json(values)
-
-
-def _report(step: int, values: dict[str, Any], trackers: Trackers, health: Health | None) -> dict[str, Any]:
-    log.info("step %d  %s", step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
-    if health:
-        health.see(step, values)
-    trackers.log(step, values)
-    return values
 
 
 def _meters(state: TrainState, arithmetic: Arithmetic | None) -> Meters:
@@ -395,24 +304,6 @@ def _meters(state: TrainState, arithmetic: Arithmetic | None) -> Meters:
     return Meters(engine.device, exchanges=exchanges, host=host, arithmetic=arithmetic)
 
 
-def _sampler(state: TrainState, run: Run) -> Sampler:
-    """Samples this host, if this is its first process."""
-    processes = state.engine.processes
-    me = this_process(processes.host, processes.rank, state.engine.device)
-    return sampler_for(me, processes.gather(me), run.folder, state.config.system_every_s, state.step)
-
-
 def _watchdog(config: TrainConfig, processes: Processes) -> Watchdog:
     where = (processes.rank, processes.world_size, processes.host)
     return Watchdog(*where, processes.store, config.parallel.timeout_s)
-
-
-def _progress_bar(state: TrainState) -> Any:
-    return tqdm(
-        total=state.config.steps,
-        initial=state.step,
-        unit="step",
-        dynamic_ncols=True,
-        smoothing=0.05,
-        disable=None if state.engine.rank == 0 else True,
-    )
