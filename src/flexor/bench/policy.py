@@ -24,9 +24,8 @@ from flexor.plan.trace.rehearsal import rehearsed_pipelines
 from flexor.policies import policy_class
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
-from flexor.policies.nn.lower_weights import lower_weights
 from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
-from flexor.serve.open import Precision, keeps_weights_in
+from flexor.serve.open import Precision, compute_in, keeps_weights_in
 
 BATCHES = (1, 8)
 GPU_CALLS, CPU_CALLS = 30, 3
@@ -88,12 +87,10 @@ def trained(path: str, device: str | None, dtype: Precision | None = None) -> Pr
 def computing_in(dtype: Precision | None, policy: Pretrained) -> Iterator[None]:
     """Inside, the policy computes as `flexor serve --dtype` lets it."""
     device = next(policy.policy.parameters()).device
-    if dtype == "bfloat16":
-        lower_weights(policy.policy)
-    with full_float32(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-        if dtype == "tf32":
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        yield
+    with full_float32():  # which is undone afterwards, like what compute_in sets
+        lower = compute_in(dtype, policy.policy)
+        with torch.autocast(device.type, lower, enabled=lower is not None):
+            yield
 
 
 def measure(policy: Pretrained, batch: int, way: Way, calls: int) -> dict[str, Any]:

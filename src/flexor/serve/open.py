@@ -11,7 +11,7 @@ from flexor.config.parse import nest, parse_flags
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.policies.base import PolicyConfig
+from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.nn.lower_weights import lower_weights
 from flexor.policies.pretrained import Pretrained, find_folder, load_pretrained, read_config
 from flexor.serve.predictor import Predictor
@@ -53,23 +53,29 @@ def predictor_of(
     pretrained: Pretrained, settings: ServeSettings, *, dtype: Precision | None, compiled: bool
 ) -> Predictor:
     """For a policy on its device."""
-    settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    for part in settings_of_torch:
-        part.allow_tf32 = dtype == "tf32"
     where = next(pretrained.policy.parameters()).device
     if compiled:
         log.info("compiling; this can take a minute, and the port opens after it")
         compile_blocks(pretrained.policy, where)
-    if dtype == "bfloat16":
-        lower_weights(pretrained.policy)
     return Predictor(
         pretrained,
         reply=settings.reply,
         seed=settings.seed,
-        autocast=torch.bfloat16 if dtype == "bfloat16" else None,
+        autocast=compute_in(dtype, pretrained.policy),
         fixed_sizes=compiled or where.type == "cuda",
         max_batch=settings.max_batch,
     )
+
+
+def compute_in(dtype: Precision | None, policy: Policy) -> torch.dtype | None:
+    """From now on, predict in this precision. Returns the type for autocast, if it is needed."""
+    settings_of_torch: tuple[Any, Any] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    for part in settings_of_torch:
+        part.allow_tf32 = dtype == "tf32"
+    if dtype != "bfloat16":
+        return None
+    lower_weights(policy)
+    return torch.bfloat16
 
 
 def _overrides(flags: Sequence[str]) -> dict[str, Any]:
