@@ -30,6 +30,8 @@ class Calibration(NamedTuple):
     cameras: int = 2
     height: int = 480
     width: int = 640
+    settings: Mapping[str, Any] = {}
+    """Of the policy. A large one has few layers: many take as long each."""
     narrow: Mapping[str, Any] = {}
     """Settings of a smaller network with the same operations, to measure the host time of each operation."""
 

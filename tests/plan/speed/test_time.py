@@ -8,8 +8,10 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from flexor.plan.memory.memory import Share
+from flexor.plan.data.imagined_robot import Robot
+from flexor.plan.memory.memory import Share, plan_memory
 from flexor.plan.site.hardware import GPU, load_hardware
+from flexor.plan.speed import calibrate
 from flexor.plan.speed.calibrate import merged, per_operation
 from flexor.plan.speed.speeds import (
     GAP,
@@ -255,3 +257,31 @@ def test_the_host_is_charged_by_operation_and_views_cost_less() -> None:
     ops = [Op("mm", "matmul", "forward"), Op("t", "view", "forward"), Op("mm", "matmul", "backward")]
     costs = per_operation(ops, {"forward": 2.8, "backward": 3.0, "ema": 0.7})
     assert costs == {"step": 0.7, "forward": pytest.approx(2.0), "backward": 3.0}
+
+
+def test_products_of_large_models_become_samples(monkeypatch, h200: GPU) -> None:
+    monkeypatch.setattr(calibrate, "ROWS", (8,))
+    monkeypatch.setattr(calibrate, "LAYERS", ((16, 32),))
+    found = list(calibrate.large_products(torch.device("cpu")))
+    assert [(op.name, op.extent) for op, _ in found] == [
+        ("addmm", (1, 8, 32, 16)),
+        ("mm", (1, 8, 16, 32)),
+        ("mm", (1, 32, 16, 8)),
+    ]
+    for op, seconds in found:
+        sample = sample_of(op, seconds, h200)
+        assert (sample.dtype, sample.times) == (
+            "bfloat16",
+            pytest.approx(seconds / limit(op, h200), abs=1e-3),
+        )
+
+
+def test_what_is_measured_can_be_planned(h200: GPU) -> None:
+    """Without a GPU. What measures the host stays in memory all the time, in two precisions."""
+    host = 0
+    for kind, usual in calibrate.calibrations().items():
+        config = calibrate.settings(kind, "bf16", channels_last=True)
+        assert step_time(trace_step(config, 4, h200), h200, config=config, speeds=assumed()).seconds > 0
+        narrow = calibrate.settings(kind, "no", Robot(usual.cameras, 96, 96), **usual.narrow)
+        host += 2 * plan_memory(narrow, h200, 2).allocated
+    assert host < calibrate.HOSTS_GIB * 2**30

@@ -11,6 +11,8 @@ predicted from these measurements. The error of the prediction is the uncertaint
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -24,11 +26,12 @@ from flexor.config.schema import TrainConfig
 from flexor.plan.data.imagined_robot import Robot
 from flexor.plan.memory.memory import MemoryPlanner
 from flexor.plan.site.hardware import GPU
+from flexor.plan.speed.ceilings import fastest
 from flexor.plan.speed.measure import WARM_UP, Measured
 from flexor.plan.speed.speeds import VIEW, Sample, Speeds, sample_of
 from flexor.plan.speed.time import step_time, steps_ops
 from flexor.plan.trace.events import Trace
-from flexor.plan.trace.ops import Op
+from flexor.plan.trace.ops import Op, describe
 from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
 from flexor.policies import POLICIES, policy_class
@@ -40,7 +43,10 @@ LEAST = 0.05  # smallest relative error to report: a machine's speed varies from
 STEPS = 4  # in each measured time window
 FEW = 4  # steps per measurement of the host
 
-HOSTS_GIB = 4  # of GPU memory for the policies that the host is measured with
+HOSTS_GIB = 5  # of GPU memory for the policies that the host is measured with
+# tokens, and inputs and outputs of linear layers of large models, which the measured policies do not have
+ROWS, LAYERS = (4096, 16384), ((1024, 1024), (1024, 4096), (2048, 2048), (2048, 16384), (16384, 2048))
+PRODUCT_WINDOWS, PRODUCT_S = 3, 0.01
 
 
 class Check(NamedTuple):
@@ -78,6 +84,9 @@ def calibrate(gpu: GPU, say: Callable[[str], None]) -> Speeds:
             for host in hosts:
                 host.look()
         gaps = [host.gap() for host in hosts]
+    say("matrix products of large models")
+    here = torch.device("cuda", torch.cuda.current_device())
+    samples += [sample_of(op, seconds, gpu) for op, seconds in large_products(here)]
     costs = {kind: _mean(host.costs() for host in hosts if host.kind == kind) for kind in kinds}
     costs["any"] = _mean(costs.values())
     speeds = Speeds(
@@ -114,6 +123,24 @@ def _measure(config: TrainConfig, batch: int, gpu: GPU, samples: list[Sample], c
         checks.append(Check(replace(config, step="graph"), trace, run.steps(STEPS)))
 
 
+def large_products(device: torch.device) -> Iterator[tuple[Op, float]]:
+    """The matrix products of linear layers in bf16, forward and backward, with their seconds."""
+    mm, addmm = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+    with contextlib.suppress(torch.OutOfMemoryError):  # the largest last
+        for rows, (inner, columns) in itertools.product(ROWS, LAYERS):
+            x, weight, gradient, bias = (
+                torch.randn(*shape, device=device, dtype=torch.bfloat16)
+                for shape in ((rows, inner), (columns, inner), (rows, columns), (columns,))
+            )
+            for function, factors in (
+                (addmm, (bias, x, weight.t())),
+                (mm, (gradient, weight)),
+                (mm, (gradient.t(), x)),
+            ):
+                op = describe(function, factors, factors, [function(*factors)], "forward")
+                yield op, fastest(functools.partial(function, *factors), device, PRODUCT_WINDOWS, PRODUCT_S)
+
+
 def settings(
     kind: str,
     precision: str = "no",
@@ -123,8 +150,9 @@ def settings(
     **changes: Any,
 ) -> TrainConfig:
     """A run of a policy with eager steps and its defaults, except for `changes`."""
-    robot = robot or Robot(*calibrations()[kind][:3])
-    policy = robot.fill_in(policy_class(kind).Config(**changes))
+    usual = calibrations()[kind]
+    robot = robot or Robot(*usual[:3])
+    policy = robot.fill_in(policy_class(kind).Config(**{**usual.settings, **changes}))
     return TrainConfig(policy=policy, precision=precision, step="eager", channels_last=channels_last)  # type: ignore[arg-type]
 
 

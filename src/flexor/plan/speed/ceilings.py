@@ -78,17 +78,18 @@ def _arithmetic(device: torch.device, dtype: torch.dtype, windows: int, window_s
     own = torch.Generator(device).manual_seed(0)  # a run's random values do not depend on a measurement
     left, right = (torch.randn(edge, edge, device=device, generator=own).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * edge**3 / _best(lambda: torch.mm(left, right, out=out), device, windows, window_s)
+    return 2 * edge**3 / fastest(lambda: torch.mm(left, right, out=out), device, windows, window_s)
 
 
 def _bandwidth(device: torch.device) -> float:
     size = CPU_COPY if device.type == "cpu" else GPU_COPY
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * size / _best(lambda: target.copy_(source), device, WINDOWS, WINDOW_S)
+    return 2 * size / fastest(lambda: target.copy_(source), device, WINDOWS, WINDOW_S)
 
 
-def _best(work: Callable[[], object], device: torch.device, windows: int, window_s: float) -> float:
+def fastest(work: Callable[[], object], device: torch.device, windows: int, window_s: float) -> float:
+    """Seconds of a call in the fastest of some time windows."""
     work()  # libraries initialise themselves
     count = max(1, int(window_s / max(seconds_each(work, 1, device), 1e-9)))
     return min(seconds_each(work, count, device) for _ in range(windows))

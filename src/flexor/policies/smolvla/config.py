@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
 from flexor.policies.any_robot import AnyRobotConfig
+from flexor.policies.base import Calibration
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import FineTuningSettings
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
@@ -20,6 +21,15 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     """Defaults are LeRobot's, but for `load_vlm_weights`: see there."""
 
     type: ClassVar[str] = "smolvla"
+    calibration = Calibration(
+        settings={
+            "num_vlm_layers": 2,
+            "train_expert_only": False,
+            "freeze_vision_encoder": False,
+            "load_vlm_weights": False,
+        },
+        narrow={"vlm_model_name": "builtin/tiny-vlm", "resize_imgs_with_padding": (32, 32)},
+    )
     trains_in_bf16: ClassVar[bool] = True
     reads_camera_masks: ClassVar[bool] = True
 
