@@ -31,7 +31,7 @@ JOBS = {
     "act": {"ema": EMAConfig(enable=True), "gradient_accumulation_steps": 2},
     "diffusion": {"precision": "bf16"},
     "vqbet": {"optimizer": OptimizerConfig(type="sgd")},
-    "tdmpc": {"precision": "bf16", "weights_dtype": "bf16"},
+    "tdmpc": {"precision": "bf16", "weights_dtype": "bf16", "policy": {"horizon": 2}},
 }
 
 
