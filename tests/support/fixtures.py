@@ -26,10 +26,15 @@ settings.load_profile("flexor")
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_machine() -> None:
-    """One thread each, so that tests side by side do not fight."""
+    """One thread each, so that tests side by side do not fight. And torch's dozens of loggers hand on what they get:
+    pytest adds itself to each that does not, and leaves it again, in every phase of every test.
+    """
     import torch
 
     torch.set_num_threads(1)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
