@@ -24,6 +24,7 @@ from flexor.policies import POLICIES
 from flexor.sim.record import record_dataset
 from support import small_resnet
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 ROOT = Path(__file__).parents[2]
 SMALL = [
     small_resnet.FLAG,

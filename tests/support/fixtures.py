@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -106,6 +107,27 @@ def tiny_act() -> list[str]:
         "--policy.n_vae_encoder_layers=1",
         "--policy.latent_dim=4",
     ]
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """Plans of the same settings share their traces, whichever test of a file makes them: they take most of the time.
+    Which folder holds the data changes no trace.
+    """
+    from flexor.plan.trace import traces
+
+    trace, made = traces.trace_step, {}
+
+    def once(config: Any, batch_size: int, gpu: Any, accumulation: int, world_size: int) -> Any:
+        settings = repr(config).replace(repr(config.dataset.root), "")
+        key = (settings, batch_size, gpu.compute_capability, accumulation, world_size)
+        if key not in made:
+            made[key] = trace(config, batch_size, gpu, accumulation, world_size)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "trace_step", once)
+        yield
 
 
 @pytest.fixture(scope="session")
