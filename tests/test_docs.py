@@ -83,7 +83,11 @@ def run_page(page: Path, folder: Path, path: Path) -> None:
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
-        env={**os.environ, "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"},
+        env={
+            **os.environ,
+            "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
+            "FLEXOR_CACHE": str(path.parent / "cache"),
+        },
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -94,9 +98,14 @@ def run_page(page: Path, folder: Path, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for PATH with a `flexor` in it, and what stands behind that."""
+    """A folder for PATH with a `flexor` in it, and what stands behind that; beside it a cache with a small
+    `builtin/place`, which would be recorded in half a minute.
+    """
     folder = tmp_path_factory.mktemp("docs")
     demonstrations = record.record_dataset(folder / "demonstrations", episodes=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "record_dataset", lambda root, **_: shutil.copytree(demonstrations, root))
+        record.ensure_builtin_dataset(folder / "cache/datasets", **record.BUILTIN["builtin/place"])
     warm = WarmPython(functools.partial(shrink, demonstrations=str(demonstrations)))
     bin_folder = folder / "bin"
     bin_folder.mkdir()

@@ -1,6 +1,7 @@
 """Imports go one way: a folder imports those before it in these lists, and no file imports itself in a circle."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,9 +94,14 @@ def module_of(file: Path) -> str:
 MODULES = {module_of(file): file for file in ROOT.rglob("*.py")}
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports_of(file: Path) -> Iterator[str]:
     """Modules of Flexor's that a file imports, at the top or anywhere else in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "flexor":
             for name in node.names:
                 full = f"{node.module}.{name.name}"
@@ -104,7 +110,9 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (name.name for name in node.names if name.name in MODULES)
 
 
-IMPORTS = {name: {*imports_of(file)} for name, file in MODULES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    return {name: {*imports_of(file)} for name, file in MODULES.items()}
 
 
 def test_folders_import_one_way():
@@ -116,7 +124,7 @@ def test_folders_import_one_way():
         assert {*inside.values()} == {*layers}, f"{folder or 'flexor'}: LAYERS must name what is there"
         for name, layer in inside.items():
             wrong = [
-                t for t in IMPORTS[name] if t in inside and layers.index(inside[t]) > layers.index(layer)
+                t for t in imports()[name] if t in inside and layers.index(inside[t]) > layers.index(layer)
             ]
             assert not wrong, f"{name} imports {wrong}, which comes after it"
 
@@ -127,7 +135,7 @@ def test_no_file_imports_itself_in_a_circle():
     def visit(name: str, path: list[str]) -> None:
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
         if name not in done:
-            for other in IMPORTS[name]:
+            for other in imports()[name]:
                 visit(other, [*path, name])
             done.add(name)
 
@@ -138,7 +146,7 @@ def test_no_file_imports_itself_in_a_circle():
 def test_two_classes_never_share_a_name():
     found: dict[str, list[str]] = {}
     for name, file in MODULES.items():
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(name)
     assert {name: where for name, where in found.items() if len(where) > 1 and name[0] != "_"} == {}

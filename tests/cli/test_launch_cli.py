@@ -105,10 +105,10 @@ def test_one_process_is_this_one(no_gpu, capsys):
 
 
 @pytest.mark.ranks
-def test_a_mistake_in_the_settings_is_said_and_not_repeated_by_restarts(tmp_path):
-    """Two real processes of Flexor."""
+def test_a_mistake_in_the_settings_is_said_and_not_repeated_by_restarts(warm_python, tmp_path):
+    """A launcher and two processes of Flexor."""
     arguments = ["launch", "local", "--processes=2", "--max-restarts=1", "resume", str(tmp_path / "nowhere")]
-    found = subprocess.run([sys.executable, "-m", "flexor", *arguments], capture_output=True, text=True)
+    found = subprocess.run([warm_python, "-m", "flexor", *arguments], capture_output=True, text=True)
     assert found.returncode == 1, found.stderr
     assert "nowhere" in found.stderr and re.search(r"rank \d \(pid \d+\) ended with code 1", found.stderr)
     assert "restart" not in found.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import io
@@ -9,17 +10,21 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flexor.cli import main as cli
+from flexor.cli import plan as verb
+from flexor.plan.compare import Comparison
 from flexor.plan.show.table import hardware_guide
-from flexor.plan.site.hardware import load_hardware
+from flexor.plan.site.hardware import Hardware, load_hardware
 from flexor.policies import POLICIES
 from flexor.sim.record import record_dataset
 from support import small_resnet
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 ROOT = Path(__file__).parents[2]
 SMALL = [
     small_resnet.FLAG,
@@ -33,6 +38,25 @@ SMALL = [
 JOB = [*SMALL, "--policy.n_action_steps=10", "--cameras=1x64x64", "--frames=1000", "--epochs=2"]
 
 
+ONE = "--gpus=1"  # for plans of which the comparison with more GPUs is not looked at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def studied_once() -> Iterator[None]:
+    """Tests ask for the same plan, as text and as JSON: what is shown is found out once."""
+    study, found = verb._study, {}
+
+    def once(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) -> Comparison:
+        key = (repr({**vars(parsed), "json": None}), *settings)
+        if key not in found:
+            found[key] = study(parsed, settings, hardware)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verb, "_study", once)
+        yield
+
+
 @functools.cache
 def plan(*arguments: str) -> tuple[int, dict]:
     """Several tests ask for the same plan."""
@@ -43,7 +67,7 @@ def plan(*arguments: str) -> tuple[int, dict]:
 
 def test_the_answer_comes_first(capsys):
     images = ["--policy.vision_backbone=resnet18", "--batch_size=64"]
-    assert cli.main(["plan", *JOB, *images, "--gpu=4090"]) == 0
+    assert cli.main(["plan", *JOB, *images, "--gpu=4090", ONE]) == 0
     out = capsys.readouterr().out
     assert re.match(r"act fits on an RTX 4090: \d\.\d\d of 25\.39 GB at peak\.\nA step takes ", out)
     for part in (
@@ -61,12 +85,12 @@ def test_the_answer_comes_first(capsys):
 
 def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
     _, graph = plan("--gpu=4090")
-    _, eager = plan("--gpu=4090", "--step=eager")
+    _, eager = plan("--gpu=4090", "--step=eager", ONE)
     assert (graph["time"]["graph"], graph["time"]["bound"]) == (True, "gpu")
     assert (eager["time"]["graph"], eager["time"]["bound"]) == (False, "host")
     assert graph["time"]["step_s"] == pytest.approx(eager["time"]["at_best_s"])
     said = []
-    for more in ([], ["--step=eager"], ["--step=eager", "--activation_checkpointing=true"]):
+    for more in ([], ["--step=eager", ONE], ["--step=eager", ONE, "--activation_checkpointing=true"]):
         cli.main(["plan", *JOB, "--gpu=4090", *more])
         said.append(capsys.readouterr().out)
     assert "Steps are replayed as a CUDA graph" in said[0] and "--step=auto" not in said[0]
@@ -75,19 +99,19 @@ def test_a_run_with_a_graph_is_not_bound_by_the_host(capsys):
 
 
 def test_the_precision_is_that_of_the_gpu(capsys):
-    for gpu, precision in (("4090", "bf16"), ("T4", "float32")):
-        cli.main(["plan", *JOB, f"--gpu={gpu}"])
+    for gpu, precision in ((["--gpu=4090"], "bf16"), (["--gpu=T4", ONE], "float32")):
+        cli.main(["plan", *JOB, *gpu])
         assert f"Batch size 8 in {precision}" in capsys.readouterr().out
-    _, given = plan("--gpu=4090", "--precision=no")
+    _, given = plan("--gpu=4090", "--precision=no", ONE)
     _, auto = plan("--gpu=4090")
     assert auto["memory"]["activations_bytes"] < given["memory"]["activations_bytes"]
 
 
 def test_compiled_blocks_have_bounds(capsys):
-    code, found = plan("--gpu=4090", "--compile=true")
+    code, found = plan("--gpu=4090", "--compile=true", ONE)
     times = found["time"]
     assert code == 0 and 0 < times["compiled_at_best_s"] < times["at_best_s"] <= times["step_s"]
-    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true"])
+    cli.main(["plan", *JOB, "--gpu=4090", "--compile=true", ONE])
     assert "Compiled blocks" in capsys.readouterr().out
 
 
@@ -106,12 +130,14 @@ def test_where_a_policy_of_ones_own_waits_is_said(capsys, tmp_path: Path):
         "            raise ValueError\n"
         "        return found\n"
     )
-    assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090"]) == 0
+    assert cli.main(["plan", *JOB, f"--policy.type={own}:Own", "--gpu=4090", ONE]) == 0
     assert (
         "makes the host wait for the GPU: bool in own.py, line 9. Host and GPU then"
         in capsys.readouterr().out
     )
-    assert plan(f"--policy.type={own}:Own", "--gpu=4090")[1]["time"]["waits"] == ["bool in own.py, line 9"]
+    assert plan(f"--policy.type={own}:Own", "--gpu=4090", ONE)[1]["time"]["waits"] == [
+        "bool in own.py, line 9"
+    ]
     assert plan("--gpu=4090")[1]["time"]["waits"] == []
 
 
@@ -139,7 +165,7 @@ def test_what_does_not_fit_ends_with_1_and_says_what_to_change(capsys, tmp_path)
         '[gpus."Small"]\nmemory_gib = 0.6\nbandwidth_gb_s = 100\ntflops = { fp32 = 5, bf16 = 10 }\ntdp_w = 50\n'
         'capability = "8.6"\n'
     )
-    code, found = plan(f"--gpus-file={own}", "--gpu=small", "--batch_size=512")
+    code, found = plan(f"--gpus-file={own}", "--gpu=small", "--batch_size=512", ONE)
     assert code == 1 and not found["fits"]
     assert found["remedy"] and found["changes"][0]["saves_bytes"] > 0
 

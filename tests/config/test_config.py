@@ -261,7 +261,7 @@ def typos(draw) -> str:
 
 
 @given(typos(), st.sampled_from(["1", "true", "x", "[1]", "null", "@x", "{"]))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_no_typo_is_silent(wrong, value):
     if wrong in KEYS or any(f"{wrong}.".startswith(f"{name}.") for name in IGNORED):
         return
@@ -272,7 +272,7 @@ def test_no_typo_is_silent(wrong, value):
 
 
 @given(typos())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
     group, dot, _ = wrong.partition(".")
     if (
@@ -291,7 +291,7 @@ def test_typo_in_a_known_group_suggests_a_name_that_exists(wrong):
 
 
 @given(st.sampled_from(KEYS), st.text(max_size=12) | st.integers().map(str) | st.floats().map(str))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_no_value_makes_a_traceback(key, value):
     try:
         load_config([DATA, f"--{key}={value}"])

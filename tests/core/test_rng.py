@@ -99,3 +99,18 @@ def test_seeding_torch():
     assert torch.equal(one, torch.rand(3))
     seed_everything("dropout", 2)
     assert not torch.equal(one, torch.rand(3))
+
+
+def test_torch_is_seeded_as_by_torch_itself():
+    seed_everything("dropout", 1)
+    ours = torch.get_rng_state()
+    torch.manual_seed(key_of("dropout", 1) & ((1 << 63) - 1))
+    assert torch.equal(ours, torch.get_rng_state())
+
+
+@pytest.mark.gpu
+def test_gpus_are_seeded_as_by_torch_itself():
+    seed_everything("dropout", 1)
+    ours = torch.rand(3, device="cuda")
+    torch.manual_seed(key_of("dropout", 1) & ((1 << 63) - 1))
+    assert torch.equal(ours, torch.rand(3, device="cuda"))

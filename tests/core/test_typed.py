@@ -4,11 +4,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.core.errors import ConfigError
-from flexor.core.typed import Text, closest, coerce, from_plain, help_texts, to_plain, type_name
+from flexor.core.typed import (
+    QuickDumper,
+    QuickLoader,
+    Text,
+    closest,
+    coerce,
+    from_plain,
+    help_texts,
+    to_plain,
+    type_name,
+)
 
 Precision = Literal["no", "bf16"]
 
@@ -137,3 +148,14 @@ def test_unknown_key_suggests():
 
 def test_closest_lists_everything_when_nothing_is_near():
     assert closest("zzz", ["alpha", "beta"]) == "Available: alpha, beta."
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists)
+)
+@settings(max_examples=60)
+def test_what_is_dumped_quickly_is_read_by_everything(value):
+    """libyaml and PyYAML's own code, where there are both."""
+    text = yaml.dump({"value": value}, Dumper=QuickDumper, sort_keys=False)
+    for loader in (QuickLoader, yaml.SafeLoader):
+        assert yaml.load(text, loader) == {"value": value}

@@ -29,7 +29,7 @@ FEW = {name: FEATURES[name] for name in ("observation.images.top", "observation.
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("samples")
-    root = write_sample(folder / "v3.0", features=FEW)
+    root = write_sample(folder / "v3.0", features=FEW, lengths=(7, 4), data_files_mb=0.001)
     return {"v3.0": root} | {v: to_v2(root, folder / v, v) for v in ("v2.1", "v2.0")}
 
 

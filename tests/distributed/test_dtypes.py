@@ -132,19 +132,19 @@ def test_a_step_of_shards_is_that_of_one_process(name, dataset, tmp_path):
 def test_several_dtypes_go_on_with_other_processes(dataset, tmp_path):
     """Bitwise with as many; with one, or from one, as far as bfloat16 is exact."""
     settings = [*start("pi05", dataset, tmp_path), "--optimizer.eps=1e-5", "--ema.enable"]
-    lengths = ["--steps=4", "--save_freq=2"]
+    lengths = ["--steps=2", "--save_freq=1"]
     whole = run(dataset, tmp_path / "two", 2, settings, *lengths, FSDP)
-    cut, other = (runs.cut_back(whole, tmp_path / name, 2) for name in ("cut", "other"))
+    cut, other = (runs.cut_back(whole, tmp_path / name, 1) for name in ("cut", "other"))
     ranks.run(tmp_path / "again", 2, ["resume", str(cut)])
     assert runs.figures(whole) == runs.figures(cut)
-    one, again = ranks.everything(whole, 4), ranks.everything(cut, 4)
+    one, again = ranks.everything(whole, 2), ranks.everything(cut, 2)
     assert [name for name in one if not torch.equal(one[name], again[name])] == []
     ranks.run(tmp_path / "fewer", 1, ["resume", str(other), "--parallel.strategy=ddp", "--batch_size=4"])
     assert ranks.losses(other) == pytest.approx(ranks.losses(whole), rel=ROUNDING)
-    runs.cut_back(other, tmp_path / "back", 4)
-    ranks.run(tmp_path / "more", 2, ["resume", str(tmp_path / "back"), "--steps=5", FSDP, "--batch_size=2"])
-    assert len(ranks.losses(tmp_path / "back")) == 5
+    runs.cut_back(other, tmp_path / "back", 2)
+    ranks.run(tmp_path / "more", 2, ["resume", str(tmp_path / "back"), "--steps=3", FSDP, "--batch_size=2"])
+    assert len(ranks.losses(tmp_path / "back")) == 3
     exported = load_file(
-        checkpoint.complete(tmp_path / "back/checkpoints")[5] / "pretrained_model/model.safetensors"
+        checkpoint.complete(tmp_path / "back/checkpoints")[3] / "pretrained_model/model.safetensors"
     )
     assert {tensor.dtype for tensor in exported.values()} == {torch.float32}  # an average

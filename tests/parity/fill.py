@@ -4,6 +4,7 @@ A tensor's values follow from its name, its shape and a seed. Only uniform numbe
 logarithms and sines they are the same to the last bit on every processor.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ def uniform(name: str, shape: tuple[int, ...], low: float, high: float, seed: in
     return generator.random(shape, dtype=np.float32) * np.float32(high - low) + np.float32(low)
 
 
+@functools.lru_cache(300)  # cases of a kind have most of them in common
 def weight(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """Values for a parameter or buffer that keep activations near one through a deep network."""
     if name.endswith("running_var"):

@@ -4,6 +4,7 @@ A folder holds `cases.py` (CASES, by name, and what both programs do alike), `le
 (what is special about one side), and `golden.json` (what LeRobot computed). Imported by both programs.
 """
 
+import functools
 import json
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -56,5 +57,6 @@ def placed(settings: dict, folder: Path) -> dict:
     }
 
 
+@functools.cache
 def golden(kind: str) -> dict:
     return json.loads((HERE / kind / "golden.json").read_text())

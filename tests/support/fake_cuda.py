@@ -45,10 +45,9 @@ CASES: dict[str, Callable[[], TrainConfig]] = {
         "act", precision="bf16", activation_checkpointing=True, ema=EMAConfig(enable=True)
     ),
     "diffusion": lambda: settings("diffusion"),
-    "vqbet fp16": lambda: settings("vqbet", precision="fp16"),
-    "tdmpc": lambda: settings(
-        "tdmpc", policy={"horizon": 2}, steps=1
-    ),  # short, of the same kinds of operations
+    # small and short, of the same kinds of operations
+    "vqbet fp16": lambda: settings("vqbet", policy={"gpt_n_layer": 1}, precision="fp16"),
+    "tdmpc": lambda: settings("tdmpc", policy={"horizon": 2, "q_ensemble_size": 2}, steps=1),
 }
 
 Result = tuple[tuple[int, ...], str]  # shape, type

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,10 +27,15 @@ settings.load_profile("flexor")
 
 @pytest.fixture(scope="session", autouse=True)
 def quiet_machine() -> None:
-    """One thread each, so that tests side by side do not fight."""
+    """One thread each, so that tests side by side do not fight. And torch's dozens of loggers hand on what they get:
+    pytest adds itself to each that does not, and leaves it again, in every phase of every test.
+    """
     import torch
 
     torch.set_num_threads(1)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,7 +59,8 @@ def same_kernels() -> Iterator[None]:
     torch.backends.mkldnn.set_flags(True)
     yield
     torch.backends.mkldnn.set_flags(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the call imports the compiler
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +107,27 @@ def tiny_act() -> list[str]:
         "--policy.n_vae_encoder_layers=1",
         "--policy.latent_dim=4",
     ]
+
+
+@pytest.fixture(scope="module")
+def shared_traces() -> Iterator[None]:
+    """Plans of the same settings share their traces, whichever test of a file makes them: they take most of the time.
+    Which folder holds the data changes no trace.
+    """
+    from flexor.plan.trace import traces
+
+    trace, made = traces.trace_step, {}
+
+    def once(config: Any, batch_size: int, gpu: Any, accumulation: int, world_size: int) -> Any:
+        settings = repr(config).replace(repr(config.dataset.root), "")
+        key = (settings, batch_size, gpu.compute_capability, accumulation, world_size)
+        if key not in made:
+            made[key] = trace(config, batch_size, gpu, accumulation, world_size)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "trace_step", once)
+        yield
 
 
 @pytest.fixture(scope="session")

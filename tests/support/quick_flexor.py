@@ -47,8 +47,10 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
     if verb in ("train", "demo"):
         words += ["--num_workers=0", "--batch_size=4", "--log_freq=1", "--policy.device=cpu"]
         words += [] if "steps" in given else ["--steps=2"]
+    if verb == "plan" and "gpus" not in given:
+        words.append("--gpus=1")  # and not all numbers of them
     if verb == "bench" and words[0] == "step":
-        words.append("--policy.device=cpu")
+        words += ["--policy.device=cpu", "--steps=1"]
     if verb == "bench" and words[0] == "serve":
         words.append("--requests=8")
     measured = verb == "bench" and (words[0] == "step" or "policy.type" in given)

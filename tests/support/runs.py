@@ -55,6 +55,8 @@ SERVER.set_forkserver_preload(
         "flexor.config.help",
         "flexor.train.engine.fsdp",
         "pyarrow.compute",
+        "numpy.ma",  # which np.unique asks for
+        "torch.utils.serialization.config",
         "torch._dynamo",  # what the first optimizer imports
         "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP

@@ -41,8 +41,14 @@ def picture(episode: int, frame: int, height: int = 48, width: int = 64) -> np.n
     return image
 
 
-def write_sample(root: Path, fps: int = 10, features: dict | None = None, **options: object) -> Path:
-    """A v3.0 dataset of four episodes; by default in two data files and several video files."""
+def write_sample(
+    root: Path,
+    fps: int = 10,
+    features: dict | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    **options: object,
+) -> Path:
+    """A v3.0 dataset; by default of four episodes in two data files and several video files."""
     features = features or FEATURES
     rng = np.random.default_rng(0)
     options = {
@@ -53,7 +59,7 @@ def write_sample(root: Path, fps: int = 10, features: dict | None = None, **opti
         "video_files_mb": 0.004,
     } | options
     with DatasetWriter(root, fps, features, **options) as writer:  # type: ignore[arg-type]
-        for episode, length in enumerate(LENGTHS):
+        for episode, length in enumerate(lengths):
             for frame in range(length):
                 values = {
                     "observation.images.top": picture(episode, frame),

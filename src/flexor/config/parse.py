@@ -14,7 +14,17 @@ from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import RUN_CONFIG
-from flexor.core.typed import Partial, Text, closest, coerce, field_types, from_plain, load_yaml, parse_yaml
+from flexor.core.typed import (
+    Partial,
+    QuickLoader,
+    Text,
+    closest,
+    coerce,
+    field_types,
+    from_plain,
+    load_yaml,
+    parse_yaml,
+)
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
 from flexor.policies.external import is_code, settled, short_name
@@ -219,7 +229,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), QuickLoader)
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
     if not isinstance(data, dict):

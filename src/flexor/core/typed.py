@@ -247,6 +247,11 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
+# For what the program itself wrote. libyaml's, where PyYAML has it: ten times as fast.
+QuickLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+QuickDumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
 def load_yaml(text: str) -> Any:
     """The text as YAML; an error if it is not valid."""
     return yaml.load(text, _Loader)

@@ -30,7 +30,7 @@ from flexor.core.run_files import (
     WEIGHTS,
 )
 from flexor.core.tensors import fill
-from flexor.core.typed import Partial, from_plain, to_plain
+from flexor.core.typed import Partial, QuickLoader, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
 from flexor.policies import POLICIES, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
@@ -243,7 +243,7 @@ def _run_names(folder: Path, kind: str) -> bool:
     """Whether the checkpoint is in the folder of its run, whose settings, written by training, name the same code."""
     for parent in folder.absolute().parents[:3]:
         try:
-            settings = yaml.safe_load((parent / RUN_CONFIG).read_text())
+            settings = yaml.load((parent / RUN_CONFIG).read_text(), QuickLoader)
             return bool(settings["policy"]["type"] == kind)
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
             continue

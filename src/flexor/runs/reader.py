@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RUN_RECORD, VIDEOS
+from flexor.core.typed import QuickLoader
 from flexor.runs.find import is_run
 from flexor.runs.health import told
 from flexor.runs.jsonl import GrowingLines
@@ -152,8 +153,7 @@ class RunReader:
                 self._read_at[name] = (found.st_mtime_ns, found.st_ino)
 
     def _take_config(self, text: str) -> None:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        found = yaml.load(text, loader)
+        found = yaml.load(text, QuickLoader)
         if isinstance(found, dict):
             self.config = found
 

@@ -31,7 +31,7 @@ JOBS = {
     "act": {"ema": EMAConfig(enable=True), "gradient_accumulation_steps": 2},
     "diffusion": {"precision": "bf16"},
     "vqbet": {"optimizer": OptimizerConfig(type="sgd")},
-    "tdmpc": {"precision": "bf16", "weights_dtype": "bf16"},
+    "tdmpc": {"precision": "bf16", "weights_dtype": "bf16", "policy": {"horizon": 2}},
 }
 
 
@@ -124,7 +124,7 @@ def test_memory_of_what_is_known_is_bounded(monkeypatch):
 # In a process of its own, as in that of the tests the compiler may be there already; one of it for each case.
 AFTERWARDS = """
 import importlib, inspect, os, sys, traceback, torch
-import sympy  # the compiler imports it, in seconds: once for all cases
+import sympy, torch.distributed.fsdp  # the compiler imports them, in seconds: once for all cases
 from torch.utils.checkpoint import checkpoint
 from flexor.plan.trace.shortcuts import NoCompiler, without_compiler
 

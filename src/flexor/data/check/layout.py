@@ -172,11 +172,14 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
     for path in files:
         file = path.relative_to(layout.root).as_posix()
         try:
-            names = [n for n in pq.read_schema(path).names if not n.startswith("stats/")]
-            yield from pq.read_table(path, columns=names).to_pylist()
+            with pq.ParquetFile(path) as opened:
+                names = [n for n in opened.schema_arrow.names if not n.startswith("stats/")]
+                rows = opened.read(names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
             what = f"damaged or truncated ({_short(error)}); its episodes are unknown"
             report.error("episodes-unreadable", what, FETCH_META, file=file)
+        else:
+            yield from rows
 
 
 def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
@@ -231,7 +234,8 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
         )
         return {}
     try:
-        table = pq.read_table(layout.root / file)
+        with pq.ParquetFile(layout.root / file) as opened:
+            table = opened.read()
         # pandas stored the task strings as an index; its column name depends on the writer.
         text = next(name for name in table.column_names if name != "task_index")
         return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))

@@ -53,7 +53,8 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
         if not report.deep:
             names = [n for n in names if not (n in layout.features and layout.features[n].is_image)]
         try:
-            table = pq.read_table(layout.root / file, columns=names)
+            with pq.ParquetFile(layout.root / file) as opened:
+                table = opened.read(names)
         except (pa.ArrowException, OSError) as error:
             what = f"damaged or truncated ({str(error).splitlines()[0][:160]})"
             for episode in episodes:

@@ -15,6 +15,7 @@ import yaml
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.run_files import CHECKPOINTS, LAUNCH, LOCK, METRICS, RUN_CONFIG, VIDEOS
+from flexor.core.typed import QuickDumper
 from flexor.monitor.system_file import forget_after, system_files
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.ranks.processes import Processes
@@ -34,7 +35,7 @@ class Run:
         """Everything needed to repeat the run: `flexor train --config RUN/config.yaml`."""
         settings = config.to_dict()
         del settings["output_dir"]  # the folder may be moved, and a repeated run needs another one
-        text = yaml.safe_dump(settings, sort_keys=False)
+        text = yaml.dump(settings, Dumper=QuickDumper, sort_keys=False)
         aside = self.folder / f".{RUN_CONFIG}"
         aside.write_text(text)
         aside.rename(self.folder / RUN_CONFIG)
