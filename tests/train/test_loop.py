@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,7 @@ from flexor.data.dataset import open_dataset
 from flexor.policies.fit import fit_to_dataset
 from flexor.train.build import build_state
 from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint import run_folder
 from flexor.train.datasets import split_episodes
 from flexor.train.engine.base import Engine
 from flexor.train.ranks.split import split_batch
@@ -278,3 +281,13 @@ def test_another_type_than_the_checkpoints_is_refused(lowdim, tiny_act, tmp_path
     flags = [f"--dataset.root={lowdim}", f"--policy.path={first}", "--policy.type=diffusion"]
     assert main(["train", *flags, f"--output_dir={tmp_path / 'second'}"]) == 2
     assert "policy.type=diffusion" in capsys.readouterr().err
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    now = datetime(2026, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(run_folder, "datetime", SimpleNamespace(now=lambda: now))
+    for expected in ("2026-01-02_03-04-05_act", "2026-01-02_03-04-05_act_2", "2026-01-02_03-04-05_act_3"):
+        folder = run_folder.default_folder("act")
+        assert folder == Path("runs") / expected
+        folder.mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -59,7 +60,10 @@ def restarted_folder(launch: str) -> Path | None:
 
 
 def default_folder(job_name: str) -> Path:
-    return Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+    """A new one, also for runs that a script starts in the same second."""
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    return next(folder for each in names if not (folder := Path("runs") / each).exists())
 
 
 @contextmanager
