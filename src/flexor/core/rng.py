@@ -149,8 +149,8 @@ class GraphNoise(Noise):
 def seed_everything(*parts: object) -> None:
     """Seed torch's own generators (dropout, initialisation) from a key.
 
-    Like `torch.manual_seed`, which also keeps the stack for each kind of device that is not there: milliseconds of
-    every step.
+    Like `torch.manual_seed`, which also keeps the stack for each kind of device that is not there: 0.3 ms, in every
+    step.
     """
     seed = key_of(*parts) & ((1 << 63) - 1)
     torch.default_generator.manual_seed(seed)

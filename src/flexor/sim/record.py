@@ -23,10 +23,8 @@ from flexor.sim.task import COLOURS, FPS, TIME_LIMIT, PlaceEnv
 # names of datasets that are recorded on first use -> their settings
 BUILTIN: dict[str, dict[str, Any]] = {
     "builtin/place": {},
-    "builtin/place_words": {
-        "targets": 2,
-        "episodes": 1000,
-    },  # with 300, words are learned, but not all places
+    # with 300 episodes, words are learned, but not all places
+    "builtin/place_words": {"targets": 2, "episodes": 1000},
 }
 TRAIN_SEED_START = 0
 EVAL_SEED_START = 1_000_000  # evaluation never uses the start state of a demonstration

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
 from tqdm import tqdm
 
+from flexor.core.batch import Batch
 from flexor.core.log import log
 from flexor.data.loader.loader import TROUBLES, Loader
 from flexor.monitor.meters import Meters, as_json
@@ -52,7 +53,7 @@ class RunLog:
         self.sampler.step = self.state.step
         self.bar.update()
 
-    def tell_steps(self, micro_batches: Any) -> None:
+    def tell_steps(self, micro_batches: Sequence[Batch]) -> None:
         """A line about the steps since the last one, of which these batches are the newest."""
         step = self.state.step
         if self.health:

@@ -1,7 +1,8 @@
 """Measure this machine's GPU and host for a few minutes, so that plans use its real speed.
 
 The built-in policies train for some steps on synthetic batches. A profile of a step shows how long each operation took;
-these times are the samples that other operations are compared with (see `speeds.py`). Steps on tiny images, with
+these times are the samples that other operations are compared with (see `speeds.py`); the matrix products of large
+models are measured apart, because such a model may not fit. Steps on tiny images, with
 almost no GPU work, show how long the host takes to launch an operation. They are measured repeatedly during the
 calibration, because other programs use the host too, and the speed of a shared host varies by a factor of two. The
 same steps as CUDA graphs show how long the GPU pauses between kernels. Then whole steps, eager and as CUDA graphs, are

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexor.policies.nn.quick_gelu import SLOPE as quick_gelu_slope
+
 BLOCK = 4096  # values of a program
-SLOPE = tl.constexpr(1.702)
+SLOPE = tl.constexpr(quick_gelu_slope)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from flexor.runs.diagnosis.findings import Finding, Suggestion, faster, percent
 
 NOTICED = 0.1
 WANTED = 0.02  # share of the time that is suggested
+MOST = 1e12  # steps
 # field of the metrics -> the verdict, what it is, and the settings that say how often
 KINDS = {
     "checkpoint_s": ("saving-bound", "saving checkpoints", ("save_freq",)),
@@ -41,11 +42,11 @@ def paused(f: Figures) -> list[Finding]:
 def _rarer(f: Figures, every: dict[str, int], per_step: float, share: float) -> list[Suggestion]:
     """How often it would cost little."""
     times = per_step / max(WANTED * f.pauses.step_s, 1e-9)  # as rare
-    flags = [f"--{setting}={_round_up(steps * times)}" for setting, steps in every.items()]
+    flags = [f"--{setting}={_round_up(min(steps * times, MOST))}" for setting, steps in every.items()]
     return [Suggestion("does it less often", " ".join(flags), faster(1 - share + WANTED))] if flags else []
 
 
 def _round_up(steps: float) -> int:
     """To 1, 2 or 5 times a power of ten."""
-    power = 10 ** max(math.floor(math.log10(max(min(steps, 1e12), 1.0))), 0)
-    return next(int(factor * power) for factor in (1, 2, 5, 10) if factor * power >= min(steps, 1e12))
+    power = 10 ** math.floor(math.log10(max(steps, 1.0)))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= steps)
