@@ -152,7 +152,9 @@ def stop_for_a_while(process: runs.Forked) -> None:
 @pytest.mark.ranks
 def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
-    assert_named(run, "starved by its CPU limit")
+    found = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
+    names = [one.verdict for one in found.findings if one.verdict != STARVED]
+    assert names[:1] == ["starved by its CPU limit"], found.to_json()
 
 
 @pytest.mark.ranks
