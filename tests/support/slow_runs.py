@@ -28,6 +28,19 @@ def slow_disk(seconds: float) -> None:
     os.pread = pread
 
 
+def slow_saves(seconds: float) -> None:
+    """Every checkpoint takes this much longer to write in this process: the time of a slow disk."""
+    from flexor.train.checkpoint import folder
+
+    real = folder.Folder.finish
+
+    def finish(*arguments: object) -> None:
+        time.sleep(seconds)
+        real(*arguments)  # type: ignore[arg-type]
+
+    folder.Folder.finish = finish  # type: ignore[assignment]
+
+
 def slow_steps(seconds: float) -> None:
     """Computing takes this much longer in this process."""
     from flexor.train import step

@@ -159,14 +159,18 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("verdict", "flags"),
+    ("verdict", "flags", "before"),
     [
-        ("saving-bound", ("--save_checkpoint=true", "--save_freq=1")),
-        ("evaluation-bound", ("--dataset.eval_split=0.5", "--eval_steps=1")),
+        (
+            "saving-bound",
+            ("--save_checkpoint=true", "--save_freq=1"),
+            functools.partial(slow_runs.slow_saves, 0.2),
+        ),
+        ("evaluation-bound", ("--dataset.eval_split=0.5", "--eval_steps=1"), None),
     ],
 )
-def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags):
-    run = train(tmp_path, lowdim, tiny_act, *flags)
+def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags, before):
+    run = train(tmp_path, lowdim, tiny_act, *flags, before=before)
     found = {finding.verdict: finding for finding in assert_named(run, verdict).findings}
     assert flags[-1].replace("=1", "=") in found[verdict].for_line()["change"]
 
