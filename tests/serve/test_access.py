@@ -4,8 +4,6 @@ import base64
 import json
 import ssl
 import subprocess
-import urllib.error
-import urllib.request
 
 import pytest
 from websockets.datastructures import Headers
@@ -14,7 +12,7 @@ from websockets.exceptions import InvalidStatus
 from flexor.core.errors import ConfigError
 from flexor.serve.access import has_key, is_foreign_page
 from flexor.serve.settings import ServeSettings
-from support.serving import Talk, numbers, observation, serving
+from support.serving import Talk, get, numbers, observation, serving
 
 KEY = "a key:with a colon"
 BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
@@ -54,15 +52,6 @@ def test_pages_of_other_sites():
     assert foreign(Host="robot:8000", Origin="null")
 
 
-def get(url: str, path: str, **headers: str) -> tuple[int, str]:
-    request = urllib.request.Request(url.replace("ws", "http", 1) + path, headers=headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
 def test_with_a_key_only_its_owners_see_anything():
     with serving(numbers(), api_key=KEY) as (url, server):
         assert get(url, "/healthz") == (200, "OK\n")
@@ -80,7 +69,7 @@ def test_with_a_key_only_its_owners_see_anything():
             assert "actions" in robot.ask(observation(1))
         with pytest.raises(InvalidStatus, match="403"):
             Talk(url, additional_headers={"Authorization": BASIC}, origin="http://evil.example")
-        assert server.metrics.refused_connections == 4 + 2 + 1
+        assert server.connections.metrics.refused_connections == 4 + 2 + 1
 
 
 def test_metrics_and_status():

@@ -7,7 +7,7 @@ from flexor.core.errors import ConfigError
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.rename_and_move import with_renaming
-from flexor.serve.request import BadRequest, ObservationReader
+from flexor.serve.request import BadRequest, ObservationForm, ObservationReader
 from flexor_client.wire import Limits, encode_jpeg
 from support.serving import CAMERA, SIZE, STATE, Talk, expected, numbers, observation, serving
 
@@ -15,8 +15,8 @@ CONFIG = numbers().policy.config
 PIXELS = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
 
 
-def reader(**names: str) -> ObservationReader:
-    return ObservationReader(CONFIG, names, Limits())
+def reader(config=CONFIG, names=()) -> ObservationReader:
+    return ObservationReader(ObservationForm.of_policy(config, dict(names)), Limits())
 
 
 @pytest.mark.parametrize("image", [PIXELS, PIXELS.transpose(2, 0, 1)])
@@ -41,7 +41,7 @@ def test_a_jpeg_file_is_decoded():
 
 
 def test_names_are_keys_or_paths():
-    mapped = ObservationReader(CONFIG, {CAMERA: "images/cam_high", STATE: "observation/joints"}, Limits())
+    mapped = reader(names={CAMERA: "images/cam_high", STATE: "observation/joints"})
     flat = {"images/cam_high": PIXELS, "observation/joints": [1, 2, 3], "task": "go"}
     nested = {
         "images": {"cam_high": PIXELS},
@@ -130,7 +130,7 @@ def test_a_history_may_be_sent():
         },
         output_features={"action": PolicyFeature(Kind.ACTION, (2,))},
     )
-    read = ObservationReader(config, {}, Limits()).read
+    read = reader(config).read
     two = read({CAMERA: np.stack([PIXELS, PIXELS]), STATE: np.ones((2, 3))})
     assert two.stacked and two.observation[CAMERA].shape == (2, 3, SIZE, SIZE)
     files = read({CAMERA: [encode_jpeg(PIXELS)] * 2, STATE: [[1, 2, 3], [4, 5, 6]]})
@@ -144,4 +144,4 @@ def test_a_history_may_be_sent():
 
 def test_only_inputs_of_the_policy_can_be_mapped():
     with pytest.raises(ConfigError, match=r"--map observation.images.tap=.*observation.images.top"):
-        ObservationReader(CONFIG, {"observation.images.tap": "x"}, Limits())
+        reader(names={"observation.images.tap": "x"})

@@ -14,8 +14,8 @@ from flexor.core.errors import ConfigError
 from flexor.evaluate.play import full_float32
 from flexor.policies.pretrained import load_pretrained
 from flexor.policies.session import Session
+from flexor.serve.job import ServeJob
 from flexor.serve.open import open_predictor
-from flexor.serve.predictor import ServeJob
 from flexor.serve.request import PolicyRequest
 from flexor.serve.settings import ServeSettings
 from support import runs

@@ -248,15 +248,15 @@ def test_the_port_opens_when_the_policy_is_warm():
 
 
 def test_faster_than_allowed_is_answered_later():
-    with serving(numbers(), requests_per_s=20) as (url, server), Talk(url) as robot, Talk(url) as other:
+    with serving(numbers(), requests_per_s=4) as (url, server), Talk(url) as robot, Talk(url) as other:
         started = time.perf_counter()
-        for _ in range(30):  # 20 at once, then 20 per second
+        for _ in range(8):  # 4 at once, then 4 per second
             assert "actions" in robot.ask(observation(1))
         assert time.perf_counter() - started > 0.4
         started = time.perf_counter()
         other.ask(observation(1))
         assert time.perf_counter() - started < 0.4 + 1
-        assert server.metrics.delayed >= 5
+        assert server.connections.metrics.delayed >= 1
 
 
 def test_limits_on_frames_and_clients():
@@ -269,7 +269,7 @@ def test_limits_on_frames_and_clients():
                 one.socket.recv(timeout=30)
             assert closed.value.rcvd.code == 1009
             assert "actions" in other.ask(observation(1))
-        wait_for(lambda: not server.loop.clients)
+        wait_for(lambda: not server.model.clients)
         with Talk(url) as one:
             assert "actions" in one.ask(observation(1))
 
@@ -284,8 +284,8 @@ def test_clients_that_die_in_the_middle_of_a_frame_leave_nothing_behind():
                 dying.socket.sendall(raw[:cut])
                 dying.socket.shutdown(socket.SHUT_RDWR)
         assert "actions" in robot.ask(observation(1))
-        wait_for(lambda: len(server.loop.clients) == 1)
-        assert len(server.loop.batcher.seen) == 1
+        wait_for(lambda: len(server.model.clients) == 1)
+        assert len(server.model.batcher.seen) == 1
 
 
 @pytest.mark.parametrize(

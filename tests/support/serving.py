@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -70,12 +72,22 @@ def serving(
     pretrained: Pretrained | Predictor, names: Mapping[str, str] | None = None, **settings: Any
 ) -> Iterator[tuple[str, PolicyServer]]:
     """A server on a free port: its address and itself."""
-    given = ServeSettings(**{"port": 0, **settings})
+    given = ServeSettings(**{"port": 0, "processes": 0, **settings})
     if isinstance(pretrained, Pretrained):
         pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
     server = PolicyServer(given, pretrained, names)
     with in_background(server) as url:
         yield url, server
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, str]:
+    """What a browser gets: status and text."""
+    request = urllib.request.Request(url.replace("ws", "http", 1) + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 class Talk:

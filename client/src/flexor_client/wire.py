@@ -135,7 +135,7 @@ def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
     try:
         return msgpack.unpackb(
             frame,
-            object_hook=lambda found: _unpack_numpy(found, limits),
+            object_hook=lambda found: unpack_numpy(found, limits),
             strict_map_key=True,
             max_ext_len=0,
         )
@@ -145,7 +145,8 @@ def unpack(frame: bytes, limits: Limits = DEFAULT_LIMITS) -> Any:
         raise WireError(f"The frame is not MessagePack: {type(error).__name__}: {error}") from error
 
 
-def _unpack_numpy(found: dict[Any, Any], limits: Limits) -> Any:
+def unpack_numpy(found: dict[Any, Any], limits: Limits = DEFAULT_LIMITS) -> Any:
+    """The array or scalar that a map stands for; else the map itself."""
     if b"__ndarray__" in found:
         return _array(found, limits)
     if b"__npgeneric__" in found:

@@ -95,24 +95,30 @@ def bench_serve(
     clients: Sequence[int],
     encodings: Sequence[str],
     requests: int,
+    processes: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure each predictor with each number of clients and each encoding of images."""
+    """Measure each predictor with each number of clients and each encoding of images.
+
+    `processes`: for connections, as in `ServeSettings`.
+    """
     if min(clients) < 1 or requests < 2:
         raise ConfigError("--clients must be at least 1, and --requests at least 2.")
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for predictor in predictors:
         cases = [ServeCase(n, e, max(2, requests // n)) for n in clients for e in encodings]
-        server = PolicyServer(
-            ServeSettings(port=0, requests_per_s=1e9, max_clients=max(clients) + 1), predictor
+        settings = ServeSettings(
+            port=0, requests_per_s=1e9, max_clients=max(clients) + 1, processes=processes
         )
+        server = PolicyServer(settings, predictor)
         cameras = [list(feature.shape) for feature in predictor.config.images.values()]
         modelless = isinstance(predictor.pretrained, NoModel)
         about = {
             "policy": None if modelless else predictor.config.type,
             "device": name_of(next(predictor.pretrained.policy.parameters()).device),
             "torch": torch.__version__,
+            "processes": settings.connection_processes(),
         }
         with in_background(server) as url:
             for number, case in enumerate(cases, 1):
@@ -182,7 +188,8 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 def render_serve(report: dict[str, Any]) -> str:
     what = report["policy"] or "no model: what is measured is the server"
     lines = [
-        f"{what}; {report['device']}, torch {report['torch']}; milliseconds, as a robot waits for its actions",
+        f"{what}; {report['device']}, torch {report['torch']}, processes for connections: {report['processes']}; "
+        "milliseconds, as a robot waits for its actions",
         "",
     ]
     cells = [

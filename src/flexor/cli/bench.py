@@ -220,6 +220,7 @@ def _add_serve(measures: Any) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
     parser.add_argument("--dtype", choices=PRECISIONS, help="as for `flexor serve`")
     parser.add_argument("--compile", action="store_true", help="as for `flexor serve`")
+    parser.add_argument("--processes", type=int, metavar="N", help="as for `flexor serve`")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -227,7 +228,12 @@ def _serve(parsed: argparse.Namespace, settings: list[str]) -> int:
     from flexor.bench.serve import bench_serve, render_serve
 
     report = bench_serve(
-        _served(parsed, settings), parsed.clients, parsed.encoding, parsed.requests, progress("measuring")
+        _served(parsed, settings),
+        parsed.clients,
+        parsed.encoding,
+        parsed.requests,
+        parsed.processes,
+        progress("measuring"),
     )
     print_result(report, parsed.json, render_serve(report))
     return 0

@@ -81,6 +81,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="how long a request waits for those of other robots (default: a tenth of the time of a prediction)",
     )
+    add(
+        "--processes",
+        type=int,
+        default=usual.processes,
+        metavar="N",
+        help="that receive and decode observations, beside the model's; 0 for none (default: on Linux with at least 8 "
+        "cores, one for every two, at most --max-batch; else none)",
+    )
     add("--max-clients", type=int, default=usual.max_clients, metavar="N", help="connections (default 64)")
     add(
         "--requests-per-s",

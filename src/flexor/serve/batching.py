@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from flexor.serve.predictor import ServeJob
+from flexor.serve.job import ServeJob
 
 ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
 REMEMBERED = 32  # predictions, to know how long one takes

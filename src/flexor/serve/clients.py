@@ -15,11 +15,10 @@ from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
 from flexor.core.log import log
-from flexor.policies.session import Session
-from flexor.serve.batching import RequestBatcher
+from flexor.serve.job import ServeJob
 from flexor.serve.metrics import Metrics
-from flexor.serve.predictor import Predictor, ServeJob
-from flexor.serve.request import BadRequest, ObservationReader, PolicyRequest
+from flexor.serve.model import Model
+from flexor.serve.request import BadRequest, ObservationForm, ObservationReader, PolicyRequest
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import OPTIONS, WireError, pack, unpack
 
@@ -56,7 +55,7 @@ class Client:
         self.last_total_ms: float | None = None
         self.images: dict[str, np.ndarray] = {}  # the last of each camera, [C, H, W]
         self.task = ""
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Any] = {}  # by the client's name for it
         self.rate = RateLimit(settings.requests_per_s)
         self.encode_ms: float | None = None  # of the last reply
 
@@ -70,23 +69,22 @@ class ClientLoop:
     def __init__(
         self,
         settings: ServeSettings,
-        predictor: Predictor,
-        reader: ObservationReader,
-        batcher: RequestBatcher,
+        form: ObservationForm,
+        model: Model,
         metrics: Metrics,
         metadata: bytes,
     ):
-        self.settings, self.predictor, self.reader = settings, predictor, reader
-        self.batcher, self.metrics, self.metadata = batcher, metrics, metadata
+        self.settings, self.reader = settings, ObservationReader(form, settings.limits)
+        self.model, self.metrics, self.metadata = model, metrics, metadata
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
-        self.cameras = [*predictor.config.images]
+        self.cameras = [name for name, wanted in form.inputs.items() if wanted.image]
         self.next_note, self.unsaid = 0.0, 0  # when the log may have another line, and how many it has not
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
         self.metrics.connections += 1
-        client = Client(self.metrics.connections, connection, self.settings)
+        client = Client(await self.model.enter(), connection, self.settings)
         self.clients[client.number] = client
         try:
             await connection.send(self.metadata)
@@ -97,8 +95,9 @@ class ClientLoop:
             pass  # whichever way it went, only this client is concerned
         finally:
             del self.clients[client.number]
+            self.model.leave(client.number)
             for session in client.sessions.values():
-                self.batcher.forget(session)
+                self.model.forget(session)
 
     async def _turn(self, client: Client, frame: bytes | str) -> bool:
         """Answer one frame; False if that ends the connection."""
@@ -116,7 +115,7 @@ class ClientLoop:
             return await self._refuse(client, "refused", str(error))
         decoded = time.perf_counter()
         job = ServeJob(asked, session, arrived, client.alive)
-        await self.batcher.submit(job)
+        await self.model.submit(job)
         if job.error is not None:
             return await self._refuse(client, "failed", job.error)
         await self._reply(client, job, decoded - begun)
@@ -134,12 +133,12 @@ class ClientLoop:
         images = await asyncio.gather(*(run(self.decoders, self.reader.decode, file) for file in files))
         return self.reader.read(message, {id(file): image for file, image in zip(files, images)})
 
-    def _session(self, client: Client, asked: PolicyRequest) -> Session:
+    def _session(self, client: Client, asked: PolicyRequest) -> Any:
         name = asked.options.session if asked.options else ""
         if name not in client.sessions:
             if len(client.sessions) >= self.settings.max_sessions:
                 raise BadRequest(f"A connection can have at most {self.settings.max_sessions} sessions.")
-            client.sessions[name] = self.predictor.session()
+            client.sessions[name] = self.model.session()
         for camera in self.cameras:
             image = asked.observation[camera]
             client.images[camera] = image[-1] if asked.stacked else image
@@ -210,7 +209,7 @@ def _message(client: Client, job: ServeJob, decode_s: float) -> dict[str, Any]:
     if job.asked.options is not None:
         told: dict[str, Any] = {
             "step": job.step,
-            "episode": job.session.episode,
+            "episode": job.episode,
             "batch": job.batch,
         }
         if options.id is not None:

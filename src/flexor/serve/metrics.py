@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ PARTS = ("decode", "queue", "model", "encode", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 BATCHES = (1, 2, 4, 8, 16, 32)
 RESULTS = ("ok", "expired", "refused", "failed")
+COUNTS = ("bytes_in", "bytes_out", "connections", "refused_connections", "delayed")
 RECENT = 2000  # requests, for percentiles
 
 
@@ -25,6 +27,15 @@ class Histogram:
     def add(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def plain(self) -> list[float]:
+        return [*self.counts, self.total]
+
+    def include(self, plain: Sequence[float]) -> None:
+        """Add the counts of another one."""
+        *counts, total = plain
+        self.counts = [int(a + b) for a, b in zip(self.counts, counts, strict=True)]
+        self.total += total
 
     def lines(self, name: str, labels: str = "") -> list[str]:
         lines, so_far = [], 0
@@ -55,6 +66,34 @@ class Metrics:
             self.parts[part].add(value)
         self.batch.add(batch)
         self.recent.append(tuple(seconds[part] for part in PARTS))
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as numbers, lists and maps, for another process."""
+        return {
+            "results": dict(self.results),
+            "parts": {part: histogram.plain() for part, histogram in self.parts.items()},
+            "batch": self.batch.plain(),
+            "counts": [getattr(self, name) for name in COUNTS],
+            "recent": [list(times) for times in self.recent],
+        }
+
+    @classmethod
+    def together(cls, plain: Iterable[Mapping[str, Any]]) -> Metrics:
+        """What several processes counted."""
+        found = cls()
+        found.recent = deque()  # all of them
+        for one in plain:
+            found._include(one)
+        return found
+
+    def _include(self, plain: Mapping[str, Any]) -> None:
+        self.results.update(plain["results"])
+        for part, histogram in self.parts.items():
+            histogram.include(plain["parts"][part])
+        self.batch.include(plain["batch"])
+        for name, value in zip(COUNTS, plain["counts"], strict=True):
+            setattr(self, name, getattr(self, name) + value)
+        self.recent.extend(map(tuple, plain["recent"]))
 
     def percentiles(self) -> dict[str, dict[str, float]]:
         """Milliseconds of the last requests, by part."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,48 +18,11 @@ from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing.rename_and_move import renaming_of, with_renaming
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.session import Executing, Session, predict_together
-from flexor.serve.request import PolicyRequest, RequestOptions
+from flexor.serve.job import ServeJob
 from flexor.serve.settings import Reply
 
 SIZES = (1, 2, 4, 8, 16, 32)  # of batches, where each needs a graph or compiled code of its own
 WARM_UP = 3  # predictions of each kind: the first is eager, the second is captured, the third replayed
-
-
-@dataclass(eq=False)
-class ServeJob:
-    """A request, from its arrival to its answer."""
-
-    asked: PolicyRequest
-    session: Session
-    arrived: float
-    """When its frame was there, by time.perf_counter(); like the times below."""
-    alive: Callable[[], bool] = lambda: True
-    queued: float = 0.0
-    started: float = 0.0
-    finished: float = 0.0
-    batch: int = 0
-    """How many were answered together."""
-    actions: np.ndarray | None = None
-    error: str | None = None
-    expired: bool = False
-    step: int = 0
-    """The robot's, for which it asks."""
-    begins: bool = False
-    """Whether its observation is the first of an episode."""
-    due: float | None = field(init=False)
-    """When the answer must be ready."""
-
-    def __post_init__(self) -> None:
-        options = self.options
-        self.due = (
-            None
-            if options.deadline_ms is None
-            else self.arrived + (options.deadline_ms - options.age_ms) / 1e3
-        )
-
-    @property
-    def options(self) -> RequestOptions:
-        return self.asked.options or RequestOptions()
 
 
 class Predictor:
@@ -154,7 +117,7 @@ class Predictor:
             job.begins = True
         if options.step is not None:
             session.step = options.step
-        job.step = session.step
+        job.step, job.episode = session.step, session.episode
         if job.asked.stacked:
             session.task = job.asked.task
         else:

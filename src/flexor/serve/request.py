@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.typed import closest
-from flexor.policies.base import PolicyConfig
-from flexor.policies.features import Kind, PolicyFeature
 from flexor.serve.settings import Reply
 from flexor_client.wire import OPTIONS, Limits, WireError, decode_jpeg, jpeg_size
+
+if TYPE_CHECKING:  # a process that only reads requests does without torch
+    from flexor.policies.base import PolicyConfig
 
 TASK_KEYS = ("prompt", "task")
 LONGEST_NAME = 64
@@ -106,38 +107,70 @@ class PolicyRequest:
     options: RequestOptions | None
 
 
+@dataclass(frozen=True)
+class Input:
+    """One value of an observation."""
+
+    shape: tuple[int, ...]
+    """Of an image: (channels, height, width)."""
+    image: bool
+    name: str
+    """The clients' name of it."""
+    own_too: bool
+    """Whether the policy's own name is good too."""
+
+
+@dataclass(frozen=True)
+class ObservationForm:
+    """What a policy needs in an observation."""
+
+    inputs: dict[str, Input]
+    """By the policy's own name."""
+    steps: list[int] | None
+    """For policies with a history: those that it sees, relative to now."""
+    action_size: int
+
+    @classmethod
+    def of_policy(
+        cls, config: PolicyConfig, names: Mapping[str, str], usual: Mapping[str, str] | None = None
+    ) -> ObservationForm:
+        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
+        policy's own are both good."""
+        for name in names:
+            if name not in config.observed:
+                raise ConfigError(
+                    f"--map {name}=...: the policy has no such input. {closest(name, config.observed)}"
+                )
+        theirs = {name: names.get(name, (usual or {}).get(name, name)) for name in config.observed}
+        inputs = {
+            name: Input(
+                feature.shape,
+                name in config.images,
+                theirs[name],
+                name not in names and name not in theirs.values(),
+            )
+            for name, feature in config.observed.items()
+        }
+        deltas = config.observation_deltas
+        steps = None if deltas is None else [step for step in deltas if step <= 0]
+        return cls(inputs, steps, config.action.shape[0])
+
+
 class ObservationReader:
     """Reads observations for a policy, under the names that a client uses."""
 
-    def __init__(
-        self,
-        config: PolicyConfig,
-        names: Mapping[str, str],
-        limits: Limits,
-        usual: Mapping[str, str] | None = None,
-    ):
-        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
-        policy's own are both good."""
-        self.features, self.limits = config.observed, limits
-        self.action_size = config.action.shape[0]
-        for name in names:
-            if name not in self.features:
-                raise ConfigError(
-                    f"--map {name}=...: the policy has no such input. {closest(name, self.features)}"
-                )
-        self.names = {name: names.get(name, (usual or {}).get(name, name)) for name in self.features}
-        self.own_too = {name for name in self.features if name not in names} - {*self.names.values()}
-        self.sizes = {feature.shape[1:] for feature in config.images.values()}
-        deltas = config.observation_deltas
-        self.steps = None if deltas is None else [step for step in deltas if step <= 0]
+    def __init__(self, form: ObservationForm, limits: Limits):
+        self.inputs, self.steps, self.action_size = form.inputs, form.steps, form.action_size
+        self.limits = limits
+        self.sizes = {wanted.shape[1:] for wanted in form.inputs.values() if wanted.image}
 
     def files(self, message: Any) -> list[bytes]:
         """The compressed images in a message: to decode them takes longer than everything else."""
         if not isinstance(message, dict):
             return []
         found: list[bytes] = []
-        for name, feature in self.features.items():
-            value = self._find(message, name) if feature.type is Kind.VISUAL else None
+        for name, wanted in self.inputs.items():
+            value = self._find(message, name) if wanted.image else None
             found += [value] if isinstance(value, bytes) else []
             if isinstance(value, list) and len(value) == len(self.steps or []):
                 found += [one for one in value if isinstance(one, bytes)]
@@ -158,11 +191,11 @@ class ObservationReader:
         if not isinstance(message, dict):
             raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
         found: dict[str, np.ndarray] = {}
-        for name, feature in self.features.items():
+        for name, wanted in self.inputs.items():
             value = self._find(message, name)
             if value is None:
                 raise BadRequest(self._missing(name, message))
-            found[name] = self._value(self.names[name], _with_images(value, images), feature)
+            found[name] = self._value(_with_images(value, images), wanted)
         stacked = self._stacked(found)
         task = next((message[key] for key in TASK_KEYS if key in message), "")
         if isinstance(task, np.str_):
@@ -174,11 +207,11 @@ class ObservationReader:
         )
 
     def _find(self, message: Mapping[Any, Any], name: str) -> Any:
-        value = _find(message, self.names[name])
-        return message.get(name) if value is None and name in self.own_too else value
+        value = _find(message, self.inputs[name].name)
+        return message.get(name) if value is None and self.inputs[name].own_too else value
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
-        wanted = self.names[name]
+        wanted = self.inputs[name].name
         there = (
             ", ".join(sorted(str(key)[:LONGEST_NAME] for key in message if key != OPTIONS)[:20]) or "nothing"
         )
@@ -187,14 +220,13 @@ class ObservationReader:
             f"server with --map {name}=NAME."
         )
 
-    def _value(self, name: str, value: Any, feature: PolicyFeature) -> np.ndarray:
-        if feature.type is Kind.VISUAL:
-            if isinstance(value, list):
-                return np.stack(
-                    [self._image(name, one, feature.shape) for one in _few(name, value, self.steps)]
-                )
-            return self._image(name, value, feature.shape)
-        return self._vector(name, value, feature.shape)
+    def _value(self, value: Any, wanted: Input) -> np.ndarray:
+        name, shape = wanted.name, wanted.shape
+        if not wanted.image:
+            return self._vector(name, value, shape)
+        if isinstance(value, list):
+            return np.stack([self._image(name, one, shape) for one in _few(name, value, self.steps)])
+        return self._image(name, value, shape)
 
     def _image(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
         """An image uint8 [C, H, W], or several [T, C, H, W]."""
@@ -237,14 +269,14 @@ class ObservationReader:
 
     def _stacked(self, found: dict[str, np.ndarray]) -> bool:
         """Whether the message brings its own history. All values must, or none."""
-        more = {name: array.ndim > len(self.features[name].shape) for name, array in found.items()}
+        more = {name: array.ndim > len(self.inputs[name].shape) for name, array in found.items()}
         if not any(more.values()):
             return False
         steps = self.steps
         for name, has in more.items():
             if steps is None or not has or len(found[name]) != len(steps):
                 raise BadRequest(
-                    f"{self.names[name]} is {list(found[name].shape)}: "
+                    f"{self.inputs[name].name} is {list(found[name].shape)}: "
                     + (
                         "the policy sees one observation, without a history."
                         if steps is None

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ssl
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from flexor.core.errors import ConfigError
+from flexor.core.machine import usable_cores
 from flexor_client.wire import Limits
 
 Reply = Literal["chunk", "action"]
+MANY_CORES = 8  # from here on, connections get processes of their own
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class ServeSettings:
     max_batch: int = 8
     batch_window_ms: float | None = None
     """How long a request waits for those of other robots. None: a tenth of the time of a prediction."""
+    processes: int | None = None
+    """That receive and decode observations, beside the model's. None: `connection_processes` decides."""
     max_clients: int = 64
     max_sessions: int = 64
     """Robots on one connection."""
@@ -44,6 +49,10 @@ class ServeSettings:
         for name in ("max_batch", "max_clients", "max_sessions", "requests_per_s", "ping_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}={getattr(self, name)} must be greater than 0.")
+        if self.processes is not None and self.processes < 0:
+            raise ConfigError(f"--processes={self.processes} must be at least 0.")
+        if self.processes and not sys.platform.startswith("linux"):
+            raise ConfigError(f"--processes={self.processes} needs Linux. Leave it out.")
         if self.batch_window_ms is not None and self.batch_window_ms < 0:
             raise ConfigError(f"--batch-window-ms={self.batch_window_ms} must be at least 0.")
         if self.limits.frame_bytes < 2**16:
@@ -52,6 +61,13 @@ class ServeSettings:
             raise ConfigError("The API key must be ASCII text that is not empty.")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key must be given together.")
+
+    def connection_processes(self) -> int:
+        """Processes for connections: on large machines, as many as robots are predicted for together."""
+        if self.processes is not None:
+            return self.processes
+        cores = usable_cores() if sys.platform.startswith("linux") else 1
+        return min(self.max_batch, cores // 2) if cores >= MANY_CORES else 0
 
     def tls(self) -> ssl.SSLContext | None:
         if self.tls_cert is None or self.tls_key is None:

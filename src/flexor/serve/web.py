@@ -6,7 +6,7 @@ import functools
 import http
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,10 @@ def status_page(title: str) -> Response:
     return response(200, text, "text/html; charset=utf-8")
 
 
-def status(metrics: Metrics, clients: Iterable[Client], about: dict[str, Any]) -> bytes:
-    """What the page shows, as JSON. Images are made small here, and only when somebody looks."""
+def clients_shown(clients: Iterable[Client]) -> list[dict[str, Any]]:
+    """What the page shows of clients. Images are made small here, and only when somebody looks."""
     now = time.time()
-    shown = [
+    return [
         {
             "number": client.number,
             "address": client.address,
@@ -69,14 +69,36 @@ def status(metrics: Metrics, clients: Iterable[Client], about: dict[str, Any]) -
         }
         for place, client in enumerate(clients)
     ]
-    return as_json(
+
+
+def status(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], started: float) -> Response:
+    """What the page shows, as JSON. `figures`: those of all processes, as `Connections.figures` has them."""
+    metrics = Metrics.together([found["metrics"] for found in figures])
+    clients = [client for found in figures for client in found["clients"]]
+    text = as_json(
         {
             **about,
-            "clients": shown,
+            "up_s": time.time() - started,
+            "clients": sorted(clients, key=lambda client: client["number"]),
             "results": dict(metrics.results),
             "latency_ms": metrics.percentiles(),
         }
-    ).encode()
+    )
+    return response(200, text, "application/json")
+
+
+def prometheus(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], started: float) -> Response:
+    def total(name: str) -> float:
+        return float(sum(found[name] for found in figures))
+
+    gauges = {
+        "clients": ("connected clients", total("connected")),
+        "sessions": ("robots of connected clients", total("sessions")),
+        "uptime_seconds": ("seconds since the server was started", time.time() - started),
+        "resident_memory_bytes": ("memory of the server's processes", total("resident_bytes")),
+    }
+    text = Metrics.together([found["metrics"] for found in figures]).prometheus(gauges, about)
+    return response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
 
 def _small(image: np.ndarray) -> str:

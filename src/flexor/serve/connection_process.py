@@ -1,0 +1,158 @@
+"""A process with a part of a server's connections: it reads requests for the model, which is in another process.
+
+    python -m flexor.serve.connection_process LINK CONNECTIONS MEMORY      numbers of open files, from the server
+
+To receive, check and decode an observation takes Python longer than a small model takes to answer it. With several
+such processes, robots do not wait for each other's. They do not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flexor.core.log import setup_logging
+from flexor.serve.connections import Connections
+from flexor.serve.job import ServeJob
+from flexor.serve.link import Handler, Link
+from flexor.serve.request import Input, ObservationForm
+from flexor.serve.settings import ServeSettings
+from flexor.serve.shared_observations import SharedObservations
+from flexor_client.wire import Limits
+
+
+class HandedConnections(socket.socket):
+    """In the place of a listening socket: its connections were accepted by another process, which hands them over."""
+
+    def listen(self, backlog: int = 0) -> None:
+        pass
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        data, files, _, _ = socket.recv_fds(self, 1, 1)
+        if not data:
+            raise BlockingIOError  # the server has ended: no more will come
+        if not files:  # this process may not open more
+            raise ConnectionAbortedError
+        connection = socket.socket(fileno=files[0])
+        try:
+            return connection, connection.getpeername()
+        except OSError as error:  # it is gone already
+            connection.close()
+            raise ConnectionAbortedError from error
+
+
+class RemoteModel:
+    """The model, in another process."""
+
+    def __init__(self, link: Link, form: ObservationForm, memory: int, max_clients: int):
+        self.link = link
+        self.observations = SharedObservations(memory, form, max_clients)
+        self.free = [*range(max_clients)]  # numbers of observations; a client asks for one at a time
+        self.numbers = itertools.count()
+
+    async def has_room(self) -> bool:
+        return bool(await self.link.ask("has_room"))
+
+    async def enter(self) -> int:
+        return int(await self.link.ask("enter"))
+
+    def leave(self, client: int) -> None:
+        self.link.tell("leave", client)
+
+    def session(self) -> int:
+        return next(self.numbers)
+
+    async def submit(self, job: ServeJob) -> None:
+        asked, number = job.asked, self.free.pop()
+        try:
+            self.observations.write(number, asked.observation, asked.stacked)
+            options = None if asked.options is None else vars(asked.options)
+            job.take(
+                await self.link.ask(
+                    "submit", number, job.session, job.arrived, asked.stacked, asked.task, options
+                )
+            )
+        finally:
+            self.free.append(number)
+
+    def forget(self, session: int) -> None:
+        self.link.tell("forget", session)
+
+    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        return [own, *await self.link.ask("figures", images)]
+
+
+class ConnectionProcess:
+    """What the process does: it is set up by the server, and ends with it."""
+
+    link: Link
+    connections: Connections
+
+    def __init__(self, handed: HandedConnections, memory: int):
+        self.handed, self.memory = handed, memory
+        self.ended = asyncio.Event()
+        self.open = contextlib.AsyncExitStack()
+
+    async def run(self, line: socket.socket) -> None:
+        handlers: dict[str, Handler] = {
+            "set_up": self.set_up,
+            "figures": self.figures,
+            "close": self.open.aclose,
+        }
+        async with self.open:
+            self.link = await Link.over(line, handlers, self.ended.set)
+            await self.ended.wait()
+
+    async def set_up(
+        self,
+        settings: dict[str, Any],
+        form: dict[str, Any],
+        metadata: bytes,
+        about: dict[str, str],
+        started: float,
+    ) -> None:
+        """Listen from now on."""
+        known, wanted = _settings(settings), _form(form)
+        model = RemoteModel(self.link, wanted, self.memory, known.max_clients)
+        self.connections = Connections(known, wanted, model, metadata, about, started)
+        self.open.callback(self.connections.close)
+        await self.open.enter_async_context(self.connections.listening(self.handed))
+
+    async def figures(self, images: bool) -> dict[str, Any]:
+        return await self.connections.figures(images)
+
+
+def _settings(plain: dict[str, Any]) -> ServeSettings:
+    files = {name: plain[name] and Path(plain[name]) for name in ("tls_cert", "tls_key")}
+    return ServeSettings(**{**plain, **files, "limits": Limits(**plain["limits"])})
+
+
+def _form(plain: dict[str, Any]) -> ObservationForm:
+    inputs = {
+        name: Input(**{**wanted, "shape": tuple(wanted["shape"])}) for name, wanted in plain["inputs"].items()
+    }
+    return ObservationForm(**{**plain, "inputs": inputs})
+
+
+def main(arguments: list[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # they are for the server, which then ends this process
+    setup_logging()
+    line, handed, memory = map(int, arguments)
+
+    async def run() -> None:
+        await ConnectionProcess(HandedConnections(fileno=handed), memory).run(socket.socket(fileno=line))
+
+    asyncio.run(run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,60 @@
+"""A request on its way through the server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexor.serve.request import PolicyRequest, RequestOptions
+
+ANSWER = ("queued", "started", "finished", "batch", "actions", "error", "expired", "step", "episode")
+
+
+@dataclass(eq=False)
+class ServeJob:
+    """A request, from its arrival to its answer."""
+
+    asked: PolicyRequest
+    session: Any
+    """The robot's `Session`; in a process without the model, its number."""
+    arrived: float
+    """When its frame was there, by time.perf_counter(); like the times below."""
+    alive: Callable[[], bool] = lambda: True
+    queued: float = 0.0
+    started: float = 0.0
+    finished: float = 0.0
+    batch: int = 0
+    """How many were answered together."""
+    actions: np.ndarray | None = None
+    error: str | None = None
+    expired: bool = False
+    step: int = 0
+    """The robot's, for which it asks."""
+    episode: int = 0
+    begins: bool = False
+    """Whether its observation is the first of an episode."""
+    due: float | None = field(init=False)
+    """When the answer must be ready."""
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.due = (
+            None
+            if options.deadline_ms is None
+            else self.arrived + (options.deadline_ms - options.age_ms) / 1e3
+        )
+
+    @property
+    def options(self) -> RequestOptions:
+        return self.asked.options or RequestOptions()
+
+    def answer(self) -> list[Any]:
+        """What is known when it is answered, for the process that asked."""
+        return [getattr(self, name) for name in ANSWER]
+
+    def take(self, answer: list[Any]) -> None:
+        for name, value in zip(ANSWER, answer, strict=True):
+            setattr(self, name, value)

@@ -1,0 +1,44 @@
+"""The model in this process, for connections here and in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from flexor.policies.session import Session
+from flexor.serve.batching import RequestBatcher
+from flexor.serve.job import ServeJob
+from flexor.serve.predictor import Predictor
+
+
+class LocalModel:
+    """A predictor and its queue. See `model.py` for what its methods are."""
+
+    def __init__(self, predictor: Predictor, batcher: RequestBatcher, max_clients: int):
+        self.predictor, self.batcher, self.max_clients = predictor, batcher, max_clients
+        self.clients: set[int] = set()
+        self.numbers = count(1)
+
+    async def has_room(self) -> bool:
+        return len(self.clients) < self.max_clients
+
+    async def enter(self) -> int:
+        client = next(self.numbers)
+        self.clients.add(client)
+        return client
+
+    def leave(self, client: int) -> None:
+        self.clients.discard(client)
+
+    def session(self) -> Session:
+        return self.predictor.session()
+
+    async def submit(self, job: ServeJob) -> None:
+        await self.batcher.submit(job)
+
+    def forget(self, session: Session) -> None:
+        self.batcher.forget(session)
+
+    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        return [own]

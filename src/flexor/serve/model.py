@@ -1,0 +1,32 @@
+"""What connections need of the model, which is in their process or in another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flexor.serve.job import ServeJob
+
+
+class Model(Protocol):
+    """The one model of a server, for all its connections."""
+
+    async def has_room(self) -> bool:
+        """Whether another client may connect."""
+
+    async def enter(self) -> int:
+        """A client is there. Returns its number."""
+
+    def leave(self, client: int) -> None: ...
+
+    def session(self) -> Any:
+        """For a new robot."""
+
+    async def submit(self, job: ServeJob) -> None:
+        """Return when the job is answered or has expired."""
+
+    def forget(self, session: Any) -> None:
+        """That robot is gone."""
+
+    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        """Those of all processes of the server (`Connections.figures`); `own` are this one's."""

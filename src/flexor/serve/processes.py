@@ -1,0 +1,232 @@
+"""Processes with connections, beside the one with the model: started, given connections, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from flexor.core.errors import FlexorError
+from flexor.core.log import log
+from flexor.policies.session import Session
+from flexor.serve import connection_process
+from flexor.serve.job import ServeJob
+from flexor.serve.link import Link
+from flexor.serve.local_model import LocalModel
+from flexor.serve.metrics import Metrics
+from flexor.serve.request import ObservationForm, PolicyRequest, RequestOptions
+from flexor.serve.settings import ServeSettings
+from flexor.serve.shared_observations import SharedObservations
+from flexor.serve.web import resident_bytes
+
+START_S = 60.0
+END_S = 15.0
+AGAIN_S = 1.0  # after a process died, until another one is started in its place
+BACKLOG = 100
+
+
+class RemoteConnections:
+    """One process, its connections, and the sessions of their robots."""
+
+    def __init__(self, all_of_them: ConnectionProcesses):
+        self.others = all_of_them
+        self.model, self.form = all_of_them.model, all_of_them.form
+        settings = all_of_them.settings
+        memory = os.memfd_create("flexor-observations")
+        try:
+            self.observations = SharedObservations(memory, self.form, settings.max_clients)
+            self.line, theirs = socket.socketpair()
+            self.handing, handed = socket.socketpair()
+            with theirs, handed:
+                files = (theirs.fileno(), handed.fileno(), memory)
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", connection_process.__name__, *map(str, files)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=files,
+                )
+        finally:
+            os.close(memory)
+        self.clients: set[int] = set()
+        self.sessions: dict[int, Session] = {}
+        self.last_handed = 0.0
+        self.link: Link | None = None
+
+    async def set_up(self) -> None:
+        handlers = {
+            "has_room": self.model.has_room,
+            "enter": self._enter,
+            "leave": self._leave,
+            "submit": self._submit,
+            "forget": self._forget,
+            "figures": self.others.figures_beside(self),
+        }
+        self.link = await Link.over(self.line, handlers, self._lost)
+        server = self.others
+        settings = {**asdict(server.settings), "processes": 0}
+        for name in ("tls_cert", "tls_key"):
+            settings[name] = settings[name] and str(settings[name])
+        await self.link.ask(
+            "set_up", settings, asdict(self.form), server.metadata, dict(server.about), server.started
+        )
+
+    def hand_over(self, connection: socket.socket) -> None:
+        self.last_handed = time.monotonic()
+        socket.send_fds(self.handing, [b"+"], [connection.fileno()])
+
+    async def close(self) -> None:
+        """Let it say goodbye to its clients, then end it."""
+        if self.link is not None:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                await asyncio.wait_for(self.link.ask("close"), END_S)
+            self.link.close()
+        self.line.close()
+        self.handing.close()
+        try:
+            await asyncio.to_thread(self.process.wait, END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    async def _enter(self) -> int:
+        client = await self.model.enter()
+        self.clients.add(client)
+        return client
+
+    def _leave(self, client: int) -> None:
+        self.clients.discard(client)
+        self.model.leave(client)
+
+    def _forget(self, number: int) -> None:
+        session = self.sessions.pop(number, None)
+        if session is not None:
+            self.model.forget(session)
+
+    async def _submit(
+        self,
+        place: int,
+        number: int,
+        arrived: float,
+        stacked: bool,
+        task: str,
+        options: dict[str, Any] | None,
+    ) -> list[Any]:
+        """Answer a request, whose observation is in shared memory."""
+        if number not in self.sessions:
+            self.sessions[number] = self.model.session()
+        seen = self.observations.at(place, stacked)
+        if self.form.steps is not None and not stacked:  # the session keeps it
+            seen = {name: array.copy(order="K") for name, array in seen.items()}
+        asked = PolicyRequest(seen, stacked, task, None if options is None else RequestOptions(**options))
+        job = ServeJob(asked, self.sessions[number], arrived, lambda: number in self.sessions)
+        await self.model.submit(job)
+        return job.answer()
+
+    def _lost(self) -> None:
+        """The process has ended, or is about to."""
+        for number in [*self.sessions]:
+            self._forget(number)
+        for client in [*self.clients]:
+            self._leave(client)
+        self.others.lost(self)
+
+
+class ConnectionProcesses:
+    """All of them. Connections are accepted here, and each goes to the process with the fewest."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        form: ObservationForm,
+        model: LocalModel,
+        metadata: bytes,
+        about: dict[str, str],
+        started: float,
+    ):
+        self.settings, self.form, self.model = settings, form, model
+        self.metadata, self.about, self.started = metadata, about, started
+        self.running: list[RemoteConnections] = []
+        self.closing = False
+        self.restarts: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, bound: socket.socket, count: int) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.gather(*(self._start() for _ in range(count)))
+            bound.setblocking(False)
+            bound.listen(BACKLOG)
+            loop.add_reader(bound, self._accept, bound)
+            yield
+        finally:
+            self.closing = True
+            loop.remove_reader(bound)
+            bound.close()
+            for task in self.restarts:
+                task.cancel()
+            await asyncio.gather(*(one.close() for one in self.running))
+
+    async def _start(self) -> None:
+        one = RemoteConnections(self)
+        try:
+            await asyncio.wait_for(one.set_up(), START_S)
+        except (ConnectionError, TimeoutError) as error:
+            await one.close()
+            raise FlexorError(
+                f"A process for connections did not start (exit code {one.process.returncode}). Its reason is above; "
+                "--processes=0 does without."
+            ) from error
+        self.running.append(one)
+
+    def _accept(self, bound: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = bound.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            with connection:
+                if self.running:
+                    min(self.running, key=lambda one: (len(one.clients), one.last_handed)).hand_over(
+                        connection
+                    )
+
+    def figures_beside(self, asking: RemoteConnections) -> Any:
+        async def figures(images: bool) -> list[dict[str, Any]]:
+            """Those of the other processes, and of this one."""
+            others = [
+                one.link.ask("figures", images) for one in self.running if one is not asking and one.link
+            ]
+            found = await asyncio.gather(*others, return_exceptions=True)
+            own = {"metrics": Metrics().plain(), "clients": [], "connected": 0, "sessions": 0}
+            return [
+                *(one for one in found if not isinstance(one, BaseException)),
+                {**own, "resident_bytes": resident_bytes()},
+            ]
+
+        return figures
+
+    def lost(self, one: RemoteConnections) -> None:
+        """Start another one in its place. Its robots connect again."""
+        if one not in self.running or self.closing:
+            return
+        self.running.remove(one)
+        log.warning("a process with connections ended unexpectedly; another one is started")
+        task = asyncio.ensure_future(self._replace(one))
+        self.restarts.add(task)
+        task.add_done_callback(self.restarts.discard)
+
+    async def _replace(self, one: RemoteConnections) -> None:
+        await one.close()
+        while not self.closing:
+            await asyncio.sleep(AGAIN_S)
+            try:
+                await self._start()
+                return
+            except FlexorError as error:
+                log.warning("%s", error)

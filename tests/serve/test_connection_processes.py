@@ -1,0 +1,177 @@
+"""Connections in processes of their own: answers, limits and figures as in one, and a death that costs little."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from flexor.core.errors import ConfigError
+from flexor.policies.base import Policy
+from flexor.policies.diffusion.config import DiffusionConfig
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.pretrained import Pretrained
+from flexor.serve.request import Input, ObservationForm
+from flexor.serve.settings import ServeSettings
+from flexor.serve.shared_observations import SharedObservations
+from support.limits import wait_for
+from support.serving import CAMERA, STATE, Talk, expected, get, numbers, observation, serving
+from support.soaking import Soak
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+
+
+def test_clients_of_several_processes():
+    with serving(numbers(), processes=2, max_clients=3, api_key="key") as (url, server):
+        key = {"Authorization": "Api-Key key"}
+        robots = [Talk(url, additional_headers=key) for _ in range(3)]
+        assert sorted(len(one.clients) for one in server.connections.running) == [1, 2]
+        with pytest.raises(InvalidStatus, match="503"):
+            Talk(url, additional_headers=key)
+        with pytest.raises(InvalidStatus, match="401"):
+            Talk(url)
+        for value, robot in enumerate(robots):
+            for flexor in ({}, {"flexor": {"id": 5, "episode": 2, "step": 7}}):
+                reply = robot.ask(observation(value, prompt=f"robot {value}", **flexor))
+                np.testing.assert_array_equal(reply["actions"], expected(value))
+        assert reply["flexor"] == {"id": 5, "episode": 2, "step": 7, "batch": 1}
+        previous = np.full((4, 2), 7, np.float32)
+        moving = robots[0].ask(observation(0, flexor={"previous": previous, "delay": 2}))
+        np.testing.assert_array_equal(moving["actions"][:2], previous[:2])
+        assert "too old" not in str(robots[0].ask(observation(1)))
+        assert robots[0].ask(observation(1, flexor={"deadline_ms": 1, "age_ms": 2}))["expired"]["age_ms"] >= 2
+        # whichever process is asked, it speaks for all
+        for _ in range(3):
+            found = json.loads(get(url, "/status", **key)[1])
+            assert [client["task"] for client in found["clients"]] == ["", "robot 1", "robot 2"]
+            assert [client["requests"] for client in found["clients"]] == [5, 2, 2]
+            assert all([*client["images"]] == [CAMERA] for client in found["clients"])
+            lines = get(url, "/metrics", **key)[1].splitlines()
+            for line in ('flexor_requests_total{result="ok"} 8', "flexor_clients 3", "flexor_sessions 3"):
+                assert line in lines
+            assert "flexor_refused_connections_total 2" in lines
+        for robot in robots:
+            robot.socket.close()
+        wait_for(lambda: not server.model.clients)
+        assert not server.model.batcher.seen
+        assert not any(one.sessions for one in server.connections.running)
+
+
+def test_a_process_that_dies_costs_only_its_own_clients():
+    with serving(numbers(), processes=2) as (url, server):
+        with Talk(url) as one, Talk(url) as other:
+            one.ask(observation(1))
+            first = server.connections.running[0]
+            (number,) = first.clients
+            first.process.send_signal(signal.SIGKILL)
+            lost, kept = (one, other) if number == 1 else (other, one)
+            with pytest.raises(ConnectionClosed):
+                lost.socket.recv(timeout=30)
+            np.testing.assert_array_equal(kept.ask(observation(2))["actions"], expected(2))
+            with Talk(url) as again:
+                np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
+            wait_for(lambda: len(server.connections.running) == 2)
+            assert first not in server.connections.running
+        children = [one.process for one in server.connections.running]
+    assert all(child.returncode == 0 for child in children)
+
+
+def test_robots_of_different_processes_share_a_batch():
+    policy = numbers()
+    with (
+        serving(policy, processes=2, batch_window_ms=200) as (url, _),
+        Talk(url) as one,
+        Talk(url) as other,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        for value in range(5):
+            replies = [threads.submit(robot.ask, observation(value)) for robot in (one, other)]
+            for reply in replies:
+                np.testing.assert_array_equal(reply.result()["actions"], expected(value))
+    assert 2 in policy.policy.batches
+
+
+def test_a_soak():
+    with serving(numbers(), processes=2, requests_per_s=1e6) as (url, server):
+        soak = Soak(url, requests=300)
+        soak.run()
+        wait_for(lambda: not server.model.clients)
+        assert not server.model.batcher.seen and not server.model.batcher.waiting
+        assert not any(one.process.returncode for one in server.connections.running)
+    assert soak.wrong == []
+
+
+@pytest.mark.parametrize("steps", [None, [-1, 0]])
+@pytest.mark.parametrize("last", [False, True])
+def test_shared_observations(steps, last):
+    form = ObservationForm(
+        {"eye": Input((3, 4, 5), True, "eye", True), "joints": Input((7,), False, "joints", True)}, steps, 2
+    )
+    rng, memory = np.random.default_rng(0), os.memfd_create("test")
+    writes, reads = (SharedObservations(memory, form, 3) for _ in range(2))
+    os.close(memory)
+    given = {}
+    for number in range(3):
+        stacked = bool(steps) and number == 1
+        more = (2,) if stacked else ()
+        image = rng.integers(0, 256, (*more, 4, 5, 3) if last else (*more, 3, 4, 5), np.uint8)
+        image = np.moveaxis(image, -1, -3) if last else image
+        given[number] = {"eye": image, "joints": rng.normal(size=(*more, 7)).astype(np.float32)}, stacked
+        writes.write(number, *given[number])
+    for number, (observed, stacked) in given.items():
+        for name, array in reads.at(number, stacked).items():
+            np.testing.assert_array_equal(array, observed[name])
+
+
+class Remembers(Policy):
+    """Its actions are the brightness of the last image and of this one."""
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def predict(self, batch, noise):
+        seen = 255 * batch[CAMERA].float().mean((2, 3, 4))  # [B, T]
+        return seen[:, None].expand(-1, len(self.config.action_deltas), -1)
+
+
+def test_a_history_is_kept_of_every_robot():
+    """The memory of an observation is used again for the next one."""
+    config = DiffusionConfig(
+        input_features={
+            CAMERA: PolicyFeature(Kind.VISUAL, (3, 8, 8)),
+            STATE: PolicyFeature(Kind.STATE, (3,)),
+        },
+        output_features={"action": PolicyFeature(Kind.ACTION, (2,))},
+        normalization_mapping=dict.fromkeys(("VISUAL", "STATE", "ACTION"), "IDENTITY"),
+    )
+    policy = Pretrained(Remembers(config), *config.pipelines({}, "cpu"))
+    with serving(policy, processes=1) as (url, _), Talk(url) as one, Talk(url) as other:
+        for before, now in ((1, 1), (1, 5), (5, 2)):
+            for robot, more in ((one, 0), (other, 100)):
+                image = np.full((8, 8, 3), now + more, np.uint8)
+                found = robot.ask(observation() | {CAMERA: image})["actions"][0]
+                np.testing.assert_allclose(found, [before + more, now + more], rtol=1e-4)
+        both = np.stack([np.full((3, 8, 8), value, np.uint8) for value in (40, 50)])
+        found = one.ask({CAMERA: both, STATE: np.zeros((2, 3))})["actions"][0]
+        np.testing.assert_allclose(found, [40, 50], rtol=1e-4)
+
+
+def test_they_do_without_torch():
+    code = "import sys, flexor.serve.connection_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_how_many():
+    assert ServeSettings(processes=3).connection_processes() == 3
+    assert ServeSettings(max_batch=2).connection_processes() in (0, 2)
+    with pytest.raises(ConfigError, match="--processes=-1"):
+        ServeSettings(processes=-1).validate()
