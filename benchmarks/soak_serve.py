@@ -1,9 +1,9 @@
 """A server under many requests, with clients that come, go, attack it and die within a frame.
 
-    python benchmarks/soak_serve.py [--requests 100000]
+    python benchmarks/soak_serve.py [--requests 100000] [--processes 2]
 
 Well-behaved clients must get the right answer every time and keep their connection, and the server's memory must not
-grow by more than 5 % after the first tenth. The server runs in a process of its own.
+grow by more than 5 % after the first tenth. The server runs in a process of its own, or in several.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from support.soaking import Soak
 MOST_GROWTH = 0.05
 
 
-def serve(pipe: Connection) -> None:
-    with serving(numbers(), requests_per_s=1e6) as (url, _):
+def serve(pipe: Connection, processes: int) -> None:
+    with serving(numbers(), requests_per_s=1e6, processes=processes) as (url, _):
         pipe.send(url)
         pipe.recv()
 
@@ -41,10 +41,11 @@ def memory(url: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--processes", type=int, default=0, help="for connections")
     parsed = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process = context.Process(target=serve, args=(theirs, parsed.processes), daemon=True)
     process.start()
     url, report, started = ours.recv(), progress("requests"), time.perf_counter()
     parts = [max(1, parsed.requests // 10)] * 10

@@ -12,7 +12,7 @@ from websockets.exceptions import InvalidStatus
 from flexor.core.errors import ConfigError
 from flexor.serve.access import has_key, is_foreign_page
 from flexor.serve.settings import ServeSettings
-from support.serving import Talk, get, numbers, observation, serving
+from support.serving import Talk, get, needs_linux, numbers, observation, serving
 
 KEY = "a key:with a colon"
 BASIC = "Basic " + base64.b64encode(f"anybody:{KEY}".encode()).decode()
@@ -110,9 +110,10 @@ def certificate(tmp_path_factory):
     return folder
 
 
-def test_tls(certificate):
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_tls(certificate, processes):
     files = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
-    with serving(numbers(), **files) as (url, _):
+    with serving(numbers(), processes=processes, **files) as (url, _):
         assert url.startswith("wss://")
         trusting = ssl.create_default_context(cafile=str(files["tls_cert"]))
         with Talk(url, ssl=trusting) as robot:

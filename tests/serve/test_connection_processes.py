@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,10 +24,10 @@ from flexor.serve.request import Input, ObservationForm
 from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
 from support.limits import wait_for
-from support.serving import CAMERA, STATE, Talk, expected, get, numbers, observation, serving
+from support.serving import CAMERA, STATE, Talk, expected, get, needs_linux, numbers, observation, serving
 from support.soaking import Soak
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux")
+pytestmark = needs_linux
 
 
 def test_clients_of_several_processes():
@@ -82,6 +83,49 @@ def test_a_process_that_dies_costs_only_its_own_clients():
             assert first not in server.connections.running
         children = [one.process for one in server.connections.running]
     assert all(child.returncode == 0 for child in children)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_rush_of_clients_does_not_exceed_the_limit(processes):
+    def arrive(_: int) -> Talk | None:
+        try:
+            return Talk(url)
+        except (InvalidStatus, ConnectionClosed):
+            return None
+
+    with serving(numbers(), processes=processes, max_clients=3) as (url, server):
+        with ThreadPoolExecutor(16) as threads:
+            there = [robot for robot in threads.map(arrive, range(16)) if robot]
+        assert len(there) == len(server.model.clients) == 3
+        for robot in there:
+            np.testing.assert_array_equal(robot.ask(observation(1))["actions"], expected(1))
+            robot.socket.close()
+
+
+def test_they_end_with_the_server():
+    """Also if it is killed."""
+    code = "\n".join(
+        (
+            "from support.serving import numbers, serving",
+            "with serving(numbers(), processes=2) as (url, server):",
+            "    print(*(one.process.pid for one in server.connections.running), flush=True)",
+            "    input()",
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, env=environment, **pipes) as server:
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
+        server.kill()
+    wait_for(lambda: not any(_runs(pid) for pid in pids))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_robots_of_different_processes_share_a_batch():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from websockets.sync.client import ClientConnection, connect
 
@@ -24,6 +26,9 @@ from flexor_client.wire import pack, unpack
 
 CAMERA, STATE = "observation.images.top", "observation.state"
 SIZE, CHUNK = 8, 4
+needs_linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes for connections need Linux"
+)
 
 
 class Numbers(Policy):

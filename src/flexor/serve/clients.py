@@ -23,6 +23,7 @@ from flexor.serve.settings import ServeSettings
 from flexor_client.wire import OPTIONS, WireError, pack, unpack
 
 FAILED = 1011  # the close code of openpi's server after an error
+TRY_LATER = 1013
 NOTE_S = 1.0  # at least between two lines in the log about clients
 NOTED = 500  # characters of a line
 DECODERS = 8  # threads for images
@@ -83,9 +84,13 @@ class ClientLoop:
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
+        number = await self.model.enter()
+        if number is None:
+            self.metrics.refused_connections += 1
+            await connection.close(TRY_LATER, self.settings.too_many())
+            return
         self.metrics.connections += 1
-        client = Client(await self.model.enter(), connection, self.settings)
-        self.clients[client.number] = client
+        client = self.clients[number] = Client(number, connection, self.settings)
         try:
             await connection.send(self.metadata)
             async for frame in connection:

@@ -60,8 +60,9 @@ class RemoteModel:
     async def has_room(self) -> bool:
         return bool(await self.link.ask("has_room"))
 
-    async def enter(self) -> int:
-        return int(await self.link.ask("enter"))
+    async def enter(self) -> int | None:
+        number: int | None = await self.link.ask("enter")
+        return number
 
     def leave(self, client: int) -> None:
         self.link.tell("leave", client)

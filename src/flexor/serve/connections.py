@@ -100,7 +100,7 @@ class Connections:
             return web.response(403, "Web pages of other sites can't connect.\n")
         if not await self.model.has_room():
             self.metrics.refused_connections += 1
-            return web.response(503, f"There are {self.settings.max_clients} clients already.\n")
+            return web.response(503, f"{self.settings.too_many()}\n")
         return None
 
     def close(self) -> None:

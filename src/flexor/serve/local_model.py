@@ -23,7 +23,9 @@ class LocalModel:
     async def has_room(self) -> bool:
         return len(self.clients) < self.max_clients
 
-    async def enter(self) -> int:
+    async def enter(self) -> int | None:
+        if not await self.has_room():
+            return None
         client = next(self.numbers)
         self.clients.add(client)
         return client

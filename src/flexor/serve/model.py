@@ -14,8 +14,8 @@ class Model(Protocol):
     async def has_room(self) -> bool:
         """Whether another client may connect."""
 
-    async def enter(self) -> int:
-        """A client is there. Returns its number."""
+    async def enter(self) -> int | None:
+        """A client is there. Returns its number, or None if there are too many by now."""
 
     def leave(self, client: int) -> None: ...
 

@@ -44,6 +44,7 @@ class RemoteConnections:
             self.observations = SharedObservations(memory, self.form, settings.max_clients)
             self.line, theirs = socket.socketpair()
             self.handing, handed = socket.socketpair()
+            self.handing.setblocking(False)  # a process that hangs must not hold up this one
             with theirs, handed:
                 files = (theirs.fileno(), handed.fileno(), memory)
                 self.process = subprocess.Popen(
@@ -94,9 +95,10 @@ class RemoteConnections:
             self.process.kill()
             self.process.wait()
 
-    async def _enter(self) -> int:
+    async def _enter(self) -> int | None:
         client = await self.model.enter()
-        self.clients.add(client)
+        if client is not None:
+            self.clients.add(client)
         return client
 
     def _leave(self, client: int) -> None:
@@ -162,7 +164,7 @@ class ConnectionProcesses:
             await asyncio.gather(*(self._start() for _ in range(count)))
             bound.setblocking(False)
             bound.listen(BACKLOG)
-            loop.add_reader(bound, self._accept, bound)
+            self._listen(bound)
             yield
         finally:
             self.closing = True
@@ -171,6 +173,10 @@ class ConnectionProcesses:
             for task in self.restarts:
                 task.cancel()
             await asyncio.gather(*(one.close() for one in self.running))
+
+    def _listen(self, bound: socket.socket) -> None:
+        if not self.closing:
+            asyncio.get_running_loop().add_reader(bound, self._accept, bound)
 
     async def _start(self) -> None:
         one = RemoteConnections(self)
@@ -185,16 +191,24 @@ class ConnectionProcesses:
         self.running.append(one)
 
     def _accept(self, bound: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = bound.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+        try:
+            while True:
+                with bound.accept()[0] as connection:
+                    self._hand_over(connection)
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many open files, say
+            log.warning("can't accept a connection: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(bound)
+            loop.call_later(AGAIN_S, self._listen, bound)
+
+    def _hand_over(self, connection: socket.socket) -> None:
+        """To the process with the fewest clients. If none can take it, it is closed."""
+        for one in sorted(self.running, key=lambda one: (len(one.clients), one.last_handed)):
+            with contextlib.suppress(OSError):  # it is just ending, or does not answer
+                one.hand_over(connection)
                 return
-            with connection:
-                if self.running:
-                    min(self.running, key=lambda one: (len(one.clients), one.last_handed)).hand_over(
-                        connection
-                    )
 
     def figures_beside(self, asking: RemoteConnections) -> Any:
         async def figures(images: bool) -> list[dict[str, Any]]:

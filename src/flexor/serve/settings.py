@@ -62,6 +62,9 @@ class ServeSettings:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key must be given together.")
 
+    def too_many(self) -> str:
+        return f"There are {self.max_clients} clients already."
+
     def connection_processes(self) -> int:
         """Processes for connections: on large machines, as many as robots are predicted for together."""
         if self.processes is not None:
