@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.fused_norm_ops import operator
+from flexor.policies.nn.triton_operator import define_operator
 
 SUMMED = 4096  # pixels of a program that sums up
 
@@ -26,24 +26,24 @@ def _floats(images: Tensor, *_: object) -> Tensor:
 
 # images [B, T, C, H, W], bytes or floats in [0, 1]; ops [B, cameras, slots]; numbers [B, cameras, slots, n];
 # reach: of the largest blur, in pixels from its centre
-operator(
+define_operator(
     "augment_gray_sums",  # of the images that change their contrast, in parts
     "(Tensor images, Tensor ops, int camera, int slot) -> Tensor",
     lambda images, *_: images.new_empty(*images.shape[:2], parts_of(images), dtype=torch.float32),
-    "augment_kernels",
+    "flexor.policies.nn.augment_kernels",
 )
-operator(
+define_operator(
     "augment_blur_rows",  # the images that are blurred, blurred along their rows
     "(Tensor images, Tensor ops, Tensor numbers, int camera, int slot, int reach) -> Tensor",
     _floats,
-    "augment_kernels",
+    "flexor.policies.nn.augment_kernels",
 )
-operator(
+define_operator(
     "augment_slot",
     "(Tensor images, Tensor ops, Tensor numbers, Tensor? seeds, Tensor? sums, Tensor? rows, int camera, int slot, "
     "int reach) -> Tensor",
     _floats,
-    "augment_kernels",
+    "flexor.policies.nn.augment_kernels",
 )
 
 

@@ -14,26 +14,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.fused_norm_ops import operator
+from flexor.policies.nn.triton_operator import define_operator
 
-KERNELS = "fused_inference_kernels"
+KERNELS = "flexor.policies.nn.fused_inference_kernels"
 LOW = (torch.bfloat16, torch.float16)
 FEW = 128  # tokens that attend: more of them keep torch's kernels busy
 
-operator(
+define_operator(
     "rms_norm",
     "(Tensor x, Tensor weight, float plus, float eps, ScalarType dtype) -> Tensor",
     lambda x, weight, plus, eps, dtype: torch.empty_like(x, dtype=dtype),
     KERNELS,
 )
-operator("rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: torch.empty_like(x), KERNELS)
-operator(
+define_operator(
+    "rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: torch.empty_like(x), KERNELS
+)
+define_operator(
     "gate",
     "(Tensor gate, Tensor up, bool gelu) -> Tensor",
     lambda gate, *_: torch.empty_like(gate),
     KERNELS,
 )
-operator(
+define_operator(
     "attend_few",
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask) -> Tensor",
     lambda queries, *_: torch.empty_like(queries),

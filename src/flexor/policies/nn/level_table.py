@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.fused_norm_ops import operator
+from flexor.policies.nn.triton_operator import define_operator
 
 LEVELS = 256
 
-operator(
+define_operator(
     "look_up_levels",
     "(Tensor images, Tensor table) -> Tensor",
     lambda images, table: torch.empty_like(images, dtype=table.dtype),
-    "level_table_kernels",
+    "flexor.policies.nn.level_table_kernels",
 )
 
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from flexor.policies.nn.fused_norm import TYPES, kernels_compile
-from flexor.policies.nn.fused_norm_ops import operator
+from flexor.policies.nn.triton_operator import define_operator
 
 SLOPE = 1.702
-KERNELS = "quick_gelu_kernels"
+KERNELS = "flexor.policies.nn.quick_gelu_kernels"
 
-operator("quick_gelu", "(Tensor x) -> Tensor", torch.empty_like, KERNELS)
-operator(
+define_operator("quick_gelu", "(Tensor x) -> Tensor", torch.empty_like, KERNELS)
+define_operator(
     "quick_gelu_backward",
     "(Tensor gradient, Tensor x) -> Tensor",
     lambda gradient, x: torch.empty_like(x),

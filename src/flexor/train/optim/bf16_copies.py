@@ -19,19 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.fused_norm_ops import operator
 from flexor.policies.nn.lower_weights import CAST
+from flexor.policies.nn.triton_operator import define_operator
 
 DEVICES = ("cuda", "meta")
 LARGE = 1 << 16  # values of a tensor from which on it is worth a kernel launch of its own
 
-operator(
+define_operator(
     "adam_with_copies",
     "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] averages, Tensor(c!)[] squares, Tensor(d!)[] copies, "
     "Tensor factors, Tensor? scale, float new1, float new2, float eps, float decay) -> ()",
     lambda *_: None,
-    "adam_kernels",
-    "flexor.train.optim",
+    "flexor.train.optim.adam_kernels",
 )
 
 
