@@ -1,6 +1,7 @@
 """The operators of `fused_norm.py` and `norm_mish.py`: what they take and return.
 
-Their kernels are in `fused_norm_kernels.py`, `fused_pool_kernels.py` and `norm_mish_kernels.py`.
+Their kernels are in `fused_norm_kernels.py`, `fused_norm_backward_kernels.py`, `fused_pool_kernels.py` and
+`norm_mish_kernels.py`.
 
 A plan runs them on the meta device, on machines that have neither a GPU nor Triton.
 """
@@ -22,6 +23,7 @@ from flexor.policies.nn.fused_norm_shapes import (
 from flexor.policies.nn.triton_operator import define_operator
 
 NORM = "flexor.policies.nn.fused_norm_kernels"
+BACKWARD = "flexor.policies.nn.fused_norm_backward_kernels"
 POOL = "flexor.policies.nn.fused_pool_kernels"
 MISH = "flexor.policies.nn.norm_mish_kernels"
 
@@ -54,13 +56,13 @@ define_operator(
     "norm_sums",
     "(Tensor gradient, Tensor x, Tensor mean, Tensor? scale, Tensor? shift) -> Tensor",
     lambda gradient, x, *_: empty_sums(x),
-    NORM,
+    BACKWARD,
 )
 define_operator(
     "norm_sums_residual",
     "(Tensor gradient, Tensor x, Tensor y, Tensor mean) -> (Tensor, Tensor)",
     lambda gradient, x, *_: (torch.empty_like(gradient), empty_sums(x)),
-    NORM,
+    BACKWARD,
 )
 define_operator(
     "norm_pool_sums",
@@ -74,20 +76,20 @@ define_operator(
     "norm_factors",
     "(Tensor sums, Tensor weight, Tensor mean, Tensor rstd, int groups, int pixels) -> Tensor",
     lambda sums, weight, mean, rstd, groups, pixels: empty_factors(sums, groups),
-    NORM,
+    BACKWARD,
 )
 define_operator(
     "norm_backward",
     "(Tensor gradient, Tensor? y, Tensor? x, Tensor a, Tensor? b, Tensor? d, Tensor? scale, Tensor? shift) "
     "-> Tensor",
     lambda gradient, *_: torch.empty_like(gradient),
-    NORM,
+    BACKWARD,
 )
 define_operator(
     "norm_backward_residual",
     "(Tensor gradient, Tensor y, Tensor a) -> (Tensor, Tensor)",
     lambda gradient, *_: (torch.empty_like(gradient), torch.empty_like(gradient)),
-    NORM,
+    BACKWARD,
 )
 define_operator(
     "norm_pool_backward",

@@ -1,4 +1,4 @@
-"""How the kernels of `fused_norm_kernels.py` divide their work, and the shapes of their results."""
+"""How the kernels of normalisation divide their work, and the shapes of their results."""
 
 from __future__ import annotations
 
@@ -76,3 +76,8 @@ def empty_parts(x: Tensor) -> Tensor:
 def empty_film_gradient(x: Tensor, film: Tensor | None) -> Tensor:
     """Of no columns if there is no film."""
     return x.new_empty((x.shape[0], 0)) if film is None else film.new_empty(film.shape)
+
+
+def stride(per_image: Tensor) -> int:
+    """From the statistics of one image to those of the next."""
+    return 0 if per_image.shape[0] == 1 else per_image.shape[1]

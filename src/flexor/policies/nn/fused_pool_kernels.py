@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_kernels import stride
-from flexor.policies.nn.fused_norm_shapes import channel_block, empty_map, empty_pooled
+from flexor.policies.nn.fused_norm_shapes import channel_block, empty_map, empty_pooled, stride
 
 PIXELS = 32  # of a row of the pooled map, per program
 NO_TAP = tl.constexpr(9)  # no pixel of a window is positive

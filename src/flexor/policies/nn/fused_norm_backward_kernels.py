@@ -1,0 +1,301 @@
+"""Triton kernels of the operators in `fused_norm_ops.py` for the backward pass; layout as in `fused_norm_kernels.py`.
+
+Of y = relu(x * scale + shift + residual), with g = dy where y > 0:
+  dx = a * g + b * x + d      [S, C] each; b and d are 0 if the statistics are fixed
+  dresidual = g
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexor.policies.nn.fused_norm_shapes import (
+    ROWS,
+    empty_factors,
+    empty_sums,
+    shape_of,
+    split,
+    stride,
+)
+
+
+@triton.jit
+def _backward(
+    gradient,
+    y,
+    x,
+    a,
+    b,
+    d,
+    scale,
+    shift,
+    dx,
+    masked,
+    pixels,
+    channels,
+    parts,
+    rows,
+    stride,
+    MASK_Y: tl.constexpr,
+    MASK_X: tl.constexpr,
+    USE_X: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    start = image.to(tl.int64) * pixels * channels
+    own = image * stride + column
+    factor = tl.load(a + own)[None, :]
+    if USE_X:
+        slope, offset = tl.load(b + own)[None, :], tl.load(d + own)[None, :]
+    if MASK_X:
+        scaled, shifted = tl.load(scale + own)[None, :], tl.load(shift + own)[None, :]
+    end = tl.minimum((part + 1) * rows, pixels)
+    for first in range(part * rows, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = start + row[:, None] * channels + column[None, :]
+        inside = (row < end)[:, None]
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        if MASK_Y:
+            g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+        if USE_X:
+            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            if MASK_X:
+                g = tl.where(value * scaled + shifted > 0, g, 0.0)
+            result = factor * g + slope * value + offset
+        else:
+            result = factor * g
+        tl.store(dx + at, result, mask=inside)
+        if KEEP:
+            tl.store(masked + at, g, mask=inside)
+
+
+def _run_backward(
+    gradient: Tensor,
+    y: Tensor | None,
+    x: Tensor | None,
+    a: Tensor,
+    b: Tensor | None,
+    d: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    masked: Tensor | None,
+) -> Tensor:
+    images, channels, pixels = shape_of(gradient)
+    parts, rows, width = split(images, channels, pixels)
+    dx = torch.empty_like(gradient)
+    _backward[(images * parts, channels // width)](
+        gradient,
+        y,
+        x,
+        a,
+        b,
+        d,
+        scale,
+        shift,
+        dx,
+        masked,
+        pixels,
+        channels,
+        parts,
+        rows,
+        stride(a),
+        y is not None,
+        scale is not None,
+        x is not None,
+        masked is not None,
+        ROWS,
+        width,
+    )
+    return dx
+
+
+def norm_backward(
+    gradient: Tensor,
+    y: Tensor | None,
+    x: Tensor | None,
+    a: Tensor,
+    b: Tensor | None,
+    d: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+) -> Tensor:
+    """dx. `y`, or `x` with `scale`, says where ReLU was zero; without them there is none."""
+    return _run_backward(gradient, y, x, a, b, d, scale, shift, None)
+
+
+def norm_backward_residual(gradient: Tensor, y: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """dx and dresidual, with fixed statistics."""
+    masked = torch.empty_like(gradient)
+    return _run_backward(gradient, y, None, a, None, None, None, None, masked), masked
+
+
+@triton.jit
+def _sums(
+    gradient,
+    x,
+    y,
+    mean,
+    scale,
+    shift,
+    masked,
+    plain,
+    weighted,
+    pixels,
+    channels,
+    parts,
+    rows,
+    stride,
+    MASK_Y: tl.constexpr,
+    MASK_X: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The sums of g and of g * (x - mean) of each part. With MASK_Y, g is stored too."""
+    image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    start = image.to(tl.int64) * pixels * channels
+    own = image * stride + column
+    centre = tl.load(mean + own)[None, :]
+    if MASK_X:
+        scaled, shifted = tl.load(scale + own)[None, :], tl.load(shift + own)[None, :]
+    one = tl.zeros([ROWS, CHANNELS], tl.float32)
+    two = tl.zeros([ROWS, CHANNELS], tl.float32)
+    end = tl.minimum((part + 1) * rows, pixels)
+    for first in range(part * rows, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = start + row[:, None] * channels + column[None, :]
+        inside = (row < end)[:, None]
+        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if MASK_Y:
+            g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+            tl.store(masked + at, g, mask=inside)
+        if MASK_X:
+            g = tl.where(value * scaled + shifted > 0, g, 0.0)
+        one += g
+        two += g * (value - centre)
+    at = tl.program_id(0) * channels + column
+    tl.store(plain + at, tl.sum(one, 0))
+    tl.store(weighted + at, tl.sum(two, 0))
+
+
+def _run_sums(
+    gradient: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    mean: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    masked: Tensor | None,
+) -> Tensor:
+    images, channels, pixels = shape_of(x)
+    parts, rows, width = split(images, channels, pixels)
+    sums = empty_sums(x)
+    _sums[(images * parts, channels // width)](
+        gradient,
+        x,
+        y,
+        mean,
+        scale,
+        shift,
+        masked,
+        sums[0],
+        sums[1],
+        pixels,
+        channels,
+        parts,
+        rows,
+        stride(mean),
+        y is not None,
+        scale is not None,
+        ROWS,
+        width,
+    )
+    return sums
+
+
+def norm_sums(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor | None, shift: Tensor) -> Tensor:
+    """The sums of g and of g * (x - mean): [2, N, P, C]. Without `scale` there is no ReLU."""
+    return _run_sums(gradient, x, None, mean, scale, shift, None)
+
+
+def norm_sums_residual(gradient: Tensor, x: Tensor, y: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """g, and the sums."""
+    masked = torch.empty_like(gradient)
+    return masked, _run_sums(gradient, x, y, mean, None, None, masked)
+
+
+@triton.jit
+def _finish_sums(
+    plain,
+    weighted,
+    weight,
+    mean,
+    rstd,
+    factors,  # a, b, d, and the gradients of weight and bias: [5, S, C]
+    entries,
+    channels,
+    count,
+    GROUPED: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    plain += tl.program_id(0) * entries * channels
+    weighted += tl.program_id(0) * entries * channels
+    one = tl.zeros([CHANNELS], tl.float32)
+    two = tl.zeros([CHANNELS], tl.float32)
+    for first in range(0, entries, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        inside = (entry < entries)[:, None]
+        at = entry[:, None] * channels + column[None, :]
+        one += tl.sum(tl.load(plain + at, mask=inside, other=0.0), 0)
+        two += tl.sum(tl.load(weighted + at, mask=inside, other=0.0), 0)
+    own = tl.program_id(0) * channels + column
+    scale = tl.load(weight + column).to(tl.float32)
+    centre, spread = tl.load(mean + own), tl.load(rstd + own)
+    first_sum, second_sum = scale * one, scale * two
+    if GROUPED:
+        first_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(first_sum, 0)
+        second_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(second_sum, 0)
+    b = -spread * spread * spread * second_sum / count
+    size = tl.num_programs(0) * channels
+    tl.store(factors + own, spread * scale)
+    tl.store(factors + size + own, b)
+    tl.store(factors + 2 * size + own, -spread * first_sum / count - b * centre)
+    tl.store(factors + 3 * size + own, two * spread)
+    tl.store(factors + 4 * size + own, one)
+
+
+def norm_factors(
+    sums: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, groups: int, pixels: int
+) -> Tensor:
+    """a, b and d, and the gradients of weight and bias per set of statistics: [5, S, C]."""
+    _, images, parts, channels = sums.shape
+    shared = 1 if groups else images
+    together = channels // groups if groups else 1
+    block = together if groups else 8
+    out = empty_factors(sums, groups)
+    _finish_sums[(images // shared, channels // block)](
+        sums[0],
+        sums[1],
+        weight,
+        mean,
+        rstd,
+        out,
+        shared * parts,
+        channels,
+        float(shared * pixels * together),
+        bool(groups),
+        min(256, triton.next_power_of_2(shared * parts)),
+        block,
+    )
+    return out
