@@ -15,7 +15,7 @@ import pytest
 import torch
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from flexor.core.errors import ConfigError
+from flexor.core.errors import ConfigError, FlexorError
 from flexor.policies.base import Policy
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
@@ -126,6 +126,15 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_one_that_does_not_start_is_said(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with (
+        pytest.raises(FlexorError, match=r"did not start \(exit code 1\).*--processes=0"),
+        serving(numbers(), processes=2),
+    ):
+        pass
 
 
 def test_robots_of_different_processes_share_a_batch():

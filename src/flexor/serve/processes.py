@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from flexor.core.log import log
 from flexor.policies.session import Session
 from flexor.serve import connection_process
 from flexor.serve.job import ServeJob
-from flexor.serve.link import Link
+from flexor.serve.link import Handler, Link
 from flexor.serve.local_model import LocalModel
 from flexor.serve.metrics import Metrics
 from flexor.serve.request import ObservationForm, PolicyRequest, RequestOptions
@@ -28,6 +29,7 @@ from flexor.serve.web import resident_bytes
 
 START_S = 60.0
 END_S = 15.0
+FIGURES_S = 5.0
 AGAIN_S = 1.0  # after a process died, until another one is started in its place
 BACKLOG = 100
 
@@ -35,13 +37,12 @@ BACKLOG = 100
 class RemoteConnections:
     """One process, its connections, and the sessions of their robots."""
 
-    def __init__(self, all_of_them: ConnectionProcesses):
-        self.others = all_of_them
-        self.model, self.form = all_of_them.model, all_of_them.form
-        settings = all_of_them.settings
+    def __init__(self, processes: ConnectionProcesses):
+        self.processes = processes
+        self.model, self.form = processes.model, processes.form
         memory = os.memfd_create("flexor-observations")
         try:
-            self.observations = SharedObservations(memory, self.form, settings.max_clients)
+            self.observations = SharedObservations(memory, self.form, processes.settings.max_clients)
             self.line, theirs = socket.socketpair()
             self.handing, handed = socket.socketpair()
             self.handing.setblocking(False)  # a process that hangs must not hold up this one
@@ -60,21 +61,21 @@ class RemoteConnections:
         self.link: Link | None = None
 
     async def set_up(self) -> None:
-        handlers = {
+        handlers: dict[str, Handler] = {
             "has_room": self.model.has_room,
             "enter": self._enter,
             "leave": self._leave,
             "submit": self._submit,
             "forget": self._forget,
-            "figures": self.others.figures_beside(self),
+            "figures": functools.partial(self.processes.figures, self),
         }
         self.link = await Link.over(self.line, handlers, self._lost)
-        server = self.others
-        settings = {**asdict(server.settings), "processes": 0}
+        known = self.processes
+        settings = {**asdict(known.settings), "processes": 0}
         for name in ("tls_cert", "tls_key"):
             settings[name] = settings[name] and str(settings[name])
         await self.link.ask(
-            "set_up", settings, asdict(self.form), server.metadata, dict(server.about), server.started
+            "set_up", settings, asdict(self.form), known.metadata, dict(known.about), known.started
         )
 
     def hand_over(self, connection: socket.socket) -> None:
@@ -136,7 +137,7 @@ class RemoteConnections:
             self._forget(number)
         for client in [*self.clients]:
             self._leave(client)
-        self.others.lost(self)
+        self.processes.lost(self)
 
 
 class ConnectionProcesses:
@@ -161,7 +162,10 @@ class ConnectionProcesses:
     async def listening(self, bound: socket.socket, count: int) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.gather(*(self._start() for _ in range(count)))
+            started = await asyncio.gather(*(self._start() for _ in range(count)), return_exceptions=True)
+            for error in started:
+                if error is not None:
+                    raise error
             bound.setblocking(False)
             bound.listen(BACKLOG)
             self._listen(bound)
@@ -210,33 +214,33 @@ class ConnectionProcesses:
                 one.hand_over(connection)
                 return
 
-    def figures_beside(self, asking: RemoteConnections) -> Any:
-        async def figures(images: bool) -> list[dict[str, Any]]:
-            """Those of the other processes, and of this one."""
-            others = [
-                one.link.ask("figures", images) for one in self.running if one is not asking and one.link
-            ]
-            found = await asyncio.gather(*others, return_exceptions=True)
-            own = {"metrics": Metrics().plain(), "clients": [], "connected": 0, "sessions": 0}
-            return [
-                *(one for one in found if not isinstance(one, BaseException)),
-                {**own, "resident_bytes": resident_bytes()},
-            ]
-
-        return figures
+    async def figures(self, asking: RemoteConnections, images: bool) -> list[dict[str, Any]]:
+        """Those of the other processes, and of this one."""
+        others = [one.link for one in self.running if one is not asking and one.link]
+        found = await asyncio.gather(
+            *(asyncio.wait_for(link.ask("figures", images), FIGURES_S) for link in others),
+            return_exceptions=True,  # one that hangs or dies has none
+        )
+        own = {"metrics": Metrics().plain(), "clients": [], "connected": 0, "sessions": 0}
+        return [
+            *(one for one in found if not isinstance(one, BaseException)),
+            {**own, "resident_bytes": resident_bytes()},
+        ]
 
     def lost(self, one: RemoteConnections) -> None:
         """Start another one in its place. Its robots connect again."""
         if one not in self.running or self.closing:
             return
         self.running.remove(one)
-        log.warning("a process with connections ended unexpectedly; another one is started")
         task = asyncio.ensure_future(self._replace(one))
         self.restarts.add(task)
         task.add_done_callback(self.restarts.discard)
 
     async def _replace(self, one: RemoteConnections) -> None:
         await one.close()
+        log.warning(
+            "a process with connections ended (exit code %s); another one is started", one.process.returncode
+        )
         while not self.closing:
             await asyncio.sleep(AGAIN_S)
             try:
