@@ -100,9 +100,9 @@ class ClientLoop:
             pass  # whichever way it went, only this client is concerned
         finally:
             del self.clients[client.number]
-            self.model.leave(client.number)
             for session in client.sessions.values():
                 self.model.forget(session)
+            self.model.leave(client.number)
 
     async def _turn(self, client: Client, frame: bytes | str) -> bool:
         """Answer one frame; False if that ends the connection."""
