@@ -116,8 +116,8 @@ def test_tls(certificate, processes):
     with serving(numbers(), processes=processes, **files) as (url, _):
         assert url.startswith("wss://")
         trusting = ssl.create_default_context(cafile=str(files["tls_cert"]))
-        with Talk(url, ssl=trusting) as robot:
-            assert "actions" in robot.ask(observation(1))
+        with Talk(url, ssl=trusting) as robot, Talk(url, ssl=trusting) as other:
+            assert "actions" in robot.ask(observation(1)) and "actions" in other.ask(observation(1))
         with pytest.raises(ssl.SSLError):
             Talk(url)
     with pytest.raises(ConfigError, match="PEM files that belong together"):

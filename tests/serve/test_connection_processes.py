@@ -34,7 +34,8 @@ def test_clients_of_several_processes():
     with serving(numbers(), processes=2, max_clients=3, api_key="key") as (url, server):
         key = {"Authorization": "Api-Key key"}
         robots = [Talk(url, additional_headers=key) for _ in range(3)]
-        assert sorted(len(one.clients) for one in server.connections.running) == [1, 2]
+        assert [*server.connections.loop.clients] == [1]  # the first one stays with the model
+        assert [len(one.clients) for one in server.processes.running] == [1, 1]
         with pytest.raises(InvalidStatus, match="503"):
             Talk(url, additional_headers=key)
         with pytest.raises(InvalidStatus, match="401"):
@@ -63,25 +64,22 @@ def test_clients_of_several_processes():
             robot.socket.close()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.seen
-        assert not any(one.sessions for one in server.connections.running)
+        assert not any(one.sessions for one in server.processes.running)
 
 
 def test_a_process_that_dies_costs_only_its_own_clients():
     with serving(numbers(), processes=2) as (url, server):
         with Talk(url) as one, Talk(url) as other:
-            one.ask(observation(1))
-            first = server.connections.running[0]
-            (number,) = first.clients
-            first.process.send_signal(signal.SIGKILL)
-            lost, kept = (one, other) if number == 1 else (other, one)
+            dying = next(process for process in server.processes.running if process.clients)
+            dying.process.send_signal(signal.SIGKILL)
             with pytest.raises(ConnectionClosed):
-                lost.socket.recv(timeout=30)
-            np.testing.assert_array_equal(kept.ask(observation(2))["actions"], expected(2))
+                other.socket.recv(timeout=30)
+            np.testing.assert_array_equal(one.ask(observation(2))["actions"], expected(2))
             with Talk(url) as again:
                 np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
-            wait_for(lambda: len(server.connections.running) == 2)
-            assert first not in server.connections.running
-        children = [one.process for one in server.connections.running]
+            wait_for(lambda: len(server.processes.running) == 2)
+            assert dying not in server.processes.running
+        children = [one.process for one in server.processes.running]
     assert all(child.returncode == 0 for child in children)
 
 
@@ -108,7 +106,7 @@ def test_they_end_with_the_server():
         (
             "from support.serving import numbers, serving",
             "with serving(numbers(), processes=2) as (url, server):",
-            "    print(*(one.process.pid for one in server.connections.running), flush=True)",
+            "    print(*(one.process.pid for one in server.processes.running), flush=True)",
             "    input()",
         )
     )
@@ -158,7 +156,7 @@ def test_a_soak():
         soak.run()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.seen and not server.model.batcher.waiting
-        assert not any(one.process.returncode for one in server.connections.running)
+        assert not any(one.process.returncode for one in server.processes.running)
     assert soak.wrong == []
 
 
@@ -197,7 +195,7 @@ class Remembers(Policy):
 
 
 def test_a_history_is_kept_of_every_robot():
-    """The memory of an observation is used again for the next one."""
+    """Also in another process, where the memory of an observation is used again for the next one."""
     config = DiffusionConfig(
         input_features={
             CAMERA: PolicyFeature(Kind.VISUAL, (3, 8, 8)),

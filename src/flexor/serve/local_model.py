@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from typing import Any
 
@@ -19,6 +19,8 @@ class LocalModel:
         self.predictor, self.batcher, self.max_clients = predictor, batcher, max_clients
         self.clients: set[int] = set()
         self.numbers = count(1)
+        self.elsewhere: Callable[[bool], Awaitable[list[Mapping[str, Any]]]] | None = None
+        """The figures of other processes with connections."""
 
     async def has_room(self) -> bool:
         return len(self.clients) < self.max_clients
@@ -43,4 +45,4 @@ class LocalModel:
         self.batcher.forget(session)
 
     async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
-        return [own]
+        return [own, *(await self.elsewhere(images) if self.elsewhere else ())]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,20 +18,41 @@ from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.policies.session import Session
 from flexor.serve import connection_process
+from flexor.serve.connection_process import HandedConnections
+from flexor.serve.connections import Connections
 from flexor.serve.job import ServeJob
 from flexor.serve.link import Handler, Link
 from flexor.serve.local_model import LocalModel
-from flexor.serve.metrics import Metrics
 from flexor.serve.request import ObservationForm, PolicyRequest, RequestOptions
-from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
-from flexor.serve.web import resident_bytes
 
 START_S = 60.0
 END_S = 15.0
 FIGURES_S = 5.0
+RUSH_S = 0.05  # after one connection, others are not taken for the first
 AGAIN_S = 1.0  # after a process died, until another one is started in its place
 BACKLOG = 100
+
+
+class Handing:
+    """Hands connections over to a process."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = socket.socketpair()
+        self.ours.setblocking(False)  # one that hangs must not hold up this one
+        self.last = 0.0
+
+    def give(self, connection: socket.socket) -> bool:
+        try:
+            socket.send_fds(self.ours, [b"+"], [connection.fileno()])
+        except OSError:  # it is just ending, or does not answer
+            return False
+        self.last = time.monotonic()
+        return True
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
 
 
 class RemoteConnections:
@@ -44,10 +65,9 @@ class RemoteConnections:
         try:
             self.observations = SharedObservations(memory, self.form, processes.settings.max_clients)
             self.line, theirs = socket.socketpair()
-            self.handing, handed = socket.socketpair()
-            self.handing.setblocking(False)  # a process that hangs must not hold up this one
-            with theirs, handed:
-                files = (theirs.fileno(), handed.fileno(), memory)
+            self.handing = Handing()
+            with theirs, self.handing.theirs:
+                files = (theirs.fileno(), self.handing.theirs.fileno(), memory)
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", connection_process.__name__, *map(str, files)],
                     stdin=subprocess.DEVNULL,
@@ -57,7 +77,6 @@ class RemoteConnections:
             os.close(memory)
         self.clients: set[int] = set()
         self.sessions: dict[int, Session] = {}
-        self.last_handed = 0.0
         self.link: Link | None = None
 
     async def set_up(self) -> None:
@@ -67,20 +86,16 @@ class RemoteConnections:
             "leave": self._leave,
             "submit": self._submit,
             "forget": self._forget,
-            "figures": functools.partial(self.processes.figures, self),
+            "figures": functools.partial(self.processes.figures_of_all_but, self),
         }
         self.link = await Link.over(self.line, handlers, self._lost)
-        known = self.processes
+        known = self.processes.here
         settings = {**asdict(known.settings), "processes": 0}
         for name in ("tls_cert", "tls_key"):
             settings[name] = settings[name] and str(settings[name])
         await self.link.ask(
-            "set_up", settings, asdict(self.form), known.metadata, dict(known.about), known.started
+            "set_up", settings, asdict(self.form), known.loop.metadata, dict(known.about), known.started
         )
-
-    def hand_over(self, connection: socket.socket) -> None:
-        self.last_handed = time.monotonic()
-        socket.send_fds(self.handing, [b"+"], [connection.fileno()])
 
     async def close(self) -> None:
         """Let it say goodbye to its clients, then end it."""
@@ -141,42 +156,42 @@ class RemoteConnections:
 
 
 class ConnectionProcesses:
-    """All of them. Connections are accepted here, and each goes to the process with the fewest."""
+    """All of them. Connections are accepted here: the first client stays in this process, where it is answered soonest;
+    others go to the process with the fewest."""
 
-    def __init__(
-        self,
-        settings: ServeSettings,
-        form: ObservationForm,
-        model: LocalModel,
-        metadata: bytes,
-        about: dict[str, str],
-        started: float,
-    ):
-        self.settings, self.form, self.model = settings, form, model
-        self.metadata, self.about, self.started = metadata, about, started
+    def __init__(self, connections: Connections, form: ObservationForm, model: LocalModel):
+        """`connections`: those of this process, which do not listen yet."""
+        self.here, self.form, self.model = connections, form, model
+        self.settings = connections.settings
+        self.handing = Handing()  # to this process itself
         self.running: list[RemoteConnections] = []
         self.closing = False
         self.restarts: set[asyncio.Task[None]] = set()
+        model.elsewhere = self.figures
 
     @contextlib.asynccontextmanager
     async def listening(self, bound: socket.socket, count: int) -> AsyncIterator[None]:
-        loop = asyncio.get_running_loop()
         try:
             started = await asyncio.gather(*(self._start() for _ in range(count)), return_exceptions=True)
             for error in started:
                 if error is not None:
                     raise error
-            bound.setblocking(False)
-            bound.listen(BACKLOG)
-            self._listen(bound)
-            yield
+            async with self.here.listening(HandedConnections(fileno=self.handing.theirs.detach())):
+                bound.setblocking(False)
+                bound.listen(BACKLOG)
+                self._listen(bound)
+                try:
+                    yield
+                finally:
+                    self.closing = True
+                    asyncio.get_running_loop().remove_reader(bound)
+                    bound.close()
         finally:
             self.closing = True
-            loop.remove_reader(bound)
-            bound.close()
             for task in self.restarts:
                 task.cancel()
             await asyncio.gather(*(one.close() for one in self.running))
+            self.handing.close()
 
     def _listen(self, bound: socket.socket) -> None:
         if not self.closing:
@@ -208,24 +223,24 @@ class ConnectionProcesses:
             loop.call_later(AGAIN_S, self._listen, bound)
 
     def _hand_over(self, connection: socket.socket) -> None:
-        """To the process with the fewest clients. If none can take it, it is closed."""
-        for one in sorted(self.running, key=lambda one: (len(one.clients), one.last_handed)):
-            with contextlib.suppress(OSError):  # it is just ending, or does not answer
-                one.hand_over(connection)
-                return
+        """If no process can take it, it is closed."""
+        fewest = sorted(self.running, key=lambda one: (len(one.clients), one.handing.last))
+        ways = [one.handing for one in fewest]
+        if not self.here.loop.clients and time.monotonic() - self.handing.last > RUSH_S:
+            ways.insert(0, self.handing)
+        any(way.give(connection) for way in ways)
 
-    async def figures(self, asking: RemoteConnections, images: bool) -> list[dict[str, Any]]:
-        """Those of the other processes, and of this one."""
-        others = [one.link for one in self.running if one is not asking and one.link]
+    async def figures_of_all_but(self, asking: RemoteConnections, images: bool) -> list[Mapping[str, Any]]:
+        return [await self.here.figures(images), *await self.figures(images, asking)]
+
+    async def figures(self, images: bool, but: RemoteConnections | None = None) -> list[Mapping[str, Any]]:
+        """Those of the other processes."""
+        others = [one.link for one in self.running if one is not but and one.link]
         found = await asyncio.gather(
             *(asyncio.wait_for(link.ask("figures", images), FIGURES_S) for link in others),
             return_exceptions=True,  # one that hangs or dies has none
         )
-        own = {"metrics": Metrics().plain(), "clients": [], "connected": 0, "sessions": 0}
-        return [
-            *(one for one in found if not isinstance(one, BaseException)),
-            {**own, "resident_bytes": resident_bytes()},
-        ]
+        return [one for one in found if not isinstance(one, BaseException)]
 
     def lost(self, one: RemoteConnections) -> None:
         """Start another one in its place. Its robots connect again."""

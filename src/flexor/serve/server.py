@@ -29,7 +29,8 @@ class PolicyServer:
     """Serves a predictor. Use it as `async with server.running() as url`."""
 
     model: LocalModel
-    connections: Connections | ConnectionProcesses
+    connections: Connections
+    processes: ConnectionProcesses | None
 
     def __init__(self, settings: ServeSettings, predictor: Predictor, names: Mapping[str, str] | None = None):
         """`names`: {the policy's name of an input: the clients' name}."""
@@ -89,24 +90,14 @@ class PolicyServer:
 
     @contextlib.asynccontextmanager
     async def _listening(self, bound: socket.socket) -> AsyncIterator[None]:
-        """Connections in this process, or in others."""
-        known = (
-            self.settings,
-            self.form,
-            self.model,
-            pack(self.metadata()),
-            self.about,
-            self.started,
+        """Connections in this process, and in others."""
+        self.connections = Connections(
+            self.settings, self.form, self.model, pack(self.metadata()), self.about, self.started
         )
+        self.processes = ConnectionProcesses(self.connections, self.form, self.model)
         count = self.settings.connection_processes()
-        if count:
-            self.connections = ConnectionProcesses(*known)
-            async with self.connections.listening(bound, count):
-                yield
-            return
-        self.connections = Connections(*known)
         try:
-            async with self.connections.listening(bound):
+            async with self.processes.listening(bound, count) if count else self.connections.listening(bound):
                 yield
         finally:
             self.connections.close()
