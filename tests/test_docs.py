@@ -125,7 +125,7 @@ def followed_readme(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_readme_does_what_it_says(followed_readme):
     run = followed_readme / "runs/place"
     config = load_config([f"--config={run / 'config.yaml'}"])
@@ -144,7 +144,7 @@ def _link(source: str, target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p != README and blocks(p, "bash")], ids=lambda page: page.stem
 )
@@ -155,7 +155,7 @@ def test_commands_work(page, followed_readme, path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_checkpoint_holds_the_files_named(followed_readme):
     named = re.findall(r"[\w]+\.(?:json|safetensors)", blocks(ROOT / "docs/checkpoints.md", "text")[0])
     there = {p.name for p in (followed_readme / "runs/place/checkpoints/last").rglob("*") if p.is_file()}
