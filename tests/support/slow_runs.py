@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from flexor.data.format.writer import DatasetWriter
+from flexor.runs.diagnosis import live
 
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
 
@@ -52,6 +53,13 @@ def slow_steps(seconds: float) -> None:
         return real(*arguments)  # type: ignore[arg-type]
 
     step.forward_backward = forward_backward  # type: ignore[assignment]
+
+
+def look_often(then: Callable[[], object] | None = None) -> None:
+    """A verdict comes as soon as there are enough reports for it; and what else befalls this process."""
+    live.LOOK_EVERY_S = 0.5
+    if then:
+        then()
 
 
 def on_core(core: int) -> None:

@@ -47,7 +47,8 @@ def train(
     """A run in a process of its own, until it has a verdict. `meanwhile` is done to it again and again."""
     run = folder / "run"
     arguments = runs.flags(data, run, tiny, *QUICK, *flags, "--steps=100000")
-    process = runs.Forked(folder / "out", "train", *arguments, before=before)
+    begin = functools.partial(slow_runs.look_often, before)
+    process = runs.Forked(folder / "out", "train", *arguments, before=begin)
     process.wait_for(lambda: _last_line(run))
     process.wait_for(lambda: meanwhile(process) or '"verdict"' in _last_line(run))
     process.send_signal(signal.SIGTERM)
