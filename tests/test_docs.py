@@ -38,7 +38,7 @@ from flexor.sim import record
 from flexor.train.checkpoint.resume import may_change
 from flexor.train.ranks.split import split_batch
 from support.limits import LIMIT_S
-from support.quick_flexor import shrink
+from support.quick_flexor import TINY_POLICY, shrink
 from support.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
@@ -187,7 +187,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "resume":
             assert all(may_change(key) for key in parse_flags(words[1:])), words
         elif verb == "launch":
-            assert cli.main([verb, words[0], "--dry-run", *words[1:]]) == 0
+            tiny = [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if words[0] == "hf-jobs" else []
+            assert cli.main([verb, words[0], "--dry-run", *words[1:], *tiny]) == 0  # which may plan
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])

@@ -50,8 +50,8 @@ def shrink(arguments: list[str], demonstrations: str) -> list[str]:
         words += [] if "steps" in given else ["--steps=2"]
     if verb == "plan" and "gpus" not in given:
         words.append("--gpus=1")  # and not all numbers of them
-    if verb == "plan" and not {"batch_size", "calibrate"} & given:
-        words.append("--batch_size=8")  # and no search for the largest one
+    if verb == "plan" and not {"dataset.root", "cameras"} & given:
+        words.append("--cameras=1x96x96")  # and not several large ones
     if verb == "bench" and words[0] == "step":
         words += ["--policy.device=cpu", "--steps=1"]
         ceilings.WINDOWS, ceilings.WINDOW_S = 1, 0.01  # what this machine can do is measured for seconds
