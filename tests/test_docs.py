@@ -38,7 +38,7 @@ from flexor.sim import record
 from flexor.train.checkpoint.resume import may_change
 from flexor.train.ranks.split import split_batch
 from support.limits import LIMIT_S
-from support.quick_flexor import shrink
+from support.quick_flexor import TINY_POLICY, shrink
 from support.warm_python import WarmPython
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def followed_readme(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_readme_does_what_it_says(followed_readme):
     run = followed_readme / "runs/place"
     config = load_config([f"--config={run / 'config.yaml'}"])
@@ -144,7 +144,7 @@ def _link(source: str, target: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p != README and blocks(p, "bash")], ids=lambda page: page.stem
 )
@@ -155,7 +155,7 @@ def test_commands_work(page, followed_readme, path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_checkpoint_holds_the_files_named(followed_readme):
     named = re.findall(r"[\w]+\.(?:json|safetensors)", blocks(ROOT / "docs/checkpoints.md", "text")[0])
     there = {p.name for p in (followed_readme / "runs/place/checkpoints/last").rglob("*") if p.is_file()}
@@ -187,7 +187,8 @@ def test_other_commands_parse(page, tmp_path, monkeypatch):
         elif verb == "resume":
             assert all(may_change(key) for key in parse_flags(words[1:])), words
         elif verb == "launch":
-            assert cli.main([verb, words[0], "--dry-run", *words[1:]]) == 0
+            tiny = [f"--policy.{k}={v}" for k, v in TINY_POLICY.items()] if words[0] == "hf-jobs" else []
+            assert cli.main([verb, words[0], "--dry-run", *words[1:], *tiny]) == 0  # which may plan
         elif verb == "plan":
             _, settings = plan_flags().parse_known_args(words)
             load_config([*settings, "--dataset.repo_id=planned/dataset"])

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -156,8 +155,9 @@ def test_script_says_what_it_is(tmp_path):
     assert empty.returncode == 2 and empty.stderr.startswith("usage:")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_script_refuses_without_a_gpu(tmp_path):
-    program(tmp_path / "flexor", f'#!/bin/sh\nexec {sys.executable} -m flexor "$@"\n')
+def test_script_refuses_without_a_gpu(warm_python, tmp_path):
+    program(tmp_path / "flexor", f'#!/bin/sh\nexec {warm_python} -m flexor "$@"\n')
     found = script(tmp_path, "--config", "run.yaml")
     assert found.returncode == 2 and "sees no GPU" in found.stderr

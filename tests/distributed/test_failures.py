@@ -14,7 +14,7 @@ from flexor.sim.record import record_dataset
 from support import ranks, runs, trouble
 from support.limits import FOREVER_S
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 HOST = socket.gethostname()
 HUNG = 70

@@ -12,7 +12,7 @@ import pytest
 
 from support import environment, ranks, runs, trouble
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 STEPS = 12
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

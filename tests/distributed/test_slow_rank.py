@@ -11,7 +11,7 @@ from flexor.data.loader.prefetch import Prefetcher
 from support import ranks, runs
 from support.own_policy import own_policy
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 SLEEP_S = 1.0
 FORWARD, BACKWARD, READ = 2, 3, 4  # steps (as the log counts them) in which a rank is slow, and how

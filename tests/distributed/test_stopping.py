@@ -9,7 +9,7 @@ import pytest
 
 from support import ranks, runs, trouble
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 STEPS = 10
 DDP = "--parallel.strategy=ddp"

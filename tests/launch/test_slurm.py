@@ -17,7 +17,7 @@ from support import ranks, runs, slurm_node
 from support.limits import wait_for
 from support.slurm_node import SlurmJob
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 # The script
 

@@ -283,7 +283,7 @@ def test_the_file_is_json_for_every_value(tmp_path):
     assert line == {"step": 3, "grad_norm": None, "datasets": {"a": {"share": 0.5}}}
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_killed_again_and_again_the_file_is_that_of_an_untouched_run(lowdim, tiny_act, tmp_path):
     """Held-out losses too, and TensorBoard, which gets each line once."""
     here = [*SAVED, "--system_every_s=0.1"]

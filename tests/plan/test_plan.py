@@ -17,6 +17,7 @@ from flexor.plan.speed.speeds import assumed
 from flexor.plan.trace.traces import Traces
 from support.plans import settings
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 HARDWARE = load_hardware()
 DATA = Data(6000, (Camera(64, 64),))
 NAMES = ("RTX 4090", "T4", "A100 80GB")

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +113,16 @@ def tiny_act() -> list[str]:
 @pytest.fixture(scope="module")
 def shared_traces() -> Iterator[None]:
     """Plans of the same settings share their traces, whichever test of a file makes them: they take most of the time.
-    Which folder holds the data changes no trace.
+    Which folder holds the data changes no trace, nor does the batch of the run, as a trace is told its own.
     """
     from flexor.plan.trace import traces
 
     trace, made = traces.trace_step, {}
 
     def once(config: Any, batch_size: int, gpu: Any, accumulation: int, world_size: int) -> Any:
-        settings = repr(config).replace(repr(config.dataset.root), "")
-        key = (settings, batch_size, gpu.compute_capability, accumulation, world_size)
+        data = replace(config.dataset, root=None)
+        settings = replace(config, dataset=data, batch_size=1, global_batch_size=None, scale_lr=None)
+        key = (repr(settings), batch_size, gpu.compute_capability, accumulation, world_size)
         if key not in made:
             made[key] = trace(config, batch_size, gpu, accumulation, world_size)
         return made[key]

@@ -9,9 +9,11 @@ LIMIT_S = 600.0
 FOREVER_S = 10 * LIMIT_S  # for what is to hang
 
 
-def wait_for(condition: Callable[[], object], otherwise: object = "waited too long") -> None:
-    """`otherwise` is said, as it is by then, if it does not come about."""
+def wait_for(
+    condition: Callable[[], object], otherwise: object = "waited too long", every_s: float = 0.005
+) -> None:
+    """`otherwise` is said, as it is by then, if it does not come about. Ask less often where asking takes long."""
     until = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < until, f"{otherwise}"
-        time.sleep(0.005)
+        time.sleep(every_s)

@@ -2,8 +2,9 @@
 
 With `pytest -n 3 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
 ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
-slow each other down, and one process to fork from is enough. That worker has the most to do, so it goes first: the
-others take what it leaves of the cores. A machine with many cores has a worker for each file of them.
+slow each other down, and one process to fork from is enough. Those of them that mostly wait, `ranks(waits=True)`, go to
+another one: what they leave of the cores is for those that compute. These two have the most to do, so they begin
+first, and the rest takes what they leave. A machine with many cores has a worker for each file of them.
 
 xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
 there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
@@ -20,7 +21,11 @@ from typing import Any
 import pytest
 
 _running: pytest.Item | None = None
-NICE = 10  # of workers that begin with other tests than those of ranks
+NICE = {
+    "waiting ranks": 0,
+    "ranks": 5,
+}  # of workers, by what they begin with: who mostly waits need not wait for a core
+LEAST = 10  # of those that begin with other tests
 MANY = 8  # cores, on which processes of several tests do not slow each other down
 
 
@@ -29,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What takes longest begins first: the ranks, then files with slow tests."""
     together = (os.cpu_count() or 1) < MANY
     ranks = {item for item in items if item.get_closest_marker("ranks")}
-    groups = {item: "ranks" if together and item in ranks else item.path.name for item in items}
+    groups = {item: chain(item) if together and item in ranks else item.path.name for item in items}
     slow = {groups[item] for item in items if item.get_closest_marker("slow")}
     first = {groups[item] for item in ranks}
     items.sort(key=lambda item: (groups[item] not in first, groups[item] not in slow))
@@ -38,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps({item.nodeid: groups[item] for item in items}))
         part.rename(file)  # every worker writes the same
+
+
+def chain(item: pytest.Item) -> str | None:
+    """Of the tests that start processes, those it runs after and before on a machine with few cores."""
+    mark = item.get_closest_marker("ranks")
+    return mark and ("waiting ranks" if mark.kwargs.get("waits") else "ranks")
 
 
 def pytest_collection_finish() -> None:
@@ -76,8 +87,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _running
-    if _running is None and not item.get_closest_marker("ranks") and "PYTEST_XDIST_WORKER" in os.environ:
-        os.nice(NICE)
+    if _running is None and "PYTEST_XDIST_WORKER" in os.environ:
+        os.nice(NICE.get(chain(item), LEAST))
     _running = item
     if item.get_closest_marker("gpu"):
         import torch

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from flexor.data.format.writer import DatasetWriter
+from flexor.runs.diagnosis import live
 
 BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
 
@@ -54,6 +55,13 @@ def slow_steps(seconds: float) -> None:
     step.forward_backward = forward_backward  # type: ignore[assignment]
 
 
+def look_often(then: Callable[[], object] | None = None) -> None:
+    """A verdict comes as soon as there are enough reports for it; and what else befalls this process."""
+    live.LOOK_EVERY_S = 0.5
+    if then:
+        then()
+
+
 def on_core(core: int) -> None:
     os.sched_setaffinity(0, {core})
 
@@ -85,7 +93,7 @@ def others_use(run: Path) -> float:
 
 
 def write_large_videos(root: Path, size: tuple[int, int] = (360, 640), length: int = 24) -> Path:
-    """Two episodes of noisy images that take long to decode: every image needs those before it."""
+    """An episode of noisy images that take long to decode: every image needs those before it."""
     vector = {"dtype": "float32", "names": None, "shape": (2,)}
     features = {
         "observation.images.top": {
@@ -99,12 +107,9 @@ def write_large_videos(root: Path, size: tuple[int, int] = (360, 640), length: i
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, (8, *size, 3), np.uint8)
     with DatasetWriter(root, 10, features, codec="h264", gop=length, crf=23) as writer:
-        for _ in range(2):
-            for frame in range(length):
-                value = rng.normal(size=2).astype(np.float32)
-                image = np.roll(noise[frame % 8], frame, axis=1)
-                writer.add_frame(
-                    {"observation.images.top": image, "observation.state": value, "action": value}
-                )
-            writer.save_episode("push")
+        for frame in range(length):
+            value = rng.normal(size=2).astype(np.float32)
+            image = np.roll(noise[frame % 8], frame, axis=1)
+            writer.add_frame({"observation.images.top": image, "observation.state": value, "action": value})
+        writer.save_episode("push")
     return root

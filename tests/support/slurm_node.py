@@ -22,6 +22,7 @@ from pathlib import Path
 from support.limits import wait_for
 
 NODES = 2
+ASK_S = 0.25  # each question starts a program
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
 
@@ -82,7 +83,7 @@ def running(folder: Path) -> Iterator[None]:
         daemons.append(_start(folder, "slurmctld", "-D"))
         for node in range(1, NODES + 1):
             daemons.append(_start(folder, "slurmd", "-D", "-N", f"127.0.0.{node}"))
-        wait_for(_idle, f"the nodes do not come up: see {folder}")
+        wait_for(_idle, f"the nodes do not come up: see {folder}", ASK_S)
         yield
     finally:
         for daemon in reversed(daemons):
@@ -114,7 +115,7 @@ class SlurmJob:
             assert not ended, f"it ended: {self}"
             return now["JobState"] == name and now["Restarts"] == str(restarts)
 
-        wait_for(reached, self)
+        wait_for(reached, self, ASK_S)
         return self.state()
 
     def preempt(self) -> None:

@@ -47,7 +47,8 @@ def train(
     """A run in a process of its own, until it has a verdict. `meanwhile` is done to it again and again."""
     run = folder / "run"
     arguments = runs.flags(data, run, tiny, *QUICK, *flags, "--steps=100000")
-    process = runs.Forked(folder / "out", "train", *arguments, before=before)
+    begin = functools.partial(slow_runs.look_often, before)
+    process = runs.Forked(folder / "out", "train", *arguments, before=begin)
     process.wait_for(lambda: _last_line(run))
     process.wait_for(lambda: meanwhile(process) or '"verdict"' in _last_line(run))
     process.send_signal(signal.SIGTERM)
@@ -74,7 +75,7 @@ def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
     return found
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     slow = functools.partial(slow_runs.slow_disk, 0.15)
     run = train(tmp_path, dataset, tiny_act, *UNCACHED, before=slow)
@@ -91,7 +92,7 @@ def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     assert told["verdict"] == found.findings[0].verdict and told["evidence"] and told["figures"]
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_a_slow_network(dataset, tiny_act, tmp_path, monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
@@ -119,7 +120,7 @@ def _forget_blocks(cache: str) -> None:
     block_cache.BlockCache.has = lambda *_: False
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_decoding(tiny_act, tmp_path):
     data = slow_runs.write_large_videos(tmp_path / "data")
     flags = (*UNCACHED, "--dataset.cache.size=32x32")
@@ -130,7 +131,7 @@ def test_decoding(tiny_act, tmp_path):
     assert runs.metrics(run)[-1]["loader"]["frames_decoded"] > 0
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux to share a core")
 def test_neighbours_on_the_same_core(lowdim, tiny_act, tmp_path):
     core = max(os.sched_getaffinity(0))
@@ -149,7 +150,7 @@ def stop_for_a_while(process: runs.Forked) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
     found = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
@@ -157,7 +158,7 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     assert names[:1] == ["starved by its CPU limit"], found.to_json()
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 @pytest.mark.parametrize(
     ("verdict", "flags", "before"),
     [
@@ -175,7 +176,7 @@ def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags, before
     assert flags[-1].replace("=1", "=") in found[verdict].for_line()["change"]
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_a_healthy_run_gets_no_alarm(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, "--log_freq=10")
     found = assert_named(run, "compute-bound (CPU)")
@@ -183,7 +184,7 @@ def test_a_healthy_run_gets_no_alarm(lowdim, tiny_act, tmp_path):
         assert "compute-bound (CPU)" in (run / "train.log").read_text()
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(waits=True)
 def test_a_slow_rank(lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
     slow = functools.partial(slow_runs.slow_steps, 0.2)

@@ -8,12 +8,13 @@ that only a build with CUDA has. The order of operations is not compared, becaus
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
-import sys
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,10 @@ import torch
 from flexor.plan.trace import cuda_on_meta as dialect
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.plan.trace.rehearsal import META
-from support import environment
+from support import fake_cuda, selection
 from support.fake_cuda import CASES, Recorder, Result, rehearse
+from support.limits import LIMIT_S
+from support.runs import SERVER
 from support.torch_functions import FUNCTIONS, types
 
 without_cuda = pytest.mark.skipif(
@@ -78,16 +81,21 @@ KEPT_MORE = {"vqbet fp16": [0, 2], "diffusion": [-400]}  # the noise schedule st
 
 
 @pytest.fixture(scope="module")
-def fake() -> dict[str, Any]:
+def fake(tmp_path_factory) -> dict[str, Any]:
     """What fake CUDA tensors do, from a process of their own."""
-    run = subprocess.run(
-        [sys.executable, "-m", "support.fake_cuda"],
-        env=environment.for_cpu(),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    selection.must_be_marked()
+    file = tmp_path_factory.mktemp("fake") / "cuda.json"
+    process = SERVER.Process(target=write_fake, args=(file,))
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
+    return json.loads(file.read_text())
+
+
+def write_fake(file: Path) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with file.open("w") as out, contextlib.redirect_stdout(out):
+        fake_cuda.main()
 
 
 def planned(case: str) -> dict[str, Any]:
@@ -124,6 +132,7 @@ def explain(difference: Difference, plan: Counter, fake: Counter) -> Iterator[No
             yield
 
 
+@pytest.mark.ranks
 @without_cuda
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_does_what_it_does_on_fake_cuda_tensors(case: str, fake: dict[str, Any]):
@@ -138,6 +147,7 @@ def test_a_step_does_what_it_does_on_fake_cuda_tensors(case: str, fake: dict[str
     assert more == KEPT_MORE.get(case, [0] * len(more))  # for the backward pass
 
 
+@pytest.mark.ranks
 @without_cuda
 def test_autocast_gives_the_same_types(fake: dict[str, Any]):
     with CudaOnMeta().speak():

@@ -9,7 +9,7 @@ import pytest
 from support import ranks, runs, trouble
 from support.hub_server import HubServer, log_in
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 FIRST, SECOND = "hf_of_the_first_process", "hf_of_the_second_process"
 

@@ -26,7 +26,7 @@ from support import environment, selection
 from support.limits import FOREVER_S, LIMIT_S
 from support.runs import SERVER
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.ranks(waits=True)
 
 TIMEOUT_S = 5.0  # also where many scenes at once wait for two cores
 KILLED = -signal.SIGKILL
