@@ -372,7 +372,7 @@ def test_rows_that_no_episode_names_are_not_copied(originals, broken):
     report = repair(broken("many", meta_rows(lambda r: r[:2] + r[3:]), info(total_episodes=3)))
     assert "stray" not in str(report) and "files belong to no episode" in str(report)
     assert [(p.episode.index, p.new) for p in report.kept] == [(0, 0), (1, 1), (3, 2)]
-    assert_same(originals / "one", report)
+    assert_same(originals / "many", report)
 
 
 def test_undeclared_columns(broken):
