@@ -21,10 +21,8 @@ from typing import Any
 import pytest
 
 _running: pytest.Item | None = None
-NICE = {
-    "waiting ranks": 0,
-    "ranks": 5,
-}  # of workers, by what they begin with: who mostly waits need not wait for a core
+# Of workers, by what they begin with: who mostly waits need not wait for a core.
+NICE = {"waiting ranks": 0, "ranks": 5}
 LEAST = 10  # of those that begin with other tests
 MANY = 8  # cores, on which processes of several tests do not slow each other down
 

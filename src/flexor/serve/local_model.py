@@ -39,6 +39,7 @@ class LocalModel:
         return self.predictor.session()
 
     async def submit(self, job: ServeJob) -> None:
+        job.episode = job.session.episode  # also of one that expires
         await self.batcher.submit(job)
 
     def forget(self, session: Session) -> None:

@@ -207,6 +207,9 @@ class ConnectionProcesses:
                 f"A process for connections did not start (exit code {one.process.returncode}). Its reason is above; "
                 "--processes=0 does without."
             ) from error
+        except asyncio.CancelledError:  # the server ends
+            one.process.kill()
+            raise
         self.running.append(one)
 
     def _accept(self, bound: socket.socket) -> None:

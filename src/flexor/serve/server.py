@@ -91,16 +91,16 @@ class PolicyServer:
     @contextlib.asynccontextmanager
     async def _listening(self, bound: socket.socket) -> AsyncIterator[None]:
         """Connections in this process, and in others."""
-        self.connections = Connections(
+        here = self.connections = Connections(
             self.settings, self.form, self.model, pack(self.metadata()), self.about, self.started
         )
-        self.processes = ConnectionProcesses(self.connections, self.form, self.model)
         count = self.settings.connection_processes()
+        self.processes = ConnectionProcesses(self.connections, self.form, self.model) if count else None
         try:
-            async with self.processes.listening(bound, count) if count else self.connections.listening(bound):
+            async with self.processes.listening(bound, count) if self.processes else here.listening(bound):
                 yield
         finally:
-            self.connections.close()
+            here.close()
 
     def _url(self, bound: socket.socket) -> str:
         host, port = bound.getsockname()[:2]
