@@ -64,7 +64,7 @@ def test_clients_of_several_processes():
         for robot in robots:
             robot.socket.close()
         wait_for(lambda: not server.model.clients)
-        assert not server.model.batcher.seen
+        assert not server.model.batcher.pauses
         assert not any(one.sessions for one in server.processes.running)
 
 
@@ -156,7 +156,7 @@ def test_a_soak():
         soak = Soak(url, requests=300)
         soak.run()
         wait_for(lambda: not server.model.clients)
-        assert not server.model.batcher.seen and not server.model.batcher.waiting
+        assert not server.model.batcher.pauses and not server.model.batcher.waiting
         assert not any(one.process.returncode for one in server.processes.running)
     assert soak.wrong == []
 

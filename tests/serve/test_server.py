@@ -285,7 +285,7 @@ def test_clients_that_die_in_the_middle_of_a_frame_leave_nothing_behind():
                 dying.socket.shutdown(socket.SHUT_RDWR)
         assert "actions" in robot.ask(observation(1))
         wait_for(lambda: len(server.model.clients) == 1)
-        assert len(server.model.batcher.seen) == 1
+        assert len(server.model.batcher.pauses) == 1
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_an_adapter_starts_without_effect_and_is_all_that_is_trained():
     assert not torch.allclose(net.first(x), nn.functional.linear(x, net.first.weight, net.first.bias))
 
 
+def test_the_default_device_does_not_change_where_an_adapter_starts():
+    here, elsewhere = Net(), Net()
+    add_adapters(here, LoraConfig(r=2), seed=0)
+    with torch.device("meta"):  # as a GPU while weights are made there, to measure a step
+        add_adapters(elsewhere, LoraConfig(r=2), seed=0)
+    assert torch.equal(here.first.lora_A, elsewhere.first.lora_A)
+
+
 def test_merged_weights_compute_the_same():
     net, x = Net(), torch.randn(3, 4)
     config = LoraConfig(r=3, alpha=6, dropout=0.5)

@@ -79,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=usual.batch_window_ms,
         metavar="MS",
-        help="how long a request waits for those of other robots (default: a tenth of the time of a prediction)",
+        help="how long a request waits for those of other robots (default: at most the time of a prediction, and only "
+        "for robots that usually ask again by then)",
     )
     add(
         "--processes",

@@ -75,10 +75,10 @@ class LoraLinear(nn.Linear):
         """Initial values: the adapter adds zero. They depend only on the key, so each rank can fill its own shard."""
         if self.lora_A.is_meta:
             return
-        values = torch.empty(self.lora_A.shape)
+        values = torch.empty(self.lora_A.shape, device="cpu")  # also where another device is the default
         nn.init.kaiming_uniform_(values, math.sqrt(5), generator=torch.Generator().manual_seed(self.key))
         copy_part(self.lora_A, values)
-        copy_part(self.lora_B, torch.zeros(self.lora_B.shape))
+        copy_part(self.lora_B, torch.zeros(self.lora_B.shape, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,9 +13,29 @@ import torch
 
 from flexor.serve.job import ServeJob
 
-ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again
+ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask again, if a window is set
 REMEMBERED = 32  # predictions, to know how long one takes
-SHARE = 0.1  # of the time of a prediction that is spent on waiting for others, unless a time is set
+
+
+class Pauses:
+    """When a robot asks again after an answer, judged by its last pauses."""
+
+    def __init__(self) -> None:
+        self.waits = False  # for an answer
+        self.since = 0.0  # it waits or pauses
+        self.last: deque[float] = deque(maxlen=2)
+
+    def ask(self, now: float) -> None:
+        if self.since and not self.waits:
+            self.last.append(now - self.since)
+        self.waits, self.since = True, now
+
+    def answer(self, now: float) -> None:
+        self.waits, self.since = False, now
+
+    def end(self) -> float:
+        """When it asks next. A single long pause, as between two episodes, does not count."""
+        return self.since + min(self.last, default=math.inf)
 
 
 class RequestBatcher:
@@ -27,7 +48,7 @@ class RequestBatcher:
         self.thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (threads,))
         self.waiting: deque[tuple[ServeJob, asyncio.Future[None]]] = deque()
         self.changed = asyncio.Event()
-        self.seen: dict[object, float] = {}  # session -> when it asked or was answered last
+        self.pauses: dict[object, Pauses] = {}  # of each session
         self.took: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
         self.free_since = 0.0  # the model's thread
@@ -35,9 +56,9 @@ class RequestBatcher:
     async def submit(self, job: ServeJob) -> None:
         """Return when the job is answered or has expired."""
         job.queued = time.perf_counter()
-        self.seen[job.session] = job.queued
+        self.pauses.setdefault(job.session, Pauses()).ask(job.queued)
         if self._too_late(job):
-            job.expired = True
+            self._expire(job)
             return
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append((job, answered))
@@ -45,7 +66,7 @@ class RequestBatcher:
         await answered
 
     def forget(self, session: object) -> None:
-        self.seen.pop(session, None)
+        self.pauses.pop(session, None)
 
     def fastest(self) -> float:
         """How long a prediction takes at least, in seconds, as far as is known."""
@@ -72,32 +93,38 @@ class RequestBatcher:
             self.took.append(now - started)
             self.trust = 1.0
             for job, answered in batch:
-                if job.session in self.seen:
-                    self.seen[job.session] = now
+                if job.session in self.pauses:
+                    self.pauses[job.session].answer(now)
                 if not answered.done():
                     answered.set_result(None)
 
     async def _wait_for_others(self) -> None:
-        """Until all robots that are expected have asked, but not longer than the window.
+        """Until all robots that are expected have asked, but not longer than the window, or than deadlines allow.
 
         It begins when the model is free, for robots that asked before: those just answered ask again in a moment.
         Otherwise robots would fall into groups that wait for each other.
         """
-        window = SHARE * self.fastest() if self.window_s is None else self.window_s
+        window = self.fastest() if self.window_s is None else self.window_s
         until = max(self.waiting[0][0].queued, self.free_since) + window
-        while len(self.waiting) < min(self.most, self._expected()):
-            left = until - time.perf_counter()
-            if left <= 0:
+        while len(self.waiting) < self.most:
+            until = min(
+                [until, *(job.due - self.fastest() for job, _ in self.waiting if job.due is not None)]
+            )
+            if not self._others_come(until, window):
                 return
             self.changed.clear()
             try:
-                await asyncio.wait_for(self.changed.wait(), left)
+                await asyncio.wait_for(self.changed.wait(), until - time.perf_counter())
             except TimeoutError:
                 return
 
-    def _expected(self) -> int:
-        since = time.perf_counter() - ACTIVE_S
-        return sum(when >= since for when in self.seen.values())
+    def _others_come(self, until: float, window: float) -> bool:
+        """Whether a robot is expected by then: it would have to wait for this prediction if it did not take part."""
+        now = time.perf_counter()
+        others = [pauses for pauses in self.pauses.values() if not pauses.waits]
+        if self.window_s is not None:
+            return now < until and any(one.since >= now - ACTIVE_S for one in others)
+        return now < until and any(now - window <= one.end() <= until for one in others)
 
     def _take(self) -> list[tuple[ServeJob, asyncio.Future[None]]]:
         """The next batch, without those whose robots are gone or whose time is over."""
@@ -105,11 +132,16 @@ class RequestBatcher:
         while self.waiting and len(batch) < self.most:
             job, answered = self.waiting.popleft()
             if not job.alive() or self._too_late(job):
-                job.expired = True
+                self._expire(job)
                 answered.set_result(None)
             else:
                 batch.append((job, answered))
         return batch
+
+    def _expire(self, job: ServeJob) -> None:
+        job.expired = True
+        if job.session in self.pauses:
+            self.pauses[job.session].answer(time.perf_counter())
 
     def _too_late(self, job: ServeJob) -> bool:
         if job.due is None or time.perf_counter() + self.fastest() <= job.due:

@@ -31,7 +31,8 @@ class ServeSettings:
     """Of the policy's noise."""
     max_batch: int = 8
     batch_window_ms: float | None = None
-    """How long a request waits for those of other robots. None: a tenth of the time of a prediction."""
+    """How long a request waits for those of other robots. None: at most the time of a prediction, and only for robots
+    that ask again by then, judged by their last pauses."""
     processes: int | None = None
     """That receive and decode observations, beside the model's. None: `connection_processes` decides."""
     max_clients: int = 64

@@ -1,0 +1,107 @@
+"""For which robots a request waits, so that they are predicted for together."""
+
+import asyncio
+import math
+
+import pytest
+
+from flexor.serve import batching
+from flexor.serve.batching import Pauses, RequestBatcher
+from flexor.serve.job import ServeJob
+from flexor.serve.request import PolicyRequest
+
+PREDICTION_S = 0.01
+
+
+def job(session: str) -> ServeJob:
+    return ServeJob(PolicyRequest({}, False, "", None), session, 0.0)
+
+
+def test_a_pause_is_judged_by_the_last_two():
+    pauses = Pauses()
+    assert pauses.end() == math.inf
+    for asked, answered in [(1.0, 2.0), (2.5, 3.0), (9.0, 9.1), (9.4, 10.0)]:
+        pauses.ask(asked)
+        pauses.answer(answered)
+    assert [*pauses.last] == pytest.approx([6.0, 0.3])  # one long pause is not the usual one
+    assert pauses.end() == pytest.approx(10.3)
+
+
+class Clock:
+    """In the place of the batcher's time: it stands still unless it is told."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(batching, "time", clock)
+    return clock
+
+
+def robot_that_asks_again(batcher: RequestBatcher, name: str, answered: float, pause: float) -> None:
+    pauses = batcher.pauses[name] = Pauses()
+    pauses.ask(answered - pause - 1)
+    pauses.answer(answered - pause - 0.5)
+    pauses.ask(answered - 0.5)
+    pauses.last.append(pause)
+    pauses.last.append(pause)
+    pauses.answer(answered)
+
+
+@pytest.mark.parametrize(
+    ("pause", "answered", "waits"),
+    [
+        (0.005, 100.0, True),  # it asks in the time of a prediction
+        (0.5, 100.0, False),  # it does not
+        (0.5, 99.505, True),  # it usually does not, but now
+        (0.005, 99.99, True),  # it is a little late
+        (0.005, 99.9, False),  # it is so late that it may have ended
+    ],
+)
+def test_a_request_waits_for_robots_that_ask_before_a_prediction_would_end(clock, pause, answered, waits):
+    batcher = RequestBatcher(lambda jobs: None, 8, None)
+    batcher.took.append(PREDICTION_S)
+    robot_that_asks_again(batcher, "other", answered, pause)
+    until = clock.now + PREDICTION_S
+    assert batcher._others_come(until, PREDICTION_S) is waits
+    clock.now = until
+    assert not batcher._others_come(until, PREDICTION_S)  # nobody waits longer than that
+
+
+def test_with_a_window_a_request_waits_for_every_active_robot(clock):
+    batcher = RequestBatcher(lambda jobs: None, 8, 0.02)
+    robot_that_asks_again(batcher, "other", clock.now - 0.9, 0.5)
+    assert batcher._others_come(clock.now + 0.02, 0.02)
+    clock.now += 0.2
+    assert not batcher._others_come(clock.now + 0.02, 0.02)  # it was not active for a second
+
+
+def test_robots_that_ask_again_at_once_are_predicted_for_together():
+    """Even though they began one after the other; without waiting there would be two groups for ever."""
+    sizes: list[int] = []
+
+    def answer(jobs: list[ServeJob]) -> None:
+        sizes.append(len(jobs))
+
+    async def robot(batcher: RequestBatcher, name: str, begins: float) -> None:
+        await asyncio.sleep(begins)
+        for _ in range(20):
+            await batcher.submit(job(name))
+            await asyncio.sleep(0.02)
+
+    async def run() -> None:
+        batcher = RequestBatcher(answer, 8, None)
+        batcher.took.append(0.5)
+        batcher.fastest = lambda: 0.5  # type: ignore[method-assign]
+        worker = asyncio.create_task(batcher.run())
+        await asyncio.gather(*(robot(batcher, str(n), 0.05 * n) for n in range(3)))
+        worker.cancel()
+        batcher.thread.shutdown()
+
+    asyncio.run(run())
+    assert sizes.count(3) >= 10
