@@ -4,15 +4,16 @@
 
 Over policies, batch sizes, precisions, memory formats, steps as CUDA graphs and eager ones, recomputing, accumulation,
 moving averages, frozen parts, LoRA and bfloat16 weights: peak of torch's allocator, peak of the process, and time of a
-step, uncalibrated and calibrated. Then for three policies the largest batch that the plan says fits, and 10 % more than
-the smallest that it says does not. `--calibrate-only` stops after the first part, which takes about half of the time.
+step, uncalibrated and calibrated (in the summary only of steps that the calibration did not measure itself). Then for
+three policies the largest batch that the plan says fits, and 10 % more than the smallest that it says does not.
+`--calibrate-only` stops after the first part, which takes about half of the time.
 Plans are made in processes that do not see the GPU; every run is measured in a process of its own. Where the host is
 the bound, time is measured in several rounds over all of them (then some in one process): a shared machine is slow for
 a while, and quick again.
 Results are written as they come; the same command again goes on where it was stopped. What was measured can be compared
 with plans made anew, which takes no GPU:
 
-    python benchmarks/plan_accuracy.py --replan benchmarks/results/plan_accuracy_h200_2026-11-16.json
+    python benchmarks/plan_accuracy.py --replan benchmarks/results/plan_accuracy_h200_2026-11-18.json
 """
 
 from __future__ import annotations
@@ -84,6 +85,19 @@ class Case:
         config = load_config(flags)
         config.policy = ROBOTS[self.robot or self.policy].fill_in(config.policy)
         return config
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the calibration has measured the operations of just such a step."""
+        usual = calibrate.calibrations().get(self.policy)
+        plain = {FLOAT32, BF16, EAGER, NCHW}
+        return (
+            usual is not None
+            and not usual.settings
+            and not self.robot
+            and self.batch in calibrate.BATCHES
+            and {*self.flags.split()} <= plain
+        )
 
     @property
     def accumulation(self) -> int:
@@ -326,7 +340,7 @@ def summary(rows: list[Row]) -> dict[str, Any]:
         some = [
             abs(off(row["planned"][kind]["seconds"], row["measured"]["seconds"]))
             for row in good
-            if bound(row) == by
+            if bound(row) == by and not Case.named(row["case"]).fitted
         ]
         return {"cases": len(some), "median": statistics.median(some), "worst": max(some)} if some else {}
 
@@ -365,14 +379,15 @@ def main() -> None:
 
 
 def beside(results: Path) -> Path:
-    """The calibration that belongs to some results."""
+    """The calibration that belongs to some results. Without the file it is the one that Flexor ships with."""
     return results.with_suffix(".speeds.json")
 
 
 def replan(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
     result = json.loads(args.replan.read_text())
     rows = [row for row in result["rows"] if args.only in row["case"]]
-    gpu, speeds = load_hardware().find(result["gpu"]), read(args.speeds or beside(args.replan))
+    gpu, path = load_hardware().find(result["gpu"]), args.speeds or beside(args.replan)
+    speeds = read(path) if path.is_file() else replace(assumed(), elsewhere=False)
     cases = [Case.named(row["case"]).after(result.get("flags", "")) for row in rows]
     for row, plan in zip(rows, plans(gpu, cases, speeds, pool)):
         row["planned"] = plan

@@ -8,27 +8,32 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MEASURED = BENCHMARKS / "results" / "plan_accuracy_h200_2026-11-16.json"
-CASES = [  # others take less or more memory since they were measured: ACT's attention, copies in bf16
-    "diffusion 24 one",
-    "vqbet 64 --precision=bf16",
-    "tdmpc 256 --precision=bf16",
+MEASURED = BENCHMARKS / "results" / "plan_accuracy_h200_2026-11-18.json"
+CASES = [
+    "act 16 --precision=fp16",
+    "diffusion 64 one",
+    "vqbet 64 square --policy.crop_shape=null",
+    "tdmpc 256",
+    "multi_task_dit 32 --policy.vision_encoder_lr_multiplier=0",
+    "smolvla 8",
 ]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_plan_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the description of a CLIP
     from plan_accuracy import Case, planned
 
     from flexor.plan.site.hardware import load_hardware
+    from flexor.plan.speed.speeds import assumed
 
     results = json.loads(MEASURED.read_text())
     rows = {row["case"]: row["measured"] for row in results["rows"]}
-    plan = planned(Case.named(name).after(results["flags"]), load_hardware().find("H200"), None)
+    plan = planned(Case.named(name).after(results["flags"]), load_hardware().find("H200"), assumed())
     assert plan["allocated"] == pytest.approx(rows[name]["allocated"], rel=0.005)
-    assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.03)
+    assert plan["process"] == pytest.approx(rows[name]["process"], rel=0.12)
+    assert plan["calibrated"]["seconds"] == pytest.approx(rows[name]["seconds"], rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["act 8", "diffusion 32", "tdmpc 256"])
@@ -52,12 +57,7 @@ def test_the_page_says_what_the_results_say():
         "time of a step that the host bounds, calibrated": "time, host-bound, calibrated",
     }.items():
         assert f"| {name} | {percent(summary[what]['median'])} | {percent(summary[what]['worst'])} |" in page
-    for by in ("gpu", "host"):
-        found = summary[f"time, {by}-bound, uncalibrated"]
-        assert (
-            f"| the same, not calibrated | {percent(found['median'])} | {percent(found['worst'])} |" in page
-        )
-    assert f"{summary['cases']} runs of five policies" in page
+    assert f"{summary['cases']} runs of six policies" in page
 
 
 def percent(share: float) -> str:
