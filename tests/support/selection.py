@@ -4,7 +4,8 @@ With `pytest -n 3 --dist loadgroup`, tests of a file go to one worker: they shar
 ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
 slow each other down, and one process to fork from is enough. Those of them that mostly wait, `ranks(waits=True)`, go to
 another one: what they leave of the cores is for those that compute. These two have the most to do, so they begin
-first, and the rest takes what they leave. A machine with many cores has a worker for each file of them.
+first, and the rest takes what they leave. A machine with many cores has a worker for each file of them, and for each
+test that needs a GPU: those take long, and most of them are in a few files.
 
 xdist has a mark for groups. It puts it into the names of tests, which newer versions of pytest do not let it change:
 there every test would be a group of its own. So workers write down the groups, and the scheduler reads them.
@@ -32,8 +33,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What takes longest begins first: the ranks, then files with slow tests."""
     together = (os.cpu_count() or 1) < MANY
     ranks = {item for item in items if item.get_closest_marker("ranks")}
-    groups = {item: chain(item) if together and item in ranks else item.path.name for item in items}
-    slow = {groups[item] for item in items if item.get_closest_marker("slow")}
+    groups = {item: _group(item, together) for item in items}
+    slow = {groups[item] for item in items if item.get_closest_marker("slow") or _alone(item, together)}
     first = {groups[item] for item in ranks}
     items.sort(key=lambda item: (groups[item] not in first, groups[item] not in slow))
     if "groups" in getattr(config, "workerinput", {}):
@@ -41,6 +42,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps({item.nodeid: groups[item] for item in items}))
         part.rename(file)  # every worker writes the same
+
+
+def _group(item: pytest.Item, together: bool) -> str:
+    if _alone(item, together):
+        return item.nodeid
+    return (together and chain(item)) or item.path.name
+
+
+def _alone(item: pytest.Item, together: bool) -> bool:
+    return not together and item.get_closest_marker("gpu") is not None
 
 
 def chain(item: pytest.Item) -> str | None:
