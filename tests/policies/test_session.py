@@ -12,7 +12,7 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.act.policy import ACT
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
-from flexor.policies.session import History, Session, TemporalEnsembler, act_together
+from flexor.policies.session import History, Session, TemporalEnsembler, _stacked, act_together
 
 BATCH, CHUNK, STEPS = 3, 5, 13
 MEAN, STD = np.array([1.0, -2.0]), np.array([2.0, 0.5])
@@ -249,3 +249,22 @@ def test_an_empty_history_starts_with_what_it_is_given():
     history = History([-2, 0])
     history.add({"x": np.array([1.0])})
     assert history.stacked()["x"].tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        [np.arange(5, dtype=np.float32), np.ones(5)],  # of two types
+        [np.moveaxis(np.arange(n, n + 60, dtype=np.uint8).reshape(4, 5, 3), -1, 0) for n in range(3)],
+        [np.moveaxis(np.arange(120, dtype=np.uint8).reshape(2, 4, 5, 3), -1, -3)],
+        [np.zeros((3, 4, 5), np.uint8)[:, ::-1], np.ones((3, 5, 4), np.uint8).transpose(0, 2, 1)],
+        [np.array(1.5), np.array(2.5)],
+    ],
+)
+def test_stacked_in_pinned_memory_as_numpy_does_it(arrays):
+    pinned, plain = _stacked(arrays, True), _stacked(arrays, False)
+    np.testing.assert_array_equal(pinned, plain)
+    assert pinned.dtype == plain.dtype and torch.from_numpy(pinned).is_pinned()
+    if len({array.strides for array in arrays}) == 1:
+        assert pinned.strides == plain.strides

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from flexor.serve import batching
-from flexor.serve.batching import Pauses, RequestBatcher
+from flexor.serve.batching import RobotPauses, RequestBatcher
 from flexor.serve.job import ServeJob
 from flexor.serve.request import PolicyRequest
 
@@ -18,7 +18,7 @@ def job(session: str) -> ServeJob:
 
 
 def test_a_pause_is_judged_by_the_last_two():
-    pauses = Pauses()
+    pauses = RobotPauses()
     assert pauses.end() == math.inf
     for asked, answered in [(1.0, 2.0), (2.5, 3.0), (9.0, 9.1), (9.4, 10.0)]:
         pauses.ask(asked)
@@ -44,7 +44,7 @@ def clock(monkeypatch):
 
 
 def robot_that_asks_again(batcher: RequestBatcher, name: str, answered: float, pause: float) -> None:
-    pauses = batcher.pauses[name] = Pauses()
+    pauses = batcher.pauses[name] = RobotPauses()
     pauses.ask(answered - pause - 1)
     pauses.answer(answered - pause - 0.5)
     pauses.ask(answered - 0.5)

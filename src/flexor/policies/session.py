@@ -229,14 +229,14 @@ def _ask(
 def _stacked(arrays: list[np.ndarray], pinned: bool) -> np.ndarray:
     """Along a new first axis, in the order of axes that they have in memory.
 
-    A GPU reads `pinned` memory by itself, and torch uses it again. Other large arrays get new pages from the system
-    every time, which takes longer than to fill them.
+    A GPU reads `pinned` memory by itself. Other arrays would be copied into it first, by all of torch's threads.
     """
     first = arrays[0]
     if not pinned:
         return np.stack(arrays)
-    axes = np.argsort([-stride for stride in first.strides], kind="stable")  # from the outermost in memory
-    dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
+    # from the outermost in memory
+    axes = np.argsort([-abs(stride) for stride in first.strides], kind="stable")
+    dtype = torch.from_numpy(np.empty(0, np.result_type(*arrays))).dtype
     there = torch.empty((len(arrays), *(first.shape[axis] for axis in axes)), dtype=dtype, pin_memory=True)
     out = there.numpy().transpose(0, *(1 + np.argsort(axes)))
     return np.stack(arrays, out=out)

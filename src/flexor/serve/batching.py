@@ -17,7 +17,7 @@ ACTIVE_S = 1.0  # a robot that was answered within this time is expected to ask 
 REMEMBERED = 32  # predictions, to know how long one takes
 
 
-class Pauses:
+class RobotPauses:
     """When a robot asks again after an answer, judged by its last pauses."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class RequestBatcher:
         self.thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (threads,))
         self.waiting: deque[tuple[ServeJob, asyncio.Future[None]]] = deque()
         self.changed = asyncio.Event()
-        self.pauses: dict[object, Pauses] = {}  # of each session
+        self.pauses: dict[object, RobotPauses] = {}  # of each session
         self.took: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
         self.free_since = 0.0  # the model's thread
@@ -56,7 +56,7 @@ class RequestBatcher:
     async def submit(self, job: ServeJob) -> None:
         """Return when the job is answered or has expired."""
         job.queued = time.perf_counter()
-        self.pauses.setdefault(job.session, Pauses()).ask(job.queued)
+        self.pauses.setdefault(job.session, RobotPauses()).ask(job.queued)
         if self._too_late(job):
             self._expire(job)
             return
