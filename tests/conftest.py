@@ -4,7 +4,7 @@ from support import environment
 
 HOME = environment.prepare()
 
-pytest_plugins = ["support.selection", "support.fixtures"]
+pytest_plugins = ["support.selection", "support.failures", "support.fixtures"]
 
 
 def pytest_unconfigure() -> None:

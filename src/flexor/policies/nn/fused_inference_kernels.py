@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = (64, 32, 16)  # of queries, in a program; more of them read the keys less often
-PROGRAMS = 128  # which keep a GPU busy
+PROGRAMS, MOST = 128, 256  # which keep a GPU busy; with more, some would wait for others to end
 BLOCKS = 4  # of keys that a program goes through, if there are more than twice as many
 
 
@@ -153,19 +153,21 @@ def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> T
     out, shared, block = torch.empty_like(queries), heads // kv_heads, 32 if width > 128 else 64
     blocks = triton.cdiv(count, block)
     splits = 1 if blocks <= 2 * BLOCKS else triton.cdiv(blocks, BLOCKS)
+    programs = splits * kv_heads * batch
+    rows = next((r for r in ROWS if triton.cdiv(tokens * shared, r) * programs >= PROGRAMS), ROWS[-1])
+    parts_of_rows = triton.cdiv(tokens * shared, rows)
+    splits = min(splits, max(1, MOST // (parts_of_rows * kv_heads * batch)))
     each = triton.cdiv(blocks, splits) * block
     found, parts = out, out
     if splits > 1:
         found = queries.new_empty((*queries.shape[:3], splits, width), dtype=torch.float32)
         parts = queries.new_empty((*queries.shape[:3], splits, 2), dtype=torch.float32)
-    programs = splits * kv_heads * batch
-    rows = next((r for r in ROWS if triton.cdiv(tokens * shared, r) * programs >= PROGRAMS), ROWS[-1])
-    grid = triton.cdiv(tokens * shared, rows) * splits, kv_heads, batch
+    grid = parts_of_rows * splits, kv_heads, batch
     _attend_few[grid](
         queries, keys, values, seen, found, parts, tokens, count, each, shared, width**-0.5,
         queries.stride(0), queries.stride(1), *keys.stride()[:3], *values.stride()[:3],
         seen.stride(0), seen.stride(1) if seen.shape[1] > 1 else 0,
-        splits, rows, block, width, num_warps=8 if rows > 32 else 4, num_stages=2,
+        splits, rows, block, width, num_warps=4, num_stages=1 if rows > 32 else 2,
     )  # fmt: skip
     if splits > 1:
         size = triton.next_power_of_2(splits)

@@ -1,0 +1,20 @@
+"""Names tests as soon as they fail: a run that is cut off has no summary."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that prints
+        config.pluginmanager.register(NamesFailures(config))
+
+
+class NamesFailures:
+    def __init__(self, config: pytest.Config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.config.get_terminal_writer().line(f" {report.nodeid} failed")
