@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 
 import pytest
 
@@ -105,3 +106,20 @@ def test_robots_that_ask_again_at_once_are_predicted_for_together():
 
     asyncio.run(run())
     assert sizes.count(3) >= 10
+
+
+def test_nobody_waits_for_others_beyond_a_deadline():
+    async def run() -> ServeJob:
+        batcher = RequestBatcher(lambda jobs: None, 8, window_s=60)
+        batcher.fastest = lambda: 0.5  # type: ignore[method-assign]
+        batcher.pauses["other"] = RobotPauses()
+        batcher.pauses["other"].answer(time.perf_counter() + 60)  # active, and never asks
+        worker = asyncio.create_task(batcher.run())
+        hasty = job("hasty")
+        hasty.due = time.perf_counter() + 1.5
+        await batcher.submit(hasty)
+        worker.cancel()
+        batcher.thread.shutdown()
+        return hasty
+
+    assert not asyncio.run(run()).expired

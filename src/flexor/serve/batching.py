@@ -106,10 +106,9 @@ class RequestBatcher:
         """
         window = self.fastest() if self.window_s is None else self.window_s
         until = max(self.waiting[0][0].queued, self.free_since) + window
+        needed = 2 * self.fastest()  # by robots with a deadline: of several, a prediction takes longer
         while len(self.waiting) < self.most:
-            until = min(
-                [until, *(job.due - self.fastest() for job, _ in self.waiting if job.due is not None)]
-            )
+            until = min([until, *(job.due - needed for job, _ in self.waiting if job.due is not None)])
             if not self._others_come(until, window):
                 return
             self.changed.clear()
