@@ -7,7 +7,7 @@ import time
 import pytest
 
 from flexor.serve import batching
-from flexor.serve.batching import RobotPauses, RequestBatcher
+from flexor.serve.batching import RequestBatcher, RobotPauses
 from flexor.serve.job import ServeJob
 from flexor.serve.request import PolicyRequest
 
