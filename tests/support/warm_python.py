@@ -4,7 +4,7 @@
 
 The script asks a process that has everything imported to fork, and stays for as long as the forked one lives: it hands
 on signals, ends with its exit code, and takes it along when it is killed. To whoever starts and stops it, it is a
-Python like any other.
+Python like any other. A server's process for connections really is one: it gets open files, and needs no torch.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from flexor.serve import connection_process
 from support import selection, warm_python_client
 from support.limits import wait_for
 from support.runs import SERVER
@@ -42,7 +43,8 @@ class WarmPython:
         self.folder = Path(tempfile.mkdtemp(prefix="flexor"))  # a socket's path may have a hundred characters
         address, self.python = self.folder / "socket", self.folder / "python"
         command = [sys.executable, "-I", warm_python_client.__file__, str(address), str(self.python)]
-        self.python.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        real = f'[ "$2" = {connection_process.__name__} ] && exec {shlex.quote(sys.executable)} "$@"'
+        self.python.write_text(f'#!/bin/sh\n{real}\nexec {shlex.join(command)} "$@"\n')
         self.python.chmod(0o755)
         self._process = SERVER.Process(target=_serve, args=(address, change), daemon=True)
         self._process.start()
@@ -105,7 +107,7 @@ def _be(request: dict[str, Any], streams: list[int], change: Change | None) -> N
         os.setsid()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,28 +26,51 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
     """Print the job's log until it has ended. Reconnects if the connection breaks; prints no line twice."""
     namespace = job.owner.name
     shown = failures = 0
-    while True:
-        try:
-            for number, line in enumerate(
-                api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
-            ):
-                if number >= shown:  # after a reconnect, the Hub sends everything again
-                    print(line, file=out, flush=True)
-                    shown, failures = number + 1, 0
-            now = api.inspect_job(job_id=job.id, namespace=namespace)
-            if now.status.stage in ENDED:
-                return now
-        except HTTPError as error:
-            failures += 1
-            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-            if status in PERMANENT or failures == TRIES:
-                raise FlexorError(
-                    f"Lost the connection to job {job.id}; the job continues "
-                    f"({_explain(error, api.endpoint, namespace)}). "
-                    f"Its page: {job.url}"
-                ) from error
-            log.warning("lost the connection to the job's log, reconnecting: %s", _first_line(error))
-        time.sleep(min(2.0**failures, 30))
+    with _ctrl_c_noted() as pressed:
+        while True:
+            try:
+                for number, line in enumerate(
+                    api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
+                ):
+                    if number >= shown:  # after a reconnect, the Hub sends everything again
+                        print(line, file=out, flush=True)
+                        shown, failures = number + 1, 0
+                if pressed:
+                    raise KeyboardInterrupt
+                now = api.inspect_job(job_id=job.id, namespace=namespace)
+                if now.status.stage in ENDED:
+                    return now
+            except HTTPError as error:
+                failures += 1
+                status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+                if status in PERMANENT or failures == TRIES:
+                    raise FlexorError(
+                        f"Lost the connection to job {job.id}; the job continues "
+                        f"({_explain(error, api.endpoint, namespace)}). "
+                        f"Its page: {job.url}"
+                    ) from error
+                log.warning("lost the connection to the job's log, reconnecting: %s", _first_line(error))
+            time.sleep(min(2.0**failures, 30))
+
+
+@contextmanager
+def _ctrl_c_noted() -> Iterator[list[int]]:
+    """Not empty after Ctrl-C. Some versions of huggingface_hub take that for the end of a log."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield pressed  # who handles Ctrl-C in another way, knows what to do
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
