@@ -49,6 +49,8 @@ def prepare() -> Path:
         # 5 s for each answer that is lost. This machine's own names are in /etc/hosts.
         "RES_OPTIONS": "attempts:0",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # it would say each time that there is no name
+        # Torch looks for it once, at a GPU's first matrix product: a deterministic run fails in a process without it.
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
     BEFORE.update(os.environ)
