@@ -150,8 +150,11 @@ def hang_in_backward(dog: Watchdog) -> None:
 
 def test_ranks_that_hang_in_the_same_place_all_say_their_stacks(plays):
     said = plays[hang_in_backward].end(HUNG, HUNG)
+    both = "rank 0 on host-0, rank 1 on host-1 have made no progress"
+    assert both in said[0]
+    # on a busy machine, rank 0 may have ended long before, and its store with it
+    assert both in said[1] or "hosted by rank 0 or its launcher, has not answered" in said[1]
     for rank in range(2):
-        assert "rank 0 on host-0, rank 1 on host-1 have made no progress" in said[rank]
         assert "in hang_in_backward" in said[rank]
 
 
