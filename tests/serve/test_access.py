@@ -10,8 +10,10 @@ from websockets.datastructures import Headers
 from websockets.exceptions import InvalidStatus
 
 from flexor.core.errors import ConfigError
+from flexor.serve import connections
 from flexor.serve.access import has_key, is_foreign_page
 from flexor.serve.settings import ServeSettings
+from support.limits import LIMIT_S
 from support.serving import Talk, get, needs_linux, numbers, observation, serving
 
 KEY = "a key:with a colon"
@@ -111,7 +113,8 @@ def certificate(tmp_path_factory):
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
-def test_tls(certificate, processes):
+def test_tls(certificate, processes, monkeypatch):
+    monkeypatch.setattr(connections, "OPENING_S", LIMIT_S)  # a busy machine may take longer to shake hands
     files = {"tls_cert": certificate / "cert.pem", "tls_key": certificate / "key.pem"}
     with serving(numbers(), processes=processes, **files) as (url, _):
         assert url.startswith("wss://")
