@@ -46,10 +46,6 @@ def clock(monkeypatch):
 
 def robot_that_asks_again(batcher: RequestBatcher, name: str, answered: float, pause: float) -> None:
     pauses = batcher.pauses[name] = RobotPauses()
-    pauses.ask(answered - pause - 1)
-    pauses.answer(answered - pause - 0.5)
-    pauses.ask(answered - 0.5)
-    pauses.last.append(pause)
     pauses.last.append(pause)
     pauses.answer(answered)
 
@@ -66,7 +62,6 @@ def robot_that_asks_again(batcher: RequestBatcher, name: str, answered: float, p
 )
 def test_a_request_waits_for_robots_that_ask_before_a_prediction_would_end(clock, pause, answered, waits):
     batcher = RequestBatcher(lambda jobs: None, 8, None)
-    batcher.took.append(PREDICTION_S)
     robot_that_asks_again(batcher, "other", answered, pause)
     until = clock.now + PREDICTION_S
     assert batcher._others_come(until, PREDICTION_S) is waits
@@ -97,7 +92,6 @@ def test_robots_that_ask_again_at_once_are_predicted_for_together():
 
     async def run() -> None:
         batcher = RequestBatcher(answer, 8, None)
-        batcher.took.append(0.5)
         batcher.fastest = lambda: 0.5  # type: ignore[method-assign]
         worker = asyncio.create_task(batcher.run())
         await asyncio.gather(*(robot(batcher, str(n), 0.05 * n) for n in range(3)))
