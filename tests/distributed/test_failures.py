@@ -142,8 +142,11 @@ def test_nothing_trips_while_rank_0_takes_long(tiny_act, tmp_path):
     dataset = record_dataset(tmp_path / "data", episodes=2, obs_type=seen)
     more = ["--steps=3", "--batch_size=2", "--env.type=place", f"--env.kwargs={{obs_type: {seen}}}"]
     more += ["--env_eval_freq=2", "--env.max_steps=4", "--eval.n_episodes=1"]
-    short = functools.partial(trouble.lose_patience, 1, PATIENCE_S)
-    slow = functools.partial(trouble.lose_patience, 1, PATIENCE_S, LONG, PATIENCE_S + 1.0)
+    patience = 2.0 * PATIENCE_S  # here it counts from the start, and ranks do not start together
+    short, slow = (  # with many heartbeats in that time: a busy machine may hold up some of them
+        functools.partial(trouble.hurry, functools.partial(trouble.lose_patience, 1, patience, *sleep))
+        for sleep in ((), (LONG, patience + 1.0))
+    )
     started = []
     for strategy in (DDP, FSDP):  # side by side: what they do is wait
         folder = tmp_path / strategy[0]
