@@ -72,6 +72,9 @@ def test_a_process_that_dies_costs_only_its_own_clients():
     with serving(numbers(), processes=2) as (url, server):
         with Talk(url) as one, Talk(url) as other:
             dying = next(process for process in server.processes.running if process.clients)
+            other.ask(observation(1))
+            counted = 'flexor_requests_total{result="ok"} %d'
+            assert counted % 1 in get(url, "/metrics")[1].splitlines()
             dying.process.send_signal(signal.SIGKILL)
             with pytest.raises(ConnectionClosed):
                 other.socket.recv(timeout=30)
@@ -80,6 +83,8 @@ def test_a_process_that_dies_costs_only_its_own_clients():
                 np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
             wait_for(lambda: len(server.processes.running) == 2)
             assert dying not in server.processes.running
+            for _ in range(3):  # whichever process is asked
+                assert counted % 3 in get(url, "/metrics")[1].splitlines()
         children = [one.process for one in server.processes.running]
     assert all(child.returncode == 0 for child in children)
 

@@ -87,7 +87,7 @@ class RemoteModel:
         self.link.tell("forget", session)
 
     async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
-        return [own, *await self.link.ask("figures", images)]
+        return [own, *await self.link.ask("figures", own["metrics"], images)]
 
 
 class ConnectionProcess:

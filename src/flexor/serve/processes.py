@@ -23,6 +23,7 @@ from flexor.serve.connections import Connections
 from flexor.serve.job import ServeJob
 from flexor.serve.link import Handler, Link
 from flexor.serve.local_model import LocalModel
+from flexor.serve.metrics import Metrics
 from flexor.serve.request import ObservationForm, PolicyRequest, RequestOptions
 from flexor.serve.shared_observations import SharedObservations
 
@@ -32,6 +33,8 @@ FIGURES_S = 5.0
 RUSH_S = 0.05  # after one connection, others are not taken for the first
 AGAIN_S = 1.0  # after a process died, until another one is started in its place
 BACKLOG = 100
+# figures of a process that has ended
+NOBODY = {"clients": [], "connected": 0, "sessions": 0, "resident_bytes": 0}
 
 
 class Handing:
@@ -78,6 +81,7 @@ class RemoteConnections:
         self.clients: set[int] = set()
         self.sessions: dict[int, Session] = {}
         self.link: Link | None = None
+        self.counted: Mapping[str, Any] = Metrics().plain()  # when it was last asked
 
     async def set_up(self) -> None:
         handlers: dict[str, Handler] = {
@@ -96,6 +100,15 @@ class RemoteConnections:
         await self.link.ask(
             "set_up", settings, asdict(self.form), known.loop.metadata, dict(known.about), known.started
         )
+
+    async def figures(self, images: bool) -> Mapping[str, Any]:
+        """What it counted; if it hangs or has died, what it had counted when it last answered."""
+        if self.link is not None:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                found: Mapping[str, Any] = await asyncio.wait_for(self.link.ask("figures", images), FIGURES_S)
+                self.counted = found["metrics"]
+                return found
+        return {**NOBODY, "metrics": self.counted}
 
     async def close(self) -> None:
         """Let it say goodbye to its clients, then end it."""
@@ -167,6 +180,7 @@ class ConnectionProcesses:
         self.running: list[RemoteConnections] = []
         self.closing = False
         self.restarts: set[asyncio.Task[None]] = set()
+        self.ended = Metrics().plain()  # what processes that died had counted: sums never fall
         model.elsewhere = self.figures
 
     @contextlib.asynccontextmanager
@@ -233,23 +247,24 @@ class ConnectionProcesses:
             ways.insert(0, self.handing)
         any(way.give(connection) for way in ways)
 
-    async def figures_of_all_but(self, asking: RemoteConnections, images: bool) -> list[Mapping[str, Any]]:
+    async def figures_of_all_but(
+        self, asking: RemoteConnections, counted: Mapping[str, Any], images: bool
+    ) -> list[Mapping[str, Any]]:
+        asking.counted = counted
         return [await self.here.figures(images), *await self.figures(images, asking)]
 
     async def figures(self, images: bool, but: RemoteConnections | None = None) -> list[Mapping[str, Any]]:
-        """Those of the other processes."""
-        others = [one.link for one in self.running if one is not but and one.link]
-        found = await asyncio.gather(
-            *(asyncio.wait_for(link.ask("figures", images), FIGURES_S) for link in others),
-            return_exceptions=True,  # one that hangs or dies has none
-        )
-        return [one for one in found if not isinstance(one, BaseException)]
+        """Those of the other processes, and of those that died."""
+        ended = {**NOBODY, "metrics": self.ended}  # before others may join them
+        others = [one.figures(images) for one in self.running if one is not but]
+        return [ended, *await asyncio.gather(*others)]
 
     def lost(self, one: RemoteConnections) -> None:
         """Start another one in its place. Its robots connect again."""
         if one not in self.running or self.closing:
             return
         self.running.remove(one)
+        self.ended = {**Metrics.together([self.ended, one.counted]).plain(), "recent": []}
         task = asyncio.ensure_future(self._replace(one))
         self.restarts.add(task)
         task.add_done_callback(self.restarts.discard)
