@@ -58,6 +58,14 @@ def test_the_page_says_what_the_results_say():
     }.items():
         assert f"| {name} | {percent(summary[what]['median'])} | {percent(summary[what]['worst'])} |" in page
     assert f"{summary['cases']} runs of six policies" in page
+    readme = " ".join((BENCHMARKS.parent / "README.md").read_text().split())
+    memory, time = summary["allocated"], summary["time, gpu-bound, calibrated"]
+    assert f"For {summary['cases']} runs of six policies" in readme
+    assert (
+        f"within {percent(memory['median'])} of the allocated memory (median; {percent(memory['worst'])} at"
+        in readme
+    )
+    assert f"within {percent(time['median'])} ({percent(time['worst'])} at worst)" in readme
 
 
 def percent(share: float) -> str:
