@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/flexor demo
 
 test: setup lint types
-	$(BIN)/python -m pytest -n 3 --dist loadgroup
+	$(BIN)/python -m pytest -n 4 --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check .

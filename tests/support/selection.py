@@ -1,6 +1,6 @@
 """Which tests run on which worker, in which order, and which not at all on this machine.
 
-With `pytest -n 3 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
+With `pytest -n 4 --dist loadgroup`, tests of a file go to one worker: they share what it makes. Those that start
 ranks, or other processes of the program that are forked, go to one worker too, wherever their files are: they would
 slow each other down, and one process to fork from is enough. Those of them that mostly wait, `ranks(waits=True)`, go to
 another one: what they leave of the cores is for those that compute. These two have the most to do, so they begin
