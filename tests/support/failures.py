@@ -1,4 +1,4 @@
-"""Names tests as soon as they fail: a run that is cut off has no summary."""
+"""Names tests as soon as they fail, and why: a run that is cut off has no summary."""
 
 from __future__ import annotations
 
@@ -17,4 +17,7 @@ class NamesFailures:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            self.config.get_terminal_writer().line(f" {report.nodeid} failed")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = f"\n{crash.path}:{crash.lineno}: {crash.message}" if crash else ""
+            worker = getattr(report, "worker_id", "this process")
+            self.config.get_terminal_writer().line(f" {report.nodeid} failed in {worker}{why}")
