@@ -32,7 +32,8 @@ OWN = own_policy(
     """\
         self.layer = torch.nn.Linear(2, 2)
     def loss(self, batch, noise):
-        error = (self.layer(batch["observation.state"]) - batch["action"][:, 0]).square().mean(-1)
+        state = torch.nn.functional.dropout(batch["observation.state"], 0.1)
+        error = (self.layer(state) - batch["action"][:, 0]).square().mean(-1)
         if self.config.asks and error.mean().item() > 1e9:
             raise ValueError
         return Loss(error, {})

@@ -8,8 +8,7 @@ parts (`stepwise.py`) has a second graph for a part.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexor.core.batch import MEMORY, Batch
-from flexor.core.cuda_graphs import why_not_captured
+from flexor.core.cuda_graphs import capture, why_not_captured
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.policies.base import Policy
@@ -111,26 +110,19 @@ class PredictGraphs:
         keys = NoiseKeys(self.device, None if isinstance(noise.step, int) else len(ids))
         batch, graph = _as_batch(inputs), torch.cuda.CUDAGraph()
         given = batch, GraphNoise(keys, ids)
+        pool = torch.cuda.graph_pool_handle()
         found: Tensor | _CapturedPart
         if isinstance(self.policy, StepwisePolicy):
-            with self._into(graph):
+            with capture(graph, pool, self.stream):
                 state = self.policy.begin(*given)
             part = torch.cuda.CUDAGraph()
-            with self._into(part, pool=graph.pool()):  # never replayed at the same time
+            with capture(part, pool, self.stream):  # in the same memory: never replayed at the same time
                 self.policy.advance(state)
             found = _CapturedPart(self.policy, state, part)
         else:
-            with self._into(graph):
+            with capture(graph, pool, self.stream):
                 found = self.policy.predict(*given)
         return _CapturedPrediction(graph, inputs, keys, ids, found, dict(batch[MEMORY]))
-
-    @contextmanager
-    def _into(self, graph: torch.cuda.CUDAGraph, **more: Any) -> Iterator[None]:
-        with (
-            torch.cuda.device(self.device),
-            torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local", **more),
-        ):
-            yield
 
 
 def _tensors(batch: Batch) -> dict[str, Tensor]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from flexor.config.optimizer import resolve_optimizer
 from flexor.config.schema import TrainConfig
 from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
-from flexor.core.cuda_graphs import why_not_captured
+from flexor.core.cuda_graphs import capture, why_not_captured
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
@@ -91,7 +93,9 @@ Piece = tuple[str, torch.cuda.CUDAGraph]  # a part of a step, as its times have 
 class _Pieces:
     """Captures what runs inside: as one graph, or as one for each part of which `times` takes the time."""
 
-    def __init__(self, times: StepTimes, last: str, into: Callable[[torch.cuda.CUDAGraph], torch.cuda.graph]):
+    def __init__(
+        self, times: StepTimes, last: str, into: Callable[[torch.cuda.CUDAGraph], AbstractContextManager]
+    ):
         self.times, self.last, self.into = times, last, into
         self.made: list[Piece] = []
 
@@ -100,7 +104,7 @@ class _Pieces:
         self.times.cut = self._cut
         return self.made
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.times.cut = None
         self._end(self.last, *error)
 
@@ -113,7 +117,7 @@ class _Pieces:
         self.capture = self.into(self.graph)
         self.capture.__enter__()
 
-    def _end(self, part: str, *error: object) -> None:
+    def _end(self, part: str, *error: Any) -> None:
         self.capture.__exit__(*error)
         self.made.append((part, self.graph))
 
@@ -232,11 +236,7 @@ class GraphStep:
         return _Captured(batch, keys, names, passes, update, norm)
 
     def _pieces(self, last: str) -> _Pieces:
-        return _Pieces(self.state.times, last, self._into)
-
-    def _into(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
-        # the loader's threads may allocate memory meanwhile: only this thread's calls matter
-        return torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local")
+        return _Pieces(self.state.times, last, partial(capture, pool=self.pool, stream=self.stream))
 
     def _replay(self, found: _Captured, batches: list[Batch]) -> StepFigures:
         state = self.state
