@@ -496,7 +496,8 @@ def test_reordered_frames_are_set_right_too(originals, broken):
     for plan in report.kept:
         part = dataset.select([plan.new]).read(np.arange(plan.length))
         expected = before[root / plan.episode.videos[TOP].file]
-        assert np.array_equal(np.moveaxis(part[TOP], 1, -1), expected)
+        apart = np.moveaxis(part[TOP], 1, -1).astype(int) - expected
+        assert np.abs(apart).max() < 10  # neighbours are 50 apart; on some CPUs colours are rounded otherwise
 
 
 def decoded(path: Path) -> np.ndarray:
