@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -247,6 +248,17 @@ def test_unknown_task(copy):
     edit_table(root / DATA, task_index=set_rows(21, 28, 7))
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "task-unknown", 2, "task_index")}
+
+
+def test_task_that_is_no_number(copy):
+    """On ARM CPUs it is 0 as an integer, which is a task."""
+    root = copy("one")
+    table = pq.read_table(root / DATA)
+    tasks = table["task_index"].to_numpy().astype(np.float32)
+    tasks[21:28] = np.nan
+    position = table.column_names.index("task_index")
+    pq.write_table(table.set_column(position, "task_index", pa.array(tasks)), root / DATA)
+    assert ("error", "task-unknown", 2, "task_index") in found(check_dataset(root, deep=False))
 
 
 def test_rows_of_unknown_episodes(copy):

@@ -235,8 +235,8 @@ class _File:
     def _check_tasks(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         if "task_index" not in self._columns or not self.layout.tasks:
             return
-        used = set(self._columns["task_index"][rows, 0].astype(int).tolist())
-        unknown = sorted(used - set(self.layout.tasks))
+        used = np.unique(self._columns["task_index"][rows, 0]).tolist()
+        unknown = [task for task in used if task not in self.layout.tasks]  # NaN too
         if unknown:
             what = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
             self._error(
