@@ -99,12 +99,8 @@ def start(name: str, dataset: Path, folder: Path) -> list[str]:
 
 def run(dataset: Path, folder: Path, count: int, settings: list[str], *more: str) -> Path:
     given = runs.flags(dataset, folder / "run", settings, f"--batch_size={4 // count}", *more)
-    go(folder, count, "train", *given)
+    ranks.run(folder, count, ["train", *given])
     return folder / "run"
-
-
-def go(folder: Path, count: int, *arguments: str) -> None:
-    ranks.run(folder, count, arguments, then=ranks.multiply_in_bf16)
 
 
 @pytest.mark.slow
@@ -139,14 +135,14 @@ def test_several_dtypes_go_on_with_other_processes(dataset, tmp_path):
     lengths = ["--steps=2", "--save_freq=1"]
     whole = run(dataset, tmp_path / "two", 2, settings, *lengths, FSDP)
     cut, other = (runs.cut_back(whole, tmp_path / name, 1) for name in ("cut", "other"))
-    go(tmp_path / "again", 2, "resume", str(cut))
+    ranks.run(tmp_path / "again", 2, ["resume", str(cut)])
     assert runs.figures(whole) == runs.figures(cut)
     one, again = ranks.everything(whole, 2), ranks.everything(cut, 2)
     assert [name for name in one if not torch.equal(one[name], again[name])] == []
-    go(tmp_path / "fewer", 1, "resume", str(other), "--parallel.strategy=ddp", "--batch_size=4")
+    ranks.run(tmp_path / "fewer", 1, ["resume", str(other), "--parallel.strategy=ddp", "--batch_size=4"])
     assert ranks.losses(other) == pytest.approx(ranks.losses(whole), rel=ROUNDING)
     runs.cut_back(other, tmp_path / "back", 2)
-    go(tmp_path / "more", 2, "resume", str(tmp_path / "back"), "--steps=3", FSDP, "--batch_size=2")
+    ranks.run(tmp_path / "more", 2, ["resume", str(tmp_path / "back"), "--steps=3", FSDP, "--batch_size=2"])
     assert len(ranks.losses(tmp_path / "back")) == 3
     exported = load_file(
         checkpoint.complete(tmp_path / "back/checkpoints")[3] / "pretrained_model/model.safetensors"

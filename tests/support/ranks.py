@@ -91,16 +91,10 @@ class Ranks:
         self.end()
 
 
-def run(folder: Path, count: int, arguments: Sequence[str], then: Callable[[], Any] | None = None) -> None:
-    """To the end, which must be a good one. `then`: what each rank does first."""
-    ranks = Ranks(folder, count, arguments, dict.fromkeys(range(count), then) if then else None)
+def run(folder: Path, count: int, arguments: Sequence[str]) -> None:
+    """To the end, which must be a good one."""
+    ranks = Ranks(folder, count, arguments)
     assert ranks.end() == [0] * count, ranks.errors()
-
-
-def multiply_in_bf16() -> None:
-    """Before all else: on an ARM CPU without bfloat16, torch rounds otherwise from the first such product on."""
-    ones = torch.ones(64, 64, dtype=torch.bfloat16)
-    torch.nn.functional.linear(ones, ones)
 
 
 def computed(*folders: Path) -> dict[int, list[tuple[int, tuple[float, ...]]]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+import torch.nn.functional as F
 
 from flexor.core.errors import ConfigError
 
@@ -29,3 +32,14 @@ def find_device(wanted: str | None) -> torch.device:
             "Leave it out to use the fastest available device, or set --policy.device=cpu."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def settle_rounding(device: torch.device) -> None:
+    """Before a run computes in bfloat16: on ARM CPUs without it, torch rounds otherwise after the first such product.
+
+    Otherwise the first step of a resumed run would differ from that step of an uninterrupted one.
+    """
+    if device.type == "cpu":
+        ones = torch.ones(64, 64, dtype=torch.bfloat16)
+        with warnings.catch_warnings(action="ignore"):  # of torch: it leaves oneDNN
+            F.linear(ones, ones)

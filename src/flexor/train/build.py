@@ -13,6 +13,7 @@ from torch import nn
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schedules import build_scheduler
 from flexor.config.schema import ParallelConfig, TrainConfig
+from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
@@ -247,6 +248,8 @@ def build_state(
             "--optimizer.type=adamw, or ddp."
         )
     optimizer = build_optimizer(config.optimizer, policy, config.lr_factor or 1.0)
+    if engine.precision == "bf16" or any(p.dtype == torch.bfloat16 for p in policy.parameters()):
+        settle_rounding(engine.device)
     optimizer = engine.prepare(policy, optimizer)
     keep_copies(config, engine, split, optimizer)
     if config.compile:
