@@ -48,7 +48,8 @@ def test_memory_of_eager_steps_and_graphs_is_as_measured(name: str, monkeypatch:
 
 
 def test_the_page_says_what_the_results_say():
-    summary = json.loads(MEASURED.read_text())["summary"]
+    results = json.loads(MEASURED.read_text())
+    summary = results["summary"]
     page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
     for name, what in {
         "memory that torch has allocated at the peak": "allocated",
@@ -57,10 +58,12 @@ def test_the_page_says_what_the_results_say():
         "time of a step that the host bounds, calibrated": "time, host-bound, calibrated",
     }.items():
         assert f"| {name} | {percent(summary[what]['median'])} | {percent(summary[what]['worst'])} |" in page
-    assert f"{summary['cases']} runs of six policies" in page
+    assert f"{summary['cases']} runs of seven policies" in page
+    for row in results["largest"]:
+        assert row["right"] and f"{row['largest']:,}" in page
     readme = " ".join((BENCHMARKS.parent / "README.md").read_text().split())
     memory, time = summary["allocated"], summary["time, gpu-bound, calibrated"]
-    assert f"For {summary['cases']} runs of six policies" in readme
+    assert f"For {summary['cases']} runs of seven policies" in readme
     assert (
         f"within {percent(memory['median'])} of the allocated memory (median; {percent(memory['worst'])} at"
         in readme
