@@ -1,6 +1,10 @@
 """The planned peak memory of eager steps and of CUDA graphs, against what `step_speed.py` measured. Needs no GPU.
 
-python benchmarks/step_memory.py benchmarks/results/step_speed_h200_2026-11-17.json
+    python benchmarks/step_memory.py benchmarks/results/step_speed_h200_2026-11-18.json
+
+LeRobot lets cuDNN choose kernels by trial, and torch remembers the choice for the rest of the process. So a convolution
+that Flexor has in common with LeRobot may run with another workspace than planned: that of TD-MPC in bf16 does, unless
+it is in channels-last format.
 """
 
 import argparse
@@ -17,7 +21,7 @@ from flexor.plan.memory.allocator import replay
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.trace.trace import trace_step
 
-DEFAULT = Path(__file__).parent / "results" / "step_speed_h200_2026-11-17.json"
+DEFAULT = Path(__file__).parent / "results" / "step_speed_h200_2026-11-18.json"
 
 
 class Peak(NamedTuple):

@@ -14,6 +14,7 @@ from flexor.plan.speed import ceilings
 from flexor.plan.speed.ceilings import Ceilings
 from support.own_policy import own_policy
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROBOT = ["--cameras=1x32x32", "--state=3", "--action=2"]
 LINEAR = """\
         self.layer = torch.nn.Linear(2, 2)
@@ -217,3 +218,20 @@ def test_too_little_gpu_memory_says_what_to_change(capsys):
         torch.cuda.set_per_process_memory_fraction(1.0)
     said = capsys.readouterr().err
     assert "batch_size=64 does not fit" in said and "smaller --batch_size" in said
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("step_speed*.json")), ids=lambda file: file.stem)
+def test_the_page_compares_with_lerobot_as_measured(file: Path):
+    page = (RESULTS.parents[1] / "docs" / "bench.md").read_text()
+    assert file.name in page
+    for case in json.loads(file.read_text())["cases"]:
+        ways = case["ways"]
+        theirs = [ways[f"LeRobot, {precision}"] for precision in ("float32", "bf16")]
+        best = min(theirs, key=lambda way: way["ms"])
+        own = ways.get("graph, bf16, channels last") or ways["graph, bf16"]
+        times = " / ".join(f"{way['ms']:,.1f}" for way in theirs)
+        peaks = " / ".join(f"{way['peak_mb'] / 1e3:.1f}" for way in (best, own))
+        ratio = f"{best['ms'] / own['ms']:.1f}x"
+        assert f"batch {case['batch']} | {times} | {own['ms']:.1f} | {ratio} | {peaks} |" in page, case[
+            "policy"
+        ]

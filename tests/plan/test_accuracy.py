@@ -36,7 +36,7 @@ def test_a_plan_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert plan["calibrated"]["seconds"] == pytest.approx(rows[name]["seconds"], rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["act 8", "diffusion 32", "tdmpc 256"])
+@pytest.mark.parametrize("name", ["act 8", "diffusion 32", "tdmpc 256 graph, float32"])
 def test_memory_of_eager_steps_and_graphs_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from step_memory import DEFAULT, peaks

@@ -27,11 +27,9 @@ def training(policy: Any) -> Iterator[None]:
         return draws.integers(next(names), (1, size), count)[0].numpy()
 
     def randint(low: int, high: int, size: tuple, device: object, dtype: torch.dtype) -> torch.Tensor:
-        shifts = [
-            torch.stack([draws.integers(f"shift/{t}/{side}", (BATCH,), high) for side in ("left", "top")], 1)
-            for t in range(policy.config.horizon + 1)
-        ]
-        return torch.stack(shifts).to(dtype).reshape(size)  # [t, b, (x, y)]
+        shape = BATCH, policy.config.horizon + 1
+        shifts = [draws.integers(f"shift/{side}", shape, high) for side in ("left", "top")]
+        return torch.stack(shifts, -1).transpose(0, 1).to(dtype).reshape(size)  # [t, b, (x, y)]
 
     with patch("numpy.random.choice", choice), patch("torch.randint", randint):
         yield

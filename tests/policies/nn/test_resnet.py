@@ -5,19 +5,10 @@ import urllib.error
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexor.core.errors import ConfigError
 from flexor.policies.nn import resnet
-from flexor.policies.nn.resnet import (
-    Conv2d,
-    FirstConv2d,
-    FrozenBatchNorm2d,
-    ResNet,
-    squares_of_image,
-    squares_of_kernel,
-)
+from flexor.policies.nn.resnet import Conv2d, FrozenBatchNorm2d, ResNet
 
 WEIGHTS = "ResNet18_Weights.IMAGENET1K_V1"
 
@@ -108,16 +99,3 @@ def test_says_what_to_do_without_a_network(tmp_path, monkeypatch):
 def test_unknown_weights_are_refused():
     with pytest.raises(ConfigError, match="IMAGENET1K_V3"):
         ResNet("resnet18").load_imagenet("ResNet18_Weights.IMAGENET1K_V3")
-
-
-@given(height=st.integers(1, 12), width=st.integers(1, 12))
-@settings(max_examples=20, deadline=None)
-def test_the_first_convolution_by_squares_of_pixels(height, width):
-    torch.manual_seed(0)
-    convolution = FirstConv2d(8).double()
-    x = torch.randn(2, 3, 2 * height, 2 * width, dtype=torch.float64)
-    expected = convolution(x)
-    found = F.conv2d(squares_of_image(x), squares_of_kernel(convolution.weight))
-    assert torch.allclose(found, expected, atol=1e-12)
-    gradients = [torch.autograd.grad(y.square().sum(), convolution.weight)[0] for y in (expected, found)]
-    assert torch.allclose(*gradients, atol=1e-9)

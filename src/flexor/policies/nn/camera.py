@@ -156,21 +156,28 @@ def center_crop(x: Tensor, size: Size) -> Tensor:
     return x[..., top : top + size[0], left : left + size[1]]
 
 
-def random_crop(x: Tensor, size: Size, noise: NoiseSource, name: str, border: int = 0) -> Tensor:
+def random_crop(
+    x: Tensor, size: Size, noise: NoiseSource, name: str, border: int = 0, together: bool = True
+) -> Tensor:
     """Crop each sample at another random position: [B, N, C, H, W] -> [B, N, C, h, w].
 
-    All images of a sample (of several time steps) are cropped at the same position, so that the crop adds no motion.
-    Crops may reach `border` pixels beyond the edge; the pixels of the edge are repeated there.
+    All images of a sample (of several time steps) are cropped at the same position, so that the crop adds no motion;
+    or, if not `together`, each at its own. Crops may reach `border` pixels beyond the edge; the pixels of the edge are
+    repeated there.
     """
-    batch, (height, width) = len(x), x.shape[-2:]
+    number, (height, width) = x.shape[:2], x.shape[-2:]
     slack = [have + 2 * border - want for have, want in zip((height, width), size)]
+    drawn = number[:1] if together else number
     top, left = (
-        noise.integers(f"{name}/{side}", (batch,), space + 1).to(x.device)
+        noise.integers(f"{name}/{side}", drawn, space + 1).flatten().to(x.device)
         for side, space in zip(("top", "left"), slack)
     )
+    if not together:
+        x = x.flatten(0, 1)[:, None]
     rows = top[:, None] + torch.arange(size[0], device=x.device) - border  # [B, h]
     columns = left[:, None] + torch.arange(size[1], device=x.device) - border  # [B, w]
     if border:  # not F.pad: CUDA can't pad tensors of more than 2^31 elements
         rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
-    sample = torch.arange(batch, device=x.device)[:, None, None]
-    return x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))
+    sample = torch.arange(len(x), device=x.device)[:, None, None]
+    cropped = x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))
+    return cropped if together else cropped[:, 0].unflatten(0, number)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
-from flexor.policies.nn.autocast import autocast_type
+from flexor.policies.nn.first_convolution import FirstConv2d
 from flexor.policies.nn.fused_norm import FrozenBatchNorm2d, norm_relu, norm_relu_pool
 
 
@@ -84,41 +84,6 @@ class Conv2d(nn.Conv2d):
         x = F.pad(x, (-left, pad_right, -top, pad_bottom))
         patches = F.unfold(x, kernel.shape[-2:], stride=stride)  # [B, inputs * taps, pixels]
         return (kernel.flatten(1) @ patches).unflatten(-1, (height, width))
-
-
-class FirstConv2d(Conv2d):
-    """The first convolution of a ResNet: 7 by 7, at every second pixel of an RGB image.
-
-    A GPU multiplies small matrices, of at least 8 channels, and would compute with 5 channels of zeros. So there each
-    square of 2 by 2 pixels becomes one pixel of 12 channels (and 4 of zeros), and the kernel 4 by 4.
-    """
-
-    def __init__(self, outputs: int):
-        super().__init__(3, outputs, 7, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        even = not (x.shape[-2] % 2 or x.shape[-1] % 2)
-        last = self.weight.is_contiguous(memory_format=torch.channels_last)
-        if x.device.type in ("cuda", "meta") and even and last and not x.requires_grad:
-            return F.conv2d(squares_of_image(x), squares_of_kernel(self.weight))
-        return super().forward(x)
-
-
-def squares_of_image(x: Tensor) -> Tensor:
-    """Images [B, 3, H, W] -> [B, 16, H/2 + 3, W/2 + 3], with the zeros around the image that the kernel reaches."""
-    batch, _, height, width = x.shape
-    shape = (batch, height // 2 + 3, width // 2 + 3, 16)
-    out = torch.zeros(shape, dtype=autocast_type(x), device=x.device)
-    squares = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, 3, H/2, 2, W/2, 2]
-    out[:, 2:-1, 2:-1, :12].unflatten(3, (3, 2, 2)).copy_(squares.permute(0, 2, 4, 1, 3, 5))
-    return out.permute(0, 3, 1, 2)
-
-
-def squares_of_kernel(weight: Tensor) -> Tensor:
-    """A kernel [outputs, 3, 7, 7] -> [outputs, 16, 4, 4]. It gets a row and a column of zeros before its first."""
-    squares = F.pad(weight, (1, 0, 1, 0)).unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
-    kernel = squares.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
-    return F.pad(kernel, (0, 0, 0, 0, 0, 4)).contiguous(memory_format=torch.channels_last)
 
 
 class BasicBlock(nn.Module):
@@ -206,7 +171,7 @@ class ResNet(nn.Module):
             )
         depths, bottleneck, width = ARCHITECTURES[name]
         block = Bottleneck if bottleneck else BasicBlock
-        self.conv1 = FirstConv2d(width)
+        self.conv1 = FirstConv2d(3, width, padding=3, bias=False)
         self.bn1 = norm(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, 2, 1)

@@ -66,7 +66,7 @@ class TDMPC(Policy):
         observed = {key: batch[key] for key in config.observed}  # [B, H + 1, ...]
         observed |= {key: self._shift(observed[key], noise) for key in config.images}
         first = {key: value[:, 0] for key, value in observed.items()}
-        following = {key: value[:, 1:] for key, value in observed.items()}
+        following = {key: value[:, 1:].contiguous() for key, value in observed.items()}  # read twice
 
         latents, predicted_rewards = model.imagine(model.encode(first), actions)  # [B, H + 1, L], [B, H]
         starts = latents[:, :-1]
@@ -118,14 +118,9 @@ class TDMPC(Policy):
 
     def _shift(self, images: Tensor, noise: NoiseSource) -> Tensor:
         """Shift each image of [B, T, C, S, S] by a few pixels, independently; the border is repeated."""
-        steps, size = images.shape[1], (images.shape[-2], images.shape[-1])
+        size = images.shape[-2], images.shape[-1]
         pad = round(self.config.max_random_shift_ratio * size[0])
-        if pad == 0:
-            return images
-        moved = [
-            random_crop(images[:, t : t + 1], size, noise, f"shift/{t}", border=pad) for t in range(steps)
-        ]
-        return torch.cat(moved, 1)
+        return random_crop(images, size, noise, "shift", pad, together=False) if pad else images
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Masks [B, H] of steps within the episode: by start and action, by next observation, by reward."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.core.batch import ENV_STATE, STATE
+from flexor.policies.nn.first_convolution import FirstConv2d
 
 if TYPE_CHECKING:
     from flexor.policies.tdmpc.config import TDMPCConfig
@@ -130,10 +131,9 @@ def _convolved(size: int) -> int:
 
 
 def _camera(channels: int, size: int, width: int, latent: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for kernel in KERNELS:
-        layers += [nn.Conv2d(channels, width, kernel, stride=2), nn.ReLU()]
-        channels = width
+    layers: list[nn.Module] = [FirstConv2d(channels, width, padding=0, bias=True), nn.ReLU(inplace=True)]
+    for kernel in KERNELS[1:]:
+        layers += [nn.Conv2d(width, width, kernel, stride=2), nn.ReLU(inplace=True)]
     pixels = _convolved(size) ** 2
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(width * pixels, latent), nn.LayerNorm(latent), nn.Sigmoid()
