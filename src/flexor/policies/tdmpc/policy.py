@@ -120,7 +120,9 @@ class TDMPC(Policy):
         """Shift each image of [B, T, C, S, S] by a few pixels, independently; the border is repeated."""
         size = images.shape[-2], images.shape[-1]
         pad = round(self.config.max_random_shift_ratio * size[0])
-        return random_crop(images, size, noise, "shift", pad, together=False) if pad else images
+        if pad == 0:
+            return images
+        return random_crop(images, size, noise, "shift", pad, together=False).contiguous()
 
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Masks [B, H] of steps within the episode: by start and action, by next observation, by reward."""
