@@ -232,6 +232,5 @@ def test_the_page_compares_with_lerobot_as_measured(file: Path):
         times = " / ".join(f"{way['ms']:,.1f}" for way in theirs)
         peaks = " / ".join(f"{way['peak_mb'] / 1e3:.1f}" for way in (best, own))
         ratio = f"{best['ms'] / own['ms']:.1f}x"
-        assert f"batch {case['batch']} | {times} | {own['ms']:.1f} | {ratio} | {peaks} |" in page, case[
-            "policy"
-        ]
+        row = f"batch {case['batch']} | {times} | {own['ms']:.1f} | {ratio} | {peaks} |"
+        assert row in page, case["policy"]

@@ -7,6 +7,7 @@ and huggingface_hub are imported, which read variables once.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import site
@@ -25,9 +26,11 @@ KEPT_PREFIXES = ("PYTEST_", "COV_", "COVERAGE_")
 
 
 IN_MEMORY = Path("/dev/shm")  # Linux's folder in memory
-BEFORE: dict[
-    str, str
-] = {}  # the environment as it was given, for installing packages: it may name a registry
+BEFORE: dict[str, str] = {}
+"""The environment as it was given, for installing packages: it may name a registry."""
+HANDED_ON = (
+    "FLEXOR_TESTS_BEFORE"  # the same, for the processes of pytest-xdist, which start with that of the tests
+)
 ENOUGH = 8 << 30  # bytes, for all that tests write at a time and then some
 
 
@@ -53,7 +56,8 @@ def prepare() -> Path:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
     kept = {k: v for k, v in os.environ.items() if k in KEPT or k.startswith(KEPT_PREFIXES)}
-    BEFORE.update(os.environ)
+    BEFORE.update(json.loads(os.environ.get(HANDED_ON, "{}")) or os.environ)
+    own[HANDED_ON] = json.dumps(BEFORE)
     os.environ.clear()
     os.environ.update(kept | own)
     return home

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ def openpi_python() -> Path | str:
             [str(python), "-m", "pip", "install", *INSTALL, *WANTED],
         ):
             # without our own packages, and with the registry that this machine is set up for
-            clean = {name: value for name, value in (BEFORE or os.environ).items() if name != "PYTHONPATH"}
+            clean = {name: value for name, value in BEFORE.items() if name != "PYTHONPATH"}
             done = subprocess.run(command, capture_output=True, text=True, env=clean)
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -65,8 +65,15 @@ def parser() -> argparse.ArgumentParser:
         "(default: a chunk; an action for policies with temporal ensembling)",
     )
     add("--seed", type=int, default=usual.seed, help="seed of the policy's noise (default 0)")
-    limits = flags.add_argument_group("limits")
-    add = limits.add_argument
+    _add_limits(flags, usual)
+    flags.add_argument(
+        "--json", action="store_true", help="print one line of JSON with the address, when it listens"
+    )
+    return flags
+
+
+def _add_limits(flags: argparse.ArgumentParser, usual: ServeSettings) -> None:
+    add = flags.add_argument_group("limits").add_argument
     add(
         "--max-batch",
         type=int,
@@ -99,10 +106,6 @@ def parser() -> argparse.ArgumentParser:
         help="of one client; faster ones are answered later (default 200)",
     )
     add("--max-frame-mb", type=float, default=32.0, metavar="MB", help="size of an observation (default 32)")
-    flags.add_argument(
-        "--json", action="store_true", help="print one line of JSON with the address, when it listens"
-    )
-    return flags
 
 
 def run(arguments: list[str]) -> int:

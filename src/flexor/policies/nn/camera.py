@@ -165,9 +165,9 @@ def random_crop(
     or, if not `together`, each at its own. Crops may reach `border` pixels beyond the edge; the pixels of the edge are
     repeated there.
     """
-    number, (height, width) = x.shape[:2], x.shape[-2:]
+    counts, (height, width) = x.shape[:2], x.shape[-2:]
     slack = [have + 2 * border - want for have, want in zip((height, width), size)]
-    drawn = number[:1] if together else number
+    drawn = counts[:1] if together else counts
     top, left = (
         noise.integers(f"{name}/{side}", drawn, space + 1).flatten().to(x.device)
         for side, space in zip(("top", "left"), slack)
@@ -180,4 +180,4 @@ def random_crop(
         rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
     sample = torch.arange(len(x), device=x.device)[:, None, None]
     cropped = x[sample, :, :, rows[:, :, None], columns[:, None, :]].movedim((1, 2), (3, 4))
-    return cropped if together else cropped[:, 0].unflatten(0, number)
+    return cropped if together else cropped[:, 0].unflatten(0, counts)

@@ -17,13 +17,13 @@ class FirstConv2d(nn.Conv2d):
 
     def __init__(self, inputs: int, outputs: int, padding: int, bias: bool):
         super().__init__(inputs, outputs, 7, 2, padding, bias=bias)
-        self.around = padding
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._by_squares(x):
-            kernel = squares_of_kernel(self.weight, self.bias, self.around)
-            return F.conv2d(squares_of_image(x, self.around, self.bias is not None), kernel)
-        return super().forward(x)
+        if not self._by_squares(x):
+            return super().forward(x)
+        around = int(self.padding[0])
+        kernel = squares_of_kernel(self.weight, self.bias, around)
+        return F.conv2d(squares_of_image(x, around, self.bias is not None), kernel)
 
     def _by_squares(self, x: Tensor) -> bool:
         even = not (x.shape[-2] % 2 or x.shape[-1] % 2)

@@ -16,7 +16,7 @@ class TDMPCConfig(PolicyConfig):
     """Defaults are those of FOWM's xArm tasks, as LeRobot sets them."""
 
     type: ClassVar[str] = "tdmpc"
-    trains_in_bf16: ClassVar[bool] = False  # targets add up rounding errors, and small networks gain no time
+    trains_in_bf16: ClassVar[bool] = False  # targets add up rounding errors
     calibration = Calibration(cameras=1, height=84, width=84)
 
     n_action_repeats: int = 2

@@ -66,7 +66,7 @@ class TDMPC(Policy):
         observed = {key: batch[key] for key in config.observed}  # [B, H + 1, ...]
         observed |= {key: self._shift(observed[key], noise) for key in config.images}
         first = {key: value[:, 0] for key, value in observed.items()}
-        following = {key: value[:, 1:].contiguous() for key, value in observed.items()}  # read twice
+        following = {key: value[:, 1:].contiguous() for key, value in observed.items()}  # for two models
 
         latents, predicted_rewards = model.imagine(model.encode(first), actions)  # [B, H + 1, L], [B, H]
         starts = latents[:, :-1]
