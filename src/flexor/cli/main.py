@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from flexor import __version__
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
+from flexor.core.text import printable
 from flexor.core.typed import closest
 
 # Each verb is a file in this folder with a function `run(arguments)` that returns the exit code.
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FlexorError as error:
         if not error.said and _is_first_of_host():
-            print(f"flexor {verb}: {error}", file=sys.stderr)
+            print(printable(f"flexor {verb}: {error}"), file=sys.stderr)
         _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
@@ -80,10 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        print(
-            f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.",
-            file=sys.stderr,
-        )
+        text = f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable."
+        print(printable(text), file=sys.stderr)
         _leave_ranks(1)
         return 1
 

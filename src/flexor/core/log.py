@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from flexor.core.text import printable
+
 log = logging.getLogger("flexor")
 
 EXAMPLES = 3  # of a warning that applies to many things
@@ -36,8 +38,15 @@ def set_rank(rank: int, world_size: int) -> None:
         handler.setLevel(logging.WARNING if rank else logging.NOTSET)
 
 
-def _formatter(who: str = "") -> logging.Formatter:
-    return logging.Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
+class _Printable(logging.Formatter):
+    """Names from outside, such as that of a camera, are in many messages: none may control the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def _formatter(who: str = "", date: str = "%H:%M:%S") -> logging.Formatter:
+    return _Printable(f"%(asctime)s %(levelname).1s {who}%(message)s", date)
 
 
 def setup_logging(verbose: bool = False) -> None:
@@ -64,9 +73,7 @@ def log_file(path: Path) -> Iterator[None]:
     handler = None
     try:
         handler = _QuietFile(path, encoding="utf-8", errors="replace")
-        handler.setFormatter(
-            logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
-        )
+        handler.setFormatter(_formatter(date="%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
     except OSError:
         log.debug("no log file at %s", path)

@@ -16,7 +16,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from flexor.runs.text import figure, one_line
+from flexor.core.text import one_line
+from flexor.runs.text import figure
 
 Finding = dict[str, str]
 Line = Mapping[str, Any]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 
 SHARES = ("data_wait", "gpu_busy", "eval_success_rate", "util", "memory_util", "gpu_util", "gpu_memory_util")
 UNITS = {"_mb_s": "MB/s", "_gb": "GB", "_mhz": "MHz", "_w": "W", "_j": "J", "_c": "C"}
@@ -82,8 +81,3 @@ def duration_text(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:02.0f} min"
     return f"{seconds / 86400:.1f} days"
-
-
-def one_line(text: str) -> str:
-    """Without characters that would move the cursor or colour the terminal."""
-    return "".join(" " if unicodedata.category(char)[0] == "C" else char for char in text)

@@ -9,13 +9,14 @@ from typing import Any
 
 from flexor.core.console import table
 from flexor.core.run_files import METRICS
+from flexor.core.text import one_line
 from flexor.runs.diagnosis.figures import LEAST_REPORTS, LEAST_S, Figures, Reports
 from flexor.runs.diagnosis.findings import Diagnosis, Finding
 from flexor.runs.diagnosis.rules import diagnose_lines
 from flexor.runs.jsonl import GrowingLines
 from flexor.runs.reader import RunReader
 from flexor.runs.state import STATUS, RunState
-from flexor.runs.text import duration_text, one_line
+from flexor.runs.text import duration_text
 
 
 @dataclass

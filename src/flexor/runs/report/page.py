@@ -13,6 +13,7 @@ from typing import Any
 from flexor.core.console import Progress
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import METRICS
+from flexor.core.text import one_line
 from flexor.core.version import VERSION
 from flexor.pages.page import as_json, check_writable, page, write_page
 from flexor.runs.diagnosis.rules import diagnose_lines
@@ -24,7 +25,7 @@ from flexor.runs.report.media import embed, images_of, videos_of
 from flexor.runs.report.settings import differing, flat_settings
 from flexor.runs.series import STEP, Series, thinned
 from flexor.runs.state import RATE, STATUS, RunState, global_batch, is_alarm, step_seconds
-from flexor.runs.text import duration_text, figure, one_line, title_of, value_text
+from flexor.runs.text import duration_text, figure, title_of, value_text
 
 STYLES = (("flexor.runs.report", "report.css"),)
 SCRIPTS = (("flexor.runs.report", "report.js"),)

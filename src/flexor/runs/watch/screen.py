@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from flexor.core.text import one_line
 from flexor.runs.reader import RunReader
 from flexor.runs.series import TIME, Series, smoothed
 from flexor.runs.state import STATUS, RunState, is_alarm
-from flexor.runs.text import duration_text, one_line, short_title, title_of, value_text
+from flexor.runs.text import duration_text, short_title, title_of, value_text
 from flexor.runs.watch.chart import ChartLine, chart, sparkline
 
 FIRST = (

@@ -1,0 +1,90 @@
+"""Names from outside become paths here, and nowhere else: a file that a name refers to is inside its folder.
+
+Such names are in a dataset's metadata, a checkpoint's files, a Hub listing or a request. They are written by strangers:
+`../../.bashrc` or `/home/you/.ssh/id_rsa` would read and overwrite files that have nothing to do with the dataset.
+"""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+
+from flexor.core.errors import FlexorError
+
+LONGEST_NAME, LONGEST_PATH = (
+    255,
+    4000,
+)  # bytes that Linux allows in one name; in a path, with room for its folder
+LINK_TARGETS = "FLEXOR_LINK_TARGETS"
+"""Environment variable: folders, separated by colons, that symbolic links may lead to."""
+
+
+class UnsafePath(FlexorError):
+    """A name from outside that is no path inside its folder."""
+
+
+def safe_name(name: object) -> str:
+    """A relative path such as data/chunk-000/file-000.parquet, in this form. Any other name is refused."""
+    if not isinstance(name, str):
+        raise UnsafePath(f"{_shown(name)} is not the name of a file")
+    parts = [part for part in name.split("/") if part != "."]
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:
+        raise UnsafePath(f"the path {_shown(name)} is not valid Unicode") from None
+    if name.startswith("/"):
+        raise UnsafePath(f"the path {_shown(name)} is absolute")
+    if not all(sizes):
+        raise UnsafePath(f"the path {_shown(name)} has an empty part")
+    if max(sizes, default=0) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
+        raise UnsafePath(f"the path {_shown(name)} is too long")
+    for part in parts:
+        # what some file systems and programs take for .. or a separator: full-width letters, the dots of a leader
+        plain = unicodedata.normalize("NFKC", part)
+        if plain in ("", ".", ".."):
+            raise UnsafePath(f"the path {_shown(name)} leads out of its folder")
+        if "/" in plain or "\\" in plain or any(unicodedata.category(letter) == "Cc" for letter in part):
+            raise UnsafePath(f"the path {_shown(name)} contains a separator or control character")
+    if not parts:
+        raise UnsafePath(f"the path {_shown(name)} names no file")
+    return "/".join(parts)
+
+
+def inside(root: Path, name: object) -> Path:
+    """The path of `name` in the folder `root`. Refuses a name that leads out of it, also through symbolic links.
+
+    The Hub's client stores a repository's files once, and links to them from the folder of each commit. Links between
+    these folders stay allowed. To allow your own links, name the folders they lead to in FLEXOR_LINK_TARGETS.
+    """
+    path = root / safe_name(name)
+    real = os.path.realpath(path)
+    if not any(_is_within(real, folder) for folder in (_area(root), *_link_targets())):
+        raise UnsafePath(
+            f"{_shown(name)} in {root} is a link that leads out of the folder, to {real}. If the link is yours, allow "
+            f"it with {LINK_TARGETS}={Path(real).parent}"
+        )
+    return path
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _area(root: Path) -> str:
+    """The folder that links in `root` may lead to: itself, or the whole repository in the cache of the Hub's client."""
+    real = Path(os.path.realpath(root))
+    repository = real.parent.parent
+    if real.parent.name == "snapshots" and (repository / "blobs").is_dir():
+        return str(repository)
+    return str(real)
+
+
+def _link_targets() -> list[str]:
+    named = os.environ.get(LINK_TARGETS, "").split(":")
+    return [os.path.realpath(Path(folder).expanduser()) for folder in named if folder]
+
+
+def _shown(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= 200 else f"{text[:200]}..."
