@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from flexor import __version__
+from flexor.core.console import print_error
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
-from flexor.core.text import printable
 from flexor.core.typed import closest
 
 # Each verb is a file in this folder with a function `run(arguments)` that returns the exit code.
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FlexorError as error:
         if not error.said and _is_first_of_host():
-            print(printable(f"flexor {verb}: {error}"), file=sys.stderr)
+            print_error(f"flexor {verb}: {error}")
         _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        text = f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable."
-        print(printable(text), file=sys.stderr)
+        print_error(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")
         _leave_ranks(1)
         return 1
 

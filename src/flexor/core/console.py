@@ -9,6 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from flexor.core.secrets import redacted, redacted_values
+from flexor.core.text import one_line, printable, visible
+
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -20,7 +23,12 @@ def progress(label: str) -> Progress:
         nonlocal bar
         if bar is None:
             bar = tqdm(
-                total=total, desc=label, file=sys.stderr, leave=False, dynamic_ncols=True, disable=None
+                total=total,
+                desc=one_line(label),
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+                disable=None,
             )
         bar.update(done - bar.n)
         if done >= total:
@@ -30,13 +38,21 @@ def progress(label: str) -> Progress:
 
 
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a command's result: as JSON for programs, or as text for people."""
-    print(json.dumps(result) if as_json else text)
+    """Print a command's result: as JSON for programs, or as text for people.
+
+    Names from outside can't control the terminal, and no password is shown.
+    """
+    print(json.dumps(redacted_values(result)) if as_json else visible(redacted(text)))
+
+
+def print_error(text: str) -> None:
+    """Print why a command failed, on standard error."""
+    print(printable(redacted(text)), file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows of cells in aligned columns."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells

@@ -24,6 +24,7 @@ from flexor.core.console import print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_folder
+from flexor.core.secrets import refuse_passwords
 from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
 
@@ -62,7 +63,9 @@ def launch_slurm(arguments: list[str]) -> int:
         raise ConfigError(
             f"--signal-before={options.signal_before} seconds leaves nothing of --time={options.time}: increase --time."
         )
-    job = _job([*words, *arguments[cut + 1 :]])
+    words += arguments[cut + 1 :]
+    refuse_passwords(words, "the script of the job")
+    job = _job(words)
     check_output_folder(job.folder, "--output_dir")
     text = batch_script(job, options)
     result: dict[str, Any] = {"run": str(job.run), "script": str(job.script), "job_id": None, "log": None}

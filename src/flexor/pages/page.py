@@ -19,6 +19,7 @@ from typing import Any
 
 from flexor.core.errors import ConfigError
 from flexor.core.output_paths import check_output_file, make_parents
+from flexor.core.secrets import redacted, redacted_values
 
 GENERATOR = '<meta name="generator" content="Flexor">'
 SHARED_STYLES = (("flexor.pages", "shared.css"),)
@@ -42,6 +43,7 @@ def page(
     Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page.
     `videos`: some are embedded.
     """
+    title, body, data = redacted(title), redacted(body), redacted_values(data)
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -19,6 +19,7 @@ from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
+from flexor.core.paths import files_to_push
 from flexor.data.format.metadata import Metadata, read_metadata
 from flexor.data.push.card import dataset_card
 from flexor.data.storage.source import FolderSource, is_repo_id
@@ -51,15 +52,10 @@ def plan_push(
     source = FolderSource(root)
     meta = read_metadata(source)
     _check_complete(root, meta)
-    files = {
-        path.relative_to(root).as_posix(): path
-        for folder in FOLDERS
-        for path in sorted((root / folder).rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    }
+    files = files_to_push(root, top=(*FOLDERS, CARD))
     info = json.loads((root / "meta/info.json").read_text())
-    own = root / CARD
-    card = own.read_text() if own.is_file() else dataset_card(info, meta.tasks, repo_id, license, tags)
+    written = files.pop(CARD, None)
+    card = written.read_text() if written else dataset_card(info, meta.tasks, repo_id, license, tags)
     metadata = {name: path for name, path in files.items() if name.startswith("meta/")}
     return PushPlan(card, {name: p for name, p in files.items() if name not in metadata}, metadata)
 

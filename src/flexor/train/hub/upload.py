@@ -22,10 +22,13 @@ from flexor.config.schema import TrainConfig
 from flexor.core.console import Progress
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, HubError, require_token
+from flexor.core.paths import files_to_push
+from flexor.core.published import published
 from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.hub.card import model_card
+from flexor.train.hub.settings_files import published_file, with_published_settings
 
 POLICY_SUFFIXES = (".json", ".safetensors")
 
@@ -77,7 +80,8 @@ class RunOnHub:
         files: dict[str, Content] = self._texts(name, there, resumable)
         files |= policy_files(folder) if policy else {}
         if whole:
-            files |= {f"{CHECKPOINTS}/{name}/{n}": path for n, path in _files(folder).items()}
+            checkpoint_files = with_published_settings(files_to_push(folder))
+            files |= {f"{CHECKPOINTS}/{name}/{n}": content for n, content in checkpoint_files.items()}
         old = [n for n in there if n not in files and _is_replaced(n, name, whole, WEIGHTS in files)]
         commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
         if whole:
@@ -116,8 +120,8 @@ class RunOnHub:
         step = int(name)
         record = {**note(self.run), "checkpoint": name, "step": step}
         files: dict[str, Content] = {
-            RUN_CONFIG: (self.run / RUN_CONFIG).read_bytes(),
-            RUN_RECORD: json.dumps(record, indent=2).encode(),
+            RUN_CONFIG: published_file(RUN_CONFIG, self.run / RUN_CONFIG),
+            RUN_RECORD: json.dumps(published(record), indent=2).encode(),
         }
         if (self.run / METRICS).is_file():
             text = (self.run / METRICS).read_bytes()
@@ -133,14 +137,8 @@ class RunOnHub:
 
 def policy_files(folder: Path) -> dict[str, Content]:
     """The policy of a checkpoint, for the root of the repository; none if its weights were not exported."""
-    files = _files(folder / PRETRAINED)
-    return dict(files) if WEIGHTS in files else {}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """All files of a folder by name, without hidden ones."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    files = files_to_push(folder / PRETRAINED)
+    return with_published_settings(files) if WEIGHTS in files else {}
 
 
 def _is_replaced(there: str, name: str, whole: bool, policy: bool) -> bool:
