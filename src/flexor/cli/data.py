@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from flexor.cli import augmented
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
-from flexor.core.console import print_result, progress
+from flexor.core.console import print_json, print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_file, check_output_folder
@@ -240,7 +239,7 @@ def _stats(parsed: argparse.Namespace) -> int:
     stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
-    print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
+    print_json(to_json(stats), indent=None if parsed.json else 2)
     return 0
 
 

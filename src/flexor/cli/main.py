@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from flexor import __version__
-from flexor.core.console import print_error
+from flexor.core.console import print_error, print_text
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
 from flexor.core.typed import closest
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
+        print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"flexor {__version__}")
+        print_text(f"flexor {__version__}")
         return 0
     verb, rest = arguments[0], arguments[1:]
     try:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_error("interrupted")
         return 130
     except BrokenPipeError:
         # the program that reads our output has closed the pipe

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
+from flexor.core.console import print_json, print_text
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_file
@@ -100,7 +101,7 @@ def _run(arguments: list[str]) -> int:
     if parsed.table:
         from flexor.plan.show.table import hardware_guide
 
-        print(hardware_guide(hardware), end="")
+        print_text(hardware_guide(hardware).rstrip("\n"))
         return 0
     study = _study(parsed, settings, hardware)
     from flexor.plan.show import as_json, report
@@ -110,7 +111,10 @@ def _run(arguments: list[str]) -> int:
 
         write_page(parsed.html, page(study))
         log.info("wrote %s", parsed.html)
-    print(json.dumps(as_json.to_json(study)) if parsed.json else report.render(study))
+    if parsed.json:
+        print_json(as_json.to_json(study))
+    else:
+        print_text(report.render(study))
     return 0 if study.plan.fits else 1
 
 
@@ -181,7 +185,7 @@ def _calibrate(hardware: Hardware) -> int:
     check_output_file(file_of(gpu), "$FLEXOR_CACHE")
     speeds = calibrate(gpu, log.info)
     save(speeds, file_of(gpu))
-    print(
+    print_text(
         f"{gpu.name}: predicted step times were within {speeds.spread_gpu:.0%} where the GPU is the bottleneck, and "
         f"within {speeds.spread_host:.0%} where the host is. Saved to {file_of(gpu)}; later plans use it."
     )

@@ -1,11 +1,14 @@
-"""Console output: progress bars and tables."""
+"""Console output: progress bars, tables, and all that commands print: no other file calls `print` with foreign text.
+
+Names from outside can't control the terminal, and no password is shown.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -38,11 +41,19 @@ def progress(label: str) -> Progress:
 
 
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
-    """Print a command's result: as JSON for programs, or as text for people.
+    """Print a command's result: as JSON for programs, or as text for people."""
+    if as_json:
+        print_json(result)
+    else:
+        print_text(text)
 
-    Names from outside can't control the terminal, and no password is shown.
-    """
-    print(json.dumps(redacted_values(result)) if as_json else visible(redacted(text)))
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    print(visible(redacted(text)), file=file, flush=True)
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    print(json.dumps(redacted_values(value), indent=indent), flush=True)
 
 
 def print_error(text: str) -> None:

@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flexor.core.errors import ConfigError
-
 HIDDEN = "***"
 SHORTEST = 8  # of the user's secrets: a shorter one may occur in a text by chance
 
@@ -96,16 +94,6 @@ def _without_login(match: re.Match[str]) -> str:
 def without_login(text: str) -> str:
     """The text with *** instead of the user's name and password in URLs."""
     return _LOGIN.sub(_without_login, text)
-
-
-def refuse_passwords(texts: Iterable[str], where: str) -> None:
-    """Refuse settings with a password that would be stored `where` others can read it."""
-    for text in texts:
-        if redacted(text) != text:
-            raise ConfigError(
-                f"{redacted(text)} has a password or token, and would be stored in {where}, where others can read it. "
-                "Take it out of the setting, and have fsspec add it (docs/data.md)."
-            )
 
 
 def own_secrets() -> dict[str, str]:

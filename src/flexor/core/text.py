@@ -28,8 +28,10 @@ def one_line(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """The text in one line of Markdown, in which it is nothing but text: no link, no HTML, no cell of its own."""
-    return re.sub(r"([\\`*_\[\]<>|~&$])", r"\\\1", one_line(text))
+    """The text in one line of Markdown, in which it is nothing but text: no link, no HTML, no list, no other cell."""
+    escaped = re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", one_line(text).strip())
+    begin = r"^(?:[-+](?=\s|$)|\d+(?=[.)](?:\s|$))|[-=](?=[-=\s]*$))"
+    return re.sub(begin, lambda mark: f"&#{ord(mark[0][0])};{mark[0][1:]}", escaped)
 
 
 def _visible(line: str) -> str:

@@ -24,9 +24,9 @@ from flexor.core.console import print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_folder
-from flexor.core.secrets import refuse_passwords
 from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
+from flexor.launch.passwords import refuse_passwords
 
 STOPPED = 75  # exit code of a run that saved a checkpoint and should be started again
 

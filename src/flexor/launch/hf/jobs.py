@@ -9,7 +9,6 @@ machine and the timeout, unless the user gives them (`plan.py`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,11 +19,10 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
 from flexor import __version__
 from flexor.config.schema import TrainConfig
-from flexor.core.console import print_result
+from flexor.core.console import print_json, print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.hub_errors import without_token
 from flexor.core.log import log
-from flexor.core.secrets import redacted_values
 from flexor.data.mixture.entries import entries_of
 from flexor.launch.hf.follow import explained, follow
 from flexor.launch.hf.plan import offers_of, settle_machine
@@ -55,7 +53,7 @@ def launch_hf_jobs(arguments: list[str]) -> int:
     if options.dry_run:
         options.namespace = options.namespace or "YOUR-NAME"
         machine = _machine(options, training, secrets, _offers(_flavors_of_client()))
-        print(json.dumps(redacted_values(shown(build_request(training, machine))), indent=2))
+        print_json(shown(build_request(training, machine)), indent=2)
         return 0
     api = _client(secrets["HF_TOKEN"])
     with explained(api.endpoint, options.namespace):

@@ -20,9 +20,9 @@ from typing import Any
 from flexor.config.parse import load_config, parse_flags
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
-from flexor.core.secrets import refuse_passwords
 from flexor.data.mixture.entries import entries_of
 from flexor.launch.hf.wheel import Wheel, constraints
+from flexor.launch.passwords import refuse_passwords
 from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
