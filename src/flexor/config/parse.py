@@ -229,7 +229,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
     try:
-        data = yaml.load(path.read_text(), QuickLoader)
+        data = yaml.load(path.read_text(), QuickLoader)  # noqa: S506  (a safe loader)
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
     if not isinstance(data, dict):

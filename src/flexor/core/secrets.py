@@ -40,7 +40,7 @@ FORMS = (
     ("a Slack token", "xox", rf"{_ALONE}xox[abprs]-[A-Za-z0-9-]{{20,}}"),
 )
 PRIVATE_KEY = r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----"
-TOKEN_LETTERS = r"A-Za-z0-9_\-/+=.:@"
+TOKEN_LETTERS = r"A-Za-z0-9_\-/+=.:@"  # noqa: S105  (not a password)
 SHORTEST_TOKEN = 20
 
 # user:password@ of a URL. A name alone is a token in https://TOKEN@host, and none in abfs://container@account.

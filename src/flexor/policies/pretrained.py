@@ -243,7 +243,7 @@ def _run_names(folder: Path, kind: str) -> bool:
     """Whether the checkpoint is in the folder of its run, whose settings, written by training, name the same code."""
     for parent in folder.absolute().parents[:3]:
         try:
-            settings = yaml.load((parent / RUN_CONFIG).read_text(), QuickLoader)
+            settings = yaml.load((parent / RUN_CONFIG).read_text(), QuickLoader)  # noqa: S506  (a safe loader)
             return bool(settings["policy"]["type"] == kind)
         except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
             continue

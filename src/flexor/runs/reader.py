@@ -153,7 +153,7 @@ class RunReader:
                 self._read_at[name] = (found.st_mtime_ns, found.st_ino)
 
     def _take_config(self, text: str) -> None:
-        found = yaml.load(text, QuickLoader)
+        found = yaml.load(text, QuickLoader)  # noqa: S506  (a safe loader)
         if isinstance(found, dict):
             self.config = found
 

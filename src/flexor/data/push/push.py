@@ -162,7 +162,9 @@ def _is_same(path: Path, entry: HubEntry) -> bool:
     with path.open("rb") as file:
         if entry.sha256 is not None:
             return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        return hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest() == entry.blob
+        return (
+            hashlib.sha1(b"blob %d\0" % size + file.read(), usedforsecurity=False).hexdigest() == entry.blob
+        )
 
 
 def _groups(files: dict[str, Path]) -> Iterator[dict[str, Path]]:

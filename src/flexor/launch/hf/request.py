@@ -28,7 +28,7 @@ from flexor.train.checkpoint.run_folder import default_folder
 
 BUCKET = "flexor-runs"
 MOUNT = PurePosixPath("/flexor-runs")  # mount point of the bucket in the job
-WORK = PurePosixPath("/tmp")  # the disk of the job's machine
+WORK = PurePosixPath("/tmp")  # noqa: S108  (the disk of the job's machine, which nobody else uses)
 SETTINGS = WORK / "settings.yaml"
 CONSTRAINTS = WORK / "constraints.txt"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
