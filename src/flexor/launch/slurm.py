@@ -64,8 +64,9 @@ def launch_slurm(arguments: list[str]) -> int:
             f"--signal-before={options.signal_before} seconds leaves nothing of --time={options.time}: increase --time."
         )
     words += arguments[cut + 1 :]
-    refuse_passwords(words, "the script of the job")
     job = _job(words)
+    copied = [line for text in job.files.values() for line in text.splitlines()]
+    refuse_passwords([*words, *copied], str(job.folder))
     check_output_folder(job.folder, "--output_dir")
     text = batch_script(job, options)
     result: dict[str, Any] = {"run": str(job.run), "script": str(job.script), "job_id": None, "log": None}
