@@ -10,7 +10,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from flexor.cli.main import main
+from flexor.cli.main import _print_traceback, main
 from flexor.core.console import print_error, print_result, print_text, progress, table
 from flexor.core.errors import DatasetError
 from flexor.core.text import markdown
@@ -69,6 +69,15 @@ def test_progress_bars(capsys, monkeypatch):
 def test_errors_wherever_they_are_shown(kind):
     assert is_harmless(str(kind(f"no camera {EVIL}"))) and "\\x1b[2J" in str(kind(EVIL))
     assert str(kind("wörter\n漢字 🙂")) == "wörter\n漢字 🙂"
+
+
+def test_the_traceback_of_a_bug(capsys):
+    try:
+        raise ValueError(f"https://ann:secret@host {EVIL}")
+    except ValueError as error:
+        _print_traceback(type(error), error, error.__traceback__)
+    text = capsys.readouterr().err
+    assert is_harmless(text) and "secret" not in text and "\nValueError: https://***@host top\\x1b" in text
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ CUT = {
     "HTTPS://ann:sec:r@t@host": "HTTPS://***@host",
     "https://hf_short@host/x": "https://***@host/x",
     "ftp://ann:secret@host:21/x, s3://b/y": "ftp://***@host:21/x, s3://b/y",
+    "wss://secret@host:8000": "wss://***@host:8000",
     "url='https://:secret@host/x'": "url='https://***@host/x'",
     "https://host/x?token=secret&n=1": "https://host/x?token=***&n=1",
     "https://b.s3.amazonaws.com/k?X-Amz-Credential=me%2F1&X-Amz-Date=2&X-Amz-Signature=secret": (
@@ -71,8 +72,9 @@ def test_values_of_the_environment(monkeypatch):
     monkeypatch.setenv("SHORT_TOKEN", "pens")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something-very-long")
     monkeypatch.setenv("SECRET_FILE", "/home/ann/of-a-secret")
-    text = "just-some-long-words pens something-very-long /home/ann/of-a-secret"
-    assert redacted(text) == "*** pens something-very-long /home/ann/of-a-secret"
+    monkeypatch.setenv("TOKEN_URL", "https://host/where-tokens-are")
+    text = "pens something-very-long /home/ann/of-a-secret https://host/where-tokens-are"
+    assert redacted(f"just-some-long-words {text}") == f"*** {text}"
 
 
 def test_the_users_own_secrets(monkeypatch, tmp_path):

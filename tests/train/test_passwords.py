@@ -16,6 +16,7 @@ from flexor.train.checkpoint.resume import resumed_config
 from support import runs
 from support.file_server import FileServer
 from support.hub_server import HubServer, everything_written, hub
+from support.own_policy import own_policy
 
 LOGIN = "ann:pens-and-cups"
 PASSWORD = "pens-and-cups"
@@ -150,3 +151,45 @@ def test_a_link_is_not_pushed_by_a_run_that_trains(
     runs.train(lowdim, tmp_path / "run", tiny_act, *more)
     assert not any(b"mine alone" in data for data in _pushed(server).values())
     assert any("was not pushed" in line and "symbolic link" in line for line in log_lines)
+
+
+def test_a_run_on_several_datasets_asks_for_their_folders(server, lowdim, tiny_act, tmp_path, capsys):
+    mix = f"[{{root: {lowdim}, weight: 1}}, {{root: {lowdim}, weight: 2, episodes: '0:2'}}]"
+    more = ("--steps=1", "--policy.repo_id=ann/run", "--save_checkpoint_to_hub=true")
+    flags = [
+        flag for flag in runs.flags(lowdim, tmp_path / "run", tiny_act, *more) if "dataset.root" not in flag
+    ]
+    assert main(["train", *flags, f"--dataset.mix={mix}"]) == 0
+    assert main(["resume", "hub:ann/run", "--steps=2", "--output_dir=again"]) == 2
+    assert "with --dataset.mix=[...], with the root of each dataset" in capsys.readouterr().err
+    assert main(["resume", "again", "--steps=2", f"--dataset.mix={mix}"]) == 0
+
+
+def test_a_policy_of_the_users_own_from_the_hub(server, lowdim, tmp_path):
+    """Its file is named again, where it is on this machine; another one is refused."""
+    for name in ("own.py", "moved/own.py", "moved/other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(own_policy(BODY))
+    more = ("--steps=1", "--policy.repo_id=ann/run", "--save_checkpoint_to_hub=true", "--policy.device=cpu")
+    runs.train(lowdim, tmp_path / "run", ["--policy.type=own.py:Own"], *more)
+    assert yaml.safe_load(_pushed(server)["config.yaml"])["policy"]["type"] == "own.py:Own"
+    resume = ["resume", "hub:ann/run", "--steps=2", "--output_dir=again", f"--dataset.root={lowdim}"]
+    assert main([*resume, "--policy.type=moved/other.py:Own"]) == 2
+    assert main([*resume, f"--policy.type={tmp_path}/moved/own.py:Own"]) == 0
+
+
+BODY = """        self.scale = torch.nn.Parameter(torch.ones(1))
+    def loss(self, batch, noise):
+        return Loss((batch["action"][:, 0] * self.scale).square().mean(1), {})
+    def predict(self, batch, noise):
+        return torch.zeros(len(batch["observation.state"]), 1, 2)
+"""
+
+
+def test_an_export_copies_no_link(lowdim, tiny_act, tmp_path, capsys):
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=1")
+    secret = tmp_path / "id_rsa"
+    secret.write_text("mine alone")
+    (run / "checkpoints/000001/pretrained_model/notes").symlink_to(secret)
+    assert main(["export", str(run), f"--output={tmp_path / 'out'}"]) == 1
+    assert "is a symbolic link" in capsys.readouterr().err and not (tmp_path / "out").exists()

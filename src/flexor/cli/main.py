@@ -6,7 +6,9 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 
 from flexor import __version__
 from flexor.core.console import print_error, print_text
@@ -45,9 +47,15 @@ Train robot policies on LeRobot datasets.
 
 def program() -> int:
     """Run `main` as the whole process: the entry point of the `flexor` command."""
+    sys.excepthook = _print_traceback
     code = main()
     gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
     return code
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """A bug in Flexor. Its report is text, too, which may be from outside, and is sent to others."""
+    print_text("".join(traceback.format_exception(kind, error, where)).rstrip("\n"), sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -96,8 +96,8 @@ def _refuse_link(root: Path, path: Path) -> None:
         _is_within(real, place) for place in (cached, *_link_targets()) if place
     ):
         raise UnsafePath(
-            f"{path} is a symbolic link to {real}. Links are not pushed, because they may lead to any file of this "
-            f"machine. Put a copy there instead, or, if the link is yours, allow it with "
+            f"{path} is a symbolic link to {real}. Links are not followed here, because they may lead to any file of "
+            f"this machine. Put a copy there instead, or, if the link is yours, allow it with "
             f"{LINK_TARGETS}={Path(real).parent}"
         )
     if not path.is_file() and not path.is_dir():

@@ -36,14 +36,14 @@ _SAMPLED_RUN = b"\1" * (SHORTEST_TOKEN // STRIDE)
 def find_secret(content: Path | bytes, secrets: dict[str, str]) -> str | None:
     """What a file contains that others must not read; None if nothing. `secrets`: the user's own, by value."""
     own = {value.encode(): f"your {source}" for value, source in secrets.items()}
-    for block in _blocks(content):
+    for block in _blocks(content, max(OVERLAP, *map(len, own), 0)):
         label = _find(block, own)
         if label is not None:
             return label
     return None
 
 
-def _blocks(content: Path | bytes) -> Iterator[bytes]:
+def _blocks(content: Path | bytes, overlap: int) -> Iterator[bytes]:
     """The content in blocks that overlap. Of weights only the header: all that follows it are numbers."""
     if isinstance(content, bytes):
         yield content
@@ -52,7 +52,7 @@ def _blocks(content: Path | bytes) -> Iterator[bytes]:
     with content.open("rb") as file:
         block = b""
         while size > 0 and (read := file.read(min(BLOCK, size))):
-            block = block[-OVERLAP:] + read
+            block = block[-overlap:] + read
             size -= len(read)
             yield block
 

@@ -45,6 +45,7 @@ SHORTEST_TOKEN = 20
 
 # user:password@ of a URL. A name alone is a token in https://TOKEN@host, and none in abfs://container@account.
 _LOGIN = re.compile(r"(?i)\b(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<login>[^\s/?#\"'<>]+)@")
+WEB = ("http", "https", "ws", "wss")
 _PARAMETER = re.compile(  # of a URL: ?token=..., and the signature of one that was made for a while
     r"(?i)(?P<name>[?&;](?:[\w.-]*(?:token|secret|password|passwd|signature|credential|api[_-]?key|accesskey(?:id)?)"
     r"|sig|key|auth|policy|key-pair-id|googleaccessid)=)[^&;#\s\"'<>]+"
@@ -87,7 +88,7 @@ def _redacted_values(value: Any, own: Iterable[str]) -> Any:
 
 
 def _without_login(match: re.Match[str]) -> str:
-    is_secret = ":" in match["login"] or match["scheme"].lower().endswith(("http", "https"))
+    is_secret = ":" in match["login"] or match["scheme"].lower().split("+")[-1] in WEB
     return f"{match['scheme']}://{HIDDEN}@" if is_secret else match[0]
 
 
@@ -109,13 +110,14 @@ def own_secrets() -> dict[str, str]:
 
 
 def _of_environment() -> dict[str, str]:
-    """Values of variables that are named like secrets; not paths, and no short words."""
+    """Values of variables that are named like secrets; not paths and addresses, and no short words."""
     return {
         value: name
         for name, value in os.environ.items()
         if len(value) >= LONG
         and _SECRET_NAME.search(name.upper())
-        and not value.startswith(("/", "~", "file:"))
+        and not value.startswith(("/", "~"))
+        and "://" not in value
     }
 
 
@@ -130,11 +132,10 @@ def _of_netrc() -> Iterator[tuple[str, str]]:
 
 
 def _of_aws() -> Iterator[str]:
-    file = os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials"
     profiles = configparser.RawConfigParser()
     try:
-        profiles.read(file)
-    except (OSError, ValueError, configparser.Error):
+        profiles.read(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+    except (OSError, ValueError, configparser.Error, RuntimeError):
         return
     for profile in profiles.sections():
         for name in ("aws_secret_access_key", "aws_session_token"):

@@ -14,5 +14,5 @@ def refuse_passwords(texts: Iterable[str], where: str) -> None:
         if redacted(text) != text:
             raise ConfigError(
                 f"{redacted(text)} has a password or token, and would be stored in {where}, where others can read it. "
-                "Take it out of the setting, and have fsspec add it (docs/data.md)."
+                "Take it out: docs/data.md says how to pass it otherwise."
             )

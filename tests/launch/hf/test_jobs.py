@@ -241,6 +241,7 @@ def test_local_things_are_refused(hub, tmp_path, monkeypatch):
         (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is no wheel: .*pip wheel"),
         (["--package=.", "--", PENS], "--package=. is no wheel"),
         (["--", "--dataset.root=https://ann:secret@host/pens"], r"https://\*\*\*@host/pens has a password"),
+        (["--env=HTTPS_PROXY=http://ann:secret@proxy", "--", PENS], r"http://\*\*\*@proxy has a password"),
         (["--", "--resume=true", PENS], "leave out --resume"),
         (["--", "resume", "runs/x"], "--output_dir"),
         (["--", PENS, "--no_such=1"], "no_such"),

@@ -185,7 +185,8 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
             raise ConfigError(
                 f"The value of the secret {name} is in the settings or in --env, where others can read it. Remove it."
             )
-    refuse_passwords((*_as_words(training.flags), *(training.settings or "").splitlines()), "the job")
+    settings = (training.settings or "").splitlines()
+    refuse_passwords((*_as_words(training.flags), *settings, *env.values()), "the job")
     bucket = machine.bucket or f"{machine.namespace}/{BUCKET}"
     if bucket.count("/") != 1:
         raise ConfigError(f"--bucket={bucket} is not valid: give OWNER/NAME.")

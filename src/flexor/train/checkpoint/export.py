@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.output_paths import check_output_folder
+from flexor.core.paths import files_to_push
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.typed import from_plain
 from flexor.policies.adapter_files import save_adapter
@@ -31,6 +32,7 @@ def export(path: Path, output: Path | None = None) -> Path:
             raise ConfigError(
                 f"{output} already exists: choose a new folder, so that nothing is overwritten."
             )
+        files_to_push(target, hidden=True)  # refuses links: what is exported is meant for others
         shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():

@@ -42,12 +42,13 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
     allowed = sorted({*CHANGEABLE} - {"output_dir"})
-    for key, value in changes.items():
-        if not may_change(key) and not same_setting(saved.get(key), value):
+    for key in [key for key in changes if not may_change(key)]:
+        if not same_setting(saved.get(key), changes[key]):
             raise ConfigError(
                 f"{key} can't change when a run resumes. Start a new run from its weights with "
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
+        saved[key] = changes.pop(key)  # such as a path, of which a pushed run has only the name
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     if not DATASETS & changes.keys():
