@@ -94,8 +94,8 @@ def needed() -> set[str]:
         for requirement in map(Requirement, requirements(name)):
             marker = requirement.marker
             if marker is None or any(marker.evaluate({**machine, "extra": extra}) for machine in MACHINES):
-                found = canonicalize_name(requirement.name)
-                stack += [(found, each) for each in ("", *requirement.extras)]
+                dependency = canonicalize_name(requirement.name)
+                stack += [(dependency, each) for each in ("", *requirement.extras)]
     return {name for name, _ in names if not name.startswith(("nvidia-cu", "nvidia-nv", "cuda-", "triton"))}
 
 
@@ -140,13 +140,13 @@ def is_wanted(file: str, version: str) -> bool:
     try:
         if not file.endswith(".whl"):
             return str(parse_sdist_filename(file)[1]) == version
-        _, found, _, tags = parse_wheel_filename(file)
+        _, file_version, _, tags = parse_wheel_filename(file)
     except (InvalidWheelFilename, InvalidSdistFilename):
         return False
     fits = any(
         (tag.interpreter in PYTHONS or tag.abi == "abi3") and PLATFORM.fullmatch(tag.platform) for tag in tags
     )
-    return str(found) == version and fits
+    return str(file_version) == version and fits
 
 
 if __name__ == "__main__":

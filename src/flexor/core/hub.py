@@ -28,7 +28,7 @@ CARD = "README.md"
 MADE_BY = "<!-- Made by Flexor. The next push replaces this card; remove this line to keep your changes. -->"
 LICENSE = "apache-2.0"  # of a card, unless given; LeRobot's default
 
-LARGEST_TEXT = 256 << 20  # bytes; of a run of a million steps, metrics.jsonl has about half of it
+LARGEST_TEXT = 256 << 20  # bytes; a line of metrics.jsonl has one or two thousand
 
 GROUP_FILES, GROUP_BYTES = 64, 1 << 30
 """How much is uploaded between two updates of the progress bar, and between two checks whether to stop."""

@@ -41,7 +41,7 @@ def _check(path: Path, flag: str, other: str) -> Path:
     if place != path and not place.is_dir():
         raise ConfigError(f"{flag}={path}: {place} is a file, not a folder: choose {other}.")
     needed = os.W_OK | (os.X_OK if place.is_dir() else 0)
-    if not os.access(place, needed, effective_ids=True):
+    if not os.access(place, needed, effective_ids=os.access in os.supports_effective_ids):
         raise ConfigError(f"{flag}={path}: {_why_not(place)}: choose {other}.")
     return path
 

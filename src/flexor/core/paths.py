@@ -90,16 +90,15 @@ def files_to_push(root: Path, hidden: bool = False, top: Collection[str] | None 
 
 def _refuse_link(root: Path, path: Path) -> None:
     """Refuse a link, and what is neither a file nor a folder, such as a pipe: reading it might never end."""
-    real, area = os.path.realpath(path), _area(root)
-    cached = area if area != os.path.realpath(root) else None
-    if path.is_symlink() and not any(
-        _is_within(real, place) for place in (cached, *_link_targets()) if place
-    ):
-        raise UnsafePath(
-            f"{path} is a symbolic link to {real}. Links are not followed here, because they may lead to any file of "
-            f"this machine. Put a copy there instead, or, if the link is yours, allow it with "
-            f"{LINK_TARGETS}={Path(real).parent}"
-        )
+    if path.is_symlink():
+        real, area = os.path.realpath(path), _area(root)
+        cached = [area] if area != os.path.realpath(root) else []
+        if not any(_is_within(real, place) for place in (*cached, *_link_targets())):
+            raise UnsafePath(
+                f"{path} is a symbolic link to {real}. Links are not followed here, because they may lead to any file "
+                f"of this machine. Put a copy there instead, or, if the link is yours, allow it with "
+                f"{LINK_TARGETS}={Path(real).parent}"
+            )
     if not path.is_file() and not path.is_dir():
         raise UnsafePath(f"{path} is neither a file nor a folder, so it can't be pushed: remove it.")
 

@@ -33,11 +33,13 @@ _IS_LETTER = bytes(_LETTER.match(bytes([value])) is not None for value in range(
 _SAMPLED_RUN = b"\1" * (SHORTEST_TOKEN // STRIDE)
 
 
-def find_secret(content: Path | bytes, secrets: dict[str, str]) -> str | None:
-    """What a file contains that others must not read; None if nothing. `secrets`: the user's own, by value."""
-    own = {value.encode(): f"your {source}" for value, source in secrets.items()}
-    for block in _blocks(content, max(OVERLAP, *map(len, own), 0)):
-        label = _find(block, own)
+def find_secret(content: Path | bytes, own_secrets: dict[str, str]) -> str | None:
+    """What a file contains that others must not read; None if nothing. `own_secrets`: the user's, by value."""
+    secrets = {
+        value.encode(errors="surrogateescape"): f"your {label}" for value, label in own_secrets.items()
+    }
+    for block in _blocks(content, max([OVERLAP, *map(len, secrets)])):
+        label = _find(block, secrets)
         if label is not None:
             return label
     return None
@@ -72,13 +74,13 @@ def _weights_header(file: Path) -> int | None:
     return 8 + header if 8 + header + filled == file.stat().st_size else None
 
 
-def _find(block: bytes, own: dict[bytes, str]) -> str | None:
-    for value, label in own.items():
+def _find(block: bytes, secrets: dict[bytes, str]) -> str | None:
+    for value, label in secrets.items():
         if (len(value) < SHORTEST_TOKEN or not _RUN.fullmatch(value)) and value in block:
             return label
     for run in _runs(block):
         part = block[max(run.start() - BESIDE, 0) : run.end() + BESIDE]
-        for value, label in own.items():
+        for value, label in secrets.items():
             if value in part:
                 return label
         for label, begin, pattern in _PATTERNS:

@@ -65,25 +65,27 @@ def redacted_values(value: Any) -> Any:
     return _redacted_values(value, _of_environment())
 
 
-def _redacted(text: str, own: Iterable[str]) -> str:
+def _redacted(text: str, secrets: Iterable[str]) -> str:
     if "://" in text:
         text = without_login(text)
         text = _PARAMETER.sub(rf"\g<name>{HIDDEN}", text)
     for begin, token in _TOKENS:
         if begin in text:  # a search for the pattern alone takes fifty times as long
             text = token.sub(HIDDEN, text)
-    for value in own:
+    for value in secrets:
         text = text.replace(value, HIDDEN)
     return text
 
 
-def _redacted_values(value: Any, own: Iterable[str]) -> Any:
+def _redacted_values(value: Any, secrets: Iterable[str]) -> Any:
     if isinstance(value, str):
-        return value if value.startswith("data:") else _redacted(value, own)  # data: an image in a page
+        return value if value.startswith("data:") else _redacted(value, secrets)  # data: an image in a page
     if isinstance(value, dict):
-        return {_redacted_values(key, own): _redacted_values(part, own) for key, part in value.items()}
+        return {
+            _redacted_values(key, secrets): _redacted_values(part, secrets) for key, part in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_redacted_values(part, own) for part in value]
+        return [_redacted_values(part, secrets) for part in value]
     return value
 
 

@@ -70,6 +70,7 @@ def flexor_wheel() -> Wheel:
     files = {name: path.read_bytes() for name, path in paths.items()}
     files[f"{ABOUT}/METADATA"] = _metadata().encode()
     files[f"{ABOUT}/WHEEL"] = WHEEL.encode()
+    files[f"{ABOUT}/entry_points.txt"] = b"[console_scripts]\nflexor = flexor.cli.main:program\n"
     files[f"{ABOUT}/RECORD"] = _record(files).encode()
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
