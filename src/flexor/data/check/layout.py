@@ -6,7 +6,6 @@ report. `flexor data check` and `flexor data info` use it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.foreign_files import LARGEST_LINES, parse_json, read_json, read_text
+from flexor.core.paths import inside
 from flexor.data.check.problems import CheckReport
 from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
@@ -76,6 +77,10 @@ class Layout:
     def video_features(self) -> list[Feature]:
         return [feature for feature in self.features.values() if feature.is_video]
 
+    def path(self, file: str) -> Path:
+        """Where a file is that the metadata names: see `core/paths.py`."""
+        return inside(self.root, file)
+
     def camera_files(self, camera: str) -> list[str]:
         """The files the metadata names for a camera, each once, in episode order."""
         spans = [episode.videos[camera] for episode in self.episodes if camera in episode.videos]
@@ -119,6 +124,13 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     return layout
 
 
+def _checked_paths(layout: Layout, episode: EpisodeEntry) -> EpisodeEntry:
+    """Refuse an episode with a file that a link leads out of the dataset to."""
+    for file in (episode.data_file, *(span.file for span in episode.videos.values())):
+        layout.path(file)
+    return episode
+
+
 def _depth(spec: dict[str, Any]) -> DepthScale | None:
     return depth_scale({**(spec.get("video_info") or {}), **(spec.get("info") or {})})
 
@@ -154,7 +166,7 @@ def _add_episode(
     layout: Layout, make: Callable[[dict[str, Any]], EpisodeEntry], row: dict[str, Any], report: CheckReport
 ) -> None:
     try:
-        layout.episodes.append(make(row))
+        layout.episodes.append(_checked_paths(layout, make(row)))
         return
     except KeyError as error:
         what = f"its metadata has no {error.args[0]}"
@@ -172,7 +184,7 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
     for path in files:
         file = path.relative_to(layout.root).as_posix()
         try:
-            with pq.ParquetFile(path) as opened:
+            with pq.ParquetFile(layout.path(file)) as opened:
                 names = [n for n in opened.schema_arrow.names if not n.startswith("stats/")]
                 rows = opened.read(names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -225,7 +237,7 @@ def _next_row(layout: Layout) -> int:
 
 def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
     file = "meta/tasks.parquet"
-    if not (layout.root / file).is_file():
+    if not layout.path(file).is_file():
         report.warning(
             "tasks-missing",
             "the file is missing: frames have no task",
@@ -234,7 +246,7 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
         )
         return {}
     try:
-        with pq.ParquetFile(layout.root / file) as opened:
+        with pq.ParquetFile(layout.path(file)) as opened:
             table = opened.read()
         # pandas stored the task strings as an index; its column name depends on the writer.
         text = next(name for name in table.column_names if name != "task_index")
@@ -257,9 +269,9 @@ def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
 
 def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]]:
     """Statistics by feature. A missing file is not reported here: `check` reports missing statistics."""
-    if (layout.root / "meta/stats.json").is_file():
+    if layout.path("meta/stats.json").is_file():
         raw = _read_json(layout.root, "meta/stats.json", report) or {}
-    elif (layout.root / "meta/episodes_stats.jsonl").is_file():
+    elif layout.path("meta/episodes_stats.jsonl").is_file():
         rows = _read_jsonl(layout, "episodes_stats", report)
         raw = _merged([row["stats"] for row in rows if isinstance(row.get("stats"), dict)], report)
     else:
@@ -283,7 +295,7 @@ def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
 
 def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     try:
-        return json.loads((root / file).read_text(encoding="utf-8"))
+        return read_json(inside(root, file))
     except FileNotFoundError:
         what = "the file is missing: this is not a dataset, or writing or copying it did not finish"
         report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
@@ -296,7 +308,7 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
 def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = True) -> list[dict]:
     file = f"meta/{name}.jsonl"
     try:
-        lines = (layout.root / file).read_text(encoding="utf-8").splitlines()
+        lines = read_text(layout.path(file), LARGEST_LINES).rstrip("\n").split("\n")
     except FileNotFoundError:
         say = report.error if needed else report.warning
         say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
@@ -307,7 +319,7 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows += [parse_json(line)] if line.strip() else []
         except ValueError as error:
             what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
             report.error(f"{name}-unreadable", what, FETCH_META, file=file)

@@ -4,11 +4,11 @@ The versions differ in how metadata is stored (JSON lines or parquet) and in how
 share a file. Code above this module does not depend on the version.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.foreign_files import read_json_lines, read_json_object
 from flexor.core.log import warn_once
+from flexor.core.paths import UnsafePath
 from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
@@ -37,6 +39,7 @@ Stats = dict[str, dict[str, np.ndarray]]
 
 CAMERA_CHANNELS = (1, 3, 4)
 MOST_TASKS = 10_000_000  # a larger number can't be a task index
+LARGEST_INDEX = 1 << 40  # nor an episode's index or length
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,10 @@ def read_metadata(source: Source) -> Metadata:
     except ValueError as error:
         raise BrokenFile(source, "meta/info.json", str(error)) from error
     videos = [name for name, feature in features.items() if feature.is_video]
-    episodes, tasks = readers[version](source, names, videos)
+    try:
+        episodes, tasks = readers[version](source, names, videos)
+    except UnsafePath as error:
+        raise BrokenFile(source, "meta/info.json", str(error)) from error
     _check_totals(source, info, episodes)
     robot_type = info.get("robot_type")
     return Metadata(version, fps, robot_type, features, tasks, _read_stats(source, features), episodes)
@@ -237,7 +243,7 @@ class _Rows:
 
     def integers(self, name: str) -> np.ndarray:
         for row, value in enumerate(self.columns[name]):
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or not 0 <= value <= LARGEST_INDEX:
                 raise BrokenFile(self.source, self.file, f"{name} of row {row} is {value!r}, not an integer")
         return np.array(self.columns[name], np.int64)
 
@@ -378,29 +384,26 @@ def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.n
     return found
 
 
-def _read_json(source: Source, name: str) -> dict:
-    found = _parse(source, name, json.loads)
-    if not isinstance(found, dict):
-        raise BrokenFile(source, name, f"the file contains a {type(found).__name__}, not a JSON object")
-    return found
+def _read_json(source: Source, name: str) -> dict[str, Any]:
+    return _read(source, name, read_json_object)
 
 
 def _read_jsonl(source: Source, name: str, needed: bool = True) -> list[dict]:
     """Read a file with one JSON object per line."""
     if not needed and not source.exists(name):
         return []
-    rows = _parse(source, name, lambda text: [json.loads(line) for line in text.splitlines() if line.strip()])
+    rows = _read(source, name, lambda path: list(read_json_lines(path)))
     wrong = [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]
     if wrong:
         raise BrokenFile(source, name, f"line {wrong[0]} is not a JSON object")
     return rows
 
 
-def _parse(source: Source, name: str, parser: Callable[[str], Any]) -> Any:
+def _read(source: Source, name: str, reader: Callable[[Path], Any]) -> Any:
     path = source.local(name)
     if not path.is_file():
         raise BrokenFile(source, name, "the file is missing")
     try:
-        return parser(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return reader(path)
+    except (ValueError, OSError) as error:
         raise BrokenFile(source, name, f"the file is not valid JSON ({error})") from error

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from flexor.config.accelerate_flags import accelerate_settings
-from flexor.config.parse import build_config, flatten, parse_flags, read_run
+from flexor.config.parse import build_config, code_in, flatten, parse_flags, read_run
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from flexor.train.checkpoint import folder as checkpoint
@@ -45,6 +45,8 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"{key} can't change when a run resumes. Start a new run from its weights with "
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
+    trust(code_in(changes))
+    require_trust(code_in({**saved, **changes}), folder / RUN_CONFIG)
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
@@ -65,6 +67,7 @@ def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
         raise CheckpointError(
             f"{folder} already holds a run with other settings: {named}. Choose another --output_dir."
         )
+    require_trust(code_in(settled), folder / RUN_CONFIG)
     settled.pop("policy_path", None)
     config = build_config({**settled, "output_dir": str(folder)})
     config.policy_path = wanted.policy_path
@@ -84,7 +87,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
-    saved = json.loads((found / "training_state" / "flexor.json").read_text())
+    saved = checkpoint.read_state(found, "flexor.json")
     if saved["dataset_fingerprint"] != fingerprint:
         raise CheckpointError(
             f"The dataset is not the one that {found} was trained on (its episodes, lengths, files "

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError
+from flexor.core.foreign_files import MALFORMED
 from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
 from flexor.monitor.step_times import StepTimes
@@ -32,6 +33,7 @@ from flexor.policies.base import Policy
 from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import lerobot
+from flexor.train.checkpoint.folder import read_state
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
@@ -133,25 +135,25 @@ class TrainState:
         """Load a checkpoint, sharded or not, that any number of ranks saved."""
         try:
             self._load(folder, folder / TRAINING_STATE)
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"Can't resume from {folder}: {error}") from error
+        except (*MALFORMED, OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"Can't resume from {folder}: {error!r}") from error
 
     def _load(self, folder: Path, state: Path) -> None:
-        saved = json.loads((state / "flexor.json").read_text())
-        self._load_tensors(folder, state)
+        saved = read_state(folder, "flexor.json")
+        self._load_tensors(folder)
         if self.ema:
             self.ema.updates = saved["ema_updates"]
-        self.scheduler.load_state_dict(json.loads((state / "scheduler_state.json").read_text()))
+        self.scheduler.load_state_dict(read_state(folder, "scheduler_state.json"))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
             group.setdefault("initial_lr", rate)
         if self.engine.scaler.is_enabled():
             self.engine.scaler.load_state_dict(saved["scaler"])
-        self.step = json.loads((state / "training_step.json").read_text())["step"]
+        self.step = int(read_state(folder, "training_step.json")["step"])
         self._restore_rng(state)
 
-    def _load_tensors(self, folder: Path, state: Path) -> None:
+    def _load_tensors(self, folder: Path) -> None:
         names = self.parameter_names()
-        groups = json.loads((state / "optimizer_param_groups.json").read_text())
+        groups = read_state(folder, "optimizer_param_groups.json")
         counted = sum(len(group["params"]) for group in groups)
         # runs before LeRobot's numbers were used count only what there is
         there = open_tensors(folder, names if counted == len(names) else self.names_in_file())
