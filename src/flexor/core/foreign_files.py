@@ -8,6 +8,7 @@ hold no code (`core/tensors.py`).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,20 @@ MOST_VALUES = 1_000_000
 def read_text(path: Path, most: int = LARGEST_DOCUMENT) -> str:
     """The text of a file of at most this many bytes."""
     with path.open("rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"the file is larger than {most >> 20} MB, which no valid one is")
-    return data.decode("utf-8")
+        if os.fstat(file.fileno()).st_size > most:
+            raise ValueError(f"the file is larger than {most >> 20} MB, which no valid one is")
+        return file.read().decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
     if len(text) > LARGEST_DOCUMENT:
         raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB, which no valid one is")
     try:
-        return json.loads(text)
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is in no valid text
+        return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -15,11 +15,13 @@ from torch import nn
 
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED
+from flexor.policies.features import Kind
 
 LARGEST = 1 << 20
 """Of an integer that sizes a network: the largest vocabularies have a quarter of it."""
 LARGEST_INPUT = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
 MOST_PARAMETERS = 20_000  # tensors; the largest policies have 2,000
+DIMENSIONS = {Kind.VISUAL: 3, Kind.STATE: 1, Kind.ENV: 1, Kind.ACTION: 1}
 LENGTHS = ("optimizer_", "scheduler_")  # settings of the training, which are no sizes
 
 
@@ -32,7 +34,8 @@ def check_sizes(config: Any) -> None:
         values = 1
         for size in feature.shape:
             values *= max(size, 0)
-        if not 0 < values <= LARGEST_INPUT:
+        dimensions = DIMENSIONS.get(feature.type, len(feature.shape))
+        if not 0 < values <= LARGEST_INPUT or len(feature.shape) != dimensions:
             raise ConfigError(
                 f"The feature {name!r} has the shape {list(feature.shape)}, which nothing can have."
             )

@@ -381,8 +381,8 @@ def test_a_policy_replaces_the_one_before(server, train):
 def test_the_token_is_nowhere(server, train, tmp_path, log_lines, capfd):
     server.troubles.extend([("/commit/", (400, {"X-Error-Message": f"{TOKEN}?"})), ("PUT /upload", "drop")])
     train(REPO, *EVERY)
+    main(["push", "run", "--checkpoints", "--json"])  # whichever checkpoint the trouble was with
     fetch_run("hub:ann/run", tmp_path / "here")
-    main(["push", "run", "--json"])
     main(["push", "nowhere"])
     said = capfd.readouterr()
     assert TOKEN not in said.out + said.err + "\n".join(log_lines)

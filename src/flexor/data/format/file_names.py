@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import inf
 from string import Formatter
 from typing import Any
 
@@ -57,7 +58,7 @@ class FileNames:
 
 
 def _positive(value: object, default: int) -> int:
-    return int(value) if isinstance(value, int | float) and value >= 1 else default
+    return int(value) if isinstance(value, int | float) and 1 <= value < inf else default
 
 
 def _is_plain(field: str, style: str) -> bool:

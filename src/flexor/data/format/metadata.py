@@ -16,12 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
-from flexor.core.foreign_files import read_json_lines, read_json_object
+from flexor.core.foreign_files import MALFORMED, read_json_lines, read_json_object
 from flexor.core.log import warn_once
 from flexor.core.paths import UnsafePath
 from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
+from flexor.data.format.schema import DEFAULT_FEATURES
 from flexor.data.storage.source import Source
 
 __all__ = [
@@ -40,6 +41,7 @@ Stats = dict[str, dict[str, np.ndarray]]
 CAMERA_CHANNELS = (1, 3, 4)
 MOST_TASKS = 10_000_000  # a larger number can't be a task index
 LARGEST_INDEX = 1 << 40  # nor an episode's index or length
+LARGEST_FRAME = 1 << 28  # values of a feature in one frame: an image of 16,000 x 5,000 pixels
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,9 @@ def read_metadata(source: Source) -> Metadata:
     info = _read_json(source, "meta/info.json")
     version = str(info.get("codebase_version", "missing"))
     try:
-        features = {name: _feature(name, spec) for name, spec in info["features"].items()}
+        features = {name: declared_feature(name, spec) for name, spec in info["features"].items()}
         fps = _frame_rate(info["fps"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise BrokenFile(source, "meta/info.json", f"field {error} is missing or malformed") from error
     readers: dict[str, Callable[[Source, FileNames, list[str]], tuple[EpisodeFiles, list[str]]]]
     readers = {"v3.0": _read_v3, "v2.1": _read_v2, "v2.0": _read_v2}
@@ -184,10 +186,18 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
         raise BrokenFile(source, name, f"the file is damaged or truncated ({error})") from error
 
 
-def _feature(name: str, spec: dict[str, Any]) -> Feature:
+def declared_feature(name: str, spec: dict[str, Any]) -> Feature:
+    """A feature as meta/info.json declares it. A declaration that can't be right raises one of MALFORMED."""
     info = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
     shape = tuple(int(size) for size in spec.get("shape") or (1,))
-    return Feature(name, str(spec["dtype"]), shape, spec.get("names"), depth_scale(info))
+    feature = Feature(name, str(spec["dtype"]), shape, spec.get("names"), depth_scale(info))
+    if min(shape) < 0 or math.prod(shape) > LARGEST_FRAME:
+        raise ValueError(f"nothing has the shape {list(shape)}")
+    if feature.is_camera and (len(shape) != 3 or min(shape) < 1):
+        raise ValueError(f"a camera can't have the shape {list(shape)}")
+    if name in DEFAULT_FEATURES and shape != (1,):
+        raise ValueError(f"{name} can't have the shape {list(shape)}: it is a number")
+    return feature
 
 
 def _frame_rate(value: Any) -> float:
@@ -356,7 +366,7 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
                     raise ValueError(f"{name} has values that are not numbers")
             if name in features and features[name].is_camera:
                 stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
-    except (DatasetError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (*MALFORMED, DatasetError) as error:
         warn_once(
             "%s: the statistics in %s can't be used (%s: %s). `flexor data stats DIR --write` computes them",
             *(source, file, type(error).__name__, error),
@@ -379,7 +389,7 @@ def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.n
                 table = read_parquet(source, file, ["episode_index", column])
                 for episode, value in zip(table["episode_index"].to_pylist(), table[column].to_pylist()):
                     found[int(episode)] = np.asarray(value, np.float64)
-    except (DatasetError, LookupError, TypeError, ValueError):
+    except (*MALFORMED, DatasetError):
         return {}
     return found
 

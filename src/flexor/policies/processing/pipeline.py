@@ -19,10 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.core.batch import Batch
-from flexor.core.errors import CheckpointError, FlexorError
+from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import MALFORMED, read_json_object
 from flexor.core.paths import inside
 from flexor.core.rng import NoiseSource
+from flexor.core.typed import from_plain
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -80,7 +81,7 @@ class ProcessingStep:
 
     @classmethod
     def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
-        return cls(**settings)
+        return from_plain(cls, settings, cls.name) if is_dataclass(cls) else cls(**settings)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -192,9 +193,7 @@ def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
     settings = entry.get("config") or {}
     try:
         step = STEPS[name].from_config(dict(settings))
-    except FlexorError:
-        raise
-    except MALFORMED as error:
+    except (ConfigError, *MALFORMED) as error:
         raise CheckpointError(
             f"{file}: the processing step {name!r} does not accept the settings {settings}: {error!r}"
         ) from error

@@ -8,6 +8,7 @@ the moving average (EMA) and the random generators of other ranks. A sharded run
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,7 +144,9 @@ class TrainState:
         self._load_tensors(folder)
         if self.ema:
             self.ema.updates = saved["ema_updates"]
-        self.scheduler.load_state_dict(read_state(folder, "scheduler_state.json"))
+        schedule = read_state(folder, "scheduler_state.json")
+        _check_like(schedule, _plain_scheduler(self.scheduler), "scheduler_state.json")
+        self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
             group.setdefault("initial_lr", rate)
         if self.engine.scaler.is_enabled():
@@ -175,6 +178,7 @@ class TrainState:
                 group["fused"] = current["fused"]
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
+            _check_like(group, {**numbered_here, "initial_lr": 0.0}, "optimizer_param_groups.json")
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     def _restore_rng(self, state: Path) -> None:
@@ -245,6 +249,25 @@ class Snapshot:
         if self.state.ema:
             save_file(kinds["ema"], folder / EMA_STATE)
         save_file(kinds["optimizer"], folder / OPTIMIZER)
+
+
+def _check_like(saved: Any, current: Any, where: str) -> None:
+    """Refuse what has not the form of what it replaces: training would fail on it later, or go on wrongly."""
+    if isinstance(current, dict):
+        for key, value in current.items():
+            if key in saved or key != "initial_lr":
+                _check_like(saved[key], value, f"{where}: {key}")
+    elif isinstance(current, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(current):
+            raise ValueError(f"{where} is {saved!r}, not a list of {len(current)}")
+        for number, pair in enumerate(zip(saved, current)):
+            _check_like(*pair, f"{where}[{number}]")
+    elif _is_number(current) and not _is_number(saved):
+        raise ValueError(f"{where} is {saved!r}, not a number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _room(saved: Tensor, parameter: Tensor) -> Tensor:
