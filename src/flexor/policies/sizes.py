@@ -20,7 +20,8 @@ from flexor.policies.features import Kind
 LARGEST = 1 << 20
 """Of an integer that sizes a network: the largest vocabularies have a quarter of it."""
 LARGEST_INPUT = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
-MOST_PARAMETERS = 20_000  # tensors; the largest policies have 2,000
+MOST_PARAMETERS = 10_000  # tensors; the largest policies have 2,000
+MOST_LAYERS = 1_000
 DIMENSIONS = {Kind.VISUAL: 3, Kind.STATE: 1, Kind.ENV: 1, Kind.ACTION: 1}
 LENGTHS = ("optimizer_", "scheduler_")  # settings of the training, which are no sizes
 
@@ -44,8 +45,9 @@ def check_sizes(config: Any) -> None:
 def _check(name: str, value: Any) -> None:
     if isinstance(value, bool):
         return
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise ConfigError(f"{name}={value} can't be right: no policy has more than {LARGEST:,}.")
+    limit = MOST_LAYERS if "layer" in name else LARGEST
+    if isinstance(value, int) and abs(value) > limit:
+        raise ConfigError(f"{name}={value} can't be right: no policy has more than {limit:,}.")
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
