@@ -40,6 +40,7 @@ from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
+from flexor.data.video.open_file import open_video
 
 __all__ = ["RepairReport", "repair_dataset"]
 
@@ -300,7 +301,7 @@ class _Repair:
         """A camera's declaration, with the properties of its files."""
         spec = dict(self.plan.columns.features[camera])
         clip = next(one.clips[camera] for one in self.plan.kept)
-        with av.open(str(self.layout.path(clip.file))) as container:
+        with open_video(str(self.layout.path(clip.file))) as container:
             context = container.streams.video[0].codec_context
             codec, pix_fmt = context.codec.canonical_name, context.pix_fmt
             if container.streams.audio and not clip.whole:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexor.core.paths import inside
-from flexor.train.checkpoint.shards import Piece, ShardedTensor, check_sizes
+from flexor.train.checkpoint.shards import ShardedTensor, ShardPiece, check_sizes
 
 OLD_INDEX = ".metadata"
 LARGEST_INDEX = 256 << 20
@@ -79,13 +79,13 @@ class OldShards:
                 if tuple(chunk.sizes[1:]) != tuple(tensor.size[1:]):
                     raise ValueError(f"{name} is split along another dimension than the first")
                 info = stored[name, start]
-                pieces.append(Piece(start, start + rows, str(info.relative_path)))
+                pieces.append(ShardPiece(start, start + rows, str(info.relative_path)))
                 self._places[name, start] = str(info.relative_path), int(info.offset), int(info.length)
             shape = tuple(map(int, tensor.size))
             self.tensors[name] = ShardedTensor(shape, tensor.properties.dtype, tuple(pieces))
         check_sizes(self.folder, self.tensors)
 
-    def read(self, name: str, piece: Piece, start: int, stop: int) -> Tensor:
+    def read(self, name: str, piece: ShardPiece, start: int, stop: int) -> Tensor:
         file, offset, length = self._places[name, piece.start]
         path = inside(self.folder, file)
         if offset < 0 or not 0 <= length <= path.stat().st_size:

@@ -33,7 +33,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Consecutive rows of a tensor in one file. A tensor without dimensions counts as one row."""
 
     start: int
@@ -47,7 +47,7 @@ class ShardedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
     def __post_init__(self) -> None:
         pieces = sorted(self.pieces, key=lambda piece: piece.start)
@@ -143,7 +143,7 @@ class ShardFiles(Protocol):
     @property
     def tensors(self) -> Mapping[str, ShardedTensor]: ...
 
-    def read(self, name: str, piece: Piece, start: int, stop: int) -> Tensor:
+    def read(self, name: str, piece: ShardPiece, start: int, stop: int) -> Tensor:
         """Rows start to stop of the piece, counted from its own first row; a tensor without dimensions whole."""
 
 
@@ -155,7 +155,7 @@ class SafeShards:
         self.tensors = _read_index(folder)
         self._open: dict[str, Any] = {}
 
-    def read(self, name: str, piece: Piece, start: int, stop: int) -> Tensor:
+    def read(self, name: str, piece: ShardPiece, start: int, stop: int) -> Tensor:
         with _as_oserror(piece.file):
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(inside(self.folder, piece.file), "pt")
@@ -174,7 +174,7 @@ def _read_index(folder: Path) -> dict[str, ShardedTensor]:
             str(name): ShardedTensor(
                 tuple(map(int, tensor["shape"])),
                 DTYPES[tensor["dtype"]],
-                tuple(Piece(int(p["start"]), int(p["stop"]), str(p["file"])) for p in tensor["pieces"]),
+                tuple(ShardPiece(int(p["start"]), int(p["stop"]), str(p["file"])) for p in tensor["pieces"]),
             )
             for name, tensor in index["tensors"].items()
         }
