@@ -6,6 +6,7 @@ message contains a token, and no file that contains one, or a password, is uploa
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +19,8 @@ from flexor.core.console import Progress
 from flexor.core.errors import FlexorError
 from flexor.core.http_errors import http_status
 from flexor.core.hub_errors import Content, HubError, Interrupted, explain, persist, refuse_secrets
+from flexor.core.manifest import hash_file
+from flexor.core.paths import safe_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -41,6 +44,20 @@ class HubEntry:
     size: int
     sha256: str | None  # of a large file
     blob: str  # git's hash, of a small file
+
+    def holds(self, content: Content, sha256: str | None = None) -> bool:
+        """Whether it has this content, of which the hash may be known."""
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if self.size != size:
+            return False
+        if self.sha256 is not None:
+            return self.sha256 == (sha256 or _sha256(content))
+        data = content.read_bytes() if isinstance(content, Path) else content
+        return self.blob == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _sha256(content: Content) -> str:
+    return hash_file(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
 class HubRepository:
@@ -153,6 +170,7 @@ class HubRepository:
         """Download files (name -> size) into a folder. An interrupted download continues where it stopped."""
         done, total = 0, sum(names.values())
         for name, size in names.items():
+            safe_name(name)
             persist(f"downloading {name}", lambda name=name: self._download(name, folder, revision))  # type: ignore[misc]
             done += size
             progress(done, total)

@@ -6,7 +6,6 @@ comes last, in one commit with the card, and then the tag of the format's versio
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -148,23 +147,11 @@ def _changed(
     """Files that the repository does not have, or has with other content."""
     changed = {}
     for number, (name, path) in enumerate(files.items(), 1):
-        if name not in there or not _is_same(path, there[name]):
+        if name not in there or not there[name].holds(path):
             changed[name] = path
         if progress:
             progress(number, len(files))
     return changed
-
-
-def _is_same(path: Path, entry: HubEntry) -> bool:
-    size = path.stat().st_size
-    if size != entry.size:
-        return False
-    with path.open("rb") as file:
-        if entry.sha256 is not None:
-            return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        return (
-            hashlib.sha1(b"blob %d\0" % size + file.read(), usedforsecurity=False).hexdigest() == entry.blob
-        )
 
 
 def _groups(files: dict[str, Path]) -> Iterator[dict[str, Path]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexor.core.batch import DATASET_NUMBER, Batch
 from flexor.core.errors import ConfigError
+from flexor.core.typed import coerce
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.nn.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
@@ -18,6 +19,8 @@ from flexor.policies.processing.rename_and_move import float_image, is_byte_imag
 
 # the statistics that are mapped to -1 and 1; MEAN_STD is handled separately
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
+
+TYPES = {"features": dict[str, PolicyFeature], "norm_map": dict[Kind, Normalization], "eps": float}
 
 
 def required_statistics(mode: str) -> tuple[str, ...]:
@@ -117,12 +120,10 @@ class _Normalization(ProcessingStep):
 
     @classmethod
     def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
-        features = {
-            key: PolicyFeature(Kind(value["type"]), tuple(value["shape"]))
-            for key, value in settings["features"].items()
-        }
-        others = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
-        return cls(**{**others, "features": features})
+        settings = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
+        for key in TYPES.keys() & settings.keys():
+            settings[key] = coerce(settings[key], TYPES[key], key)
+        return cls(**settings)
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -137,6 +138,13 @@ class _Normalization(ProcessingStep):
         for flat, value in state.items():
             key, name = flat.rsplit(".", 1)
             self.stats.setdefault(key, {})[name] = value.float()
+        for key, feature in self.features.items():
+            for name in required_statistics(self.norm_map.get(feature.type, "IDENTITY")):
+                shape = tuple(self.stats.get(key, {}).get(name, torch.empty(1)).shape)
+                if feature.type is not Kind.VISUAL and shape not in ((), (1,), feature.shape):
+                    raise ValueError(
+                        f"{name} of {key} has the shape {list(shape)}, not {list(feature.shape)}"
+                    )
 
 
 @processing_step("normalizer_processor")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from flexor.config.accelerate_flags import accelerate_settings
-from flexor.config.parse import DATASETS, build_config, flatten, parse_flags, read_run
+from flexor.config.parse import DATASETS, build_config, code_in, flatten, parse_flags, read_run
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
@@ -18,6 +17,7 @@ from flexor.core.log import log
 from flexor.core.published import same_setting
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG
 from flexor.core.secrets import HIDDEN
+from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from flexor.train.checkpoint import folder as checkpoint
@@ -42,6 +42,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
     allowed = sorted({*CHANGEABLE} - {"output_dir"})
+    trust(code_in(changes))
     for key in [key for key in changes if not may_change(key)]:
         if not same_setting(saved.get(key), changes[key]):
             raise ConfigError(
@@ -49,6 +50,7 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
         saved[key] = changes.pop(key)  # such as a path, of which a pushed run has only the name
+    require_trust(code_in({**saved, **changes}), folder / RUN_CONFIG)
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     if not DATASETS & changes.keys():
@@ -61,9 +63,10 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
 def _check_roots(folder: Path, saved: Mapping[str, Any]) -> None:
     """Refuse to resume if the settings have only the name of a dataset's folder, or a URL without its password."""
     mix = saved.get("dataset.mix")
-    roots = [entry.get("root") for entry in mix] if mix else [saved.get("dataset.root")]
+    entries = mix if isinstance(mix, list) else [{"root": saved.get("dataset.root")}]
+    roots = [str(entry["root"]) for entry in entries if isinstance(entry, dict) and entry.get("root")]
     again = "--dataset.mix=[...], with the root of each dataset" if mix else "--dataset.root=..."
-    for root in (part for each in roots if each for part in each.split(",")):
+    for root in (part for each in roots for part in each.split(",")):
         if f"://{HIDDEN}@" in root:
             raise ConfigError(
                 f"The run in {folder} reads its dataset from {root}. Passwords are not stored with a run: give the "
@@ -80,7 +83,10 @@ def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
     """The settings of a run that has started, when the same command is given again."""
     saved, now = {**EARLIER, **flatten(read_run(folder))}, flatten(wanted.to_dict())
     default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
-    settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
+    same = {
+        key: value for key, value in now.items() if may_change(key) or same_setting(saved.get(key), value)
+    }
+    settled = {**saved, **same}
     # a run chooses some settings itself (order, features, global batch): its command does not give them
     given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
     differing = [key for key in given if key in saved and not same_setting(saved[key], now[key])]
@@ -89,6 +95,7 @@ def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
         raise CheckpointError(
             f"{folder} already holds a run with other settings: {named}. Choose another --output_dir."
         )
+    require_trust(code_in(settled), folder / RUN_CONFIG)
     settled.pop("policy_path", None)
     config = build_config({**settled, "output_dir": str(folder)})
     config.policy_path = wanted.policy_path
@@ -108,7 +115,7 @@ def newest_checkpoint(folder: Path) -> Path:
 
 def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
-    saved = json.loads((found / "training_state" / "flexor.json").read_text())
+    saved = checkpoint.read_state(found, "flexor.json")
     if saved["dataset_fingerprint"] != fingerprint:
         raise CheckpointError(
             f"The dataset is not the one that {found} was trained on (its episodes, lengths, files "

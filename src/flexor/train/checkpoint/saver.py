@@ -1,9 +1,9 @@
 """Saving checkpoints from all ranks, in the training loop or in a thread beside it.
 
-Rank 0 creates the checkpoint's folder and renames it into place. A sharded run writes its tensors with torch's
-distributed checkpoint: each rank writes its own shard, so nothing is gathered. With `checkpoint.async`, the default,
-the loop waits only until all tensors are copied to host memory; a thread writes them to disk. A rank without enough
-memory for the copy writes in the loop, whatever the others do.
+Rank 0 creates the checkpoint's folder and renames it into place. In a sharded run each rank writes its own shard, so
+nothing is gathered. With `checkpoint.async`, the default, the loop waits only until all tensors are copied to host
+memory; a thread writes them to disk. A rank without enough memory for the copy writes in the loop, whatever the others
+do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,19 @@ from flexor.core.run_files import SHARDS, TRAINING_STATE
 from flexor.core.tensors import as_part, is_sharded, local
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
+from flexor.train.checkpoint.shards import shard_file, write_index, write_shard
 from flexor.train.checkpoint.state import Snapshot, TrainState
-from flexor.train.checkpoint.tensors import failures_as_oserror
 from flexor.train.ranks.processes import FOREVER
 
 OTHERS_S = 60  # to complete a checkpoint after an error: the watchdog ends the other ranks then
+
+
+class ShardResult(TypedDict):
+    """What the ranks tell each other of the shards they wrote."""
+
+    index: dict[str, Any]
+    hashes: dict[str, str]
+    error: str | None
 
 
 class Saver:
@@ -129,17 +137,26 @@ class Saver:
         self.newest = folder.final
 
     def _write_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> dict[str, str]:
-        """Write this rank's shard. Returns when all ranks are done, with the hash of every file."""
-        import torch.distributed.checkpoint as dcp
+        """Write this rank's shard. Returns when all ranks are done, with the hash of every file.
 
+        An error of one rank is raised on all of them.
+        """
         shards = folder.aside / TRAINING_STATE / SHARDS
-        with failures_as_oserror():
-            dcp.save(snapshot.tensors, storage_writer=dcp.FileSystemWriter(shards), process_group=self.group)
-        own = shards.glob(f"__{self.processes.rank}_*")
-        hashes = {str(path.relative_to(folder.aside)): checkpoint.hash_file(path) for path in own}
-        gathered: list[Any] = [None] * self.processes.world_size
-        dist.all_gather_object(gathered, hashes, group=self.group)
-        return {name: value for part in gathered for name, value in part.items()}
+        result: ShardResult = {"index": {}, "hashes": {}, "error": None}
+        try:
+            shards.mkdir(parents=True, exist_ok=True)
+            index, digest = write_shard(snapshot.tensors, shards, self.processes.rank)
+            file = (shards / shard_file(self.processes.rank)).relative_to(folder.aside)
+            result |= {"index": index, "hashes": {file.as_posix(): digest}}
+        except OSError as error:
+            result["error"] = f"rank {self.processes.rank}: {error!r}"
+        results: list[ShardResult] = [result] * self.processes.world_size
+        dist.all_gather_object(results, result, group=self.group)
+        if errors := [each["error"] for each in results if each["error"]]:
+            raise OSError("; ".join(errors))
+        if self.processes.is_main:
+            write_index(shards, [each["index"] for each in results])
+        return {name: digest for each in results for name, digest in each["hashes"].items()}
 
     def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float) -> None:
         try:

@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 
 from flexor.core.errors import CheckpointError
+from flexor.core.foreign_files import read_json, read_yaml
 from flexor.core.hub_errors import Content
 from flexor.core.published import published
 from flexor.core.run_files import MANIFEST
-from flexor.core.typed import QuickDumper, QuickLoader
+from flexor.core.typed import QuickDumper
 
 # by their names, in whichever folder: other files, such as those of tokenizers, may have texts that look like paths
 SETTINGS = {
@@ -38,8 +39,8 @@ def published_file(name: str, path: Path) -> Content:
         return path
     is_yaml = path.suffix == ".yaml"
     try:
-        settings = yaml.load(path.read_text(), QuickLoader) if is_yaml else json.loads(path.read_text())  # noqa: S506  (a safe loader)
-    except (ValueError, yaml.YAMLError) as error:
+        settings = read_yaml(path) if is_yaml else read_json(path)
+    except ValueError as error:
         raise CheckpointError(f"{path} can't be read, so nothing is pushed: {error}") from error
     public = published(settings)
     if public == settings:
@@ -50,7 +51,7 @@ def published_file(name: str, path: Path) -> Content:
 
 def _fitting_manifest(path: Path, folder: str, contents: Mapping[str, Content]) -> Content:
     """The manifest of the checkpoint in `folder`, with sizes and hashes of what is pushed instead of the files."""
-    manifest: dict[str, Any] = json.loads(path.read_text())
+    manifest: dict[str, Any] = read_json(path)
     changed = {file: contents.get(folder + file) for file in manifest["files"]}
     new = {file: content for file, content in changed.items() if isinstance(content, bytes)}
     if not new:
