@@ -2,17 +2,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup demo test lint types clean parity
 
 setup: $(VENV)/.ready
 
-# The virtual environment is rebuilt whenever the requirements change, and only then.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# The virtual environment is rebuilt whenever the requirements change, and only then. Every file that is installed must
+# have a hash of requirements.lock. Only torch is taken by its version: which build is right depends on the machine (a
+# CPU, a version of CUDA), and indexes and mirrors have builds of their own.
+$(VENV)/.ready: pyproject.toml constraints.txt requirements.lock
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))" || \
 	  { echo "Flexor needs Python 3.11 to 3.13. Name one that you have: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) --require-hashes --no-deps -r requirements.lock
+	$(PIP) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	touch $@
 
 demo: setup
@@ -24,6 +30,7 @@ test: setup lint types
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_licenses.py
 
 types: setup
 	$(BIN)/mypy

@@ -7,7 +7,7 @@ import pytest
 
 from flexor.core import hub_errors
 from flexor.core.hub import HubRepository
-from flexor.core.hub_errors import HubError, Interrupted, persist, redacted, require_token
+from flexor.core.hub_errors import HubError, Interrupted, persist, require_token, without_token
 from support.hub_server import QUOTA, TOKEN, HubServer, hub
 
 FILES = {"a.json": b"{}", "large.safetensors": b"x" * 5000, "deep/more.safetensors": b"y" * 100}
@@ -205,8 +205,17 @@ def test_the_token_is_taken_out_of_texts(server):
     server.troubles.append(("/commit/", (400, {"X-Error-Message": f"what is {TOKEN}?"})))
     with pytest.raises(HubError, match=r"what is \*\*\*\?") as raised:
         repository().commit(FILES, "first")
-    assert TOKEN not in str(raised.value) and redacted(f"a {TOKEN} b") == "a *** b"
+    assert TOKEN not in str(raised.value) and without_token(f"a {TOKEN} b") == "a *** b"
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
+
+
+def test_a_text_of_any_size_is_not_read(server, monkeypatch):
+    repo = repository()
+    repo.commit({"run.json": b"x" * 5000}, "first")
+    assert repo.read("run.json") == b"x" * 5000
+    monkeypatch.setattr("flexor.core.hub.LARGEST_TEXT", 4999)
+    with pytest.raises(HubError, match=r"run.json in .* has more than"):
+        repo.read("run.json")
 
 
 def test_a_download_that_breaks_continues(server, tmp_path):

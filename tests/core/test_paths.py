@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.core.paths import LINK_TARGETS, UnsafePath, inside, safe_name
+from flexor.core.paths import LINK_TARGETS, UnsafePath, files_to_push, inside, safe_name
 
 ODD = [
     *("/etc/passwd", "../x", "a/../../x", "a/..", "..", ".", "", "a//b", "a/", "//a", "a\\..\\b", "C:\\x"),
@@ -94,3 +94,51 @@ def test_links_of_the_hub_cache_lead_to_its_repository_only(tmp_path):
     assert inside(commit, "meta/info.json")
     with pytest.raises(UnsafePath, match="leads out"):
         inside(commit, "meta/other.json")
+
+
+# What is pushed
+
+
+def test_all_files_below_a_folder(tmp_path):
+    for name in ("a/b/c.txt", "d", ".hidden", "a/.e/f"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [*files_to_push(tmp_path)] == ["a/b/c.txt", "d"]
+    assert [*files_to_push(tmp_path, hidden=True)] == [".hidden", "a/.e/f", "a/b/c.txt", "d"]
+    assert [*files_to_push(tmp_path, top=("a",))] == ["a/b/c.txt"]
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "/etc", "inside", "nothing"])
+def test_links_are_not_pushed_wherever_they_lead(tmp_path, target):
+    root = tmp_path / "dataset"
+    (root / "data").mkdir(parents=True)
+    (root / "inside").touch()
+    (root / "data/link").symlink_to(target if target.startswith("/") else root / target)
+    with pytest.raises(UnsafePath, match=r"dataset/data/link is a symbolic link to .*FLEXOR_LINK_TARGETS="):
+        files_to_push(root)
+    assert [*files_to_push(root, top=("inside",))] == ["inside"]
+
+
+def test_links_that_the_user_allows_are_pushed_with_what_is_below(tmp_path, monkeypatch):
+    disk, root = tmp_path / "disk", tmp_path / "dataset"
+    (disk / "videos").mkdir(parents=True)
+    (disk / "videos/a.mp4").touch()
+    root.mkdir()
+    (root / "videos").symlink_to(disk / "videos")
+    monkeypatch.setenv("FLEXOR_LINK_TARGETS", str(disk))
+    assert files_to_push(root) == {"videos/a.mp4": root / "videos/a.mp4"}
+
+
+def test_a_snapshot_of_the_hubs_cache_is_pushed(tmp_path):
+    blob, root = tmp_path / "blobs/1234", tmp_path / "snapshots/abc"
+    for folder in (blob.parent, root / "meta"):
+        folder.mkdir(parents=True)
+    blob.touch()
+    (root / "meta/info.json").symlink_to("../../../blobs/1234")
+    assert [*files_to_push(root)] == ["meta/info.json"]
+
+
+def test_what_is_no_file_is_not_pushed(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnsafePath, match="pipe is neither a file nor a folder"):
+        files_to_push(tmp_path)

@@ -179,6 +179,20 @@ def test_mistakes_are_named_before_anything_is_submitted(arguments, named, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("way", ["flag", "file"])
+def test_a_password_is_not_stored(way, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("dataset:\n  root: https://ann:secret@host/pens\n")
+    flags = {
+        "flag": "--dataset.root=https://ann:secret@host/pens",
+        "file": f"--config={tmp_path / 'mine.yaml'}",
+    }
+    arguments = ["--time=1:00:00", "--gpus-per-node=1", flags[way], f"--output_dir={tmp_path / 'run'}"]
+    assert main(["launch", "slurm", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "https://***@host/pens has a password" in error and "secret" not in error
+    assert not (tmp_path / "run.slurm").exists()
+
+
 def test_a_folder_in_use_is_refused_unless_it_is_to_be_gone_on_with(tmp_path, capsys):
     (tmp_path / "something").touch()
     assert main(["launch", "slurm", f"--output_dir={tmp_path}"]) == 2

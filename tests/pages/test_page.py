@@ -50,5 +50,4 @@ def test_what_is_not_our_page_is_not_overwritten(tmp_path: Path):
     assert file.read_text() == "my notes"
     with pytest.raises(ConfigError, match="is a folder"):
         check_writable(tmp_path)
-    with pytest.raises(ConfigError, match="does not exist"):
-        check_writable(tmp_path / "none" / "page.html")
+    write_page(tmp_path / "new" / "page.html", page("four"))  # its folder is created

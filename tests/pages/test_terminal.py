@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from flexor.data.show.terminal import printable, spark_line
+from flexor.data.show.terminal import spark_line
 from flexor.pages import terminal
 from flexor.pages.images import jpeg, png, scaled
 
@@ -100,10 +100,6 @@ def test_curves_as_blocks():
     values = np.array([0.0, 1.0, np.nan, 0.5])
     assert spark_line(values, 0, 1, 10) == "▁█!▅"
     assert spark_line(np.zeros(100), 0, 0, 10) == "▁" * 10
-
-
-def test_text_of_a_dataset_does_not_command_the_terminal():
-    assert "\x1b" not in printable("\x1b]0;title\x07 push") and printable("push 红") == "push 红"
 
 
 def test_a_coarser_jpeg_is_smaller():

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+from base64 import b64encode
 from collections import deque
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +27,7 @@ class FileServer:
         self.down = 0  # requests of any kind to answer with 503
         self.stall = 5.0
         self.latency = 0.0
+        self.login: str | None = None  # user:password that every request must have
         self.per_second = float("inf")
         self._times: deque[float] = deque()
         self.lock = threading.Lock()
@@ -72,6 +74,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.owner.down:
             self.owner.down -= 1
             self.answer(503, b"not now")
+            return
+        login = self.owner.login
+        if login and self.headers.get("Authorization") != f"Basic {b64encode(login.encode()).decode()}":
+            self.answer(401, b"who are you?")
             return
         path = self.owner.root / self.path.strip("/")
         if path.is_dir() and self.owner.lists:

@@ -29,6 +29,7 @@ class JobsServer:
         self.refuse: dict[str, tuple[int, str]] = {}
         self.log_faults: deque[int | str] = deque()
         self.buckets: set[str] = set()  # their paths
+        self.files: dict[str, bytes] = {}  # in the buckets: OWNER/BUCKET/PATH
         self.usd_per_minute = dict.fromkeys(HARDWARE, 0.01)
         self.lines: list[str] = []
         self.outcome: dict[str, Any] = {"stage": "COMPLETED", "message": None}
@@ -49,6 +50,12 @@ class JobsServer:
         self._http.shutdown()
         self._http.server_close()
 
+    def add_files(self, bucket: str, add: list[tuple[bytes, str]]) -> None:
+        """What the client does to upload files to a bucket: with a protocol of its own, which this server lacks."""
+        assert f"/api/buckets/{bucket}" in self.buckets
+        self.requests.append(("upload", bucket, [path for _, path in add]))
+        self.files |= {f"{bucket}/{path}": content for content, path in add}
+
     def bodies(self, method: str, path: str) -> list[Any]:
         return [body for m, p, body in self.requests if (m, p) == (method, path)]
 
@@ -60,6 +67,9 @@ def logged_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[JobsSer
     monkeypatch.setenv("HF_LEROBOT_HOME", str(folder / "datasets"))
     with JobsServer() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+        monkeypatch.setattr(
+            "huggingface_hub.HfApi.batch_bucket_files", lambda _, bucket, add: server.add_files(bucket, add)
+        )
         yield server
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Anything this package raises: the message says what is wrong, where, and how to fix it."""
+    """Anything this package raises: the message says what is wrong, where, and how to fix it.
+
+    It may quote a server. Control characters are shown as \\x1b and the like, so that they can't control a terminal.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return "".join(
+            c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+        )
 
 
 class ServerLostError(ClientError, ConnectionError):

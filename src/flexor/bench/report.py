@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.console import table
+from flexor.core.output_paths import check_output_file, check_output_folder, make_parents
 
+FOLDER = Path("runs/bench")
 ROWS = (  # figure, label, format
     ("frames_per_s_node", "frames/s on this node", "{:,.0f}"),
     ("limit_frames_per_s", "physical limit, frames/s", "{:,.0f}"),
@@ -69,13 +71,22 @@ def _cell(value: float | None, style: str) -> str:
     return f"{1e3 * value:.2f}" if style == "ms" else style.format(value)
 
 
+def check_report_path(output: Path | None) -> None:
+    """Raise an error if the report can't be written there: to be called before the measurement."""
+    output = output or FOLDER
+    if output.suffix == ".json":
+        check_output_file(output, "--output")
+        check_output_file(output.with_suffix(".csv"), "--output")
+    else:
+        check_output_folder(output, "--output")
+
+
 def write(report: dict[str, Any], output: Path | None) -> tuple[Path, Path]:
     """Write all results as JSON, and a CSV with a line per epoch, into a folder or next to the given JSON file."""
-    output = output or Path("runs/bench")
+    output = output or FOLDER
     name = f"data_{report['mode']}_{time.strftime('%Y%m%d_%H%M%S')}"
     path = output if output.suffix == ".json" else output / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    make_parents(path).write_text(json.dumps(report, indent=2) + "\n")
     about = {key: value for key, value in report.items() if not isinstance(value, dict | list)}
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*about, "epoch"])

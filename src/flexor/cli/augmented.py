@@ -9,6 +9,7 @@ from typing import Any
 
 from flexor.core.console import print_result, progress
 from flexor.core.errors import ConfigError
+from flexor.core.output_paths import check_output_file, make_parents
 
 
 def add_flags(verb: Any) -> None:
@@ -30,13 +31,14 @@ def run(parsed: argparse.Namespace, address: dict[str, Any], settings: list[str]
     from flexor.policies.augment.grid import augmented_grid
 
     path: Path = parsed.augmented
-    if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise ConfigError(f"--augmented={path}: name a .png file in a folder that exists.")
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--augmented={path}: name a .png file.")
+    check_output_file(path, "--augmented")
     config = load_config([*settings, f"--dataset.root={parsed.root}"])
     transforms = replace(config.dataset.image_transforms, enable=True)
     dataset = open_dataset(**address, size=parse_image_size(config.dataset.cache.size))
     grid = augmented_grid(dataset, transforms, seed=config.seed, progress=progress("augmenting"))
-    path.write_bytes(png(grid))
+    make_parents(path).write_bytes(png(grid))
     chosen = [name for name, each in transforms.tfs.items() if each.weight > 0]
     count = min(transforms.max_num_transforms, len(chosen))
     text = (

@@ -83,11 +83,12 @@ def _add_data(measures: Any) -> None:
 
 def _data(parsed: argparse.Namespace, settings: list[str]) -> int:
     from flexor.bench import data as bench_data
-    from flexor.bench.report import render, write
+    from flexor.bench.report import check_report_path, render, write
     from flexor.config.parse import load_config, parse_flags
 
     own = vars(parsed)
     output, as_json = own.pop("output"), own.pop("json")
+    check_report_path(output)
     options, config = bench_data.Options(**own), load_config(settings)
     if "num_workers" not in parse_flags(settings):
         config.num_workers = bench_data.threads_per_rank(parsed.ranks)

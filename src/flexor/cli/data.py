@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 from flexor.cli import augmented
 from flexor.cli.flags import dashed
 from flexor.cli.push import add_repository_flags
-from flexor.core.console import print_result, progress
+from flexor.core.console import print_json, print_result, progress
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.output_paths import check_output_file, check_output_folder
 
 LISTED = "indices and half-open ranges such as 0,1,5:9, or @FILE with a JSON list"
 
@@ -166,6 +166,8 @@ def _info(parsed: argparse.Namespace) -> int:
 def _check(parsed: argparse.Namespace) -> int:
     from flexor.data.check.check import check_dataset
 
+    if parsed.good_episodes:
+        check_output_file(parsed.good_episodes, "--good-episodes")
     report = check_dataset(_local(parsed.root), deep=not parsed.quick, progress=progress("checking"))
     if parsed.good_episodes:
         report.write_good_episodes(parsed.good_episodes)
@@ -232,10 +234,12 @@ def _stats(parsed: argparse.Namespace) -> int:
     from flexor.data.statistics import compute_stats, in_stored_unit
 
     dataset = open_dataset(root=_local(parsed.root))
+    if parsed.write:
+        check_output_file(dataset.root / "meta" / "stats.json", "--write")
     stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
         log.info("wrote %s", write_stats(dataset.root, stats))
-    print(json.dumps(to_json(stats), indent=None if parsed.json else 2))
+    print_json(to_json(stats), indent=None if parsed.json else 2)
     return 0
 
 
@@ -248,7 +252,8 @@ def _tokenizer(parsed: argparse.Namespace) -> int:
         tokenizer_of,
     )
 
-    if parsed.output.exists() and (not parsed.output.is_dir() or any(parsed.output.iterdir())):
+    check_output_folder(parsed.output, "--output")
+    if parsed.output.exists() and any(parsed.output.iterdir()):
         raise ConfigError(f"--output={parsed.output} is not empty: name a new folder.")
     names = [field.name for field in fields(TokenizerSettings) if hasattr(parsed, field.name)]
     settings = TokenizerSettings(**{name: getattr(parsed, name) for name in names})

@@ -16,6 +16,7 @@ from flexor.config.schema import EvalConfig, TrainConfig
 from flexor.core.console import print_result, progress, table
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
+from flexor.core.output_paths import check_output_folder
 from flexor.core.run_files import RUN_CONFIG
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import Actor, ExpertActor, PolicyActor, Summary, summarize
@@ -55,6 +56,7 @@ def run_demo(folder: Path, settings: Sequence[str] = ()) -> tuple[dict[str, Any]
         raise ConfigError(
             "save_checkpoint=false: the demo evaluates the policy that it saved. Leave out this setting."
         )
+    check_output_folder(folder, "--output-dir")
     _clear(folder)
     result = train(config, preflight=Preflight())
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from flexor.core.console import print_result
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import METRICS
 
@@ -26,7 +26,7 @@ def run(arguments: list[str]) -> int:
                 from flexor.plan.gains import add_plan
 
                 one.note = add_plan(one.diagnosis, one.figures, folder)
-    print(json.dumps({"runs": [one.to_json() for one in found]}) if parsed.json else render(found))
+    print_result({"runs": [one.to_json() for one in found]}, parsed.json, render(found))
     return 0
 
 

@@ -7,6 +7,7 @@ import shlex
 
 from flexor.cli import resume, train
 from flexor.cli.flags import count_processes, process_flags, read_count, start_processes
+from flexor.core.console import print_text
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest
 from flexor.launch.local import describe, flexor_command
@@ -26,7 +27,7 @@ VERBS = {"train": train.run, "resume": resume.run}
 
 def run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
+        print_text(USAGE)
         return 0
     where, rest = arguments[0], arguments[1:]
     places = {"local": local, "slurm": slurm, "hf-jobs": hf_jobs}
@@ -77,7 +78,8 @@ def local(arguments: list[str]) -> int:
     processes, restarts = count_processes(parsed), read_count("--max-restarts", parsed.max_restarts, 0)
     alone = processes == 1 and restarts == 0
     if parsed.dry_run:
-        print(shlex.join(flexor_command(command)) if alone else describe(flexor_command(command), processes))
+        words = flexor_command(command)
+        print_text(shlex.join(words) if alone else describe(words, processes))
         return 0
     if alone:  # one process needs no launcher
         return VERBS[command[0]](command[1:])

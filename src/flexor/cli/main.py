@@ -6,12 +6,14 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from types import TracebackType
 
 from flexor import __version__
+from flexor.core.console import print_error, print_text
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
-from flexor.core.text import printable
 from flexor.core.trust import trust
 from flexor.core.typed import closest
 
@@ -47,9 +49,15 @@ Code that only a checkpoint or run names is not run, unless you trust it: --trus
 
 def program() -> int:
     """Run `main` as the whole process: the entry point of the `flexor` command."""
+    sys.excepthook = _print_traceback
     code = main()
     gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
     return code
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """A bug in Flexor. Its report is text, too, which may be from outside, and is sent to others."""
+    print_text("".join(traceback.format_exception(kind, error, where)).rstrip("\n"), sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     setup_logging(verbose="FLEXOR_DEBUG" in os.environ)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
+        print_text(USAGE.format(verbs="\n".join(f"  {verb:11} {text}" for verb, text in VERBS.items())))
         return 0
     if arguments[0] in ("-V", "--version"):
-        print(f"flexor {__version__}")
+        print_text(f"flexor {__version__}")
         return 0
     verb, rest = arguments[0], arguments[1:]
     try:
@@ -71,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FlexorError as error:
         if not error.said and _is_first_of_host():
-            print(printable(f"flexor {verb}: {error}"), file=sys.stderr)
+            print_error(f"flexor {verb}: {error}")
         _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_error("interrupted")
         return 130
     except BrokenPipeError:
         # the program that reads our output has closed the pipe
@@ -84,8 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        text = f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable."
-        print(printable(text), file=sys.stderr)
+        print_error(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")
         _leave_ranks(1)
         return 1
 

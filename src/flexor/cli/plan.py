@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexor.cli.flags import ROBOT, described_run, names_dataset, robot_flags
+from flexor.core.console import print_json, print_text
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.output_paths import check_output_file
 from flexor.plan.data import FPS, FRAMES
 
 if TYPE_CHECKING:
@@ -90,12 +92,16 @@ def _run(arguments: list[str]) -> int:
     from flexor.plan.site.hardware import load_hardware
 
     hardware = load_hardware(parsed.gpus_file)
+    if parsed.html:
+        from flexor.pages.page import check_writable, write_page
+
+        check_writable(parsed.html, "--html")
     if parsed.calibrate:
         return _calibrate(hardware)
     if parsed.table:
         from flexor.plan.show.table import hardware_guide
 
-        print(hardware_guide(hardware), end="")
+        print_text(hardware_guide(hardware).rstrip("\n"))
         return 0
     study = _study(parsed, settings, hardware)
     from flexor.plan.show import as_json, report
@@ -103,9 +109,12 @@ def _run(arguments: list[str]) -> int:
     if parsed.html:
         from flexor.plan.show.html import page
 
-        parsed.html.write_text(page(study))
+        write_page(parsed.html, page(study))
         log.info("wrote %s", parsed.html)
-    print(json.dumps(as_json.to_json(study)) if parsed.json else report.render(study))
+    if parsed.json:
+        print_json(as_json.to_json(study))
+    else:
+        print_text(report.render(study))
     return 0 if study.plan.fits else 1
 
 
@@ -173,9 +182,10 @@ def _calibrate(hardware: Hardware) -> int:
     from flexor.plan.speed.calibrate import calibrate
     from flexor.plan.speed.speeds import file_of, save
 
+    check_output_file(file_of(gpu), "$FLEXOR_CACHE")
     speeds = calibrate(gpu, log.info)
     save(speeds, file_of(gpu))
-    print(
+    print_text(
         f"{gpu.name}: predicted step times were within {speeds.spread_gpu:.0%} where the GPU is the bottleneck, and "
         f"within {speeds.spread_host:.0%} where the host is. Saved to {file_of(gpu)}; later plans use it."
     )

@@ -20,6 +20,7 @@ NEEDED = ("robot", "task", "fps", "seconds")
 
 
 def run(arguments: list[str]) -> int:
+    from flexor.data.format.dataset_files import check_new_folder
     from flexor.sim.record import OBSERVED, PIXELS, record_dataset
 
     parser = argparse.ArgumentParser(
@@ -80,6 +81,7 @@ def run(arguments: list[str]) -> int:
     driven = {name: parsed.pop(name) for name in ROBOT}
     root, as_json = parsed.pop("root"), parsed.pop("json")
     successes_only = parsed.pop("successes_only")
+    check_new_folder(root)
     if any(value is not None for value in driven.values()):
         return _record_robot(root, server, driven, parsed, as_json)
     if server is not None:

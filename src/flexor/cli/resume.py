@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from flexor.cli.flags import start_processes, take_flag, take_processes
-from flexor.core.console import print_result
+from flexor.core.console import print_result, print_text
 from flexor.core.errors import ConfigError
 
 
 def run(arguments: list[str]) -> int:
     if take_flag(arguments, "-h", "--help"):
-        print(
+        print_text(
             "usage: flexor resume RUN [--steps=N] [--key=value ...] [--gpus=N | --processes=N] [--json]\n"
             "       flexor resume hub:USER/NAME[@REVISION] [--output_dir=FOLDER] ...\n\n"
             "Continue the run in folder RUN from its newest checkpoint. Settings that would make it a\n"

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
-import json
 import os
 import signal
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexor.cli.flags import PRECISIONS
+from flexor.core.console import print_json
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 
@@ -173,7 +173,7 @@ async def _serve(server: PolicyServer, as_json: bool) -> None:
                 "No API key is set: everybody who reaches this machine can use the policy. Set %s.", KEY
             )
         if as_json:
-            print(json.dumps({"url": url, "metadata": server.metadata()}), flush=True)
+            print_json({"url": url, "metadata": server.metadata()})
         log.info("serving on %s (a page for browsers: http%s); stop with Ctrl-C", url, url.removeprefix("ws"))
 
     await serve_until(server, stop, ready)

@@ -7,6 +7,7 @@ from typing import Any
 
 from flexor.cli import resume
 from flexor.cli.flags import start_processes, take_flag, take_processes
+from flexor.core.console import print_text
 from flexor.core.errors import ConfigError
 from flexor.core.run_files import RUN_CONFIG
 
@@ -16,7 +17,7 @@ def run(arguments: list[str]) -> int:
     from flexor.config.parse import load_config, parse_flags
 
     if take_flag(arguments, "-h", "--help"):
-        print(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
+        print_text(train_help(str(parse_flags(arguments).get("policy.type", "act"))))
         return 0
     processes = take_processes("train", arguments)
     if processes > 1:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from pathlib import Path
 
+from flexor.core.console import print_json
 from flexor.core.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def run(arguments: list[str]) -> int:
     runs = WatchedRuns(parsed.runs)
     if parsed.json:
         runs.poll()
-        print(json.dumps(runs.to_json()))
+        print_json(runs.to_json())
     elif parsed.once or not is_interactive():
         print_once(runs)
     else:

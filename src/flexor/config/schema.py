@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
+from flexor.core.secrets import redacted_values
 from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.mixture.entries import check_entries
 from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
@@ -267,6 +268,11 @@ class TrainConfig:
         plain = to_plain(self)
         plain["policy"] = {"type": self.policy.type, **plain["policy"]}
         return plain
+
+    def to_saved(self) -> dict[str, Any]:
+        """The settings as they are written to files and sent to trackers: without the passwords of URLs."""
+        saved: dict[str, Any] = redacted_values(self.to_dict())
+        return saved
 
 
 def group_type(group: str) -> type:

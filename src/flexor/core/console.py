@@ -1,13 +1,19 @@
-"""Console output: progress bars and tables."""
+"""Console output: progress bars, tables, and all that commands print: no other file calls `print` with foreign text.
+
+Names from outside can't control the terminal, and no password is shown.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
+
+from flexor.core.secrets import redacted, redacted_values
+from flexor.core.text import one_line, printable, visible
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -20,7 +26,12 @@ def progress(label: str) -> Progress:
         nonlocal bar
         if bar is None:
             bar = tqdm(
-                total=total, desc=label, file=sys.stderr, leave=False, dynamic_ncols=True, disable=None
+                total=total,
+                desc=one_line(label),
+                file=sys.stderr,
+                leave=False,
+                dynamic_ncols=True,
+                disable=None,
             )
         bar.update(done - bar.n)
         if done >= total:
@@ -31,12 +42,28 @@ def progress(label: str) -> Progress:
 
 def print_result(result: dict[str, Any], as_json: bool, text: str) -> None:
     """Print a command's result: as JSON for programs, or as text for people."""
-    print(json.dumps(result) if as_json else text)
+    if as_json:
+        print_json(result)
+    else:
+        print_text(text)
+
+
+def print_text(text: str, file: TextIO | None = None) -> None:
+    print(visible(redacted(text)), file=file, flush=True)
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    print(json.dumps(redacted_values(value), indent=indent), flush=True)
+
+
+def print_error(text: str) -> None:
+    """Print why a command failed, on standard error."""
+    print(printable(redacted(text)), file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows of cells in aligned columns."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[one_line(str(cell)) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells

@@ -2,6 +2,9 @@
 
 import errno
 
+from flexor.core.secrets import redacted
+from flexor.core.text import visible
+
 # problems of the disk, not of Flexor: full, over quota, read-only, no permission
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
@@ -15,6 +18,10 @@ class FlexorError(Exception):
 
     exit_code = 1
     said = False  # True if another process of the run has already printed it
+
+    def __str__(self) -> str:
+        """The message, without passwords, and with control characters shown: names in it may be from outside."""
+        return visible(redacted(super().__str__()))
 
 
 class ConfigError(FlexorError):

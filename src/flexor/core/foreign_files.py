@@ -88,7 +88,7 @@ def parse_yaml(text: str, loader: type = QuickLoader) -> Any:
     """The document, by a loader of PyYAML that only makes plain objects."""
     try:
         _check_yaml(text)
-        return yaml.load(text, loader)
+        return yaml.load(text, loader)  # noqa: S506  (see above)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except yaml.YAMLError as error:

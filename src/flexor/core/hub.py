@@ -1,7 +1,7 @@
 """Repositories on the Hugging Face Hub: create, list, upload to, download from. Reading datasets is `data/storage`.
 
 Every error is a `HubError` that says what went wrong and how to fix it, and whether another attempt may help. No
-message contains the token, and no file that contains it is uploaded.
+message contains a token, and no file that contains one, or a password, is uploaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flexor.core.console import Progress
 from flexor.core.errors import FlexorError
 from flexor.core.http_errors import http_status
-from flexor.core.hub_errors import Content, Interrupted, explain, persist, refuse_token
+from flexor.core.hub_errors import Content, HubError, Interrupted, explain, persist, refuse_secrets
 from flexor.core.manifest import hash_file
 from flexor.core.paths import safe_name
 
@@ -30,6 +30,8 @@ Kind = Literal["model", "dataset"]
 CARD = "README.md"
 MADE_BY = "<!-- Made by Flexor. The next push replaces this card; remove this line to keep your changes. -->"
 LICENSE = "apache-2.0"  # of a card, unless given; LeRobot's default
+
+LARGEST_TEXT = 256 << 20  # bytes; a line of metrics.jsonl has one or two thousand
 
 GROUP_FILES, GROUP_BYTES = 64, 1 << 30
 """How much is uploaded between two updates of the progress bar, and between two checks whether to stop."""
@@ -43,12 +45,19 @@ class HubEntry:
     sha256: str | None  # of a large file
     blob: str  # git's hash, of a small file
 
-    def holds(self, path: Path, sha256: str | None = None) -> bool:
-        """Whether it has the content of a file here, of which the hash may be known."""
+    def holds(self, content: Content, sha256: str | None = None) -> bool:
+        """Whether it has this content, of which the hash may be known."""
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        if self.size != size:
+            return False
         if self.sha256 is not None:
-            return self.sha256 == (sha256 or hash_file(path))
-        data = path.read_bytes()
+            return self.sha256 == (sha256 or _sha256(content))
+        data = content.read_bytes() if isinstance(content, Path) else content
         return self.blob == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _sha256(content: Content) -> str:
+    return hash_file(content) if isinstance(content, Path) else hashlib.sha256(content).hexdigest()
 
 
 class HubRepository:
@@ -87,17 +96,29 @@ class HubRepository:
             }
 
     def read(self, name: str, revision: str | None = None) -> bytes | None:
-        """A small file; None if there is none."""
+        """A text, such as a card or metrics, of at most LARGEST_TEXT bytes; None if there is none."""
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         with self._explained():
             url = hf_hub_url(self.repo_id, name, repo_type=self.kind, revision=revision)
-            answer = get_session().get(url, headers=build_hf_headers(), follow_redirects=True)
-            if answer.status_code == 404:
-                return None
-            hf_raise_for_status(answer)
-            return bytes(answer.content)
+            with get_session().stream(
+                "GET", url, headers=build_hf_headers(), follow_redirects=True
+            ) as answer:
+                if answer.status_code == 404:
+                    return None
+                if answer.status_code >= 400:
+                    answer.read()  # the reason
+                hf_raise_for_status(answer)
+                content = bytearray()
+                for part in answer.iter_bytes():
+                    content += part
+                    if len(content) > LARGEST_TEXT:
+                        raise HubError(
+                            f"{name} in {self.url} has more than {LARGEST_TEXT >> 20} MB, so it is not the text that "
+                            "Flexor wrote. Check the repository."
+                        )
+                return bytes(content)
 
     def keeps_card(self, there: Mapping[str, HubEntry]) -> bool:
         """Whether the repository has a card that somebody has written there, or changed."""
@@ -117,7 +138,7 @@ class HubRepository:
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        refuse_token(files)
+        refuse_secrets(files)
         with self._explained() as api:
             added = [CommitOperationAdd(name, content) for name, content in files.items()]
             for group, done, total in _groups(added):

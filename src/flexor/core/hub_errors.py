@@ -14,6 +14,8 @@ from typing import TypeVar
 from flexor.core.errors import FlexorError
 from flexor.core.http_errors import http_status, retry_after
 from flexor.core.log import log
+from flexor.core.secret_scan import find_secret
+from flexor.core.secrets import HIDDEN, SHORTEST, own_secrets, redacted
 
 T = TypeVar("T")
 Content = Path | bytes
@@ -23,8 +25,6 @@ FIRST_WAIT = 2.0
 LONGEST_WAIT = 300.0
 PATIENCE = 300.0
 """Seconds after the first failure of a command during which it tries again."""
-TEXTS = (".json", ".jsonl", ".yaml", ".yml", ".md", ".txt")
-SHORTEST_SECRET = 8  # a shorter token may occur in a text by chance
 FULL = ("storage limit", "quota", "storage is full", "exceeded your storage")
 
 
@@ -84,25 +84,22 @@ def token() -> str | None:
     return get_token()
 
 
-def redacted(text: str) -> str:
-    """The text without the token."""
+def without_token(text: str) -> str:
+    """The text without passwords and tokens, also the token of `hf auth login`."""
     secret = token()
-    return text.replace(secret, "***") if secret and len(secret) >= SHORTEST_SECRET else text
+    text = text.replace(secret, HIDDEN) if secret and len(secret) >= SHORTEST else text
+    return redacted(text)
 
 
-def refuse_token(files: Mapping[str, Content]) -> None:
-    """Refuse to upload a text that contains the token: others could read it."""
-    secret = (token() or "").encode()
-    if len(secret) < SHORTEST_SECRET:
-        return
+def refuse_secrets(files: Mapping[str, Content]) -> None:
+    """Refuse to upload files that contain a password or a token: others could read it."""
+    secrets = own_secrets()
     for name, content in files.items():
-        if not name.endswith(TEXTS):
-            continue
-        text = content if isinstance(content, bytes) else content.read_bytes()
-        if secret in text:
+        secret = find_secret(content, secrets)
+        if secret is not None:
             raise HubError(
-                f"{name} contains your Hub token, so nothing was uploaded. Remove the token from the settings, and "
-                "log in with `hf auth login` instead."
+                f"{name} contains {secret}, so nothing was uploaded. Remove it from the file. If it is none, upload "
+                "the file with `hf upload`."
             )
 
 
@@ -120,10 +117,8 @@ def explain(error: Exception, url: str) -> HubError:
 
     chain = list(_causes(error))
     if isinstance(error, ValueError) and "metadata in README" in str(error):
-        return HubError(
-            f"The Hub rejects the card (README.md): {redacted(' '.join(str(error).split()))} Check the licence and the "
-            "tags."
-        )
+        reason = without_token(" ".join(str(error).split()))
+        return HubError(f"The Hub rejects the card (README.md): {reason} Check the licence and the tags.")
     answer = next((e for e in chain if isinstance(e, HfHubHTTPError)), None)
     if answer is not None:
         return _rejected(
@@ -131,7 +126,7 @@ def explain(error: Exception, url: str) -> HubError:
         )
     if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
         return HubError("HF_HUB_OFFLINE is set, so the Hub can't be used. Unset it.", offline=True)
-    said = redacted(_first_line(chain[-1]))
+    said = without_token(_first_line(chain[-1]))
     if status := re.search(r"HTTP status \w+ error \((\d{3})", said):  # of hf_xet, which uploads large files
         return _rejected(int(status[1]), said, url)
     unreachable = isinstance(
@@ -143,7 +138,7 @@ def explain(error: Exception, url: str) -> HubError:
 
 
 def _rejected(status: int, said: str, url: str, wait: float | None = None) -> HubError:
-    said = redacted(said).rstrip(".")
+    said = without_token(said).rstrip(".")
     full = status in (402, 403, 413, 507) and any(word in said.lower() for word in FULL)
     owner = url.split("/")[-2]
     advice = {

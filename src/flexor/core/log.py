@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from flexor.core.secrets import redacted
 from flexor.core.text import printable
 
 log = logging.getLogger("flexor")
@@ -39,10 +40,13 @@ def set_rank(rank: int, world_size: int) -> None:
 
 
 class _Printable(logging.Formatter):
-    """Names from outside, such as that of a camera, are in many messages: none may control the terminal."""
+    """Names from outside, such as that of a camera, are in many messages: none may control the terminal.
+
+    And addresses of datasets are in many: none may show a password.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(redacted(super().format(record)))
 
 
 def _formatter(who: str = "", date: str = "%H:%M:%S") -> logging.Formatter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
+from collections.abc import Collection
 from pathlib import Path
 
 from flexor.core.errors import FlexorError
@@ -67,6 +68,41 @@ def inside(root: Path, name: object) -> Path:
             f"it with {LINK_TARGETS}={Path(real).parent}"
         )
     return path
+
+
+def files_to_push(root: Path, hidden: bool = False, top: Collection[str] | None = None) -> dict[str, Path]:
+    """All files below a folder by name, sorted. Refuses symbolic links: they could publish any file of this machine.
+
+    Links that the Hub's client made in its cache are followed, and those into FLEXOR_LINK_TARGETS. Names that begin
+    with a dot are left out, unless `hidden`. `top`: only these files and folders of the folder itself.
+    """
+    files: dict[str, Path] = {}
+    for where, folders, names in os.walk(root, followlinks=True):  # those that are not refused
+        is_top = top is not None and Path(where) == root
+        pushed = {
+            n for n in (*folders, *names) if (hidden or n[0] != ".") and (not is_top or n in (top or ()))
+        }
+        folders[:] = [name for name in folders if name in pushed]
+        for path in (Path(where) / name for name in pushed):
+            _refuse_link(root, path)
+            if not path.is_dir():
+                files[path.relative_to(root).as_posix()] = path
+    return dict(sorted(files.items()))
+
+
+def _refuse_link(root: Path, path: Path) -> None:
+    """Refuse a link, and what is neither a file nor a folder, such as a pipe: reading it might never end."""
+    if path.is_symlink():
+        real, area = os.path.realpath(path), _area(root)
+        cached = [area] if area != os.path.realpath(root) else []
+        if not any(_is_within(real, place) for place in (*cached, *_link_targets())):
+            raise UnsafePath(
+                f"{path} is a symbolic link to {real}. Links are not followed here, because they may lead to any file "
+                f"of this machine. Put a copy there instead, or, if the link is yours, allow it with "
+                f"{LINK_TARGETS}={Path(real).parent}"
+            )
+    if not path.is_file() and not path.is_dir():
+        raise UnsafePath(f"{path} is neither a file nor a folder, so it can't be pushed: remove it.")
 
 
 def _is_within(path: str, folder: str) -> bool:

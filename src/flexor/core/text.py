@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 INDENT = "  "
@@ -16,9 +17,21 @@ def printable(text: str) -> str:
     return "\n".join([lines[0], *(line if line.startswith(INDENT) else INDENT + line for line in lines[1:])])
 
 
+def visible(text: str) -> str:
+    """The text with control characters as \\x1b and the like, line by line: for what a command prints."""
+    return "\n".join(map(_visible, text.split("\n")))
+
+
 def one_line(text: str) -> str:
     """The text in one line, with spaces instead of control characters."""
     return "".join(" " if _is_control(letter) else letter for letter in text)
+
+
+def markdown(text: str) -> str:
+    """The text in one line of Markdown, in which it is nothing but text: no link, no HTML, no list, no other cell."""
+    escaped = re.sub(r"([\\`*_\[\]<>|~&$#])", r"\\\1", one_line(text).strip())
+    begin = r"^(?:[-+](?=\s|$)|\d+(?=[.)](?:\s|$))|[-=](?=[-=\s]*$))"
+    return re.sub(begin, lambda mark: f"&#{ord(mark[0][0])};{mark[0][1:]}", escaped)
 
 
 def _visible(line: str) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from flexor.core.batch import SAMPLE_WEIGHT
 from flexor.core.errors import DatasetError
 from flexor.core.log import warn_once
+from flexor.core.secrets import redacted
 from flexor.data.format.episode_list import checked_episodes, select_episodes
 from flexor.data.format.metadata import BrokenFile, Feature, Metadata, read_metadata
 from flexor.data.format.table import FrameTable, fill_in, read_table
@@ -258,7 +259,7 @@ def open_dataset(
     Unreadable episodes raise an error. With `on_bad_episode="skip"` they are left out and listed in `skipped`.
     """
     source = find_source(repo_id, root, revision, streaming, remote_bytes)
-    name = repo_id or str(source)
+    name = redacted(repo_id or str(source))
     meta = read_metadata(source)
     selected = select_episodes(
         name,

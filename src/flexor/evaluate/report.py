@@ -14,6 +14,7 @@ from flexor.core.console import Progress
 from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.output_paths import check_output_folder
 from flexor.core.run_files import RUN_CONFIG, VIDEOS
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
@@ -51,15 +52,17 @@ def evaluate_policy(
         raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
     if videos is not None and settings_.videos == 0:
         settings_.videos = min(3, settings_.n_episodes)
+    videos = videos or (_video_folder(folder) if folder else Path(VIDEOS))
+    if settings_.videos:
+        check_output_folder(videos, "--videos")
     if server is not None:
         actor = _served(server, flags)
         try:
-            summary = summarize(play(actor, env, settings_, videos or Path(VIDEOS), progress))
+            summary = summarize(play(actor, env, settings_, videos, progress))
         finally:
             actor.close()
         return {"server": server.url, "env": env.type, **asdict(summary)}, f"{server.url}: {summary}"
     assert folder is not None
-    videos = videos or _video_folder(folder)
     summary = summarize(play(_local(folder, flags), env, settings_, videos, progress))
     return {"policy": str(folder), "env": env.type, **asdict(summary)}, f"{folder}: {summary}"
 

@@ -23,8 +23,10 @@ from flexor.config.schema import TrainConfig
 from flexor.core.console import print_result
 from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
+from flexor.core.output_paths import check_output_folder
 from flexor.core.typed import closest
 from flexor.launch.local import flexor_command
+from flexor.launch.passwords import refuse_passwords
 
 STOPPED = 75  # exit code of a run that saved a checkpoint and should be started again
 
@@ -61,7 +63,11 @@ def launch_slurm(arguments: list[str]) -> int:
         raise ConfigError(
             f"--signal-before={options.signal_before} seconds leaves nothing of --time={options.time}: increase --time."
         )
-    job = _job([*words, *arguments[cut + 1 :]])
+    words += arguments[cut + 1 :]
+    job = _job(words)
+    copied = [line for text in job.files.values() for line in text.splitlines()]
+    refuse_passwords([*words, *copied], str(job.folder))
+    check_output_folder(job.folder, "--output_dir")
     text = batch_script(job, options)
     result: dict[str, Any] = {"run": str(job.run), "script": str(job.script), "job_id": None, "log": None}
     if options.dry_run:
@@ -238,6 +244,7 @@ def _train(words: list[str]) -> Job:
         )
     config = load_config(_words(flags))
     run = Path(config.output_dir or default_folder(config.job_name or config.policy.type)).absolute()
+    check_output_folder(run, "--output_dir")
     if not resume and run.exists() and any(run.iterdir()):
         raise ConfigError(
             f"output_dir={run} is not empty. Resume that run with `flexor launch slurm ... -- resume {run}`, "

@@ -20,6 +20,7 @@ from typing import Any
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
+from flexor.core.published import published
 from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
 
@@ -86,8 +87,9 @@ def settings_of(name: str, config: TrainConfig, run_id: str) -> dict[str, Any]:
     if name == "tensorboard":
         return {}
     title = config.job_name or config.policy.type
-    shown: dict[str, Any] = {"config": config.to_dict()}
+    shown: dict[str, Any] = {"config": config.to_saved()}
     if name == "trackio":
+        shown = published(shown)  # a Space is public, unless its owner makes it private
         trackio = config.trackio
         return {
             "project": trackio.project,

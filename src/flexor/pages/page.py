@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.errors import ConfigError
+from flexor.core.output_paths import check_output_file, make_parents
+from flexor.core.secrets import redacted, redacted_values
 
 GENERATOR = '<meta name="generator" content="Flexor">'
 SHARED_STYLES = (("flexor.pages", "shared.css"),)
@@ -41,6 +43,7 @@ def page(
     Pages without scripts get only the shared styles. With `live`, scripts may ask the server that sent the page.
     `videos`: some are embedded.
     """
+    title, body, data = redacted(title), redacted(body), redacted_values(data)
     style = "".join(_read(*file) for file in (*SHARED_STYLES, *styles))
     script = "".join(_read(*file) for file in (*SHARED_SCRIPTS, *scripts)) if scripts else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -71,6 +74,7 @@ def as_json(data: object) -> str:
 def write_page(path: Path, text: str) -> None:
     """Write a page, complete or not at all. A file that is not a page of Flexor's is not overwritten."""
     check_writable(path)
+    make_parents(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         aside.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate can't be written
@@ -79,18 +83,15 @@ def write_page(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, flag: str = "--output") -> None:
     """Raise an error if a page can't be written there: to be called before long work."""
-    if path.is_dir():
-        raise ConfigError(f"--output={path} is a folder: name a file, such as {path / 'page.html'}.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--output={path}: the folder {path.parent} does not exist. Create it first.")
+    check_output_file(path, flag)
     if path.exists():
         with path.open("rb") as file:
             begin = file.read(1024)
         if GENERATOR.encode() not in begin:
             raise ConfigError(
-                f"--output={path} exists and is not a page written by Flexor: name another file, or delete it."
+                f"{flag}={path} exists and is not a page written by Flexor: name another file, or delete it."
             )
 
 

@@ -19,6 +19,7 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import log, log_file, set_rank
 from flexor.core.machine import let_gpu_memory_grow
+from flexor.core.output_paths import check_output_folder
 from flexor.core.run_files import LOG, RUN_CONFIG
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import Loader, sample_rows
@@ -149,6 +150,7 @@ def _settle_folder(config: TrainConfig, resume: Resume, processes: Processes) ->
         folder = (
             Path(config.output_dir) if config.output_dir else found or default_folder(str(config.job_name))
         )
+        check_output_folder(folder, "--output_dir")
         again = resume == "auto" or (resume == "no" and restarted)
         return folder, resume == "yes" or (again and (folder / RUN_CONFIG).is_file())
 

@@ -1,5 +1,7 @@
 """`flexor launch hf-jobs` with the real client of the Hub, against a Hub on this machine."""
 
+import hashlib
+import importlib.metadata
 import json
 import os
 import shlex
@@ -25,6 +27,11 @@ from support.limits import LIMIT_S, wait_for
 
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")
+# the program, without what `jobs_server` lacks
+NO_UPLOAD = (
+    "import sys; from huggingface_hub import HfApi; from flexor.cli.main import program\n"
+    "HfApi.batch_bucket_files = lambda *_, **__: None; sys.exit(program())"
+)
 GIVEN = ("--flavor=l4x1", "--timeout=1h")  # so that nothing is planned; `test_hf_plan.py` leaves them out
 
 
@@ -57,7 +64,6 @@ def test_the_request(hub, log_lines):
     body = submitted(hub, "--timeout=24h", "--", "train", PENS, "--steps=9", "--output_dir=runs/pens")
     words = last_command(body)
     assert body["command"][:2] == ["bash", "-c"]
-    assert f"pip install --quiet flexor=={__version__}" in body["command"][2]
     train = words[words.index("--") + 1 :]
     assert train[0] == "train" and {PENS, "--steps=9", "--resume=auto", "--gpus=all"} < set(train)
     assert f"--output_dir={WORK}/runs-pens" in train and f"{MOUNT}/runs-pens" in words
@@ -90,13 +96,48 @@ def test_a_bucket_that_exists_is_used(hub):
     assert submitted(hub, "--", PENS)["volumes"][0]["source"] == "ann/flexor-runs"
 
 
+def test_a_job_installs_the_flexor_that_runs_here(hub, tmp_path):
+    """From a wheel that is uploaded before the job starts, by its hash, in the versions of this machine."""
+    script = submitted(hub, "--", PENS)["command"][2]
+    ((path, content),) = hub.files.items()
+    sha256 = hashlib.sha256(content).hexdigest()
+    place = f"{MOUNT}/{path.removeprefix('ann/flexor-runs/')}"
+    assert f" @ file://{place}#sha256={sha256}" in script and f"flexor=={__version__}" in script
+    assert [kind for kind, path, _ in hub.requests if kind == "upload" or path == SUBMIT[1]] == [
+        "upload",
+        "POST",
+    ]
+    pip = next(line for line in script.splitlines() if "pip install" in line)
+    assert "unset HF_TOKEN" in pip and "--constraint" in pip
+    assert f"numpy=={importlib.metadata.version('numpy')}\n" in script and "+cpu" not in script
+
+
+def test_an_upload_that_fails_starts_no_job(hub, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"no storage for {TOKEN}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.batch_bucket_files", fail)
+    with pytest.raises(FlexorError, match=r"can't be uploaded to the bucket ann/flexor-runs.*for \*\*\*"):
+        launch(["--", PENS])
+    assert not hub.bodies(*SUBMIT)
+
+
+def test_a_wheel_of_the_users_goes_along(hub, tmp_path):
+    wheel = tmp_path / "mine-1.0-py3-none-any.whl"
+    wheel.write_bytes(b"a wheel")
+    script = submitted(hub, f"--package={wheel}", "--", PENS)["command"][2]
+    sha256 = hashlib.sha256(b"a wheel").hexdigest()
+    assert f"'mine @ file://{MOUNT}/.packages/{sha256[:16]}/{wheel.name}#sha256={sha256}'" in script
+    assert b"a wheel" in hub.files.values() and len(hub.files) == 2
+
+
 def test_options(hub):
     body = submitted(
         hub,
         "--flavor=a10g-largex4",
         "--timeout=90m",
         "--image=pytorch/pytorch:latest",
-        "--package=git+https://example.com/flexor.git@abc",
+        "--package=git+https://example.com/mine.git@abc",
         "--env=A=1",
         "--env",
         "B=x=y",
@@ -105,7 +146,8 @@ def test_options(hub):
     )
     assert body["flavor"] == "a10g-largex4" and body["timeoutSeconds"] == 5400
     assert body["dockerImage"] == "pytorch/pytorch:latest"
-    assert "pip install --quiet git+https://example.com/flexor.git@abc\n" in body["command"][2]
+    (line,) = [line for line in body["command"][2].splitlines() if "git+https" in line]
+    assert line.endswith(" git+https://example.com/mine.git@abc)") and "flexor" in line
     assert body["environment"].items() >= {"A": "1", "B": "x=y"}.items()
     assert "--seconds=$((4860 - SECONDS))" in body["command"][2]  # nine minutes to save and copy
 
@@ -151,7 +193,8 @@ def test_secrets_are_sent_as_secrets_only(hub, monkeypatch, capsys):
     body = submitted(hub, *arguments)
     secrets = {"HF_TOKEN": TOKEN, "MY_KEY": "very secret", "WANDB_API_KEY": "w" * 40}
     assert body["secrets"] == secrets
-    assert f"'flexor[wandb,trackio]=={__version__}'" in body["command"][2]
+    assert "'flexor[wandb,trackio" in body["command"][2]
+    assert "(unset HF_TOKEN WANDB_API_KEY MY_KEY; " in body["command"][2]
     sent = len(hub.requests)
     assert launch(["--dry-run", *arguments]) == 0
     assert len(hub.requests) == sent
@@ -192,11 +235,13 @@ def test_without_a_login(hub, monkeypatch):
 
 def test_local_things_are_refused(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("flexor.whl").touch()
     for arguments, message in [
         (["--", f"--dataset.root={tmp_path}"], "flexor data push .* USER/NAME"),
         (["--", f"--dataset.root=file://{tmp_path}"], "on this machine"),
-        (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is on this machine"),
+        (["--package=flexor.whl", "--", PENS], "--package=flexor.whl is no wheel: .*pip wheel"),
+        (["--package=.", "--", PENS], "--package=. is no wheel"),
+        (["--", "--dataset.root=https://ann:secret@host/pens"], r"https://\*\*\*@host/pens has a password"),
+        (["--env=HTTPS_PROXY=http://ann:secret@proxy", "--", PENS], r"http://\*\*\*@proxy has a password"),
         (["--", "--resume=true", PENS], "leave out --resume"),
         (["--", "resume", "runs/x"], "--output_dir"),
         (["--", PENS, "--no_such=1"], "no_such"),
@@ -317,7 +362,7 @@ def test_ctrl_c_leaves_the_job_alone(hub):
     hub.lines = ["step 1"]
     hub.may_end.clear()
     process = subprocess.Popen(
-        [sys.executable, "-m", "flexor", "launch", "hf-jobs", *GIVEN, "--", PENS],
+        [sys.executable, "-c", NO_UPLOAD, "launch", "hf-jobs", *GIVEN, "--", PENS],
         env=environment.for_cpu(HF_ENDPOINT=hub.address),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -346,26 +391,20 @@ def _python(folder: Path, warm_python: str) -> Path:
     return folder
 
 
-def _installed(folder: Path) -> Path:
-    """A folder for PYTHONPATH by which pip takes what is tested, wherever it is, for what the job installs."""
-    about = folder / f"flexor-{__version__}.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flexor\nVersion: {__version__}\n")
-    return folder
-
-
 class Job:
     """What the Hub is asked to run, run: on a machine of its own, as far as folders go."""
 
     def __init__(self, body: dict[str, Any], python: str, machine: Path, bucket: Path, datasets: Path):
+        self.packages = machine / "packages"
         self.work = machine / "work"
         self.work.mkdir(parents=True)
-        script = body["command"][2].replace("/tmp/", f"{self.work}/").replace("/flexor-runs/", f"{bucket}/")
+        script = body["command"][2].replace("/tmp/", f"{self.work}/").replace(f"{MOUNT}/", f"{bucket}/")
         there = environment.for_cpu(
             PATH=f"{_python(machine / 'bin', python)}:{os.environ['PATH']}",
-            PYTHONPATH=f"{_installed(machine / 'packages')}:{os.environ['PYTHONPATH']}",
+            PYTHONPATH=f"{self.packages}:{os.environ['PYTHONPATH']}",
             PIP_NO_INDEX="1",
-            PIP_BREAK_SYSTEM_PACKAGES="1",  # which it does not, as it finds nothing to install
+            PIP_NO_DEPS="1",
+            PIP_TARGET=str(self.packages),
             HF_LEROBOT_HOME=str(datasets),  # instead of the Hub
         )
         self.errors = machine / "stderr"
@@ -396,11 +435,16 @@ def test_a_job_that_is_ended_goes_on_in_the_next_one(hub, lowdim, tiny_act, warm
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     body = submitted(hub, *arguments)
+    for path, content in hub.files.items():
+        file = bucket / path.removeprefix("ann/flexor-runs/")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content)
     first = Job(body, warm_python, tmp_path / "first", bucket, tmp_path / "datasets")
     first.wait_for_step(3)
     first.process.send_signal(signal.SIGTERM)
     assert first.end() == 75, first.errors.read_text()
     assert "the same --output_dir to resume" in first.errors.read_text()
+    assert (first.packages / "flexor/cli/main.py").is_file()
     shutil.rmtree(first.work)
     second = Job(body, warm_python, tmp_path / "second", bucket, tmp_path / "datasets")
     assert second.end() == 0, second.errors.read_text()

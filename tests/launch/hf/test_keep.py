@@ -179,3 +179,13 @@ def test_training_is_told_to_stop_in_time(kept, tmp_path):
         timeout=LIMIT_S,
     )
     assert ended.returncode == 128 + 15 and "telling training to save and stop" in ended.stderr
+
+
+def test_links_are_not_followed(run, kept, tmp_path, log_lines):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("mine alone")
+    for link in (run / "notes", run / "videos" / "b.mp4", run / "checkpoints/000001/training_state/more"):
+        link.symlink_to(secret)
+    assert _fresh(run, kept).copy()
+    assert b"mine alone" not in files(kept).values() and (kept / "config.yaml").is_file()
+    assert sum("is a symbolic link, so it is not copied" in line for line in log_lines) == 3

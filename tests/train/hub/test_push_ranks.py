@@ -49,7 +49,7 @@ def test_only_the_first_process_pushes(strategy, server, lowdim, tiny_act, tmp_p
     assert {f"checkpoints/000004/{name}" for name in here} <= there.keys()
     # what was pushed is a run that goes on, on another number of processes
     words = ["resume", "hub:ann/run", f"--output_dir={tmp_path / 'resumed'}", "--steps=5"]
-    words += ["--save_checkpoint_to_hub=false", "--policy.push_to_hub=false"]
+    words += ["--save_checkpoint_to_hub=false", "--policy.push_to_hub=false", f"--dataset.root={lowdim}"]
     resumed = ranks.Ranks(tmp_path / "again", 1, words, then={0: entered(server, FIRST)})
     assert resumed.end() == [0], resumed.errors()
     assert trouble.saved_steps(tmp_path / "resumed") == [4, 5]

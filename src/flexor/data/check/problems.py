@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexor.core.output_paths import make_parents
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -64,7 +66,7 @@ class CheckReport:
 
     def write_good_episodes(self, path: str | Path) -> None:
         """Write the list that `--dataset.episodes=@path` reads."""
-        Path(path).write_text(json.dumps(self.good_episodes) + "\n", encoding="utf-8")
+        make_parents(Path(path)).write_text(json.dumps(self.good_episodes) + "\n", encoding="utf-8")
 
     def to_json(self) -> dict[str, Any]:
         return {

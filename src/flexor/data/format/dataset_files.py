@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.format import stats as statistics
 from flexor.data.format.encode import VideoStream, VideoWriter
@@ -280,9 +281,10 @@ def _place(number: int, chunk_size: int) -> dict[str, int]:
 
 
 def check_new_folder(root: Path) -> None:
-    """Raise an error if the folder exists and is not empty."""
-    if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        unfinished = root.is_dir() and not (root / "meta/info.json").exists()
+    """Raise an error if the folder exists and is not empty, or can't be created."""
+    check_output_folder(root, "root")
+    if root.exists() and any(root.iterdir()):
+        unfinished = not (root / "meta/info.json").exists()
         hint = " (it has no meta/info.json, so perhaps an earlier write did not finish)" if unfinished else ""
         raise DatasetError(f"{root} exists and is not empty{hint}. Choose a new folder, or delete this one.")
 

@@ -46,7 +46,7 @@ __all__ = [
 VERSION = 1
 """Part of the folder's name: a different file layout is a different cache."""
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (`ram_folder` checks whose folder it is)
 RESERVE = 1 << 30
 """Bytes that caches leave free, for checkpoints and other programs; less on a small file system."""
 
@@ -101,7 +101,7 @@ def ram_folder() -> Path | None:
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         # another user could have created a folder of that name, to read or change our files
-        return folder if folder.stat().st_uid == os.getuid() else None
+        return folder if folder.lstat().st_uid == os.getuid() else None
     except OSError:
         return None
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexor.core.errors import ConfigError
+from flexor.core.secrets import redacted
 from flexor.core.typed import check_values
 from flexor.data.format.episode_list import episode_setting, parse_episodes
 from flexor.data.settings import DatasetConfig, DatasetEntry
@@ -114,11 +115,13 @@ def _split(text: str) -> list[str]:
     return parts
 
 
+def _name(entry: DatasetEntry) -> str:
+    root = redacted(str(entry.root)).rstrip("/")
+    return redacted(entry.name or entry.repo_id or "") or Path(root).name or root
+
+
 def _names(entries: list[DatasetEntry]) -> list[str]:
-    names = [
-        entry.name or entry.repo_id or Path(str(entry.root).rstrip("/")).name or str(entry.root)
-        for entry in entries
-    ]
+    names = [_name(entry) for entry in entries]
     times = Counter(names)
     seen: Counter[str] = Counter()
     for i, name in enumerate(names):

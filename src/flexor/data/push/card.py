@@ -9,6 +9,9 @@ from typing import Any
 import yaml
 
 from flexor.core.hub import LICENSE, MADE_BY
+from flexor.core.published import published
+from flexor.core.secrets import redacted
+from flexor.core.text import markdown
 
 VIEWER = "https://huggingface.co/spaces/lerobot/visualize_dataset?path="
 TASKS = 20  # that are listed
@@ -21,7 +24,8 @@ def dataset_card(
     license: str | None = None,
     tags: Sequence[str] | None = None,
 ) -> str:
-    """`info` is the content of meta/info.json."""
+    """`info` is the content of meta/info.json. Its texts, and the tasks, may be a stranger's: they stay texts."""
+    info = published(info)
     front = {
         "license": license or LICENSE,
         "task_categories": ["robotics"],
@@ -33,7 +37,7 @@ def dataset_card(
         MADE_BY,
         f"# {repo_id}",
         f"Demonstrations of a robot as a [LeRobot](https://github.com/huggingface/lerobot) dataset, "
-        f"format {info.get('codebase_version')}. [Watch the episodes]({VIEWER}{repo_id}).",
+        f"format {markdown(str(info.get('codebase_version')))}. [Watch the episodes]({VIEWER}{repo_id}).",
         _contents(info),
         _tasks(tasks),
         "## Train on it\n\n```console\n"
@@ -56,7 +60,7 @@ def _contents(info: dict[str, Any]) -> str:
         "action": features.get("action", {}).get("shape"),
         "state": features.get("observation.state", {}).get("shape"),
     }
-    lines = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    lines = [f"| {name} | {markdown(str(value))} |" for name, value in rows.items() if value]
     return "\n".join(["| | |", "| --- | --- |", *lines])
 
 
@@ -64,4 +68,11 @@ def _tasks(tasks: Sequence[str]) -> str:
     if not tasks:
         return ""
     more = [f"- and {len(tasks) - TASKS} more"] if len(tasks) > TASKS else []
-    return "\n".join(["## Tasks", "", *(f"- {' '.join(task.split())}" for task in tasks[:TASKS]), *more])
+    return "\n".join(
+        [
+            "## Tasks",
+            "",
+            *(f"- {markdown(' '.join(redacted(task).split()))}" for task in tasks[:TASKS]),
+            *more,
+        ]
+    )

@@ -6,7 +6,6 @@ comes last, in one commit with the card, and then the tag of the format's versio
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
+from flexor.core.paths import files_to_push
 from flexor.data.format.metadata import Metadata, read_metadata
 from flexor.data.push.card import dataset_card
 from flexor.data.storage.source import FolderSource, is_repo_id
@@ -51,15 +51,10 @@ def plan_push(
     source = FolderSource(root)
     meta = read_metadata(source)
     _check_complete(root, meta)
-    files = {
-        path.relative_to(root).as_posix(): path
-        for folder in FOLDERS
-        for path in sorted((root / folder).rglob("*"))
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    }
+    files = files_to_push(root, top=(*FOLDERS, CARD))
     info = json.loads((root / "meta/info.json").read_text())
-    own = root / CARD
-    card = own.read_text() if own.is_file() else dataset_card(info, meta.tasks, repo_id, license, tags)
+    written = files.pop(CARD, None)
+    card = written.read_text() if written else dataset_card(info, meta.tasks, repo_id, license, tags)
     metadata = {name: path for name, path in files.items() if name.startswith("meta/")}
     return PushPlan(card, {name: p for name, p in files.items() if name not in metadata}, metadata)
 
@@ -152,21 +147,11 @@ def _changed(
     """Files that the repository does not have, or has with other content."""
     changed = {}
     for number, (name, path) in enumerate(files.items(), 1):
-        if name not in there or not _is_same(path, there[name]):
+        if name not in there or not there[name].holds(path):
             changed[name] = path
         if progress:
             progress(number, len(files))
     return changed
-
-
-def _is_same(path: Path, entry: HubEntry) -> bool:
-    size = path.stat().st_size
-    if size != entry.size:
-        return False
-    with path.open("rb") as file:
-        if entry.sha256 is not None:
-            return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-        return hashlib.sha1(b"blob %d\0" % size + file.read()).hexdigest() == entry.blob
 
 
 def _groups(files: dict[str, Path]) -> Iterator[dict[str, Path]]:

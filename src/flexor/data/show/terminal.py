@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from flexor.core.console import print_text
+from flexor.core.text import one_line
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import thumbnail_width
 from flexor.data.show.curves import CurveFeature, curve_features
@@ -38,9 +39,9 @@ def print_episode(
 ) -> None:
     length = int(dataset.episodes.length[position])
     start = int(dataset.episodes.start[position])
-    tasks = printable("; ".join(dataset.episodes.tasks[position]))
+    tasks = "; ".join(dataset.episodes.tasks[position])
     span = f"{length} frames, {length / dataset.fps:.1f} s"
-    print(f"episode {dataset.episodes.index[position]}: {span}: {tasks}")
+    print_text(one_line(f"episode {dataset.episodes.index[position]}: {span}: {tasks}"))
     height = HEIGHT.get(way, OTHER_HEIGHT)
     frames = chosen_frames(length, max(columns // FRAME_COLUMNS.get(way, OTHER_COLUMNS), 1))
     for camera in dataset.cameras:
@@ -48,11 +49,10 @@ def print_episode(
         width = thumbnail_width(high, wide, height)
         images, why = camera_thumbnails(dataset, camera, start + np.array(frames), height, width)
         shown = ", ".join(str(frame) for frame in frames)
-        print(f"{printable(camera)}: {why or f'frames {shown}'}")
+        print_text(one_line(f"{camera}: {why or f'frames {shown}'}"))
         print(drawn(np.concatenate(list(images), axis=1), columns, way, has_true_colour()))
     for line in curve_lines(features, start, length, columns):
-        print(line)
-    sys.stdout.flush()
+        print_text(line)
 
 
 def curve_lines(features: Sequence[CurveFeature], start: int, length: int, columns: int) -> Iterator[str]:
@@ -67,7 +67,7 @@ def curve_lines(features: Sequence[CurveFeature], start: int, length: int, colum
 
 
 def label_of(feature: CurveFeature, name: str) -> str:
-    return printable(feature.name if name == feature.name else f"{feature.name} {name}")
+    return one_line(feature.name if name == feature.name else f"{feature.name} {name}")
 
 
 def spark_line(values: np.ndarray, low: float, high: float, columns: int) -> str:
@@ -80,8 +80,3 @@ def spark_line(values: np.ndarray, low: float, high: float, columns: int) -> str
         place = (part.mean() - low) / (high - low) if high > low else 0.0
         line += LEVELS[int(np.clip(place * len(LEVELS), 0, len(LEVELS) - 1))]
     return line
-
-
-def printable(text: str) -> str:
-    """Text from a dataset without control characters, which could command the terminal."""
-    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)

@@ -20,6 +20,7 @@ from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
 from flexor.core.paths import inside
+from flexor.core.secrets import HIDDEN, redacted, without_login
 from flexor.data.storage.block_cache import block_cache
 from flexor.data.storage.ranges import LocalRanges, Ranges, RemoteRanges
 from flexor.data.storage.remote import (
@@ -255,7 +256,9 @@ class FsspecSource(Source):
             ) from error
         read = partial(self.fs.cat_file, f"{self.base}/meta/info.json")
         info = retrying(f"{self.address}/meta/info.json", read)
-        identity = hashlib.sha256(self.address.encode() + b"\0" + info).hexdigest()[:20]
+        # the same dataset, whether its password is in the address or comes from elsewhere
+        address = without_login(self.address).replace(f"{HIDDEN}@", "")
+        identity = hashlib.sha256(address.encode() + b"\0" + info).hexdigest()[:20]
         self.root = cache_folder() / "datasets" / identity
         self._blocks = block_cache(cache_bytes)
         self._lock = threading.Lock()
@@ -264,7 +267,7 @@ class FsspecSource(Source):
         self._infos: dict[str, dict[str, Any]] = {}
 
     def __str__(self) -> str:
-        return self.address
+        return redacted(self.address)
 
     def local(self, name: str) -> Path:
         target = self.path(name)

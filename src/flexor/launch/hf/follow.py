@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
+from flexor.core.console import print_text
 from flexor.core.errors import FlexorError
 from flexor.core.log import log
 
@@ -33,7 +34,7 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
                     api.fetch_job_logs(job_id=job.id, namespace=namespace, follow=True)
                 ):
                     if number >= shown:  # after a reconnect, the Hub sends everything again
-                        print(line, file=out, flush=True)
+                        print_text(line, out)
                         shown, failures = number + 1, 0
                 if pressed:
                     raise KeyboardInterrupt

@@ -9,16 +9,19 @@ machine and the timeout, unless the user gives them (`plan.py`).
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 
 from flexor import __version__
 from flexor.config.schema import TrainConfig
-from flexor.core.console import print_result
+from flexor.core.console import print_json, print_result
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.hub_errors import without_token
 from flexor.core.log import log
 from flexor.data.mixture.entries import entries_of
 from flexor.launch.hf.follow import explained, follow
@@ -34,6 +37,7 @@ from flexor.launch.hf.request import (
     settle,
     shown,
 )
+from flexor.launch.hf.wheel import flexor_wheel, read_wheel
 from flexor.plan.site.hardware import Flavor, load_hardware
 from flexor.sim.record import BUILTIN
 
@@ -49,7 +53,7 @@ def launch_hf_jobs(arguments: list[str]) -> int:
     if options.dry_run:
         options.namespace = options.namespace or "YOUR-NAME"
         machine = _machine(options, training, secrets, _offers(_flavors_of_client()))
-        print(json.dumps(shown(build_request(training, machine)), indent=2))
+        print_json(shown(build_request(training, machine)), indent=2)
         return 0
     api = _client(secrets["HF_TOKEN"])
     with explained(api.endpoint, options.namespace):
@@ -61,6 +65,7 @@ def launch_hf_jobs(arguments: list[str]) -> int:
         log.info("%s: %s", machine.flavor, _describe(known[machine.flavor], machine.seconds / 3600))
         bucket = request["volumes"][0].source
         api.create_bucket(bucket, private=True, exist_ok=True)
+        _upload(api, bucket, machine)
         job = api.run_job(**request)
     log.info("job %s: %s", job.id, job.url)
     log.info("its checkpoints and other files go to hf://buckets/%s/%s", bucket, training.name)
@@ -84,7 +89,11 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     add("--timeout", help="time limit of the job: seconds, 90m, 6h or 2d; default: from the plan")
     add("--image", default="python:3.12", help="Docker image with bash and Python; default: python:3.12")
-    add("--package", help="package that pip installs in the job; default: this version of flexor")
+    add(
+        "--package",
+        help="another package that pip installs in the job, such as one with your policy: a wheel or a URL. The job "
+        "always gets the Flexor that runs here",
+    )
     add("--namespace", default="", help="organisation that runs the job and pays; default: you")
     add("--bucket", help=f"OWNER/NAME of the bucket; default: NAMESPACE/{BUCKET}")
     add(
@@ -119,16 +128,32 @@ def _machine(
     seconds = None if options.timeout is None else read_seconds(options.timeout)
     known = [offer for offer in offers.values() if offer is not None]
     flavor, seconds = settle_machine(training, options.flavor, seconds, known)
+    wheels, package = [flexor_wheel()], options.package
+    if package is not None and (package.endswith(".whl") or Path(package).exists()) and "://" not in package:
+        wheels, package = [*wheels, read_wheel(Path(package))], None
     return Machine(
         namespace=options.namespace,
         flavor=flavor,
         seconds=seconds,
         image=options.image,
-        package=options.package,
+        wheels=wheels,
+        package=package,
         bucket=options.bucket,
         env=env,
         secrets=secrets,
     )
+
+
+def _upload(api: HfApi, bucket: str, machine: Machine) -> None:
+    """Upload what the job installs."""
+    try:
+        api.batch_bucket_files(bucket, add=[(wheel.content, wheel.place) for wheel in machine.wheels])
+    except (HTTPError, OfflineModeIsEnabled):
+        raise
+    except Exception as error:  # whatever the client of its storage raises
+        raise FlexorError(
+            f"Flexor can't be uploaded to the bucket {bucket}, so the job was not started: {without_token(str(error))}"
+        ) from None
 
 
 def _client(token: str) -> HfApi:

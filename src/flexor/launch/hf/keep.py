@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexor.core.errors import CheckpointError
-from flexor.core.log import log, setup_logging
+from flexor.core.log import log, setup_logging, warn_once
 from flexor.train.checkpoint import folder as checkpoint
 
 CHECKPOINTS = "checkpoints"
@@ -89,7 +89,8 @@ class RunKeeper:
     def _copy_checkpoint(self, name: str) -> None:
         source, target = self.run / CHECKPOINTS / name, self.kept / CHECKPOINTS / name
         self._remove_checkpoint(name)
-        files = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+        paths = [path for path in source.rglob("*") if not _is_link(path) and path.is_file()]
+        files = [path.relative_to(source).as_posix() for path in paths]
         try:
             for file in sorted(
                 files, key=checkpoint.MANIFEST.__eq__
@@ -114,8 +115,16 @@ def _beside(folder: Path) -> Iterator[str]:
     for where, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name != CHECKPOINTS and not name.startswith(".")]
         for name in files:
-            if not name.startswith("."):
+            if not name.startswith(".") and not _is_link(Path(where) / name):
                 yield (Path(where) / name).relative_to(folder).as_posix()
+
+
+def _is_link(path: Path) -> bool:
+    """Links are not followed: they may lead to any file of the machine."""
+    if path.is_symlink():
+        warn_once("%s is a symbolic link, so it is not copied", path)
+        return True
+    return False
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ the environment, which everyone with access to the job can read.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -16,18 +17,20 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from flexor import __version__
 from flexor.config.parse import load_config, parse_flags
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
 from flexor.data.mixture.entries import entries_of
+from flexor.launch.hf.wheel import Wheel, constraints
+from flexor.launch.passwords import refuse_passwords
 from flexor.policies.external import is_code
 from flexor.train.checkpoint.run_folder import default_folder
 
 BUCKET = "flexor-runs"
 MOUNT = PurePosixPath("/flexor-runs")  # mount point of the bucket in the job
-WORK = PurePosixPath("/tmp")  # the disk of the job's machine
+WORK = PurePosixPath("/tmp")  # noqa: S108  (the disk of the job's machine, which nobody else uses)
 SETTINGS = WORK / "settings.yaml"
+CONSTRAINTS = WORK / "constraints.txt"
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "": 1}
 SAVING = 600  # seconds before the end of a job in which the run saves and is copied
 SHORTEST_SECRET = 8  # shorter ones may occur in other text by chance
@@ -53,7 +56,8 @@ class Machine:
     flavor: str
     seconds: int
     image: str
-    package: str | None
+    wheels: list[Wheel]  # Flexor first
+    package: str | None  # another one, from a URL or an index
     bucket: str | None
     env: dict[str, str]
     secrets: dict[str, str]
@@ -181,6 +185,8 @@ def build_request(training: Training, machine: Machine) -> dict[str, Any]:
             raise ConfigError(
                 f"The value of the secret {name} is in the settings or in --env, where others can read it. Remove it."
             )
+    settings = (training.settings or "").splitlines()
+    refuse_passwords((*_as_words(training.flags), *settings, *env.values()), "the job")
     bucket = machine.bucket or f"{machine.namespace}/{BUCKET}"
     if bucket.count("/") != 1:
         raise ConfigError(f"--bucket={bucket} is not valid: give OWNER/NAME.")
@@ -202,10 +208,7 @@ def _script(training: Training, machine: Machine) -> str:
     flags = dict(training.flags)
     if machine.has_gpu and not {"gpus", "processes"} & flags.keys():
         flags["gpus"] = "all"
-    package = machine.package or _own_package(training.config)
-    if Path(package).exists():
-        raise ConfigError(f"--package={package} is on this machine, which the job can't access: give a URL.")
-    lines = ["set -e", f"python -m pip install --quiet {shlex.quote(package)}"]
+    lines = ["set -e", *_install(training, machine)]
     if training.settings is not None:
         lines.append(f"printf %s {shlex.quote(training.settings)} > {SETTINGS}")
     stop = machine.seconds - min(SAVING, machine.seconds // 10)
@@ -216,11 +219,23 @@ def _script(training: Training, machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _own_package(config: TrainConfig) -> str:
+def _install(training: Training, machine: Machine) -> list[str]:
+    """Lines that install the Flexor that was uploaded with the job. No secret is there for code that pip may run."""
+    extras = _extras(training.config)
+    flexor, *more = machine.wheels
+    packages = [flexor.requirement(MOUNT, ",".join(extras)), *(wheel.requirement(MOUNT) for wheel in more)]
+    packages += [machine.package] if machine.package else []
+    pip = f"python -m pip install --quiet --constraint {CONSTRAINTS} {shlex.join(packages)}"
+    pinned = shlex.quote("\n".join(constraints(extras)))
+    return [f"printf '%s\\n' {pinned} > {CONSTRAINTS}", f"(unset {shlex.join(machine.secrets)}; {pip})"]
+
+
+def _extras(config: TrainConfig) -> list[str]:
     extras = {"wandb": config.wandb.enable, "sim": config.env.type == "pusht"}
     extras |= dict.fromkeys(config.trackers, True)
-    wanted = ",".join(name for name, needed in extras.items() if needed)
-    return f"flexor[{wanted}]=={__version__}" if wanted else f"flexor=={__version__}"
+    extras["8bit"] = config.optimizer.type == "adamw_8bit"
+    extras["vla"] = importlib.util.find_spec("transformers") is not None  # who has it here may need it there
+    return [name for name, needed in extras.items() if needed]
 
 
 def shown(request: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from flexor.policies.processing.pipeline import ACTING, ProcessingStep, StepCont
 from flexor.policies.processing.tokenize import FILES
 
 ACTION_TOKENS = "action.tokens"
-ACTION_TOKEN_MASK = "action.token_mask"
+ACTION_TOKEN_MASK = "action.token_mask"  # noqa: S105  (not a password)
 
 
 class ActionWords(NamedTuple):

@@ -94,6 +94,7 @@ class Screen:
         shown = shown[: max(height - 1, 0)]
         shown += [Text("")] * (height - 1 - len(shown)) + [self._keys()]
         for line in shown:
+            line.plain = one_line(line.plain)  # files of a run may be a stranger's
             line.no_wrap = True
             line.truncate(width, overflow="crop" if self.plain else "ellipsis")
         return shown[:height]

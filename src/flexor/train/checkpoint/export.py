@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.output_paths import check_output_folder
+from flexor.core.paths import files_to_push
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.typed import from_plain
 from flexor.policies.adapter_files import save_adapter
@@ -24,13 +26,16 @@ def export(path: Path, output: Path | None = None) -> Path:
     checkpoint.verify(found)
     target = found / PRETRAINED
     if output is not None:
+        check_output_folder(output, "--output")
         if output.exists():
             raise ConfigError(
                 f"{output} already exists: choose a new folder, so that nothing is overwritten."
             )
+        files_to_push(target, hidden=True)  # refuses links: what is exported is meant for others
         shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():
+        check_output_folder(target, "--output")
         _write_weights(found, target)
     return target
 

@@ -6,14 +6,15 @@ from typing import Any
 
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
+from flexor.core.secrets import redacted_values
 from flexor.core.typed import to_plain
 from flexor.policies.pretrained import as_lerobot
 
 
 def train_config(config: TrainConfig) -> dict[str, Any]:
-    """The contents of `train_config.json`: only settings that LeRobot has too."""
+    """The contents of `train_config.json`: only settings that LeRobot has too, without passwords."""
     dataset = config.dataset
-    return {
+    settings: dict[str, Any] = {
         "dataset": {
             "repo_id": dataset.repo_id or str(dataset.root),
             "root": dataset.root,
@@ -40,6 +41,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
         "sample_weighting": _sample_weighting(config),
         "wandb": {"enable": config.wandb.enable, "project": config.wandb.project},
     }
+    return {name: redacted_values(value) for name, value in settings.items()}
 
 
 def _sample_weighting(config: TrainConfig) -> dict[str, Any] | None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from flexor.config.accelerate_flags import accelerate_settings
-from flexor.config.parse import build_config, code_in, flatten, parse_flags, read_run
+from flexor.config.parse import DATASETS, build_config, code_in, flatten, parse_flags, read_run
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
+from flexor.core.published import same_setting
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.core.secrets import HIDDEN
 from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
@@ -39,29 +42,54 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     said = accelerate_settings(changes)
     changes |= {key: value for key, value in said.items() if saved.get(key) != value}
     allowed = sorted({*CHANGEABLE} - {"output_dir"})
-    for key in changes:
-        if not may_change(key):
+    trust(code_in(changes))
+    for key in [key for key in changes if not may_change(key)]:
+        if not same_setting(saved.get(key), changes[key]):
             raise ConfigError(
                 f"{key} can't change when a run resumes. Start a new run from its weights with "
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
-    trust(code_in(changes))
+        saved[key] = changes.pop(key)  # such as a path, of which a pushed run has only the name
     require_trust(code_in({**saved, **changes}), folder / RUN_CONFIG)
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
+    if not DATASETS & changes.keys():
+        _check_roots(folder, saved)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
     config.policy_path = policy_path
     return config
+
+
+def _check_roots(folder: Path, saved: Mapping[str, Any]) -> None:
+    """Refuse to resume if the settings have only the name of a dataset's folder, or a URL without its password."""
+    mix = saved.get("dataset.mix")
+    entries = mix if isinstance(mix, list) else [{"root": saved.get("dataset.root")}]
+    roots = [str(entry["root"]) for entry in entries if isinstance(entry, dict) and entry.get("root")]
+    again = "--dataset.mix=[...], with the root of each dataset" if mix else "--dataset.root=..."
+    for root in (part for each in roots for part in each.split(",")):
+        if f"://{HIDDEN}@" in root:
+            raise ConfigError(
+                f"The run in {folder} reads its dataset from {root}. Passwords are not stored with a run: give the "
+                f"address again with {again}, or have fsspec add the password (docs/data.md)."
+            )
+        if "://" not in root and not Path(root).is_absolute():
+            raise ConfigError(
+                f"The run in {folder} was trained on the folder {root!r} of the machine it was pushed from. Only its "
+                f"name is stored on the Hub: say where it is on this machine with {again}."
+            )
 
 
 def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
     """The settings of a run that has started, when the same command is given again."""
     saved, now = {**EARLIER, **flatten(read_run(folder))}, flatten(wanted.to_dict())
     default = flatten(TrainConfig(policy=type(wanted.policy)()).to_dict())
-    settled = {**saved, **{key: value for key, value in now.items() if may_change(key)}}
+    same = {
+        key: value for key, value in now.items() if may_change(key) or same_setting(saved.get(key), value)
+    }
+    settled = {**saved, **same}
     # a run chooses some settings itself (order, features, global batch): its command does not give them
     given = [key for key in now if not may_change(key) and now[key] != default.get(key)]
-    differing = [key for key in given if key in saved and saved[key] != now[key]]
+    differing = [key for key in given if key in saved and not same_setting(saved[key], now[key])]
     if differing:
         named = "; ".join(f"{key} was {saved[key]!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(
@@ -96,7 +124,7 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
-    differing = [key for key in now if not may_change(key) and now[key] != before.get(key)]
+    differing = [key for key in now if not may_change(key) and not same_setting(before.get(key), now[key])]
     if differing:
         named = "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")

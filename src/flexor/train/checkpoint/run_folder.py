@@ -34,8 +34,8 @@ class Run:
         self.videos = folder / VIDEOS
 
     def write_config(self, config: TrainConfig) -> None:
-        """Everything needed to repeat the run: `flexor train --config RUN/config.yaml`."""
-        settings = config.to_dict()
+        """Everything needed to repeat the run, except passwords: `flexor train --config RUN/config.yaml`."""
+        settings = config.to_saved()
         del settings["output_dir"]  # the folder may be moved, and a repeated run needs another one
         text = yaml.dump(settings, Dumper=QuickDumper, sort_keys=False)
         aside = self.folder / f".{RUN_CONFIG}"

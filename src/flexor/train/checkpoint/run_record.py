@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flexor.core.run_files import RUN_RECORD
+from flexor.core.secrets import redacted_values
 from flexor.core.version import VERSION
 from flexor.data.dataset import Dataset
 from flexor.train.engine.base import Engine
@@ -27,7 +28,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def note(folder: Path, **values: Any) -> dict[str, Any]:
     """Add to the record. Its first entry gives the run an id."""
-    record = {"id": uuid.uuid4().hex, **read_record(folder), **values}
+    record: dict[str, Any] = {"id": uuid.uuid4().hex, **read_record(folder), **redacted_values(values)}
     aside = folder / f".{RUN_RECORD}"
     aside.write_text(json.dumps(record, indent=2))
     aside.rename(folder / RUN_RECORD)

@@ -103,7 +103,7 @@ class TrainState:
                 "samples_seen": self.step * self.split.global_batch,
             },
             "flexor.json": {
-                "config": self.config.to_dict(),
+                "config": self.config.to_saved(),
                 "dataset_fingerprint": self.fingerprint,
                 "scaler": self.engine.scaler.state_dict(),
                 "strategy": self.engine.strategy,

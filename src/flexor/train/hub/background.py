@@ -17,7 +17,7 @@ from typing import Any
 from flexor.config.schema import TrainConfig, pushes_policy
 from flexor.core.console import progress
 from flexor.core.errors import FlexorError
-from flexor.core.hub_errors import PATIENCE, Backoff, HubError, redacted
+from flexor.core.hub_errors import PATIENCE, Backoff, HubError, without_token
 from flexor.core.log import log
 from flexor.core.run_files import CHECKPOINTS
 from flexor.train.checkpoint import folder as checkpoint
@@ -115,7 +115,7 @@ class Pusher:
         try:
             self._queue(PushJob(self._linked(folder), folder.name))
         except Exception as error:  # never stop training
-            log.warning("%s will not be pushed: %s", folder, redacted(str(error)))
+            log.warning("%s will not be pushed: %s", folder, without_token(str(error)))
 
     def start(self) -> None:
         shutil.rmtree(self.run / LINKS, ignore_errors=True)
@@ -168,7 +168,9 @@ class Pusher:
         target = self.run / LINKS / folder.name
         shutil.rmtree(target, ignore_errors=True)
         try:
-            shutil.copytree(folder, target, copy_function=os.link)
+            shutil.copytree(
+                folder, target, symlinks=True, copy_function=os.link
+            )  # links are refused by the push
         except (OSError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
             return folder
@@ -185,7 +187,7 @@ class Pusher:
             try:
                 self._push_patiently(job)
             except BaseException as error:  # never stop training
-                self._failed(job, redacted(str(error) or repr(error)))
+                self._failed(job, without_token(str(error) or repr(error)))
             self._forget(job)
 
     def _next(self) -> PushJob | None:

@@ -11,7 +11,9 @@ import yaml
 from flexor.config.parse import read_run
 from flexor.core.hub import LICENSE, MADE_BY
 from flexor.core.machine import gigabytes
+from flexor.core.published import published
 from flexor.core.run_files import METRICS
+from flexor.core.text import markdown
 from flexor.data.storage.source import is_repo_id
 from flexor.policies.external import is_code, short_name
 from flexor.runs.jsonl import GrowingLines
@@ -41,15 +43,15 @@ def model_card(
     checkpoints: bool = False,
 ) -> str:
     """`checkpoints`: whether the repository has the whole checkpoint, so that the run can be resumed from it."""
-    settings, record = read_run(run), read_record(run)
+    settings, record = published(read_run(run)), published(read_record(run))
     kind = str(settings["policy"]["type"])
-    dataset = record.get("dataset") or {}
+    title, dataset = markdown(short_name(kind)), record.get("dataset") or {}
     trained_on = dataset.get("name") or settings["dataset"].get("repo_id") or "a local dataset"
     parts = [
         _front_matter(settings, kind, license, tags),
         MADE_BY,
-        f"# {short_name(kind)}, trained on {trained_on}",
-        f"A robot policy of type `{short_name(kind)}`, trained with Flexor on {_linked(trained_on)}: step {step} of "
+        f"# {title}, trained on {markdown(trained_on)}",
+        f"A robot policy of type {title}, trained with Flexor on {_linked(trained_on)}: step {step} of "
         f"{settings['steps']}.",
         _how_to_load(kind, repo_id, checkpoints),
         _section("Data", _data(dataset, settings)),
@@ -83,7 +85,9 @@ def _on_hub(dataset: Any) -> bool:
 
 
 def _linked(dataset: str) -> str:
-    return f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _on_hub(dataset) else f"`{dataset}`"
+    return (
+        f"[{dataset}](https://huggingface.co/datasets/{dataset})" if _on_hub(dataset) else markdown(dataset)
+    )
 
 
 def _how_to_load(kind: str, repo_id: str, checkpoints: bool) -> str:
@@ -135,7 +139,7 @@ def _section(title: str, rows: Iterable[tuple[str, Any]], more: str = "") -> str
 
 def _cell(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return markdown(text)
 
 
 def _data(dataset: dict[str, Any], settings: dict[str, Any]) -> list[tuple[str, Any]]:

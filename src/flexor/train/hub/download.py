@@ -19,6 +19,7 @@ from flexor.core.hub import HubEntry, HubRepository
 from flexor.core.hub_errors import persist
 from flexor.core.log import log
 from flexor.core.manifest import parse_manifest
+from flexor.core.output_paths import check_output_folder, make_parents
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.data.storage.source import is_repo_id
 from flexor.train.checkpoint import folder as checkpoint
@@ -33,7 +34,8 @@ def fetch_run(address: str, output: Path | None = None) -> Path:
     if not is_repo_id(repo_id):
         raise ConfigError(f"{address} is not a run on the Hub: give hub:USER/NAME or hub:USER/NAME@REVISION.")
     run = output or Path("runs") / repo_id.partition("/")[2]
-    run.parent.mkdir(parents=True, exist_ok=True)
+    check_output_folder(run, "--output_dir")
+    make_parents(run)
     with _one_at_a_time(run):
         _Download(HubRepository(repo_id), revision or None, run).fetch()
     return run

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,17 @@ from typing import Any
 from flexor.config.parse import read_run
 from flexor.config.schema import TrainConfig
 from flexor.core.console import Progress
+from flexor.core.errors import CheckpointError
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, HubError, require_token
-from flexor.core.manifest import read_manifest
-from flexor.core.paths import inside
+from flexor.core.manifest import parse_manifest, read_manifest
+from flexor.core.paths import files_to_push
+from flexor.core.published import published
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.hub.card import model_card
+from flexor.train.hub.settings_files import published_file, with_published_settings
 
 POLICY_SUFFIXES = (".json", ".safetensors")
 
@@ -79,21 +82,23 @@ class RunOnHub:
         files: dict[str, Content] = self._texts(name, there, resumable)
         files |= policy_files(folder) if policy else {}
         if whole:
-            files |= {f"{CHECKPOINTS}/{name}/{n}": path for n, path in checkpoint_files(folder).items()}
+            contents = checkpoint_files(folder)
+            files |= {f"{CHECKPOINTS}/{name}/{file}": content for file, content in contents.items()}
         old = [n for n in there if n not in files and _is_replaced(n, name, whole, WEIGHTS in files)]
         commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
         if whole:
-            self._check_pushed(folder, name, commit)
+            self._check_pushed(contents, name, commit)
             self.repository.tag(name, commit)
         return commit
 
-    def _check_pushed(self, folder: Path, name: str, commit: str) -> None:
+    def _check_pushed(self, contents: Mapping[str, Content], name: str, commit: str) -> None:
         """Refuse to call a checkpoint pushed that could not be resumed from: the Hub must have all of its files."""
-        entries = self.repository.files(commit)
-        for file, listed in {**read_manifest(folder), MANIFEST: None}.items():
-            path, entry = folder / file, entries.get(f"{CHECKPOINTS}/{name}/{file}")
-            size = path.stat().st_size if listed is None else listed.size
-            if entry is None or entry.size != size or not entry.holds(path, listed and listed.sha256):
+        entries, manifest = self.repository.files(commit), contents[MANIFEST]
+        listed = parse_manifest(manifest if isinstance(manifest, bytes) else manifest.read_bytes())
+        for file in (*listed, MANIFEST):
+            entry = entries.get(f"{CHECKPOINTS}/{name}/{file}")
+            sha256 = listed[file].sha256 if file in listed else None
+            if entry is None or not entry.holds(contents[file], sha256):
                 raise HubError(
                     f"{self.repository.url} does not have {file} of checkpoint {name} as it is here, after it was "
                     "pushed. Push it again.",
@@ -132,8 +137,8 @@ class RunOnHub:
         step = int(name)
         record = {**note(self.run), "checkpoint": name, "step": step}
         files: dict[str, Content] = {
-            RUN_CONFIG: (self.run / RUN_CONFIG).read_bytes(),
-            RUN_RECORD: json.dumps(record, indent=2).encode(),
+            RUN_CONFIG: published_file(RUN_CONFIG, self.run / RUN_CONFIG),
+            RUN_RECORD: json.dumps(published(record), indent=2).encode(),
         }
         if (self.run / METRICS).is_file():
             text = (self.run / METRICS).read_bytes()
@@ -149,19 +154,18 @@ class RunOnHub:
 
 def policy_files(folder: Path) -> dict[str, Content]:
     """The policy of a checkpoint, for the root of the repository; none if its weights were not exported."""
-    files = _files(folder / PRETRAINED)
-    return dict(files) if WEIGHTS in files else {}
+    files = files_to_push(folder / PRETRAINED)
+    return with_published_settings(files) if WEIGHTS in files else {}
 
 
-def checkpoint_files(folder: Path) -> dict[str, Path]:
+def checkpoint_files(folder: Path) -> dict[str, Content]:
     """All files of a checkpoint: those that it was saved with, and weights that were exported later."""
-    return _files(folder) | {name: inside(folder, name) for name in read_manifest(folder)}
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """All files of a folder by name, without hidden ones."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    listed = read_manifest(folder)
+    files = files_to_push(folder, hidden=True)
+    if missing := listed.keys() - files.keys():
+        raise CheckpointError(f"{folder} is damaged: {min(missing)} is missing. Push another checkpoint.")
+    visible = (name for name in files if not any(part.startswith(".") for part in name.split("/")))
+    return with_published_settings({name: files[name] for name in sorted({*visible, *listed})})
 
 
 def _is_replaced(there: str, name: str, whole: bool, policy: bool) -> bool:

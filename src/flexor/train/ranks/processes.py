@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from flexor.core.console import print_error
 from flexor.core.errors import ConfigError, FlexorError
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Processes:
         with suppress(RuntimeError):  # the store may be gone with its process
             store = dist.distributed_c10d._get_default_store()
             if self.is_main:
-                print(f"flexor: {error}", file=sys.stderr, flush=True)  # before the launcher can end us
+                print_error(f"flexor: {error}")  # before the launcher can end us
                 error.said = True
                 store.set(ERROR, str(error))
                 time.sleep(ALIKE_S / 2)  # the store may be in this process
