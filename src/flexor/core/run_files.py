@@ -8,6 +8,7 @@ SYSTEM = "system.jsonl"  # samples of the GPUs and of rank 0's host; system-8.js
 PROFILE = "profile"  # traces of --profile
 TENSORBOARD = "tensorboard"
 RUN_RECORD = "run.json"  # what was trained where, and how it compares with the plan
+DATA_FILES = "data_files.json"  # hashes of the metadata, tables and videos that the run is trained on
 LOG = "train.log"  # what the run logged, of all its starts
 LOCK = ".lock"
 LAUNCH = ".launch"  # which launch started the run

@@ -162,8 +162,12 @@ class Dataset:
             ),
         )
 
+    def episode_files(self) -> list[str]:
+        """The tables and videos of the selected episodes."""
+        return sorted({name for i in self.episodes.index.tolist() for name in self._file_sizes[i]})
+
     def fingerprint(self) -> str:
-        """A hash that identifies the content: the same data has the same hash, wherever it is stored."""
+        """A hash of episodes, lengths and file sizes, wherever the data is stored. `identity.py` has the contents."""
         identity = {
             "version": self.version,
             "fps": self.fps,

@@ -20,6 +20,7 @@ from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
 from flexor.data.format.metadata import Metadata, read_metadata
+from flexor.data.format.stats import BACKUP
 from flexor.data.push.card import dataset_card
 from flexor.data.storage.source import FolderSource, is_repo_id
 
@@ -56,6 +57,7 @@ def plan_push(
         for folder in FOLDERS
         for path in sorted((root / folder).rglob("*"))
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+        if not path.name.startswith(f"stats.json{BACKUP}")
     }
     info = json.loads((root / "meta/info.json").read_text())
     own = root / CARD

@@ -57,6 +57,11 @@ class Source:
         """The file's path on this machine; downloads it if needed. It may not exist."""
         return self.root / name
 
+    def here(self, name: str) -> Path | None:
+        """The file's path if it is on this machine; nothing is downloaded."""
+        path = self.root / name
+        return path if path.is_file() else None
+
     def exists(self, name: str) -> bool:
         return (self.root / name).is_file()
 
@@ -269,6 +274,9 @@ class FsspecSource(Source):
             if self.exists(name) and not self._is_copied(name):
                 self._copy(name, target)
         return target
+
+    def here(self, name: str) -> Path | None:
+        return self.root / name if self._is_copied(name) else None
 
     def exists(self, name: str) -> bool:
         names = self._listing()

@@ -167,6 +167,20 @@ class NormalizeByDataset(Normalize):
         out = super().__call__({key: value for key, value in batch.items() if key not in own}, context)
         return {**out, **{key: self._by_dataset(batch[key], key, which) for key in own}}
 
+    def state_by_dataset(self) -> dict[str, Tensor]:
+        """The statistics of all datasets, [M, D] each, for a run that resumes. A robot gets those of `state`."""
+        return {
+            f"{key}.{number}": value.cpu().contiguous()
+            for key, values in self.each.items()
+            for number, value in enumerate(values)
+        }
+
+    def load_by_dataset(self, state: Mapping[str, Tensor]) -> None:
+        self.each = {
+            key: [state[f"{key}.{number}"] for number in range(len(values))]
+            for key, values in self.each.items()
+        }
+
     def _by_dataset(self, x: Tensor, key: str, which: Tensor) -> Tensor:
         """x [B, ...] of the datasets `which` [B]."""
         found = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from flexor.config.accelerate_flags import accelerate_settings
 from flexor.config.parse import build_config, flatten, parse_flags, read_run
@@ -14,10 +17,14 @@ from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
-from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.core.run_files import PRETRAINED, RUN_CONFIG, TRAINING_STATE
 from flexor.core.typed import changeable
-from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
+from flexor.data.identity import DataIdentity, differences
+from flexor.policies.processing.normalize import NormalizeByDataset
+from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.run_record import read_data_files
+from flexor.train.checkpoint.state import STATISTICS, TrainState, statistics_by_dataset
 
 
 def may_change(key: str) -> bool:
@@ -26,6 +33,7 @@ def may_change(key: str) -> bool:
 
 
 CHANGEABLE = changeable(TrainConfig)
+NAMED = 3  # differences in a message
 # What runs did before these settings existed; today's defaults depend on the GPU.
 EARLIER = {"precision": "no", "channels_last": False}
 
@@ -45,6 +53,9 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"{key} can't change when a run resumes. Start a new run from its weights with "
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
+    if "dataset.root" in changes and "dataset.repo_id" in saved:
+        # the same data in another place, which is checked: it keeps its name
+        changes.setdefault("dataset.repo_id", saved["dataset.repo_id"])
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
@@ -82,14 +93,11 @@ def newest_checkpoint(folder: Path) -> Path:
     return found
 
 
-def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
+def check_same_run(found: Path, state: TrainState) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
-    saved = json.loads((found / "training_state" / "flexor.json").read_text())
-    if saved["dataset_fingerprint"] != fingerprint:
-        raise CheckpointError(
-            f"The dataset is not the one that {found} was trained on (its episodes, lengths, files "
-            "or weights differ). Restore that dataset, or start a new run with --policy.path."
-        )
+    config = state.config
+    saved = json.loads((found / TRAINING_STATE / "flexor.json").read_text())
+    _check_same_data(found, saved, state)
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
@@ -97,7 +105,6 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
     if differing:
         named = "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
-    _check_statistics(found, preprocessor)
     if before["steps"] != now["steps"] and SCHEDULES[config.scheduler.type or "constant"].stretches:
         log.warning(
             "steps was %d, is now %d: the %s schedule stretches to the new length, so the learning rate jumps here",
@@ -107,15 +114,54 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
         )
 
 
-def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
-    """Inputs must be normalised as before. The dataset's fingerprint does not include meta/stats.json."""
-    saved = Pipeline.load(found / PRETRAINED, PREPROCESSOR)
-    for before, now in zip(saved.steps, preprocessor.steps, strict=True):
-        was, is_ = before.state(), now.state()
-        differing = [k for k in is_ if k not in was or not torch.equal(was[k].float(), is_[k].float())]
-        if differing:
-            raise CheckpointError(
-                f"The dataset's statistics are not those that {found} was trained with "
-                f"({', '.join(differing[:3])} differ): restore meta/stats.json, or start a new run with "
-                "--policy.path."
-            )
+def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> None:
+    """A run from before contents were saved is compared by episodes, lengths and file sizes."""
+    now = state.identity.summary() if state.identity else {}
+    before = saved.get("dataset_content") or {}
+    differing = [kind for kind in now if before.get(kind) and now[kind] and before[kind] != now[kind]]
+    if saved["dataset_fingerprint"] == state.fingerprint and not differing:
+        return
+    named = _changed_data(found, state.identity)
+    what = f"changed: {', '.join(named)}" if named else "its episodes, lengths, files or weights differ"
+    raise CheckpointError(
+        f"The dataset is not the one that {found} was trained on ({what}). Restore that dataset, or start a new run "
+        "with --policy.path."
+    )
+
+
+def _changed_data(found: Path, identity: DataIdentity | None) -> list[str]:
+    """The files that have changed since the run started, or that differ between two machines."""
+    before = read_data_files(found.parent.parent)
+    if identity is None or not before:
+        return []
+    now = identity.to_json()
+    named = [each for kind in before if now.get(kind) for each in differences(before[kind] or {}, now[kind])]
+    return [*named[:NAMED], *([f"and {len(named) - NAMED} more"] if len(named) > NAMED else [])]
+
+
+def keep_statistics(found: Path, state: TrainState) -> None:
+    """Normalise as before, also if meta/stats.json has changed since: the checkpoint has the run's statistics."""
+    changed: list[str] = []
+    for pipeline in (state.preprocessor, state.postprocessor):
+        saved = Pipeline.load(found / PRETRAINED, pipeline.name)
+        for before, now in zip(saved.steps, pipeline.steps, strict=True):
+            if differing := _differing(before.state(), now.state()):
+                now.load_state(before.state())
+                changed += differing
+    if (file := found / TRAINING_STATE / STATISTICS).is_file():
+        each = load_file(file)
+        if differing := _differing(each, statistics_by_dataset(state.preprocessor)):
+            for step in state.preprocessor.steps:
+                if isinstance(step, NormalizeByDataset):
+                    step.load_by_dataset(each)
+            changed += differing
+    if changed:
+        log.info(
+            "the dataset's statistics have changed since this run started (%s): it goes on with its own, which %s has",
+            ", ".join(sorted({*changed})[:NAMED]),
+            found.name,
+        )
+
+
+def _differing(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    return [k for k in now if k not in before or not torch.equal(before[k].float(), now[k].float())]

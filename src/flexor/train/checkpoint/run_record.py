@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from flexor.core.run_files import RUN_RECORD
+from flexor.core.run_files import DATA_FILES, RUN_RECORD
 from flexor.core.version import VERSION
 from flexor.data.dataset import Dataset
+from flexor.data.identity import DataIdentity
 from flexor.train.engine.base import Engine
 
 
@@ -32,6 +33,23 @@ def note(folder: Path, **values: Any) -> dict[str, Any]:
     aside.write_text(json.dumps(record, indent=2))
     aside.rename(folder / RUN_RECORD)
     return record
+
+
+def note_data_files(folder: Path, identity: DataIdentity) -> None:
+    """Save the hashes of the data's files, so that a resume can name the one that has changed."""
+    aside = folder / f".{DATA_FILES}"
+    aside.write_text(json.dumps(identity.to_json(), indent=0))
+    aside.rename(folder / DATA_FILES)
+
+
+def read_data_files(folder: Path) -> dict[str, dict[str, str] | None]:
+    """What `note_data_files` saved; empty if there is nothing that can be read."""
+    try:
+        saved = json.loads((folder / DATA_FILES).read_text())
+    except (OSError, ValueError):
+        return {}
+    parts = saved if isinstance(saved, dict) else {}
+    return {kind: part for kind, part in parts.items() if isinstance(part, dict | None)}
 
 
 def describe_dataset(training: Dataset) -> dict[str, Any]:
