@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from flexor import __version__
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
@@ -46,8 +47,23 @@ Train robot policies on LeRobot datasets.
 def program() -> int:
     """Run `main` as the whole process: the entry point of the `flexor` command."""
     code = main()
+    _flush()
     gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
     return code
+
+
+def _flush() -> None:
+    """What can't be written, because the terminal is closed, must not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(printable(text), file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except FlexorError as error:
         if not error.said and _is_first_of_host():
-            print(printable(f"flexor {verb}: {error}"), file=sys.stderr)
+            _say(f"flexor {verb}: {error}")
         _leave_ranks(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
     except BrokenPipeError:
         # the program that reads our output has closed the pipe
@@ -81,8 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        text = f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable."
-        print(printable(text), file=sys.stderr)
+        _say(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")
         _leave_ranks(1)
         return 1
 

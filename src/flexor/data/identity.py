@@ -61,9 +61,9 @@ def identify(dataset: Dataset) -> DataIdentity:
 
 
 def _identify(dataset: Dataset) -> DataIdentity:
-    tables, videos = [], []
-    for name in dataset.episode_files():
-        (tables if name.endswith(TABLES) else videos).append(name)
+    files = dataset.episode_files()
+    tables = [name for name in files if name.endswith(TABLES)]
+    videos = [name for name in files if not name.endswith(TABLES)]
     source = dataset.source
     paths = {name: source.here(name) for name in (*tables, *videos)}
     hashes = digests(source.root, {name: path for name, path in paths.items() if path is not None})

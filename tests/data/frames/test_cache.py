@@ -4,7 +4,6 @@ import json
 import os
 import random
 import resource
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from flexor.data.frames import cache_files
 from flexor.data.frames import cache_folders as caches
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey, list_caches
+from support import disks
 from support.frame_caches import (
     KEY,
     LAYOUT,
@@ -291,15 +291,8 @@ def test_settings_have_caches_of_their_own():
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no file system can be mounted here")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with disks.small_disk(tmp_path / "small", 8) as disk:
+        yield disk
 
 
 def test_full_disk(small_disk, log_lines):
