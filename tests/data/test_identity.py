@@ -71,3 +71,19 @@ def test_differences_are_named(dataset):
 def test_it_is_saved_as_plain_data(dataset):
     identity = identify(open_dataset(root=dataset))
     assert identity.to_json() == asdict(identity)
+
+
+def test_frames_that_the_metadata_moves_are_not_taken_from_a_cache(dataset, tmp_path):
+    """The videos are the same, but a frame's row is now at another time in them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    copy = shutil.copytree(dataset, tmp_path / "copy")  # times included
+    before = open_dataset(root=dataset).content()
+    assert open_dataset(root=copy).content() == before
+    file = next((copy / "meta" / "episodes").rglob("*.parquet"))
+    table = pq.read_table(file)
+    name = next(n for n in table.column_names if n.endswith("from_timestamp"))
+    moved = pa.array([time + 0.1 for time in table[name].to_pylist()], table.schema.field(name).type)
+    pq.write_table(table.set_column(table.schema.get_field_index(name), name, moved), file)
+    assert open_dataset(root=copy).content() != before
