@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexor.core.errors import ConfigError
+from flexor.core.foreign_files import QuickLoader
 from flexor.core.typed import (
     QuickDumper,
-    QuickLoader,
     Text,
     closest,
     coerce,

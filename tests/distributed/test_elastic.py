@@ -170,8 +170,8 @@ def sharded(lowdim, tiny_act, tmp_path_factory) -> Path:
 
 
 def test_each_rank_writes_its_part(sharded):
-    shards = sorted((sharded / "checkpoints/000004/training_state/sharded").glob("*.distcp"))
-    assert [path.name for path in shards] == ["__0_0.distcp", "__1_0.distcp"]
+    shards = sorted((sharded / "checkpoints/000004/training_state/sharded").glob("rank-*"))
+    assert [path.name for path in shards] == ["rank-00000.safetensors", "rank-00001.safetensors"]
     small, large = sorted(path.stat().st_size for path in shards)
     assert small > 0.7 * large  # halves but for what does not divide
 
@@ -212,10 +212,13 @@ def test_export_of_a_run_that_is_not_sharded(lowdim, tiny_act, tmp_path):
 def test_a_damaged_shard_is_named(sharded, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(sharded, run, symlinks=True)
-    shard = run / "checkpoints/000004/training_state/sharded/__1_0.distcp"
+    shard = run / "checkpoints/000004/training_state/sharded/rank-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1000])
     assert main(["resume", str(run), "--steps=5"]) == 1
-    assert "training_state/sharded/__1_0.distcp has changed since it was saved" in capsys.readouterr().err
+    assert (
+        "training_state/sharded/rank-00001.safetensors has changed since it was saved"
+        in capsys.readouterr().err
+    )
 
 
 MEASURED = [

@@ -14,7 +14,7 @@ from support import killing, ranks, runs, trouble
 pytestmark = pytest.mark.ranks
 
 STEPS = 8
-WRITE_SHARD = "torch.distributed.checkpoint:FileSystemWriter.write_data"
+WRITE_SHARD = "flexor.train.checkpoint.saver:write_shard"
 
 
 def flags(lowdim: Path, run: Path, tiny_act: list[str], *more: str) -> list[str]:

@@ -52,6 +52,14 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         del sys.modules[name]
 
 
+@pytest.fixture
+def another_machine(project, monkeypatch) -> None:
+    """One on which the user has named no code yet."""
+    forget(monkeypatch)
+    monkeypatch.delenv("FLEXOR_TRUST", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(project / "another_home"))
+
+
 def policy_folder(run: Path) -> Path:
     return run / "checkpoints/last/pretrained_model"
 
@@ -303,13 +311,18 @@ def test_a_file_that_is_gone_is_named(verb, run, project, monkeypatch, capsys):
 
 
 @pytest.fixture
-def downloaded(run, project, monkeypatch) -> Path:
-    """A policy outside of its run, whose code would leave a trace."""
-    folder = project / "downloaded"
-    shutil.copytree(policy_folder(run), folder)
+def received(run, project, another_machine) -> Path:
+    """The whole run on a machine that it was not trained on. Its code would leave a trace."""
+    shutil.copytree(run, project / "received", symlinks=True)
     (project / "my_policy.py").write_text(MARKED)
-    forget(monkeypatch)
-    return folder
+    return project / "received"
+
+
+@pytest.fixture
+def downloaded(received, project) -> Path:
+    """The policy alone."""
+    shutil.copytree(policy_folder(received), project / "downloaded")
+    return project / "downloaded"
 
 
 def was_run(project: Path) -> bool:
@@ -336,10 +349,77 @@ def test_code_that_a_policy_from_the_hub_names_is_not_run(kind, downloaded, proj
     assert was_run(project)
 
 
-def test_code_that_a_folder_outside_of_a_run_names_is_not_run(downloaded, project):
-    with pytest.raises(CheckpointError, match="Code that a checkpoint names is not run"):
-        load_pretrained(str(downloaded))
+@pytest.mark.parametrize("what", ["received", "downloaded", "received/checkpoints/last"])
+def test_code_that_only_a_checkpoint_names_is_not_run(what, downloaded, project):
+    with pytest.raises(CheckpointError, match="Code that only a checkpoint names is not run"):
+        load_pretrained(str(project / what))
     assert not was_run(project)
+
+
+COMMANDS = {
+    "resume": ["resume", "received"],
+    "its settings": ["train", "--config=received/config.yaml", "--output_dir=new", "--steps=1"],
+    "its policy": [
+        "train",
+        "--policy.path=received",
+        "--dataset.root={data}",
+        "--output_dir=new",
+        "--steps=1",
+    ],
+    "plan": ["plan", "--config=received/config.yaml", "--gpu=4090"],
+    "eval": ["eval", "received", "--env.type=place", "--eval.n_episodes=1", "--env.max_steps=2"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_from_elsewhere_runs_its_code_only_if_it_is_trusted(
+    command, received, project, dataset, capsys
+):
+    words = [word.format(data=dataset) for word in COMMANDS[command]]
+    assert main(words) in (1, 2)
+    said = capsys.readouterr().err
+    assert "is not run" in said and f"--trust={project}/my_policy.py:MyPolicy" in said
+    assert not was_run(project)
+    trusted = {"resume": "my_policy.py", "plan": f"{project}/my_policy.py"}.get(
+        command, "my_policy.py:MyPolicy"
+    )
+    assert main([*words, f"--trust={trusted}"]) == 0, capsys.readouterr().err
+    assert was_run(project)
+
+
+def test_trust_is_remembered_by_the_user_not_by_the_run(received, project, monkeypatch, capsys):
+    assert main(["plan", "--config=received/config.yaml", "--gpu=4090", "--trust=my_policy.py:MyPolicy"]) == 0
+    forget(monkeypatch)
+    monkeypatch.delenv("FLEXOR_TRUST")
+    assert main(["resume", "received"]) == 0
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(project / "third_home"))
+    monkeypatch.delenv("FLEXOR_TRUST", raising=False)
+    forget(monkeypatch)
+    assert main(["resume", "received"]) == 2 and "is not run" in capsys.readouterr().err
+
+
+def test_the_package_of_an_environment_is_imported_only_if_it_is_trusted(
+    received, project, monkeypatch, capsys
+):
+    (project / "somebodys_env.py").write_text(
+        "(__import__('pathlib').Path(__file__).parent / 'was_run').touch()\n"
+    )
+    monkeypatch.syspath_prepend(project)
+    settings = (received / "config.yaml").read_text()
+    for line in ("package: somebodys_env", "type: somebodys_env/Task-v0"):
+        key = line.partition(":")[0]
+        changed = re.sub(rf"(env:\n(  .*\n)*?)  {key}: .*\n", rf"\g<1>  {line}\n", settings)
+        assert changed != settings
+        (received / "config.yaml").write_text(changed)
+        assert main(["resume", "received", "--trust=my_policy.py"]) == 2
+        assert "--trust=somebodys_env" in capsys.readouterr().err
+    assert "somebodys_env" not in sys.modules
+
+
+@pytest.mark.parametrize("flags", [["--trust"], ["--trust="]])
+def test_trust_in_nothing(flags, capsys):
+    assert main(["resume", "run", *flags]) == 2
+    assert "--trust=path/to/file.py:CLASS" in capsys.readouterr().err
 
 
 def test_code_that_has_moved_is_run_from_where_the_user_says(downloaded, project):
@@ -354,14 +434,6 @@ def test_another_class_than_the_checkpoints_is_refused(named, downloaded, projec
     with pytest.raises(ConfigError, match=rf"policy\.type={re.escape(named)}, but .* leave policy\.type out"):
         load_pretrained(str(downloaded), overrides={"type": named})
     assert not was_run(project)
-
-
-def test_a_run_whose_settings_name_other_code_does_not_vouch_for_it(run, project, monkeypatch):
-    settings = run / "config.yaml"
-    settings.write_text(settings.read_text().replace("my_policy.py", "another.py"))
-    forget(monkeypatch)
-    with pytest.raises(CheckpointError, match="is not run"):
-        load_pretrained(str(run))
 
 
 def test_a_built_in_type_needs_no_naming(lowdim, tiny_act, project):

@@ -92,22 +92,9 @@ def lowdim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_act() -> list[str]:
     """Flags of the smallest ACT."""
-    from support import small_resnet
+    from support.small_policies import TINY_ACT
 
-    return [
-        small_resnet.FLAG,
-        "--policy.type=act",
-        "--policy.device=cpu",
-        "--policy.pretrained_backbone_weights=null",
-        "--policy.chunk_size=4",
-        "--policy.n_action_steps=4",
-        "--policy.dim_model=16",
-        "--policy.n_heads=2",
-        "--policy.dim_feedforward=32",
-        "--policy.n_encoder_layers=1",
-        "--policy.n_vae_encoder_layers=1",
-        "--policy.latent_dim=4",
-    ]
+    return list(TINY_ACT)
 
 
 @pytest.fixture(scope="module")

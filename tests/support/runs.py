@@ -58,7 +58,6 @@ SERVER.set_forkserver_preload(
         "numpy.ma",  # which np.unique asks for
         "torch.utils.serialization.config",
         "torch._dynamo",  # what the first optimizer imports
-        "torch.distributed.checkpoint",
         "transformers.models.clip.modeling_clip",  # seconds, for each process of a policy with a CLIP
         "support.trouble",
         "support.small_resnet",

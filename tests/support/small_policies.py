@@ -10,6 +10,21 @@ from support.tokenizers import make_tokenizer
 
 WITH_CAMERAS = ("vqbet", "pi0", "pi05", "pi0_fast", "smolvla")  # do not work without
 
+TINY_ACT = [
+    small_resnet.FLAG,
+    "--policy.type=act",
+    "--policy.device=cpu",
+    "--policy.pretrained_backbone_weights=null",
+    "--policy.chunk_size=4",
+    "--policy.n_action_steps=4",
+    "--policy.dim_model=16",
+    "--policy.n_heads=2",
+    "--policy.dim_feedforward=32",
+    "--policy.n_encoder_layers=1",
+    "--policy.n_vae_encoder_layers=1",
+    "--policy.latent_dim=4",
+]
+
 SMALL = {
     "diffusion": [
         "horizon=8",

@@ -111,7 +111,7 @@ def fill_disk_at_shard(step: int) -> None:
     real = Path.open
 
     def opened(path: Path, *arguments: Any, **options: Any) -> Any:
-        full = path.suffix == ".distcp" and f".{step:06d}.writing" in path.parts
+        full = path.name.startswith("rank-") and f".{step:06d}.writing" in path.parts
         return real(Path("/dev/full") if full else path, *arguments, **options)
 
     Path.open = opened  # type: ignore[method-assign]

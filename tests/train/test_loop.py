@@ -291,3 +291,4 @@ def test_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch
         folder = run_folder.default_folder("act")
         assert folder == Path("runs") / expected
         folder.mkdir(parents=True)
+    assert run_folder.default_folder("../../x").name == "2026-01-02_03-04-05_.._.._x"

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import av
 import numpy as np
 import torch
 from av.container import InputContainer
@@ -23,6 +22,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.frames.clips import Clip, VideoClip
 from flexor.data.storage.ranges import Ranges
 from flexor.data.video.decode import RangesFile
+from flexor.data.video.open_file import open_video
 
 PASSES = 2  # the better one counts: other load on the machine can only make it slower
 SECONDS = 6.0  # per pass, at most
@@ -117,7 +117,7 @@ class Player:
     def _container(self, ranges: Ranges) -> InputContainer:
         if ranges.name not in self.open:
             file = ranges.name if Path(ranges.name).is_file() else RangesFile(ranges)
-            container = av.open(file, "r")
+            container = open_video(file)
             container.streams.video[0].thread_type = "NONE"
             container.streams.video[0].codec_context.thread_count = 1
             self.keep(OPEN_FILES - 1)

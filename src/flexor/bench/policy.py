@@ -21,7 +21,7 @@ from flexor.core.rng import Noise
 from flexor.evaluate.play import full_float32
 from flexor.plan.speed.ceilings import wait_for
 from flexor.plan.trace.rehearsal import rehearsed_pipelines
-from flexor.policies import policy_class
+from flexor.policies import make_policy
 from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.pretrained import Pretrained, load_pretrained, read_config
@@ -74,7 +74,7 @@ def untrained(config: PolicyConfig, dtype: Precision | None = None) -> Pretraine
         config = replace(config, dtype=dtype)  # type: ignore[call-arg]
     device = find_device(config.device)
     with device:
-        policy = policy_class(config.type)(config).to(device).eval()
+        policy = make_policy(config).to(device).eval()
     return Pretrained(policy, *rehearsed_pipelines(config, device))
 
 

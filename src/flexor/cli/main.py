@@ -13,6 +13,7 @@ from flexor import __version__
 from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
 from flexor.core.text import printable
+from flexor.core.trust import trust
 from flexor.core.typed import closest
 
 # Each verb is a file in this folder with a function `run(arguments)` that returns the exit code.
@@ -41,6 +42,7 @@ Train robot policies on LeRobot datasets.
 {verbs}
 
 `flexor VERB --help` shows the options. Verbs that print a report support --json: one JSON object on standard output.
+Code that only a checkpoint or run names is not run, unless you trust it: --trust=path/to/file.py:CLASS, for any verb.
 """
 
 
@@ -80,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb not in VERBS:
             raise ConfigError(f"Unknown verb {verb!r}. {closest(verb, VERBS)}")
+        trust(_take_trusted(rest))
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code
     except FlexorError as error:
@@ -100,6 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")
         _leave_ranks(1)
         return 1
+
+
+def _take_trusted(arguments: list[str]) -> list[str]:
+    """The code that --trust=CODE names, for any verb. The flags are removed."""
+    flags = [word for word in arguments if word.startswith("--trust=")]
+    if "--trust" in arguments or "--trust=" in flags:
+        raise ConfigError("--trust needs the code that you trust: --trust=path/to/file.py:CLASS.")
+    arguments[:] = [word for word in arguments if word not in flags]
+    return [flag.removeprefix("--trust=") for flag in flags]
 
 
 def _is_first_of_host() -> bool:

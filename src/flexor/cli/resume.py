@@ -19,7 +19,9 @@ def run(arguments: list[str]) -> int:
             "different run can't be changed. --gpus=N starts one process per GPU (N or all),\n"
             "--processes=N starts N processes on the CPU.\n\n"
             "hub:USER/NAME is a run that was pushed with its checkpoints: the newest complete one is\n"
-            "downloaded to --output_dir, by default runs/NAME."
+            "downloaded to --output_dir, by default runs/NAME.\n\n"
+            "If its policy is a file of somebody's own, that file is run only if you name it:\n"
+            "--trust=path/to/file.py:CLASS."
         )
         return 0
     processes, as_json = take_processes("resume", arguments), take_flag(arguments, "--json")

@@ -8,6 +8,7 @@ from typing import Any
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import OptimizerConfig, SchedulerConfig
 from flexor.core.errors import ConfigError
+from flexor.core.typed import check_values
 from flexor.policies.base import PolicyConfig
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -28,7 +29,9 @@ def resolve_optimizer(given: OptimizerConfig, policy: PolicyConfig) -> Optimizer
     useless = [n for n in named if n not in filled]
     if useless:
         raise ConfigError(f"optimizer.{useless[0]} has no effect with optimizer.type={kind}: remove it.")
-    return OptimizerConfig(**{**filled, **named})
+    config = OptimizerConfig(**{**filled, **named})
+    check_values(config, "optimizer")  # also those of the policy
+    return config
 
 
 def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> SchedulerConfig:
@@ -50,4 +53,5 @@ def resolve_scheduler(given: SchedulerConfig, policy: PolicyConfig) -> Scheduler
     missing = [n for n in schedule.required if getattr(config, n) is None]
     if missing:
         raise ConfigError(f"scheduler.type={kind} needs scheduler.{', scheduler.'.join(missing)}.")
+    check_values(config, "scheduler")
     return config

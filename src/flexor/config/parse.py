@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from flexor.config.accelerate_flags import accelerate_settings
 from flexor.config.lerobot_flags import ALIASES, drop_ignored
 from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.foreign_files import read_text, read_yaml
 from flexor.core.run_files import RUN_CONFIG
+from flexor.core.trust import require_trust, settled, trust
 from flexor.core.typed import (
     Partial,
-    QuickLoader,
     Text,
     closest,
     coerce,
@@ -27,11 +26,18 @@ from flexor.core.typed import (
 )
 from flexor.data.format.episode_list import episode_setting
 from flexor.policies import PolicyConfig, policy_class
-from flexor.policies.external import is_code, settled, short_name
+from flexor.policies.external import is_code, short_name
+from flexor.policies.sizes import check_sizes
 
 DATASETS = {"dataset.repo_id", "dataset.root", "dataset.mix"}  # settings that name a dataset
 PACKAGED = Path(__file__).parent / "builtin"
 DEFAULT_POLICY = "act"
+ENV_PACKAGES = (
+    "flexor",
+    "gym_pusht",
+    "gym_aloha",
+    "gym_xarm",
+)  # of LeRobot's environments: any run may name them
 # Settings of these groups depend on their type: choosing another type drops the settings given before.
 TYPED_GROUPS = ("policy", "optimizer", "scheduler")
 
@@ -95,13 +101,13 @@ def read_file(name: str | Path) -> dict[str, Any]:
     try:
         if not path.is_file() and packaged.is_file():
             path = packaged
-        data = load_yaml(path.read_text())
+        data = load_yaml(read_text(path))
     except OSError as error:
         names = ", ".join(p.stem for p in sorted(PACKAGED.glob("*.yaml")))
         raise ConfigError(
             f"Can't read the settings file {name}: {error.strerror}. Built-in files: {names}."
         ) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not a text file
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} contains no settings: expected `key: value` lines.")
@@ -118,7 +124,17 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
         file = "demo"
     layers = [flatten(read_file(file))] if file is not None else []
     given = {key: value for layer in (*layers, flags) for key, value in layer.items()}
+    trust(code_in(flags))
+    require_trust(code_in(given), file)
     return build_config(*layers, flags, accelerate_settings(given))
+
+
+def code_in(flat: Mapping[str, Any]) -> list[str]:
+    """The code that settings ask to run: the policy's, if it is not built in, and the environment's package."""
+    kind, namespace = str(flat.get("policy.type")), str(flat.get("env.type")).rpartition("/")[0]
+    code = [settled(kind)] if is_code(kind) else []
+    package = flat.get("env.package") or namespace.partition("/")[0]
+    return [*code, str(package)] if package and package not in ENV_PACKAGES else code
 
 
 def build_config(*layers: dict[str, Any]) -> TrainConfig:
@@ -204,6 +220,7 @@ def _build_policy(settings: Any, path: str | None) -> PolicyConfig:
     settings = {key: value for key, value in settings.items() if key not in nulls}
     cls = policy_class(str(settings.pop("type"))).Config
     policy = from_plain(cls, settings, "policy")
+    check_sizes(policy)
     policy.validate()
     return policy
 
@@ -237,8 +254,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
     try:
-        data = yaml.load(path.read_text(), QuickLoader)
-    except (OSError, yaml.YAMLError) as error:
+        data = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"Can't read the run's settings from {path}: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(

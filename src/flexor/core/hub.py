@@ -6,6 +6,7 @@ message contains the token, and no file that contains it is uploaded.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +19,8 @@ from flexor.core.console import Progress
 from flexor.core.errors import FlexorError
 from flexor.core.http_errors import http_status
 from flexor.core.hub_errors import Content, Interrupted, explain, persist, refuse_token
+from flexor.core.manifest import hash_file
+from flexor.core.paths import safe_name
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -39,6 +42,13 @@ class HubEntry:
     size: int
     sha256: str | None  # of a large file
     blob: str  # git's hash, of a small file
+
+    def holds(self, path: Path, sha256: str | None = None) -> bool:
+        """Whether it has the content of a file here, of which the hash may be known."""
+        if self.sha256 is not None:
+            return self.sha256 == (sha256 or hash_file(path))
+        data = path.read_bytes()
+        return self.blob == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
 class HubRepository:
@@ -139,6 +149,7 @@ class HubRepository:
         """Download files (name -> size) into a folder. An interrupted download continues where it stopped."""
         done, total = 0, sum(names.values())
         for name, size in names.items():
+            safe_name(name)
             persist(f"downloading {name}", lambda name=name: self._download(name, folder, revision))  # type: ignore[misc]
             done += size
             progress(done, total)

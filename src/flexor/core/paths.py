@@ -7,20 +7,20 @@ Such names are in a dataset's metadata, a checkpoint's files, a Hub listing or a
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from pathlib import Path
 
 from flexor.core.errors import FlexorError
 
-LONGEST_NAME, LONGEST_PATH = (
-    255,
-    4000,
-)  # bytes that Linux allows in one name; in a path, with room for its folder
+LONGEST_NAME = 255  # bytes that Linux allows in one name
+LONGEST_PATH = 4000  # and in a path, with room for its folder
+PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")  # nearly all names
 LINK_TARGETS = "FLEXOR_LINK_TARGETS"
 """Environment variable: folders, separated by colons, that symbolic links may lead to."""
 
 
-class UnsafePath(FlexorError):
+class UnsafePath(FlexorError, ValueError):
     """A name from outside that is no path inside its folder."""
 
 
@@ -28,6 +28,8 @@ def safe_name(name: object) -> str:
     """A relative path such as data/chunk-000/file-000.parquet, in this form. Any other name is refused."""
     if not isinstance(name, str):
         raise UnsafePath(f"{_shown(name)} is not the name of a file")
+    if len(name) <= LONGEST_NAME and PLAIN.fullmatch(name):
+        return name
     parts = [part for part in name.split("/") if part != "."]
     try:
         sizes = [len(part.encode()) for part in parts]
@@ -74,9 +76,9 @@ def _is_within(path: str, folder: str) -> bool:
 def _area(root: Path) -> str:
     """The folder that links in `root` may lead to: itself, or the whole repository in the cache of the Hub's client."""
     real = Path(os.path.realpath(root))
-    repository = real.parent.parent
-    if real.parent.name == "snapshots" and (repository / "blobs").is_dir():
-        return str(repository)
+    for folder in (real, *real.parents):
+        if folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir():
+            return str(folder.parent.parent)
     return str(real)
 
 

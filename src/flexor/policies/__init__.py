@@ -4,11 +4,13 @@ Policies are imported only when they are used: some require optional packages.
 """
 
 import importlib
+from contextlib import nullcontext
 
 from flexor.core.errors import ConfigError
 from flexor.core.typed import closest
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.external import installed, is_code, load_own
+from flexor.policies.sizes import building
 
 POLICIES = {
     "act": "flexor.policies.act.policy:ACT",
@@ -38,6 +40,13 @@ def policy_class(kind: str) -> type[Policy]:
     return load_own(kind, others[kind])
 
 
+def make_policy(config: PolicyConfig) -> Policy:
+    """A policy with these settings. What can't be built is an error that says so."""
+    cls = policy_class(config.type)
+    with building(config.type) if config.type in POLICIES else nullcontext():
+        return cls(config)
+
+
 def _built_in(kind: str) -> type[Policy]:
     module, _, name = POLICIES[kind].partition(":")
     try:
@@ -49,4 +58,4 @@ def _built_in(kind: str) -> type[Policy]:
     return found
 
 
-__all__ = ["POLICIES", "Policy", "PolicyConfig", "policy_class"]
+__all__ = ["POLICIES", "Policy", "PolicyConfig", "make_policy", "policy_class"]

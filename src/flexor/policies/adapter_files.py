@@ -20,7 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.core.errors import CheckpointError
+from flexor.core.foreign_files import MALFORMED, read_json_object
 from flexor.core.name_ranges import listed
+from flexor.core.paths import inside
 from flexor.core.run_files import POLICY_CONFIG, WEIGHTS
 from flexor.core.tensors import copy_part, is_sharded, local, part
 from flexor.policies.adapters import LoraConfig, is_adapter, modules_named
@@ -131,9 +133,9 @@ def base_of(folder: Path) -> str | None:
 
 def _read_settings(folder: Path) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = json.loads((folder / SETTINGS).read_text())
+        settings = read_json_object(inside(folder, SETTINGS))
         kind = settings["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (*MALFORMED, OSError) as error:
         raise CheckpointError(f"{folder / SETTINGS} can't be read: {error!r}") from error
     odd = [name for name, value in settings.items() if value and name in OTHER_KINDS]
     start = settings.get("init_lora_weights")
@@ -151,7 +153,9 @@ def merge_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
     """Add the adapters in a folder to a policy's weights, of which each rank may have a part."""
     settings = _read_settings(folder)
     try:
-        saved = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
+        saved = {
+            name.removeprefix(PREFIX): tensor for name, tensor in load_file(inside(folder, TENSORS)).items()
+        }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the adapters in {folder / TENSORS}: {error}") from error
     layers = {name.removesuffix(f"{UP}.weight") for name in saved if name.endswith(f"{UP}.weight")}

@@ -1,8 +1,8 @@
 """Policies from outside this package: a user's file, a module, or an installed package.
 
 The type of such a policy says where its code is: `path/to/file.py:MyPolicy` or `package.module:MyPolicy`. Python has
-no sandbox: loading a policy runs its file. So Flexor runs only code that the user named, never code that a downloaded
-checkpoint names (`pretrained.py` checks this). A package that registers a policy as an entry point was installed by
+no sandbox: loading a policy runs its file. So Flexor runs only code that the user named, never code that only a file
+names (`core/trust.py`). A package that registers a policy as an entry point was installed by
 the user, and its policy has a plain name like the built-in ones.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import sys
 import traceback
 from dataclasses import MISSING, fields
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flexor.core.errors import ConfigError
+from flexor.core.trust import settled
 from flexor.core.typed import closest
 from flexor.policies.base import Policy, PolicyConfig
 
@@ -30,14 +30,6 @@ _loaded: dict[str, type[Policy]] = {}
 def is_code(kind: str) -> bool:
     """Whether a policy's type says where its code is, instead of being a name."""
     return ":" in kind
-
-
-def settled(kind: str) -> str:
-    """The type as it is saved: with the absolute path of a file, so that it is found from any folder."""
-    where, colon, name = kind.rpartition(":")
-    if not where.endswith(".py"):
-        return kind
-    return f"{os.path.abspath(Path(where).expanduser())}{colon}{name}"  # noqa: PTH100  (which also drops `..`)
 
 
 def short_name(kind: str) -> str:

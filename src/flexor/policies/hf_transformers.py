@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.errors import ConfigError
+from flexor.core.paths import inside
 from flexor.data.storage.source import is_repo_id
 
 
@@ -28,15 +29,18 @@ def located(name: str) -> str:
     """The folder of a model that comes with Flexor; any other name as it is."""
     if not name.startswith(BUILTIN):
         return name
-    return str(Path(__file__).parent / "models" / name.removeprefix(BUILTIN))
+    return str(inside(Path(__file__).parent / "models", name.removeprefix(BUILTIN)))
 
 
 def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> Any:
     """What a class of `transformers` loads from a local folder or a Hub repository.
 
-    `files` are those it needs: if they can't be loaded, the error says where to put them.
+    `files` are those it needs: if they can't be loaded, the error says where to put them. Code in that folder or
+    repository is not run.
     """
     transformers = import_transformers(name)
+    if kind.startswith("Auto"):
+        options["trust_remote_code"] = False  # by default, `transformers` would ask
     try:
         with _quietly(transformers.utils.logging):
             return getattr(transformers, kind).from_pretrained(located(name), **options)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import torch
-import yaml
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
+from flexor.core.foreign_files import MALFORMED, read_json_object
+from flexor.core.manifest import verify_policy
+from flexor.core.paths import inside
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
     CHECKPOINTS,
     POLICY_CONFIG,
     PRETRAINED,
-    RUN_CONFIG,
     SHARDS,
     TRAINING_STATE,
     WEIGHTS,
@@ -32,19 +33,21 @@ from flexor.core.run_files import (
     newest_checkpoints,
 )
 from flexor.core.tensors import fill
-from flexor.core.typed import Partial, QuickLoader, from_plain, to_plain
+from flexor.core.trust import is_trusted, settled
+from flexor.core.typed import Partial, from_plain, to_plain
 from flexor.data.storage.source import is_repo_id
-from flexor.policies import POLICIES, policy_class
+from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.check_weights import names_in_file
-from flexor.policies.external import is_code, is_loaded, settled, short_name
+from flexor.policies.external import is_code, is_loaded, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
-from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext
+from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
 from flexor.policies.processing.rename_and_move import RenameObservations
+from flexor.policies.sizes import check_sizes
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 FOREIGN = {
@@ -197,9 +200,9 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     """The policy's settings in a checkpoint, with overrides."""
     folder = find_folder(path, ("*.json",))
     try:
-        settings = json.loads((folder / POLICY_CONFIG).read_text())
+        settings = read_json_object(inside(folder, POLICY_CONFIG))
         said = str(settings.pop("type"))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (*MALFORMED, OSError) as error:
         raise CheckpointError(
             f"{folder / POLICY_CONFIG} is not a policy's configuration: {error!r}"
         ) from error
@@ -212,8 +215,12 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     for key, value in changed.items():
         if isinstance(value, Partial):
             changed[key] = {**settings.get(key, {}), **value}
-    config = from_plain(cls, {**settings, **changed}, "policy")
-    config.validate()
+    try:
+        config = from_plain(cls, {**settings, **changed}, "policy")
+        check_sizes(config)
+        config.validate()
+    except MALFORMED as error:
+        raise CheckpointError(f"{folder / POLICY_CONFIG} makes no {cls.type} policy: {error!r}") from error
     return config
 
 
@@ -226,24 +233,13 @@ def _agreed_type(folder: Path, said: str, named: str | None) -> str:
                 f"policy.type={named}, but {folder} holds a policy of type {said}: leave policy.type out."
             )
         return settled(named)
-    if is_code(said) and not is_loaded(said) and not _run_names(folder, said):
+    if is_code(said) and not is_loaded(said) and not is_trusted(said):
         raise CheckpointError(
             f"The policy in {folder} is not built into Flexor: its {POLICY_CONFIG} says that its code is {said}. Code "
-            "that a checkpoint names is not run. If you have that code and trust it, name it yourself with "
-            f"--policy.type={said}, or with its path on this machine."
+            "that only a checkpoint names is not run. If you have that code and trust it, name it yourself: "
+            f"--policy.type={said}, or its path on this machine, or --trust={said}."
         )
     return said
-
-
-def _run_names(folder: Path, kind: str) -> bool:
-    """Whether the checkpoint is in the folder of its run, whose settings, written by training, name the same code."""
-    for parent in folder.absolute().parents[:3]:
-        try:
-            settings = yaml.load((parent / RUN_CONFIG).read_text(), QuickLoader)
-            return bool(settings["policy"]["type"] == kind)
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
-            continue
-    return False
 
 
 def save_pretrained(
@@ -277,9 +273,11 @@ def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
 def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
     """A policy ready for inference, with its processing, on `device`."""
     folder = find_folder(path)
+    verify_policy(folder)
     config = read_config(str(folder), overrides)
     with to_be_filled(config):
-        policy = policy_class(config.type)(config)
+        policy = make_policy(config)
+    check_weights(policy, folder)
     with_memory(policy, device)
     load_weights(policy, folder)
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
@@ -292,9 +290,10 @@ def saved_renaming(folder: Path) -> dict[str, str]:
     file = folder / f"{PREPROCESSOR}.json"
     if not file.is_file():
         return {}
-    steps = json.loads(file.read_text()).get("steps", [])
-    found = [step for step in steps if step.get("registry_name") == RenameObservations.name]
-    return found[0].get("config", {}).get("rename_map", {}) if found else {}
+    renaming = [step for step in read_steps(file) if step.get("registry_name") == RenameObservations.name]
+    config = renaming[0].get("config") if renaming else None
+    names = config.get("rename_map") if isinstance(config, dict) else None
+    return {str(name): str(new) for name, new in names.items()} if isinstance(names, dict) else {}
 
 
 def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:
@@ -305,21 +304,43 @@ def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:
     return parameters_without_memory() if config.type in POLICIES else nullcontext()
 
 
-def load_weights(policy: Policy, folder: Path) -> None:
-    """Load weights into a policy, each rank its shard. Differences are errors. Adapters get their initial values."""
-    file = folder / WEIGHTS
-    own = {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
+def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
+    """Refuse weights that are not the policy's. Call it before the policy takes memory, which settings could make huge.
+
+    Returns the name in the file of each weight.
+    """
     base = base_of(folder)
     if base is not None:  # adapters alone, of PEFT
-        load_weights(policy, find_folder(base))
-        merge_adapter(own, folder)
-        return
+        return check_weights(policy, find_folder(base))
+    file = inside(folder, WEIGHTS)
     if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
-    try:
-        fill(own, file, names_in_file(policy, own, file))
+    with _readable(file):
+        return names_in_file(policy, _weights_of(policy), file)
+
+
+def load_weights(policy: Policy, folder: Path) -> None:
+    """Load weights into a policy, each rank its shard. Differences are errors. Adapters get their initial values."""
+    base = base_of(folder)
+    if base is not None:
+        load_weights(policy, find_folder(base))
+        merge_adapter(_weights_of(policy), folder)
+        return
+    names, file = check_weights(policy, folder), inside(folder, WEIGHTS)
+    with _readable(file):
+        fill(_weights_of(policy), file, names)
         start_adapters(policy)
-    except (OSError, SafetensorError) as error:
+
+
+def _weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a type that Flexor does not know
         raise CheckpointError(f"Can't read the weights in {file}: {error}") from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from flexor.core.foreign_files import parse_json
 
 
 class GrowingLines:
@@ -47,7 +48,7 @@ class GrowingLines:
         if not text.strip():
             return None
         try:
-            line = json.loads(text)
+            line = parse_json(text)
         except ValueError:  # also for bytes that are not UTF-8
             line = None
         if not isinstance(line, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections import ChainMap
@@ -11,10 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from flexor.core.foreign_files import parse_json, parse_yaml, read_json, read_text
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RUN_RECORD, VIDEOS
-from flexor.core.typed import QuickLoader
 from flexor.runs.find import is_run
 from flexor.runs.health import told
 from flexor.runs.jsonl import GrowingLines
@@ -146,19 +143,19 @@ class RunReader:
     def _reread(self, name: str, take: Callable[[str], None]) -> None:
         """Read a small file if it has changed. One that is missing or half written keeps what was read before."""
         path = self.folder / name
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        with contextlib.suppress(OSError, ValueError):
             found = path.stat()
             if self._read_at.get(name) != (found.st_mtime_ns, found.st_ino):
-                take(path.read_text(encoding="utf-8"))
+                take(read_text(path))
                 self._read_at[name] = (found.st_mtime_ns, found.st_ino)
 
     def _take_config(self, text: str) -> None:
-        found = yaml.load(text, QuickLoader)
+        found = parse_yaml(text)
         if isinstance(found, dict):
             self.config = found
 
     def _take_record(self, text: str) -> None:
-        found = json.loads(text)
+        found = parse_json(text)
         if isinstance(found, dict):
             self.record = found
 
@@ -173,7 +170,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     for path in (folder / CHECKPOINTS).glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             manifest = path / MANIFEST
-            files = json.loads(manifest.read_text())["files"]
+            files = read_json(manifest)["files"]
             size = sum(int(file["size"]) for file in files.values())
             found.append(
                 SavedCheckpoint(int(path.name), relative(path, folder), size, manifest.stat().st_mtime)

@@ -13,6 +13,7 @@ TIME = "time"  # seconds since 1970
 IGNORED = ("span", "index")  # of a sample: how long it is, and what number a GPU has
 MOST_OF_LIST = 16  # a longer list (the cores of a large machine) becomes its mean, lowest and highest value
 MOST_SERIES = 1000  # a file with more of them is not what a run writes
+LARGEST = 1e300  # JSON has integers that no float can hold
 
 
 @dataclass
@@ -69,7 +70,8 @@ class AllSeries:
             if isinstance(value, str):
                 self.texts[self.prefix + name] = value
             elif value is None or isinstance(value, int | float):
-                self._of(name, axis).add(float(x), math.nan if value is None else float(value))
+                finite = value is not None and -LARGEST < value < LARGEST
+                self._of(name, axis).add(float(x), float(value) if finite else math.nan)  # type: ignore[arg-type]
 
     def _of(self, name: str, axis: str) -> Series:
         name = self.prefix + name
@@ -115,7 +117,7 @@ def thinned(series: Series, most: int) -> tuple[list[float], list[float]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,13 +17,14 @@ from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
+from flexor.core.manifest import verify_policy
 from flexor.core.rng import seed_everything
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.settings import OrderConfig
-from flexor.policies import policy_class
+from flexor.policies import make_policy as new_policy
 from flexor.policies.adapters import add_adapters
 from flexor.policies.augment.step import AugmentImages, augmentation
 from flexor.policies.base import Policy
@@ -187,6 +188,8 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
     elif config.policy_path is not None:
         with engine.processes.main_first():  # one process per host downloads
             weights = find_folder(config.policy_path)
+            if engine.processes.local_rank == 0:
+                verify_policy(weights)
     elif config.lora.r:
         log.warning(
             "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained",
@@ -197,7 +200,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
 
 def make_policy(config: TrainConfig) -> Policy:
     """The policy as the run trains it. Its weights are not the initial ones yet."""
-    policy = policy_class(config.policy.type)(config.policy)
+    policy = new_policy(config.policy)
     if config.activation_checkpointing:
         _recompute_blocks(policy)
     if config.weights_dtype == "bf16":

@@ -39,7 +39,7 @@ def test_the_other_versions_name_of_a_chunk():
         ("data/{}.parquet", True, "{} is unknown"),
         ("data/{chunk_index.real}", True, "{chunk_index.real} is unknown"),
         ("data/{chunk_index", True, "expected '}'"),
-        ("data/{chunk_index:q}", True, "Unknown format code"),
+        ("data/{chunk_index:q}", True, "is not a valid format"),
         (7, True, "not a template"),
     ],
 )

@@ -1,6 +1,7 @@
 """Runs that are pushed while they train, and resumed from the Hub; with a Hub that fails, and one that is not there."""
 
 import copy
+import hashlib
 import json
 import shutil
 import signal
@@ -13,6 +14,7 @@ import yaml
 from flexor.cli.main import main
 from flexor.core import hub_errors
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.hub import HubRepository
 from flexor.policies.pretrained import load_pretrained
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.hub import background
@@ -381,13 +383,42 @@ def test_a_policy_replaces_the_one_before(server, train):
 def test_the_token_is_nowhere(server, train, tmp_path, log_lines, capfd):
     server.troubles.extend([("/commit/", (400, {"X-Error-Message": f"{TOKEN}?"})), ("PUT /upload", "drop")])
     train(REPO, *EVERY)
+    main(["push", "run", "--checkpoints", "--json"])  # whichever checkpoint the trouble was with
     fetch_run("hub:ann/run", tmp_path / "here")
-    main(["push", "run", "--json"])
     main(["push", "nowhere"])
     said = capfd.readouterr()
     assert TOKEN not in said.out + said.err + "\n".join(log_lines)
     assert [path for path, data in everything_written(tmp_path) if TOKEN.encode() in data] == []
     assert not any(TOKEN.encode() in blob.data for blob in server.model("ann/run").files.values())
+
+
+def test_what_the_hub_does_not_have_is_not_called_pushed(server, impatient, train, monkeypatch, capsys):
+    run = train()
+    commit = HubRepository.commit
+
+    def lose(self, files, *rest):
+        return commit(
+            self, {n: f for n, f in files.items() if not n.endswith("rng_state.safetensors")}, *rest
+        )
+
+    monkeypatch.setattr(HubRepository, "commit", lose)
+    assert main(["push", str(run), "--repo_id=ann/run", "--checkpoints"]) == 1
+    said = capsys.readouterr().err
+    assert "does not have training_state/rng_state.safetensors of checkpoint 000004" in said
+    assert not server.model("ann/run").tags
+
+
+def test_hidden_files_of_a_checkpoint_are_pushed_too(server, train):
+    """Such as the index of the shards of earlier runs."""
+    run = train()
+    saved = run / "checkpoints/000004"
+    (saved / "training_state/.metadata").write_bytes(b"index")
+    manifest = saved / "training_state/manifest.json"
+    listed = json.loads(manifest.read_text())
+    listed["files"]["training_state/.metadata"] = {"size": 5, "sha256": hashlib.sha256(b"index").hexdigest()}
+    manifest.write_text(json.dumps(listed))
+    assert main(["push", str(run), "--repo_id=ann/run", "--checkpoints"]) == 0
+    assert files(server)["checkpoints/000004/training_state/.metadata"] == b"index"
 
 
 # flexor push

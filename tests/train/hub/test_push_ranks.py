@@ -44,6 +44,15 @@ def test_only_the_first_process_pushes(strategy, server, lowdim, tiny_act, tmp_p
     assert server.seen_tokens == {FIRST}
     there = server.model("ann/run").files
     assert "model.safetensors" in there and "checkpoints/000004/training_state/manifest.json" in there
+    saved = tmp_path / "run/checkpoints/000004"
+    here = {path.relative_to(saved).as_posix() for path in saved.rglob("*") if path.is_file()}
+    assert {f"checkpoints/000004/{name}" for name in here} <= there.keys()
+    # what was pushed is a run that goes on, on another number of processes
+    words = ["resume", "hub:ann/run", f"--output_dir={tmp_path / 'resumed'}", "--steps=5"]
+    words += ["--save_checkpoint_to_hub=false", "--policy.push_to_hub=false"]
+    resumed = ranks.Ranks(tmp_path / "again", 1, words, then={0: entered(server, FIRST)})
+    assert resumed.end() == [0], resumed.errors()
+    assert trouble.saved_steps(tmp_path / "resumed") == [4, 5]
 
 
 def test_a_wrong_token_ends_all_processes_at_the_start(server, lowdim, tiny_act, tmp_path):

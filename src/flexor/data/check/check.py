@@ -133,7 +133,7 @@ def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
     for name, feature in layout.features.items():
         if name in OWN_COLUMNS or not name.startswith(("action", "observation")):
             continue  # other features are not normalised
-        if feature.is_video and not any((layout.root / file).is_file() for file in layout.camera_files(name)):
+        if feature.is_video and not any(layout.path(file).is_file() for file in layout.camera_files(name)):
             continue  # a completely missing feature is reported elsewhere
         if not feature.is_camera and name not in tables.low:
             continue

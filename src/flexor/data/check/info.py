@@ -102,7 +102,7 @@ def _camera(layout: Layout, feature: Feature) -> dict[str, Any]:
     }
     if feature.is_image:
         return camera | {"files": len({episode.data_file for episode in layout.episodes})}
-    files = [layout.root / file for file in layout.camera_files(feature.name)]
+    files = [layout.path(file) for file in layout.camera_files(feature.name)]
     files = [path for path in files if path.is_file()]
     if not files:
         return camera

@@ -6,9 +6,8 @@ report. `flexor data check` and `flexor data info` use it.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.foreign_files import LARGEST_LINES, MALFORMED, parse_json, read_json, read_text
+from flexor.core.paths import inside
 from flexor.data.check.problems import CheckReport
 from flexor.data.format import stats as statistics
-from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
-from flexor.data.format.metadata import Feature
+from flexor.data.format.metadata import LARGEST_INDEX, Feature, declared_feature
 
 VERSIONS = ("v3.0", "v2.1", "v2.0")
 FETCH_AGAIN = "download or copy the file again; if it is lost, train on the other episodes"
@@ -76,6 +76,10 @@ class Layout:
     def video_features(self) -> list[Feature]:
         return [feature for feature in self.features.values() if feature.is_video]
 
+    def path(self, file: str) -> Path:
+        """Where a file is that the metadata names: see `core/paths.py`."""
+        return inside(self.root, file)
+
     def camera_files(self, camera: str) -> list[str]:
         """The files the metadata names for a camera, each once, in episode order."""
         spans = [episode.videos[camera] for episode in self.episodes if camera in episode.videos]
@@ -119,8 +123,11 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
     return layout
 
 
-def _depth(spec: dict[str, Any]) -> DepthScale | None:
-    return depth_scale({**(spec.get("video_info") or {}), **(spec.get("info") or {})})
+def _checked_paths(layout: Layout, episode: EpisodeEntry) -> EpisodeEntry:
+    """Refuse an episode with a file that a link leads out of the dataset to."""
+    for file in (episode.data_file, *(span.file for span in episode.videos.values())):
+        layout.path(file)
+    return episode
 
 
 def _read_features(layout: Layout, report: CheckReport) -> None:
@@ -136,12 +143,18 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
         return
     for name, spec in features.items():
         try:
-            shape = tuple(int(n) for n in spec.get("shape") or (1,))
-            layout.features[name] = Feature(name, str(spec["dtype"]), shape, spec.get("names"), _depth(spec))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            layout.features[name] = declared_feature(name, spec)
+        except MALFORMED as error:
             why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
             what = f"the feature is declared as {spec!r}: {why}"
             report.error("info-field", what, fix, feature=name, file="meta/info.json")
+
+
+def _count(value: Any) -> int:
+    """A number of rows or an index."""
+    if not 0 <= int(value) <= LARGEST_INDEX:
+        raise ValueError(f"{value} is not an index or a number of rows")
+    return int(value)
 
 
 def _number(row: dict[str, Any]) -> int:
@@ -154,11 +167,11 @@ def _add_episode(
     layout: Layout, make: Callable[[dict[str, Any]], EpisodeEntry], row: dict[str, Any], report: CheckReport
 ) -> None:
     try:
-        layout.episodes.append(make(row))
+        layout.episodes.append(_checked_paths(layout, make(row)))
         return
     except KeyError as error:
         what = f"its metadata has no {error.args[0]}"
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except MALFORMED as error:
         what = f"its metadata can't be used: {error}"
     fix = "take meta/ from the original dataset, or exclude the episode"
     report.error("episode-metadata", what, fix, episode=None if _number(row) < 0 else _number(row))
@@ -172,7 +185,7 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
     for path in files:
         file = path.relative_to(layout.root).as_posix()
         try:
-            with pq.ParquetFile(path) as opened:
+            with pq.ParquetFile(layout.path(file)) as opened:
                 names = [n for n in opened.schema_arrow.names if not n.startswith("stats/")]
                 rows = opened.read(names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -183,13 +196,13 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
 
 
 def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
-    index = int(row["episode_index"])
+    index = _count(row["episode_index"])
     episode = EpisodeEntry(
         index=index,
-        length=int(row["length"]),
+        length=_count(row["length"]),
         tasks=list(row.get("tasks") or []),
         data_file=names.data(index, row["data/chunk_index"], row["data/file_index"]),
-        first_row=int(row.get("dataset_from_index", _next_row(layout))),
+        first_row=_count(row.get("dataset_from_index", _next_row(layout))),
         more=_more(row),
     )
     for feature in layout.video_features:
@@ -203,11 +216,11 @@ def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
 
 
 def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> EpisodeEntry:
-    index = int(row["episode_index"])
+    index = _count(row["episode_index"])
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
     return EpisodeEntry(
-        index, int(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
+        index, _count(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
     )
 
 
@@ -225,7 +238,7 @@ def _next_row(layout: Layout) -> int:
 
 def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
     file = "meta/tasks.parquet"
-    if not (layout.root / file).is_file():
+    if not layout.path(file).is_file():
         report.warning(
             "tasks-missing",
             "the file is missing: frames have no task",
@@ -234,39 +247,46 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
         )
         return {}
     try:
-        with pq.ParquetFile(layout.root / file) as opened:
+        with pq.ParquetFile(layout.path(file)) as opened:
             table = opened.read()
         # pandas stored the task strings as an index; its column name depends on the writer.
         text = next(name for name in table.column_names if name != "task_index")
-        return dict(zip(table["task_index"].to_pylist(), table[text].to_pylist()))
-    except (pa.ArrowException, OSError, KeyError, ValueError, StopIteration) as error:
+        pairs = zip(table["task_index"].to_pylist(), table[text].to_pylist())
+    except (pa.ArrowException, OSError, *MALFORMED, StopIteration) as error:
         report.error("tasks-unreadable", f"can't be read ({_short(error)})", FETCH_META, file=file)
         return {}
+    return _task_texts(pairs, file, report)
 
 
 def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
+    rows = _read_jsonl(layout, "tasks", report, needed=False)
+    pairs = ((row.get("task_index"), row.get("task")) for row in rows)
+    return _task_texts(pairs, "meta/tasks.jsonl", report)
+
+
+def _task_texts(pairs: Iterable[tuple[Any, Any]], file: str, report: CheckReport) -> dict[int, str]:
     tasks = {}
-    for row in _read_jsonl(layout, "tasks", report, needed=False):
+    for number, text in pairs:
         try:
-            tasks[int(row["task_index"])] = str(row["task"])
-        except (KeyError, TypeError, ValueError):
-            what = f"{row} is not a task with a task_index"
-            report.error("tasks-unreadable", what, FETCH_META, file="meta/tasks.jsonl")
+            tasks[_count(number)] = str(text)
+        except MALFORMED:
+            what = f"{number!r} is not the task_index of {text!r}"
+            report.error("tasks-unreadable", what, FETCH_META, file=file)
     return tasks
 
 
 def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]]:
     """Statistics by feature. A missing file is not reported here: `check` reports missing statistics."""
-    if (layout.root / "meta/stats.json").is_file():
+    if layout.path("meta/stats.json").is_file():
         raw = _read_json(layout.root, "meta/stats.json", report) or {}
-    elif (layout.root / "meta/episodes_stats.jsonl").is_file():
+    elif layout.path("meta/episodes_stats.jsonl").is_file():
         rows = _read_jsonl(layout, "episodes_stats", report)
         raw = _merged([row["stats"] for row in rows if isinstance(row.get("stats"), dict)], report)
     else:
         return {}
     try:
         return statistics.from_json(raw)
-    except (TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         what = f"the file does not contain the statistics of features ({_short(error)})"
         report.error("stats-unreadable", what, FETCH_META, file="meta/stats.json")
         return {}
@@ -275,7 +295,7 @@ def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]
 def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
     try:
         return statistics.aggregate_stats([statistics.from_json(part) for part in parts])
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except MALFORMED as error:
         what = f"the episodes' statistics can't be merged ({_short(error)})"
         report.error("stats-unreadable", what, FETCH_META, file="meta/episodes_stats.jsonl")
         return {}
@@ -283,7 +303,7 @@ def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
 
 def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     try:
-        return json.loads((root / file).read_text(encoding="utf-8"))
+        return read_json(inside(root, file))
     except FileNotFoundError:
         what = "the file is missing: this is not a dataset, or writing or copying it did not finish"
         report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
@@ -296,7 +316,7 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
 def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = True) -> list[dict]:
     file = f"meta/{name}.jsonl"
     try:
-        lines = (layout.root / file).read_text(encoding="utf-8").splitlines()
+        lines = read_text(layout.path(file), LARGEST_LINES).rstrip("\n").split("\n")
     except FileNotFoundError:
         say = report.error if needed else report.warning
         say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
@@ -307,7 +327,7 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows += [parse_json(line)] if line.strip() else []
         except ValueError as error:
             what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
             report.error(f"{name}-unreadable", what, FETCH_META, file=file)

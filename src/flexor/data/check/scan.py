@@ -15,6 +15,7 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.data.storage.ranges import LocalRanges
 from flexor.data.video.mp4 import Unsupported, read_packets
+from flexor.data.video.open_file import open_video
 
 
 @dataclass
@@ -49,7 +50,7 @@ def scan_video(path: Path, decode: bool = False, threads: int = 1) -> VideoScan:
     decoded: set[int] = set()
     step, hidden = 0.0, 0
     try:
-        with av.open(str(path)) as container:
+        with open_video(str(path)) as container:
             if not container.streams.video:
                 scan.error = "the file contains no video stream"
                 return scan

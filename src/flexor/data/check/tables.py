@@ -40,10 +40,10 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     files: dict[str, list[EpisodeEntry]] = {}
     for episode in selected:
         files.setdefault(episode.data_file, []).append(episode)
-    present = {file: _columns(layout.root / file) for file in files}
+    present = {file: _columns(layout.path(file)) for file in files}
     _check_columns(layout, files, present, report)
     for file, episodes in files.items():
-        if not (layout.root / file).is_file():
+        if not layout.path(file).is_file():
             for episode in episodes:
                 what = "the file is missing"
                 report.error("data-missing", what, FETCH_AGAIN, episode=episode.index, file=file)
@@ -53,7 +53,7 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
         if not report.deep:
             names = [n for n in names if not (n in layout.features and layout.features[n].is_image)]
         try:
-            with pq.ParquetFile(layout.root / file) as opened:
+            with pq.ParquetFile(layout.path(file)) as opened:
                 table = opened.read(names)
         except (pa.ArrowException, OSError) as error:
             what = f"damaged or truncated ({str(error).splitlines()[0][:160]})"

@@ -43,7 +43,7 @@ def check_videos(
     threads = max(1, (os.cpu_count() or 1) // workers)
 
     def scan(job: tuple[Feature, str, list[EpisodeEntry]]) -> VideoScan:
-        result = scan_video(layout.root / job[1], decode=report.deep, threads=threads)
+        result = scan_video(layout.path(job[1]), decode=report.deep, threads=threads)
         done.add(sum(episode.length for episode in job[2]))
         return result
 
@@ -69,7 +69,7 @@ def _check_declared(
     layout: Layout, feature: Feature, files: dict[str, list[EpisodeEntry]], report: CheckReport
 ) -> bool:
     """Warn if a camera is declared but completely missing: the rest of the dataset can be used."""
-    there = [file for file in layout.camera_files(feature.name) if (layout.root / file).is_file()]
+    there = [file for file in layout.camera_files(feature.name) if layout.path(file).is_file()]
     if there or not layout.episodes:
         return False
     example = next(iter(files), None)

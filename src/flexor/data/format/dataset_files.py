@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.paths import inside
 from flexor.data.format import stats as statistics
 from flexor.data.format.encode import VideoStream, VideoWriter
 from flexor.data.format.file_names import V3
@@ -262,7 +263,8 @@ class _VideoFiles:
 
     def _next_path(self) -> Path:
         self._number += 1
-        return self._files.root / VIDEO_PATH.format(video_key=self._name, **self._place(self._number))
+        name = VIDEO_PATH.format(video_key=self._name, **self._place(self._number))
+        return inside(self._files.root, name)
 
     def _place(self, number: int) -> dict[str, int]:
         return _place(number, self._files.chunk_size)

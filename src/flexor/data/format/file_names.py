@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from math import inf
 from string import Formatter
 from typing import Any
+
+from flexor.core.paths import safe_name
 
 V3 = {
     "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
@@ -21,8 +25,13 @@ V3_FIELDS = ("chunk_index", "file_index", "episode_index", "episode_chunk")
 V2_FIELDS = ("episode_chunk", "episode_index", "chunk_index")
 
 
+NUMBER_FORMAT = re.compile(
+    r"0?[1-9]?d?"
+)  # at most nine digits: {chunk_index:0999999999d} would fill the memory
+
+
 class FileNames:
-    """The names of a dataset's files. An invalid template raises a ValueError that says what is wrong."""
+    """The names of a dataset's files. An invalid template or name raises a ValueError that says what is wrong."""
 
     def __init__(self, info: dict[str, Any], v3: bool):
         self._v3 = v3
@@ -33,10 +42,10 @@ class FileNames:
 
     def data(self, episode: int, chunk: int | None = None, file: int | None = None) -> str:
         """The table that contains an episode; v3.0 metadata gives its chunk and file."""
-        return self._data(**self._place(episode, chunk, file))
+        return safe_name(self._data(**self._place(episode, chunk, file)))
 
     def video(self, camera: str, episode: int, chunk: int | None = None, file: int | None = None) -> str:
-        return self._video(video_key=camera, **self._place(episode, chunk, file))
+        return safe_name(self._video(video_key=camera, **self._place(episode, chunk, file)))
 
     def _place(self, episode: int, chunk: int | None, file: int | None) -> dict[str, int]:
         if not self._v3:
@@ -49,7 +58,11 @@ class FileNames:
 
 
 def _positive(value: object, default: int) -> int:
-    return int(value) if isinstance(value, int | float) and value >= 1 else default
+    return int(value) if isinstance(value, int | float) and 1 <= value < inf else default
+
+
+def _is_plain(field: str, style: str) -> bool:
+    return not style if field == "video_key" else NUMBER_FORMAT.fullmatch(style) is not None
 
 
 def _checked(
@@ -61,11 +74,12 @@ def _checked(
     if not isinstance(template, str):
         raise ValueError(f"{name} is {template!r}, not a template such as {defaults[name]!r}")
     try:
-        used = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
-        unknown = [field for field in used if field not in fields]
-        if unknown:
-            raise ValueError(f"the field {{{unknown[0]}}} is unknown")
-        template.format(**{field: "camera" if field == "video_key" else 0 for field in fields})
+        for _, field, style, conversion in Formatter().parse(template):
+            if field is not None and field not in fields:
+                raise ValueError(f"the field {{{field}}} is unknown")
+            if field is not None and (conversion or not _is_plain(field, style or "")):
+                raise ValueError(f"{{{field}:{style}}} is not a valid format")
+        safe_name(template.format(**{field: "camera" if field == "video_key" else 0 for field in fields}))
     except (ValueError, LookupError) as error:
         raise ValueError(
             f"{name} is {template!r}: {error}. The valid fields in this version are "

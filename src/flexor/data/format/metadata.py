@@ -4,11 +4,11 @@ The versions differ in how metadata is stored (JSON lines or parquet) and in how
 share a file. Code above this module does not depend on the version.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.core.errors import DatasetError
+from flexor.core.foreign_files import MALFORMED, read_json_lines, read_json_object
 from flexor.core.log import warn_once
+from flexor.core.paths import UnsafePath
 from flexor.data.format import stats as statistics
 from flexor.data.format.depth import DepthScale, depth_scale
 from flexor.data.format.file_names import FileNames
+from flexor.data.format.schema import DEFAULT_FEATURES
 from flexor.data.storage.source import Source
 
 __all__ = [
@@ -37,6 +40,8 @@ Stats = dict[str, dict[str, np.ndarray]]
 
 CAMERA_CHANNELS = (1, 3, 4)
 MOST_TASKS = 10_000_000  # a larger number can't be a task index
+LARGEST_INDEX = 1 << 40  # nor an episode's index or length
+LARGEST_FRAME = 1 << 28  # values of a feature in one frame: an image of 16,000 x 5,000 pixels
 
 
 @dataclass(frozen=True)
@@ -131,9 +136,9 @@ def read_metadata(source: Source) -> Metadata:
     info = _read_json(source, "meta/info.json")
     version = str(info.get("codebase_version", "missing"))
     try:
-        features = {name: _feature(name, spec) for name, spec in info["features"].items()}
+        features = {name: declared_feature(name, spec) for name, spec in info["features"].items()}
         fps = _frame_rate(info["fps"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise BrokenFile(source, "meta/info.json", f"field {error} is missing or malformed") from error
     readers: dict[str, Callable[[Source, FileNames, list[str]], tuple[EpisodeFiles, list[str]]]]
     readers = {"v3.0": _read_v3, "v2.1": _read_v2, "v2.0": _read_v2}
@@ -149,7 +154,10 @@ def read_metadata(source: Source) -> Metadata:
     except ValueError as error:
         raise BrokenFile(source, "meta/info.json", str(error)) from error
     videos = [name for name, feature in features.items() if feature.is_video]
-    episodes, tasks = readers[version](source, names, videos)
+    try:
+        episodes, tasks = readers[version](source, names, videos)
+    except UnsafePath as error:
+        raise BrokenFile(source, "meta/info.json", str(error)) from error
     _check_totals(source, info, episodes)
     robot_type = info.get("robot_type")
     return Metadata(version, fps, robot_type, features, tasks, _read_stats(source, features), episodes)
@@ -178,10 +186,18 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
         raise BrokenFile(source, name, f"the file is damaged or truncated ({error})") from error
 
 
-def _feature(name: str, spec: dict[str, Any]) -> Feature:
+def declared_feature(name: str, spec: dict[str, Any]) -> Feature:
+    """A feature as meta/info.json declares it. A declaration that can't be right raises one of MALFORMED."""
     info = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
     shape = tuple(int(size) for size in spec.get("shape") or (1,))
-    return Feature(name, str(spec["dtype"]), shape, spec.get("names"), depth_scale(info))
+    feature = Feature(name, str(spec["dtype"]), shape, spec.get("names"), depth_scale(info))
+    if min(shape) < 0 or math.prod(shape) > LARGEST_FRAME:
+        raise ValueError(f"nothing has the shape {list(shape)}")
+    if feature.is_camera and (len(shape) != 3 or min(shape) < 1):
+        raise ValueError(f"a camera can't have the shape {list(shape)}")
+    if name in DEFAULT_FEATURES and shape != (1,):
+        raise ValueError(f"{name} can't have the shape {list(shape)}: it is a number")
+    return feature
 
 
 def _frame_rate(value: Any) -> float:
@@ -237,7 +253,7 @@ class _Rows:
 
     def integers(self, name: str) -> np.ndarray:
         for row, value in enumerate(self.columns[name]):
-            if not isinstance(value, int) or value < 0:
+            if not isinstance(value, int) or not 0 <= value <= LARGEST_INDEX:
                 raise BrokenFile(self.source, self.file, f"{name} of row {row} is {value!r}, not an integer")
         return np.array(self.columns[name], np.int64)
 
@@ -350,7 +366,7 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
                     raise ValueError(f"{name} has values that are not numbers")
             if name in features and features[name].is_camera:
                 stats[name] = {k: v if k == "count" else v.reshape(-1, 1, 1) for k, v in group.items()}
-    except (DatasetError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (*MALFORMED, DatasetError) as error:
         warn_once(
             "%s: the statistics in %s can't be used (%s: %s). `flexor data stats DIR --write` computes them",
             *(source, file, type(error).__name__, error),
@@ -373,34 +389,31 @@ def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.n
                 table = read_parquet(source, file, ["episode_index", column])
                 for episode, value in zip(table["episode_index"].to_pylist(), table[column].to_pylist()):
                     found[int(episode)] = np.asarray(value, np.float64)
-    except (DatasetError, LookupError, TypeError, ValueError):
+    except (*MALFORMED, DatasetError):
         return {}
     return found
 
 
-def _read_json(source: Source, name: str) -> dict:
-    found = _parse(source, name, json.loads)
-    if not isinstance(found, dict):
-        raise BrokenFile(source, name, f"the file contains a {type(found).__name__}, not a JSON object")
-    return found
+def _read_json(source: Source, name: str) -> dict[str, Any]:
+    return _read(source, name, read_json_object)
 
 
 def _read_jsonl(source: Source, name: str, needed: bool = True) -> list[dict]:
     """Read a file with one JSON object per line."""
     if not needed and not source.exists(name):
         return []
-    rows = _parse(source, name, lambda text: [json.loads(line) for line in text.splitlines() if line.strip()])
+    rows = _read(source, name, lambda path: list(read_json_lines(path)))
     wrong = [number for number, row in enumerate(rows, 1) if not isinstance(row, dict)]
     if wrong:
         raise BrokenFile(source, name, f"line {wrong[0]} is not a JSON object")
     return rows
 
 
-def _parse(source: Source, name: str, parser: Callable[[str], Any]) -> Any:
+def _read(source: Source, name: str, reader: Callable[[Path], Any]) -> Any:
     path = source.local(name)
     if not path.is_file():
         raise BrokenFile(source, name, "the file is missing")
     try:
-        return parser(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return reader(path)
+    except (ValueError, OSError) as error:
         raise BrokenFile(source, name, f"the file is not valid JSON ({error})") from error

@@ -20,6 +20,7 @@ from flexor.data.storage.source import Source
 from flexor.data.video.decode import Sink, VideoIndex, decode_frames, index_video
 from flexor.data.video.depth_planes import decode_depth_image
 from flexor.data.video.frame_match import FrameBy, NoMatch, match_frames
+from flexor.data.video.open_file import decode_one
 
 __all__ = [
     "BlankClip",
@@ -265,11 +266,7 @@ def _picture(data: bytes) -> av.VideoFrame:
     name = "png" if data[:4] == b"\x89PNG" else "mjpeg" if data[:2] == b"\xff\xd8" else None
     if name is None:
         raise ValueError(f"it starts with {data[:4]!r}")
-    context = av.CodecContext.create(name, "r")
-    frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
-    if not frames:
-        raise ValueError("decoding it gives no image")
-    frame = frames[0]
+    frame = decode_one(name, data)
     if frame.format.name in ("yuvj420p", "yuvj422p"):
         # Interpolate the chroma as libjpeg (and so PIL and LeRobot) does: a direct conversion to RGB would repeat it.
         frame = VideoReformatter().reformat(frame, format="yuvj444p", interpolation="BILINEAR")

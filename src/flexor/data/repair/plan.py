@@ -104,7 +104,7 @@ def _settle_fps(plan: RepairPlan) -> None:
         for file in dict.fromkeys(
             o.episode.videos[camera].file for o in plan.kept if camera in o.episode.videos
         ):
-            index = read_index(plan.layout.root / file)
+            index = read_index(plan.layout.path(file))
             if isinstance(index, str) or len(index) < 2:
                 continue
             if abs(float(np.median(np.diff(index.times))) / step - 1) > 0.01:

@@ -18,6 +18,7 @@ from flexor.data.format.dataset_files import PacketClip
 from flexor.data.format.stats import pixel_counts, sample_indices
 from flexor.data.video.colour import rgb_frame
 from flexor.data.video.decode import VideoIndex, decode_frames, read_video_packets
+from flexor.data.video.open_file import open_video
 
 H264_IDR = {5}
 HEVC_IDR = {19, 20}
@@ -38,7 +39,7 @@ class CopiedStream:
     """A file with such a stream, to copy its description from."""
 
     def add_to(self, container: Any) -> Any:
-        with av.open(str(self.template)) as reader:
+        with open_video(str(self.template)) as reader:
             return container.add_stream_from_template(reader.streams.video[0], opaque=True)
 
 

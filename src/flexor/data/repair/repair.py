@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
+from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
 from flexor.data.check.problems import CheckReport
@@ -39,6 +40,7 @@ from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
+from flexor.data.video.open_file import open_video
 
 __all__ = ["RepairReport", "repair_dataset"]
 
@@ -200,7 +202,7 @@ class _Repair:
         return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
 
     def _look(self, camera: str, clip: RepairClip) -> DecodedEpisode:
-        index = self._index(self.root / clip.file)
+        index = self._index(self.layout.path(clip.file))
         if isinstance(index, str):
             return DecodedEpisode(None, index)
         pixels = not _is_depth(self.plan.columns.features[camera])
@@ -244,7 +246,7 @@ class _Repair:
         file, stored = one.episode.data_file, self.plan.columns.stored
         if self._table is None or self._table[0] != file:
             try:
-                self._table = file, pq.read_table(self.root / file, columns=stored)
+                self._table = file, pq.read_table(self.layout.path(file), columns=stored)
             except (pa.ArrowException, OSError) as error:
                 return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
         rows = self._table[1].take(one.rows)
@@ -278,7 +280,7 @@ class _Repair:
         return image_stats(counted, len(sampled)) if counted.any() else {}
 
     def _clip(self, clip: RepairClip, delay: int) -> PacketClip | FileClip:
-        path = self.root / clip.file
+        path = self.layout.path(clip.file)
         if clip.whole:
             return FileClip(path, clip.start, clip.start + clip.length / self.plan.fps)
         index = self._index(path)
@@ -299,7 +301,7 @@ class _Repair:
         """A camera's declaration, with the properties of its files."""
         spec = dict(self.plan.columns.features[camera])
         clip = next(one.clips[camera] for one in self.plan.kept)
-        with av.open(str(self.root / clip.file)) as container:
+        with open_video(str(self.layout.path(clip.file))) as container:
             context = container.streams.video[0].codec_context
             codec, pix_fmt = context.codec.canonical_name, context.pix_fmt
             if container.streams.audio and not clip.whole:
@@ -318,7 +320,8 @@ class _Repair:
         (self.out / "meta").mkdir(exist_ok=True)
         for path in sorted((self.root / "meta").glob("*")):
             if path.is_file() and path.name not in FORMAT_FILES and not path.name.startswith("."):
-                shutil.copyfile(path, self.out / "meta" / path.name)
+                name = f"meta/{path.name}"
+                shutil.copyfile(inside(self.root, name), inside(self.out, name))
                 self.notes.append(f"meta/{path.name} copied unchanged")
         more = {key: value for key, value in self.layout.info.items() if key not in OLD_INFO}
         self._files.write_metadata(more)

@@ -45,7 +45,7 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
         if name in OWN_COLUMNS:
             continue
         if feature.is_video:
-            if any((layout.root / file).is_file() for file in layout.camera_files(name)):
+            if any(layout.path(file).is_file() for file in layout.camera_files(name)):
                 columns.features[name] = spec
             else:
                 columns.notes.append(f"camera {name} is declared but has no videos: declaration removed")
@@ -68,7 +68,7 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
 
 def _schema(layout: Layout, file: str) -> pa.Schema | None:
     try:
-        return pq.read_schema(layout.root / file)
+        return pq.read_schema(layout.path(file))
     except (pa.ArrowException, OSError):
         return None
 
@@ -100,7 +100,7 @@ def _redeclare(layout: Layout, columns: Columns, name: str, kind: pa.DataType, f
 def _width(layout: Layout, file: str, name: str) -> int | None:
     """The number of values in the first row of a column."""
     try:
-        with pq.ParquetFile(layout.root / file) as parquet:
+        with pq.ParquetFile(layout.path(file)) as parquet:
             batch = next(parquet.iter_batches(1, columns=[name]))
     except (pa.ArrowException, OSError, StopIteration, KeyError):
         return None
@@ -146,7 +146,7 @@ def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> Non
 
 def _read(layout: Layout, columns: Columns, file: str) -> _DataFile | str:
     """The numeric columns of a data file, or why they can't be read."""
-    path = layout.root / file
+    path = layout.path(file)
     if not path.is_file():
         return f"its data file {file} is missing"
     schema = _schema(layout, file)

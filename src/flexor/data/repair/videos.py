@@ -45,7 +45,7 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
         elif plan.reason is None:
             plan.reason = f"{camera}: the metadata does not name its video file"
     for file, inside in files.items():
-        index = read_index(layout.root / file)
+        index = read_index(layout.path(file))
         claims = []
         for plan in inside:
             span = plan.episode.videos[camera]

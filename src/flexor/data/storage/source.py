@@ -19,6 +19,7 @@ from typing import Any
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
+from flexor.core.paths import inside
 from flexor.data.storage.block_cache import block_cache
 from flexor.data.storage.ranges import LocalRanges, Ranges, RemoteRanges
 from flexor.data.storage.remote import (
@@ -53,9 +54,13 @@ class Source:
     def __str__(self) -> str:
         return str(self.root)
 
+    def path(self, name: str) -> Path:
+        """Where the file is on this machine, or would be. Names come from metadata: see `core/paths.py`."""
+        return inside(self.root, name)
+
     def local(self, name: str) -> Path:
         """The file's path on this machine; downloads it if needed. It may not exist."""
-        return self.root / name
+        return self.path(name)
 
     def here(self, name: str) -> Path | None:
         """The file's path if it is on this machine; nothing is downloaded."""
@@ -63,22 +68,22 @@ class Source:
         return path if path.is_file() else None
 
     def exists(self, name: str) -> bool:
-        return (self.root / name).is_file()
+        return self.path(name).is_file()
 
     def size(self, name: str) -> int:
         return self.local(name).stat().st_size
 
     def list(self, folder: str, suffix: str) -> list[str]:
         """Names of all files under a folder, sorted."""
-        found = (self.root / folder).rglob(f"*{suffix}")
-        return sorted(path.relative_to(self.root).as_posix() for path in found)
+        paths = self.path(folder).rglob(f"*{suffix}")
+        return sorted(path.relative_to(self.root).as_posix() for path in paths)
 
     def fetch(self, names: Iterable[str]) -> None:
         """Announce which files will be read, for sources that are faster in bulk."""
 
     def content(self, names: Iterable[str]) -> str:
         """A hash that changes when any of these files changes; computed without downloading them."""
-        stats = [(self.root / name).stat() for name in sorted(set(names)) if (self.root / name).is_file()]
+        stats = [self.path(name).stat() for name in sorted(set(names)) if self.path(name).is_file()]
         return _hash([(stat.st_size, stat.st_mtime_ns) for stat in stats])
 
     def holds(self, count: int) -> bool:
@@ -135,7 +140,7 @@ class HubSource(Source):
     def local(self, name: str) -> Path:
         if self.streams and not super().exists(name) and name in self._listing():
             self._download([name])
-        return self.root / name
+        return self.path(name)
 
     def exists(self, name: str) -> bool:
         return super().exists(name) or (self.streams and name in self._listing())
@@ -159,7 +164,7 @@ class HubSource(Source):
 
     def ranges(self, name: str) -> Ranges:
         if not self.streams or super().exists(name):
-            return LocalRanges(self.root / name)
+            return LocalRanges(self.path(name))
         from huggingface_hub import hf_hub_url
 
         url = hf_hub_url(self.repo_id, name, repo_type="dataset", revision=self.commit)
@@ -267,7 +272,7 @@ class FsspecSource(Source):
         return self.address
 
     def local(self, name: str) -> Path:
-        target = self.root / name
+        target = self.path(name)
         with self._lock:
             lock = self._file_locks.setdefault(name, threading.Lock())
         with lock:
@@ -306,11 +311,11 @@ class FsspecSource(Source):
 
     def ranges(self, name: str) -> Ranges:
         if self._is_copied(name):
-            return LocalRanges(self.root / name)
+            return LocalRanges(self.path(name))
         return RemoteRanges(self._remote(name), self._blocks)
 
     def _is_copied(self, name: str) -> bool:
-        target = self.root / name
+        target = self.path(name)
         return target.is_file() and target.stat().st_size == self.size(name)
 
     def _remote(self, name: str) -> RemoteFile:
@@ -377,7 +382,7 @@ def _hash(value: object) -> str:
 
 def is_repo_id(name: str) -> bool:
     """Whether this could be a repository on the Hub rather than a folder: user/name."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".")
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
 
 
 def find_source(

@@ -21,6 +21,7 @@ from av.video.reformatter import VideoReformatter
 
 from flexor.data.storage.ranges import LocalRanges, Ranges
 from flexor.data.video.mp4 import Packets, Unsupported, broken, read_packets
+from flexor.data.video.open_file import MOST_PIXELS, open_video
 
 __all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
 
@@ -277,6 +278,7 @@ def _new_decoder(packets: Packets) -> av.VideoCodecContext:
     if packets.extradata:
         context.extradata = packets.extradata
     context.width, context.height = packets.width, packets.height
+    context.options = {"max_pixels": str(MOST_PIXELS)}
     # At robot camera sizes, several single-threaded decoders are faster than one multi-threaded decoder.
     context.thread_type = "NONE"
     context.thread_count = 1
@@ -293,7 +295,7 @@ def _demux(ranges: Ranges) -> Packets:
     """The packets from the demuxer, for files that `mp4.py` does not support."""
     found: list[tuple[int, int, bool, int, bool]] = []
     try:
-        with av.open(RangesFile(ranges), "r") as container:
+        with open_video(RangesFile(ranges)) as container:
             if not container.streams.video:
                 raise broken(ranges.name, "it has no video stream")
             stream = container.streams.video[0]

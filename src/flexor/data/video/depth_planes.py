@@ -8,6 +8,7 @@ import torch
 from av.video.reformatter import VideoReformatter
 
 from flexor.data.format.depth import CODES, DepthScale, depths_of_codes, in_output_unit
+from flexor.data.video.open_file import decode_one
 from flexor.data.video.tiff import float_tiff
 
 PIXELS: dict[str, np.dtype] = {
@@ -82,12 +83,9 @@ def decode_depth_image(data: bytes) -> av.VideoFrame:
         raise ValueError(f"it starts with {data[:4]!r}, and depth maps are TIFF or PNG")
     if name == "tiff" and (depths := float_tiff(data)) is not None:
         return av.VideoFrame.from_ndarray(depths, format="grayf32le")
-    context = av.CodecContext.create(name, "r")
-    frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
-    if not frames:
-        raise ValueError("decoding it gives no image")
-    layout = frames[0].format.name
+    frame = decode_one(name, data)
+    layout = frame.format.name
     if not layout.startswith(("gray16", "grayf32")):
         raise ValueError(f"its pixels are {layout}, but depth maps have 16 bits or floating point")
     wanted = "grayf32le" if layout.startswith("grayf32") else "gray16le"
-    return frames[0] if layout == wanted else VideoReformatter().reformat(frames[0], format=wanted)
+    return frame if layout == wanted else VideoReformatter().reformat(frame, format=wanted)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from flexor.core.errors import ConfigError
+from flexor.core.foreign_files import read_json_object
 from flexor.data.storage.source import is_repo_id
 
 SETTINGS, VOCABULARY = "processor_config.json", "tokenizer.json"
@@ -199,7 +200,7 @@ def load_fast_tokenizer(name: str) -> FastTokenizer:
     if vocabulary is None or not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} is not a FAST tokenizer: it must hold {SETTINGS} and {VOCABULARY}.")
     try:
-        given = json.loads((folder / SETTINGS).read_text())
+        given = read_json_object(folder / SETTINGS)
         sizes = {key: given.get(key) for key in ("time_horizon", "action_dim")}
         bpe = _tokenizers().Tokenizer.from_file(str(vocabulary))
         return FastTokenizer(

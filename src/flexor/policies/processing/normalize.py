@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexor.core.batch import DATASET_NUMBER, Batch
 from flexor.core.errors import ConfigError
+from flexor.core.typed import coerce
 from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.nn.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
@@ -19,13 +20,15 @@ from flexor.policies.processing.rename_and_move import float_image, is_byte_imag
 # the statistics that are mapped to -1 and 1; MEAN_STD is handled separately
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 
+TYPES = {"features": dict[str, PolicyFeature], "norm_map": dict[Kind, Normalization], "eps": float}
+
 
 def required_statistics(mode: str) -> tuple[str, ...]:
     """The statistics that a mode uses."""
     return {"IDENTITY": (), "MEAN_STD": ("mean", "std"), **BOUNDS}[mode]
 
 
-class _Normalization(ProcessingStep):
+class NormalizationStep(ProcessingStep):
     """Statistics per feature and how they are applied to each kind of feature."""
 
     inverse: ClassVar[bool]
@@ -47,19 +50,24 @@ class _Normalization(ProcessingStep):
         }
         self._check()
 
+    def missing(self) -> dict[str, list[str]]:
+        """By feature, the statistics that its normalisation uses and that are not there."""
+        modes = {key: self.norm_map.get(feature.type, "IDENTITY") for key, feature in self.features.items()}
+        return {
+            key: names
+            for key, mode in modes.items()
+            if (names := [name for name in required_statistics(mode) if name not in self.stats.get(key, {})])
+        }
+
     def _check(self) -> None:
         """Refuse now what would otherwise fail during a run."""
-        for key, feature in self.features.items():
-            mode = self.norm_map.get(feature.type, "IDENTITY")
-            if not self.stats:
-                continue
-            missing = [name for name in required_statistics(mode) if name not in self.stats.get(key, {})]
-            if missing:
-                raise ConfigError(
-                    f"{key} is normalised by {mode}, but the dataset's statistics lack {', '.join(missing)}: "
-                    f"recompute them with `flexor data stats DIR`, or choose another mode with "
-                    f"--policy.normalization_mapping.{feature.type}=..."
-                )
+        for key, names in self.missing().items() if self.stats else ():
+            kind = self.features[key].type
+            raise ConfigError(
+                f"{key} is normalised by {self.norm_map[kind]}, but the dataset's statistics lack {', '.join(names)}: "
+                f"recompute them with `flexor data stats DIR`, or choose another mode with "
+                f"--policy.normalization_mapping.{kind}=..."
+            )
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         out = dict(batch)
@@ -117,12 +125,10 @@ class _Normalization(ProcessingStep):
 
     @classmethod
     def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
-        features = {
-            key: PolicyFeature(Kind(value["type"]), tuple(value["shape"]))
-            for key, value in settings["features"].items()
-        }
-        others = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
-        return cls(**{**others, "features": features})
+        settings = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
+        for key in TYPES.keys() & settings.keys():
+            settings[key] = coerce(settings[key], TYPES[key], key)
+        return cls(**settings)
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -137,10 +143,17 @@ class _Normalization(ProcessingStep):
         for flat, value in state.items():
             key, name = flat.rsplit(".", 1)
             self.stats.setdefault(key, {})[name] = value.float()
+        for key, feature in self.features.items():
+            for name in required_statistics(self.norm_map.get(feature.type, "IDENTITY")):
+                shape = tuple(self.stats.get(key, {}).get(name, torch.empty(1)).shape)
+                if feature.type is not Kind.VISUAL and shape not in ((), (1,), feature.shape):
+                    raise ValueError(
+                        f"{name} of {key} has the shape {list(shape)}, not {list(feature.shape)}"
+                    )
 
 
 @processing_step("normalizer_processor")
-class Normalize(_Normalization):
+class Normalize(NormalizationStep):
     inverse = False
     takes_bytes = True
 
@@ -193,7 +206,7 @@ class NormalizeByDataset(Normalize):
 
 
 @processing_step("unnormalizer_processor")
-class Unnormalize(_Normalization):
+class Unnormalize(NormalizationStep):
     inverse = True
 
 

@@ -14,12 +14,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flexor.core.batch import Batch
-from flexor.core.errors import CheckpointError
+from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.foreign_files import MALFORMED, read_json_object
+from flexor.core.paths import inside
 from flexor.core.rng import NoiseSource
+from flexor.core.typed import from_plain
 
 Stats = Mapping[str, Mapping[str, Any]]
 
@@ -77,7 +81,7 @@ class ProcessingStep:
 
     @classmethod
     def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
-        return cls(**settings)
+        return from_plain(cls, settings, cls.name) if is_dataclass(cls) else cls(**settings)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -162,26 +166,42 @@ class Pipeline:
                 f"{folder} has no {name}.json, which says how its inputs are normalised. Checkpoints of "
                 "LeRobot before 0.4 lack it: convert them with its migrate_policy_normalization script."
             )
-        pipeline = cls(name, [_load_step(file, entry) for entry in json.loads(file.read_text())["steps"]])
+        pipeline = cls(name, [_load_step(file, entry) for entry in read_steps(file)])
         pipeline.prepare()
         return pipeline
 
 
+def read_steps(file: Path) -> list[dict[str, Any]]:
+    """The entries of a saved pipeline, one per step."""
+    try:
+        steps = read_json_object(inside(file.parent, file.name))["steps"]
+        if not isinstance(steps, list) or not all(isinstance(entry, dict) for entry in steps):
+            raise ValueError("its steps are no list of objects")
+    except (*MALFORMED, OSError) as error:
+        raise CheckpointError(f"{file} does not describe the processing of a policy: {error!r}") from error
+    return steps
+
+
 def _load_step(file: Path, entry: dict[str, Any]) -> ProcessingStep:
     name = entry.get("registry_name") or entry.get("class")
-    if name not in STEPS:
+    if not isinstance(name, str) or name not in STEPS:
         raise CheckpointError(
             f"{file} names the processing step {name!r}, which Flexor does not have. It has: {', '.join(STEPS)}. "
             f"If you have its code, register it in the file of your policy with @flexor.processing_step({name!r}). "
             f"If the policy works without it, delete its entry from {file.name}. Otherwise use it in LeRobot."
         )
-    settings = dict(entry.get("config", {}))
+    settings = entry.get("config") or {}
     try:
-        step = STEPS[name].from_config(settings)
-    except (TypeError, KeyError, ValueError) as error:
+        step = STEPS[name].from_config(dict(settings))
+    except (ConfigError, *MALFORMED) as error:
         raise CheckpointError(
             f"{file}: the processing step {name!r} does not accept the settings {settings}: {error!r}"
         ) from error
     if "state_file" in entry:
-        step.load_state(load_file(file.parent / entry["state_file"]))
+        try:
+            step.load_state(load_file(inside(file.parent, entry["state_file"])))
+        except (*MALFORMED, OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{file}: the state of the processing step {name!r} can't be read: {error}"
+            ) from error
     return step

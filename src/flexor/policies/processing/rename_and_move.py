@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class ToDevice(ProcessingStep):
     """
 
     device: str = "cpu"
-    float_dtype: str | None = None
+    float_dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None
 
     def to(self, device: str) -> None:
         self.device = device

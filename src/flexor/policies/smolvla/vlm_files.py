@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flexor.core.errors import ConfigError
+from flexor.core.foreign_files import read_json_object
 from flexor.core.name_ranges import listed
+from flexor.core.paths import inside, safe_name
 from flexor.core.tensors import described_in, fill
 from flexor.data.storage.source import is_repo_id
 from flexor.policies.hf_transformers import located
@@ -23,7 +24,7 @@ def find_file(name: str, file: str) -> Path:
     """A file of the model, downloaded if it is in a Hub repository."""
     name = located(name)
     if Path(name).is_dir():
-        path = Path(name) / file
+        path = inside(Path(name), file)
         if not path.is_file():
             raise ConfigError(f"policy.vlm_model_name={name}: there is no {file} in this folder.")
         return path
@@ -66,10 +67,19 @@ def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
         return dict.fromkeys(tensors, find_file(name, WEIGHTS))
     except ConfigError as absent:
         try:
-            index = json.loads(find_file(name, INDEX).read_text())["weight_map"]
+            file = find_file(name, INDEX)
         except ConfigError:
             raise absent from None
+    index = _weight_map(file)
     missing = [each for each in tensors if each not in index]
     if missing:
         raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {listed(missing)}.")
     return {each: find_file(name, index[each]) for each in tensors}
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    """The name of the file that holds each tensor, from an index."""
+    try:
+        return {tensor: safe_name(name) for tensor, name in read_json_object(file)["weight_map"].items()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{file} does not say which file holds which weights: {error!r}") from error

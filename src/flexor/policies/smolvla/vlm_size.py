@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flexor.core.errors import ConfigError
+from flexor.core.foreign_files import read_json_object
 from flexor.policies.nn.llama import LlamaSize
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.smolvla.vlm_files import find_file
@@ -124,7 +124,7 @@ def read_size(name: str) -> VlmSize:
 def _read(name: str) -> dict[str, Any]:
     file = find_file(name, "config.json")
     try:
-        described = json.loads(file.read_text())
+        described = read_json_object(file)
         if described["model_type"] != "smolvlm":
             raise ConfigError(
                 f"policy.vlm_model_name={name} is a {described['model_type']}: SmolVLA requires a SmolVLM."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def _write_weights(found: Path, target: Path) -> None:
 
     One process reads all shards.
     """
-    run = json.loads((found / TRAINING_STATE / "flexor.json").read_text())
+    run = checkpoint.read_state(found, "flexor.json")
     kind = "model." if run["ema_updates"] is None else "ema."
     weights = ShardedTensors(found / TRAINING_STATE / SHARDS).read(kind)
     lora = from_plain(LoraConfig, run["config"].get("lora", {}))

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flexor.core.errors import CheckpointError
+from flexor.core.foreign_files import MALFORMED, read_json
 from flexor.core.log import log, warn_once
 from flexor.core.machine import flush_to_disk
-from flexor.core.run_files import LAST, numbered_checkpoints
+from flexor.core.manifest import difference, hash_file
+from flexor.core.paths import inside
+from flexor.core.run_files import LAST, TRAINING_STATE, numbered_checkpoints
 from flexor.core.run_files import MANIFEST as MANIFEST
+
+MOST_STEPS = 10**15  # of a name that is still a number
 
 
 def folder_name(step: int, total_steps: int) -> str:
@@ -113,9 +118,12 @@ def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
         flush_to_disk(subfolder)
 
 
-def hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def read_state(folder: Path, name: str) -> Any:
+    """A JSON file of a checkpoint's training state."""
+    try:
+        return read_json(inside(folder, f"{TRAINING_STATE}/{name}"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is damaged: {name} can't be read ({error}).") from error
 
 
 def _replace_folder(source: Path, target: Path) -> None:
@@ -171,10 +179,10 @@ def _put_aside(last: Path) -> None:
 def _step_of(folder: Path) -> int | None:
     """The step of a complete checkpoint."""
     try:
-        step = json.loads((folder / MANIFEST).read_text())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        step = read_json(folder / MANIFEST)["step"]
+    except (OSError, *MALFORMED):
         return None
-    return step if isinstance(step, int) and step >= 0 else None
+    return step if isinstance(step, int) and 0 <= step < MOST_STEPS else None
 
 
 def adopt(source: Path, target: Path) -> None:
@@ -197,21 +205,8 @@ def newest(checkpoints: Path) -> Path | None:
 
 def verify(folder: Path) -> None:
     """Refuse a checkpoint whose files are not those that were saved."""
-    try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
-        sizes = {name: (expected["size"], expected["sha256"]) for name, expected in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder} is damaged: {MANIFEST} can't be read ({error!r}). {_instead(folder)}"
-        ) from error
-    for name, (size, sha256) in sizes.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{folder} is damaged: {name} is missing. {_instead(folder)}")
-        if path.stat().st_size != size or hash_file(path) != sha256:
-            raise CheckpointError(
-                f"{folder} is damaged: {name} has changed since it was saved. {_instead(folder)}"
-            )
+    if wrong := difference(folder):
+        raise CheckpointError(f"{folder} is damaged: {wrong}. {_instead(folder)}")
 
 
 def _instead(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from flexor.config.accelerate_flags import accelerate_settings
-from flexor.config.parse import build_config, flatten, parse_flags, read_run
+from flexor.config.parse import build_config, code_in, flatten, parse_flags, read_run
 from flexor.config.schedules import SCHEDULES
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
 from flexor.core.run_files import PRETRAINED, RUN_CONFIG, TRAINING_STATE
+from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
 from flexor.data.identity import DataIdentity, differences
-from flexor.policies.processing.normalize import NormalizeByDataset
+from flexor.policies.processing.normalize import NormalizationStep, NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import read_data_files
@@ -56,6 +56,8 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
     if "dataset.root" in changes and "dataset.repo_id" in saved:
         # the same data in another place, which is checked: it keeps its name
         changes.setdefault("dataset.repo_id", saved["dataset.repo_id"])
+    trust(code_in(changes))
+    require_trust(code_in({**saved, **changes}), folder / RUN_CONFIG)
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
     config = build_config(saved, {**changes, "output_dir": str(folder)})
@@ -76,6 +78,7 @@ def continued_config(folder: Path, wanted: TrainConfig) -> TrainConfig:
         raise CheckpointError(
             f"{folder} already holds a run with other settings: {named}. Choose another --output_dir."
         )
+    require_trust(code_in(settled), folder / RUN_CONFIG)
     settled.pop("policy_path", None)
     config = build_config({**settled, "output_dir": str(folder)})
     config.policy_path = wanted.policy_path
@@ -96,7 +99,7 @@ def newest_checkpoint(folder: Path) -> Path:
 def check_same_run(found: Path, state: TrainState) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
     config = state.config
-    saved = json.loads((found / TRAINING_STATE / "flexor.json").read_text())
+    saved = checkpoint.read_state(found, "flexor.json")
     _check_same_data(found, saved, state)
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
@@ -117,7 +120,8 @@ def check_same_run(found: Path, state: TrainState) -> None:
 def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> None:
     """A run from before contents were saved is compared by episodes, lengths and file sizes."""
     now = state.identity.summary() if state.identity else {}
-    before = saved.get("dataset_content") or {}
+    before = saved.get("dataset_content")
+    before = before if isinstance(before, dict) else {}
     differing = [kind for kind in now if before.get(kind) and now[kind] and before[kind] != now[kind]]
     if saved["dataset_fingerprint"] == state.fingerprint and not differing:
         return
@@ -148,6 +152,8 @@ def keep_statistics(found: Path, state: TrainState) -> None:
             if differing := _differing(before.state(), now.state()):
                 now.load_state(before.state())
                 changed += differing
+            if isinstance(now, NormalizationStep) and (missing := now.missing()):
+                raise CheckpointError(f"{found} is damaged: it lacks statistics of {', '.join(missing)}.")
     if (file := found / TRAINING_STATE / STATISTICS).is_file():
         each = load_file(file)
         if differing := _differing(each, statistics_by_dataset(state.preprocessor)):
@@ -158,10 +164,11 @@ def keep_statistics(found: Path, state: TrainState) -> None:
     if changed:
         log.info(
             "the dataset's statistics have changed since this run started (%s): it goes on with its own, which %s has",
-            ", ".join(sorted({*changed})[:NAMED]),
+            ", ".join(changed[:NAMED]),
             found.name,
         )
 
 
 def _differing(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
-    return [k for k in now if k not in before or not torch.equal(before[k].float(), now[k].float())]
+    same = [k for k in before.keys() & now.keys() if torch.equal(before[k].float(), now[k].float())]
+    return sorted((before.keys() | now.keys()) - {*same})

@@ -16,6 +16,7 @@ import yaml
 from flexor.config.parse import read_run
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.paths import inside
 from flexor.core.run_files import CHECKPOINTS, LAUNCH, LOCK, METRICS, RUN_CONFIG, VIDEOS
 from flexor.core.typed import QuickDumper
 from flexor.monitor.system_file import forget_after, system_files
@@ -65,9 +66,9 @@ def restarted_folder(launch: str) -> Path | None:
 
 def default_folder(job_name: str) -> Path:
     """A new one, also for runs that a script starts in the same second."""
-    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name}"
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{job_name.replace('/', '_')}"
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return next(folder for each in names if not (folder := Path("runs") / each).exists())
+    return next(folder for each in names if not (folder := inside(Path("runs"), each)).exists())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flexor.core.foreign_files import read_json_object
 from flexor.core.log import warn_once
 from flexor.core.run_files import DATA_FILES, RUN_RECORD
 from flexor.core.version import VERSION
@@ -55,11 +56,10 @@ def note_data_files(folder: Path, identity: DataIdentity) -> None:
 def read_data_files(folder: Path) -> dict[str, dict[str, str] | None]:
     """What `note_data_files` saved; empty if there is nothing that can be read."""
     try:
-        saved = json.loads((folder / DATA_FILES).read_text())
+        saved = read_json_object(folder / DATA_FILES)
     except (OSError, ValueError):
         return {}
-    parts = saved if isinstance(saved, dict) else {}
-    return {kind: part for kind, part in parts.items() if isinstance(part, dict | None)}
+    return {kind: part for kind, part in saved.items() if isinstance(part, dict | None)}
 
 
 def describe_dataset(training: Dataset) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Saving checkpoints from all ranks, in the training loop or in a thread beside it.
 
-Rank 0 creates the checkpoint's folder and renames it into place. A sharded run writes its tensors with torch's
-distributed checkpoint: each rank writes its own shard, so nothing is gathered. With `checkpoint.async`, the default,
-the loop waits only until all tensors are copied to host memory; a thread writes them to disk. A rank without enough
-memory for the copy writes in the loop, whatever the others do.
+Rank 0 creates the checkpoint's folder and renames it into place. In a sharded run each rank writes its own shard, so
+nothing is gathered. With `checkpoint.async`, the default, the loop waits only until all tensors are copied to host
+memory; a thread writes them to disk. A rank without enough memory for the copy writes in the loop, whatever the others
+do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flexor.core.run_files import SHARDS, TRAINING_STATE
 from flexor.core.tensors import as_part, is_sharded, local
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
+from flexor.train.checkpoint.shards import shard_file, write_index, write_shard
 from flexor.train.checkpoint.state import Snapshot, TrainState
-from flexor.train.checkpoint.tensors import failures_as_oserror
 from flexor.train.ranks.processes import FOREVER
 
 T = TypeVar("T")
@@ -139,28 +139,24 @@ class Saver:
 
     def _write_files(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
         """Write the whole checkpoint. If that fails on any rank, it fails on all of them."""
-        is_main = self.processes.is_main
+        is_main, shards = self.processes.is_main, folder.aside / TRAINING_STATE / SHARDS
         self._together(lambda: folder.open() if is_main else None)
-        hashes: dict[str, str] = {}
+        written: list[tuple[dict[str, Any], str]] = []  # of each rank: the index of its shard, and the hash
         if self.state.engine.sharded:
-            own = self._together(lambda: self._write_shards(snapshot, folder))
-            hashes = {name: value for part in self._gather(own) for name, value in part.items()}
+            written = self._gather(self._together(lambda: self._write_shard(snapshot, shards)))
 
         def write_the_rest() -> None:
+            if written:
+                write_index(shards, [index for index, _ in written])
             snapshot.write(folder.aside)
-            folder.finish(hashes)
+            names = [(shards / shard_file(rank)).relative_to(folder.aside) for rank in range(len(written))]
+            folder.finish({name.as_posix(): digest for name, (_, digest) in zip(names, written)})
 
         self._together(lambda: write_the_rest() if is_main else None)
 
-    def _write_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> dict[str, str]:
-        """Write this rank's shard. Returns when all ranks are done, with the hashes of this rank's files."""
-        import torch.distributed.checkpoint as dcp
-
-        shards = folder.aside / TRAINING_STATE / SHARDS
-        with failures_as_oserror():
-            dcp.save(snapshot.tensors, storage_writer=dcp.FileSystemWriter(shards), process_group=self.group)
-        own = shards.glob(f"__{self.processes.rank}_*")
-        return {str(path.relative_to(folder.aside)): checkpoint.hash_file(path) for path in own}
+    def _write_shard(self, snapshot: Snapshot, shards: Path) -> tuple[dict[str, Any], str]:
+        shards.mkdir(parents=True, exist_ok=True)
+        return write_shard(snapshot.tensors, shards, self.processes.rank)
 
     def _make_room(self, folder: checkpoint.Folder, error: Exception) -> bool:
         """On a full disk: remove now what would be removed after this save. Returns whether there was anything."""
@@ -192,7 +188,7 @@ class Saver:
             result = work()
         except FAILURES as error:
             failure = error
-        said = self._gather(None if failure is None else f"rank {self.processes.rank}: {failure}")
+        said = self._gather(None if failure is None else f"rank {self.processes.rank}: {failure!r}")
         if failure is None and any(said):
             failure = OSError("; ".join(filter(None, said)))
         if failure is not None:

@@ -8,6 +8,7 @@ the moving average (EMA) and the random generators of other ranks. A sharded run
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError
+from flexor.core.foreign_files import MALFORMED
 from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
 from flexor.data.identity import DataIdentity
@@ -34,6 +36,7 @@ from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.normalize import NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import lerobot
+from flexor.train.checkpoint.folder import read_state
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
@@ -139,25 +142,27 @@ class TrainState:
         """Load a checkpoint, sharded or not, that any number of ranks saved."""
         try:
             self._load(folder, folder / TRAINING_STATE)
-        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"Can't resume from {folder}: {error}") from error
+        except (*MALFORMED, OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"Can't resume from {folder}: {error!r}") from error
 
     def _load(self, folder: Path, state: Path) -> None:
-        saved = json.loads((state / "flexor.json").read_text())
-        self._load_tensors(folder, state)
+        saved = read_state(folder, "flexor.json")
+        self._load_tensors(folder)
         if self.ema:
             self.ema.updates = saved["ema_updates"]
-        self.scheduler.load_state_dict(json.loads((state / "scheduler_state.json").read_text()))
+        schedule = read_state(folder, "scheduler_state.json")
+        _check_like(schedule, _plain_scheduler(self.scheduler), "scheduler_state.json")
+        self.scheduler.load_state_dict(schedule)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.base_lrs):
             group.setdefault("initial_lr", rate)
         if self.engine.scaler.is_enabled():
             self.engine.scaler.load_state_dict(saved["scaler"])
-        self.step = json.loads((state / "training_step.json").read_text())["step"]
+        self.step = int(read_state(folder, "training_step.json")["step"])
         self._restore_rng(state)
 
-    def _load_tensors(self, folder: Path, state: Path) -> None:
+    def _load_tensors(self, folder: Path) -> None:
         names = self.parameter_names()
-        groups = json.loads((state / "optimizer_param_groups.json").read_text())
+        groups = read_state(folder, "optimizer_param_groups.json")
         counted = sum(len(group["params"]) for group in groups)
         # runs before LeRobot's numbers were used count only what there is
         there = open_tensors(folder, names if counted == len(names) else self.names_in_file())
@@ -179,6 +184,7 @@ class TrainState:
                 group["fused"] = current["fused"]
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
+            _check_like(group, {**numbered_here, "initial_lr": 0.0}, "optimizer_param_groups.json")
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
     def _restore_rng(self, state: Path) -> None:
@@ -257,6 +263,25 @@ def statistics_by_dataset(preprocessor: Pipeline) -> dict[str, Tensor]:
     """What `pretrained_model` does not have: the statistics of each dataset, of a run that normalises by its own."""
     steps = [step for step in preprocessor.steps if isinstance(step, NormalizeByDataset)]
     return {name: value for step in steps for name, value in step.state_by_dataset().items()}
+
+
+def _check_like(saved: Any, current: Any, where: str) -> None:
+    """Refuse what has not the form of what it replaces: training would fail on it later, or go on wrongly."""
+    if isinstance(current, dict):
+        for key, value in current.items():
+            if key in saved or key != "initial_lr":
+                _check_like(saved[key], value, f"{where}: {key}")
+    elif isinstance(current, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(current):
+            raise ValueError(f"{where} is {saved!r}, not a list of {len(current)}")
+        for number, pair in enumerate(zip(saved, current)):
+            _check_like(*pair, f"{where}[{number}]")
+    elif _is_number(current) and not _is_number(saved):
+        raise ValueError(f"{where} is {saved!r}, not a number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _room(saved: Tensor, parameter: Tensor) -> Tensor:

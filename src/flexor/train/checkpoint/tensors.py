@@ -6,17 +6,18 @@ number of processes, sharded or not, however it was saved.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from flexor.core.errors import CheckpointError
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
 from flexor.core.tensors import described_in, fill
+from flexor.train.checkpoint.old_shards import OldShards
+from flexor.train.checkpoint.shards import INDEX, SafeShards, ShardFiles, fill_from_shards
 
 OPTIMIZER = "optimizer_state.safetensors"
 RAW_MODEL = "raw_model.safetensors"
@@ -76,18 +77,19 @@ class WholeTensors:
 
 
 class ShardedTensors:
-    """torch's distributed checkpoint."""
+    """What several ranks wrote, each its part."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.shards: ShardFiles
+        try:
+            self.shards = SafeShards(folder) if (folder / INDEX).is_file() else OldShards(folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} can't be read: {error}") from error
 
     def described(self) -> dict[str, Tensor]:
-        import torch.distributed.checkpoint as dcp
-
-        metadata: Mapping[str, Any] = dcp.FileSystemReader(self.folder).read_metadata().state_dict_metadata
         return {
-            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
-            for name, tensor in metadata.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in self.shards.tensors.items()
         }
 
     def read(self, prefix: str) -> dict[str, Tensor]:
@@ -98,21 +100,4 @@ class ShardedTensors:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        with failures_as_oserror(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
-            # every rank reads what it needs, without the others
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
-
-
-@contextmanager
-def failures_as_oserror() -> Iterator[None]:
-    """Raise OSError for a failure on any rank. torch's own exception for it is not an `Exception`."""
-    from torch.distributed.checkpoint import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:
-        causes = {f"rank {rank}: {cause[0]!r}" for rank, cause in error.failures.items()}
-        raise OSError("; ".join(sorted(causes))) from error
+        fill_from_shards(tensors, self.shards)

@@ -7,18 +7,18 @@ hidden folder, checked again, and renamed.
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from flexor.core.console import progress
 from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.foreign_files import MALFORMED, parse_json
 from flexor.core.hub import HubEntry, HubRepository
 from flexor.core.hub_errors import persist
 from flexor.core.log import log
+from flexor.core.manifest import parse_manifest
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.data.storage.source import is_repo_id
 from flexor.train.checkpoint import folder as checkpoint
@@ -99,27 +99,24 @@ class _Download:
         if text is None:
             return {}, f"{checkpoint.MANIFEST} is missing"
         try:
-            listed: dict[str, Any] = json.loads(text)["files"]
-            expected = {f"{base}/{file}": (int(e["size"]), str(e["sha256"])) for file, e in listed.items()}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return {}, f"{checkpoint.MANIFEST} can't be read"
-        for path, (size, sha256) in expected.items():
-            entry: HubEntry | None = self.there.get(path)
+            listed = parse_manifest(text)
+        except ValueError as error:
+            return {}, str(error)
+        for file, expected in listed.items():
+            entry: HubEntry | None = self.there.get(f"{base}/{file}")
             if entry is None:
-                return {}, f"{path} is missing"
-            if entry.size != size or entry.sha256 not in (None, sha256):
-                return {}, f"{path} is not the file that was saved"
-        if any(".." in path.split("/") for path in expected):
-            return {}, f"{checkpoint.MANIFEST} names files outside of it"
-        manifest = f"{base}/{checkpoint.MANIFEST}"
-        return {path: size for path, (size, _) in expected.items()} | {manifest: len(text)}, None
+                return {}, f"{file} is missing"
+            if entry.size != expected.size or entry.sha256 not in (None, expected.sha256):
+                return {}, f"{file} is not the file that was saved"
+        sizes = {f"{base}/{file}": expected.size for file, expected in listed.items()}
+        return sizes | {f"{base}/{checkpoint.MANIFEST}": len(text)}, None
 
     def _check_folder(self) -> None:
         """Refuse a folder that holds something else."""
         if not self.run.exists() or not any(self.run.iterdir()):
             return
         text = self._read(RUN_RECORD)
-        theirs = json.loads(text).get("id") if text else None
+        theirs = _run_id(text)
         if theirs is None or read_record(self.run).get("id") != theirs:
             raise ConfigError(
                 f"{self.run} exists and is not the run in {self.repository.url}. Choose another folder with "
@@ -146,3 +143,10 @@ class _Download:
         if name not in self.there:
             return None
         return persist(f"reading {name}", lambda: self.repository.read(name, self.commit))
+
+
+def _run_id(record: bytes | None) -> str | None:
+    try:
+        return str(parse_json(record or b"")["id"])
+    except MALFORMED:
+        return None

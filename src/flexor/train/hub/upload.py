@@ -22,7 +22,9 @@ from flexor.config.schema import TrainConfig
 from flexor.core.console import Progress
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, HubError, require_token
-from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
+from flexor.core.manifest import read_manifest
+from flexor.core.paths import inside
+from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.hub.card import model_card
@@ -77,12 +79,26 @@ class RunOnHub:
         files: dict[str, Content] = self._texts(name, there, resumable)
         files |= policy_files(folder) if policy else {}
         if whole:
-            files |= {f"{CHECKPOINTS}/{name}/{n}": path for n, path in _files(folder).items()}
+            files |= {f"{CHECKPOINTS}/{name}/{n}": path for n, path in checkpoint_files(folder).items()}
         old = [n for n in there if n not in files and _is_replaced(n, name, whole, WEIGHTS in files)]
         commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
         if whole:
+            self._check_pushed(folder, name, commit)
             self.repository.tag(name, commit)
         return commit
+
+    def _check_pushed(self, folder: Path, name: str, commit: str) -> None:
+        """Refuse to call a checkpoint pushed that could not be resumed from: the Hub must have all of its files."""
+        entries = self.repository.files(commit)
+        for file, listed in {**read_manifest(folder), MANIFEST: None}.items():
+            path, entry = folder / file, entries.get(f"{CHECKPOINTS}/{name}/{file}")
+            size = path.stat().st_size if listed is None else listed.size
+            if entry is None or entry.size != size or not entry.holds(path, listed and listed.sha256):
+                raise HubError(
+                    f"{self.repository.url} does not have {file} of checkpoint {name} as it is here, after it was "
+                    "pushed. Push it again.",
+                    may_help=True,
+                )
 
     def missing(self) -> list[Path]:
         """Complete checkpoints of the run that the repository does not have, oldest first."""
@@ -135,6 +151,11 @@ def policy_files(folder: Path) -> dict[str, Content]:
     """The policy of a checkpoint, for the root of the repository; none if its weights were not exported."""
     files = _files(folder / PRETRAINED)
     return dict(files) if WEIGHTS in files else {}
+
+
+def checkpoint_files(folder: Path) -> dict[str, Path]:
+    """All files of a checkpoint: those that it was saved with, and weights that were exported later."""
+    return _files(folder) | {name: inside(folder, name) for name in read_manifest(folder)}
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -1,0 +1,83 @@
+"""Settings of a policy that no policy can have: refused before anything of that size is made.
+
+They may come from a stranger's checkpoint, or from a typing mistake. A network of a million layers would take hours to
+build and fail afterwards, because no file has its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.foreign_files import MALFORMED
+from flexor.policies.features import Kind
+
+LARGEST = 1 << 20
+"""Of an integer that sizes a network: the largest vocabularies have a quarter of it."""
+LARGEST_INPUT = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
+MOST_PARAMETERS = 10_000  # tensors; the largest policies have 2,000
+MOST_LAYERS = 1_000
+DIMENSIONS = {Kind.VISUAL: 3, Kind.STATE: 1, Kind.ENV: 1, Kind.ACTION: 1}
+LENGTHS = ("optimizer_", "scheduler_")  # settings of the training, which are no sizes
+
+
+def check_sizes(config: Any) -> None:
+    """Refuse a policy's settings that would make it absurdly large."""
+    for field in dataclasses.fields(config):
+        if not field.name.startswith(LENGTHS):
+            _check(f"policy.{field.name}", getattr(config, field.name))
+    for name, feature in {**config.input_features, **config.output_features}.items():
+        values = 1
+        for size in feature.shape:
+            values *= max(size, 0)
+        dimensions = DIMENSIONS.get(feature.type, len(feature.shape))
+        if not 0 < values <= LARGEST_INPUT or len(feature.shape) != dimensions:
+            raise ConfigError(
+                f"The feature {name!r} has the shape {list(feature.shape)}, which nothing can have."
+            )
+
+
+def _check(name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        return
+    limit = MOST_LAYERS if "layer" in name else LARGEST
+    if isinstance(value, int) and abs(value) > limit:
+        raise ConfigError(f"{name}={value} can't be right: no policy has more than {limit:,}.")
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        if len(value) > LARGEST:
+            raise ConfigError(f"{name} has {len(value):,} values, which can't be right.")
+        for item in value:
+            _check(name, item)
+
+
+@contextmanager
+def building(kind: str) -> Iterator[None]:
+    """Inside, a built-in policy is made from settings that may come from anywhere: what fails is their fault."""
+    register, count = nn.Module.register_parameter, 0
+
+    def register_counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        count += 1
+        if count > MOST_PARAMETERS:
+            raise ConfigError(
+                f"The settings of this {kind} policy make a network of more than {MOST_PARAMETERS:,} tensors, which "
+                "can't be right. Check its numbers of layers and steps."
+            )
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_counted  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    except FlexorError:
+        raise
+    except (*MALFORMED, RuntimeError, AssertionError, MemoryError) as error:
+        raise ConfigError(f"The settings of this {kind} policy make no network: {error!r}") from error
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

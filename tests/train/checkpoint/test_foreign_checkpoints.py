@@ -1,0 +1,300 @@
+"""Checkpoints of strangers: nothing in them runs or leads out, and what is absurd or damaged is refused."""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from flexor.cli.main import main
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
+from flexor.core.typed import field_types
+from flexor.policies import POLICIES, make_policy, policy_class
+from flexor.policies.pretrained import load_pretrained, read_config
+from flexor.policies.sizes import LENGTHS, check_sizes
+from support import foreign_checkpoints, ranks, runs
+from support.damage import edit_json
+from support.mutations import Watch, at_most
+
+POLICY = "checkpoints/000004/pretrained_model"
+
+
+@pytest.fixture(scope="module")
+def trained(lowdim, tiny_act, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    return runs.train(lowdim, folder / "run", tiny_act, "--steps=4", "--ema.enable")
+
+
+@pytest.fixture(scope="module")
+def sharded(lowdim, tiny_act, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign_shards")
+    flags = runs.flags(lowdim, folder / "run", tiny_act, "--steps=4", "--parallel.strategy=fsdp")
+    ranks.run(folder / "out", 2, ["train", *flags])
+    return folder / "run"
+
+
+@pytest.fixture
+def theirs(trained, tmp_path) -> Path:
+    shutil.copytree(trained, tmp_path / "theirs", symlinks=True)
+    return tmp_path / "theirs"
+
+
+def settle(run: Path) -> None:
+    """Whoever makes such a checkpoint makes its manifest fit."""
+    foreign_checkpoints.settle(run / "checkpoints/000004/training_state/manifest.json")
+
+
+def commands(run: Path, data: Path) -> list[list[str]]:
+    start = [
+        f"--policy.path={run}",
+        f"--dataset.root={data}",
+        "--steps=1",
+        f"--output_dir={run.with_name('new')}",
+    ]
+    return [
+        [
+            "eval",
+            str(run),
+            "--env.type=place",
+            "--eval.n_episodes=1",
+            "--env.max_steps=1",
+            "--policy.device=cpu",
+        ],
+        ["serve", str(run), "--port=0", "--device=cpu"],
+        ["train", *start, "--policy.device=cpu"],
+        ["resume", str(run), "--steps=5"],
+    ]
+
+
+# No file is code
+
+
+class Marks:
+    """A pickle of it leaves a mark when it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["trained", "sharded"])
+def test_no_file_of_a_checkpoint_is_code(kind, request, tmp_path, capsys):
+    """Each file in turn is a pickle that would leave a mark, with a manifest that fits."""
+    run, mark = tmp_path / "run", tmp_path / "mark"
+    shutil.copytree(request.getfixturevalue(kind), run, symlinks=True)
+    bomb = pickle.dumps(Marks(mark))
+    folder = run / "checkpoints/000004"
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    indices = sorted({path.with_name(".metadata") for path in files})  # of shards, as runs once had
+    for path in [*files, *indices]:
+        content = path.read_bytes() if path.exists() else None
+        path.write_bytes(bomb)
+        if path.name != "manifest.json":
+            settle(run)
+        for action in ("load", "export", "resume"):
+            with contextlib.suppress(FlexorError):
+                foreign_checkpoints.ACTIONS[action](run)
+        shutil.rmtree(run.with_name("exported"), ignore_errors=True)
+        path.unlink() if content is None else path.write_bytes(content)
+        settle(run)
+    assert not mark.exists() and "Traceback" not in capsys.readouterr().err
+    pickle.loads(bomb)
+    assert mark.exists()  # it would
+
+
+# Names in it stay inside
+
+
+@pytest.mark.parametrize("name", ["../../../secret.safetensors", "{tmp}/secret.safetensors", "a\0b", 3, None])
+def test_no_state_of_the_processing_leads_out(name, theirs, tmp_path):
+    secret = tmp_path / "secret.safetensors"
+    state = next((theirs / POLICY).glob("policy_preprocessor_step_*"))
+    shutil.copyfile(state, secret)
+    name = name.format(tmp=tmp_path) if isinstance(name, str) else name
+
+    def rename(saved: dict) -> None:
+        next(step for step in saved["steps"] if "state_file" in step)["state_file"] = name
+
+    edit_json(theirs / POLICY / "policy_preprocessor.json", rename)
+    settle(theirs)
+    with pytest.raises(CheckpointError, match="can't be read"):
+        load_pretrained(str(theirs))
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "policy_preprocessor.json"])
+def test_no_link_leads_out(file, theirs, tmp_path):
+    path = theirs / POLICY / file
+    path.rename(tmp_path / file)
+    path.symlink_to(tmp_path / file)
+    with pytest.raises(FlexorError, match="leads out of the folder"):
+        load_pretrained(str(theirs))
+    shutil.copytree(theirs / POLICY, tmp_path / "alone", symlinks=True)  # without a manifest
+    with pytest.raises(FlexorError, match="leads out of the folder"):
+        load_pretrained(str(tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd"])
+def test_no_manifest_leads_out(name, theirs, capsys):
+    manifest = theirs / "checkpoints/000004/training_state/manifest.json"
+    edit_json(manifest, lambda listed: listed["files"].update({name: {"size": 1, "sha256": "0"}}))
+    assert main(["resume", str(theirs)]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+# What is loaded is what was saved
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_flipped_bit_reaches_no_robot(number, theirs, lowdim, capsys):
+    weights = theirs / POLICY / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 0x40
+    weights.write_bytes(data)
+    assert main(commands(theirs, lowdim)[number]) == 1
+    assert "model.safetensors has changed since it was saved" in capsys.readouterr().err
+
+
+def test_a_policy_alone_has_no_manifest_and_is_loaded(theirs, tmp_path):
+    shutil.copytree(theirs / POLICY, tmp_path / "alone")
+    weights = load_file(tmp_path / "alone/model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, tmp_path / "alone/model.safetensors")
+    load_pretrained(str(tmp_path / "alone"))  # somebody's own weights
+
+
+# Absurd sizes
+
+
+def sizes(kind: str) -> list[str]:
+    """The settings of a policy that are integers."""
+    config = policy_class(kind).Config
+    return [
+        field.name
+        for field in fields(config)
+        if not field.name.startswith(LENGTHS) and "int" in str(field_types(config)[field.name])
+    ]
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_absurd_settings_are_refused_before_anything_is_made(kind):
+    for name in sizes(kind):
+        config = policy_class(kind).Config()
+        setattr(config, name, 10**9)
+        with at_most(60), pytest.raises(ConfigError, match=f"policy.{name}=1000000000 can't be right"):
+            check_sizes(config)
+
+
+ABSURD = {
+    "n_encoder_layers": [10**6, -1, 1e6],
+    "n_vae_encoder_layers": [10**6],
+    "n_decoder_layers": [10**6],
+    "chunk_size": [10**7, 0],
+    "dim_model": [10**6, 0, 3],
+    "dim_feedforward": [10**6, -5],
+    "latent_dim": [10**6],
+    "n_heads": [10**6, 0],
+    "n_obs_steps": [10**6],
+    "feedforward_activation": ["exec"],
+    "dropout": [1e300, -1],
+    "input_features": [{}, {"observation.state": {"type": "STATE", "shape": [10**9]}}],
+    "output_features": [
+        {},
+        {"action": {"type": "ACTION", "shape": [10**9]}},
+        {"action": {"type": "X", "shape": []}},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in ABSURD.items() for value in values]
+)
+def test_a_checkpoint_with_absurd_sizes_is_refused_at_once(name, value, theirs, lowdim, capsys):
+    edit_json(theirs / POLICY / "config.json", lambda config: config.update({name: value}))
+    settle(theirs)
+    with at_most(60):
+        with pytest.raises(FlexorError):
+            load_pretrained(str(theirs))
+        start = [f"--policy.path={theirs}", f"--dataset.root={lowdim}", "--policy.device=cpu", "--steps=1"]
+        started = main(["train", *start, f"--output_dir={theirs.with_name('new')}"])
+        assert started in (1, 2) or value == {}  # then the features are those of the dataset
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_network_of_too_many_tensors_is_not_built(monkeypatch):
+    monkeypatch.setattr("flexor.policies.sizes.MOST_PARAMETERS", 500)
+    config = policy_class("act").Config(n_encoder_layers=900, dim_model=16, n_heads=2)
+    config = read_features(config)
+    with at_most(60), pytest.raises(ConfigError, match="more than 500 tensors"):
+        make_policy(config)
+
+
+def read_features(config):
+    from dataclasses import replace
+
+    from flexor.policies.features import Kind, PolicyFeature
+
+    inputs = {"observation.environment_state": PolicyFeature(Kind.ENV, (3,))}
+    return replace(
+        config, input_features=inputs, output_features={"action": PolicyFeature(Kind.ACTION, (2,))}
+    )
+
+
+# Whatever is in it
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("action", foreign_checkpoints.ACTIONS)
+def test_mutated_files(action, trained, sharded, lowdim, tmp_path, monkeypatch):
+    """A part of benchmarks/fuzz_checkpoints.py, which has 10,000 of them."""
+    canary, work, cache = (tmp_path / name for name in ("canary", "work", "cache"))
+    for folder in (canary, work, cache):
+        folder.mkdir()
+    (canary / "x").write_text("precious")
+    monkeypatch.setenv("FLEXOR_CACHE", str(cache))
+    monkeypatch.setenv("FUZZED_DATA", str(lowdim))
+    watch, take = Watch([work, cache], canary), foreign_checkpoints.ACTIONS[action]
+    for number in range(8):
+        rng, run = np.random.default_rng([3, number]), work / str(number) / "run"
+        foreign_checkpoints.copied((trained, sharded)[number % 2], run)
+        file = foreign_checkpoints.mutate(run, rng, canary)
+        problem = watch.run(lambda: take(run))  # noqa: B023
+        assert problem is None, f"{file} of {number}: {problem}"
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "null", '{"type": ["act"]}', '{"type": "act", "dim_model": {}}', "[" * 99_999]
+)
+def test_a_config_that_is_none(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises((CheckpointError, ConfigError)):
+        read_config(str(tmp_path))
+
+
+CHANGES: dict[str, Callable[[dict], object]] = {
+    "no steps": lambda saved: saved.pop("steps"),
+    "no list": lambda saved: saved.update(steps={"a": 1}),
+    "a step that is none": lambda saved: saved["steps"].append(3),
+    "a name that is none": lambda saved: saved["steps"].append({"registry_name": ["x"]}),
+    "settings that are none": lambda saved: saved["steps"][0].update(config=[1]),
+    "a type that is none": lambda saved: saved["steps"].append(
+        {"registry_name": "device_processor", "config": {"float_dtype": "os"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_processing_that_is_none(change, theirs):
+    edit_json(theirs / POLICY / "policy_preprocessor.json", CHANGES[change])
+    settle(theirs)
+    with pytest.raises(CheckpointError):
+        load_pretrained(str(theirs))
+    assert json.loads((theirs / POLICY / "config.json").read_text())["type"] == "act"

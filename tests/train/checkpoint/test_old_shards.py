@@ -1,0 +1,137 @@
+"""Shards of earlier runs: torch's distributed checkpoint is read, and no pickle in it runs code."""
+
+import functools
+import io
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from flexor.core.errors import CheckpointError
+from flexor.train.checkpoint.old_shards import OLD_INDEX
+from flexor.train.checkpoint.tensors import ShardedTensors
+from support import ranks
+
+TENSORS = {
+    "model.a": torch.arange(10.0).reshape(5, 2),
+    "model.b": torch.arange(3).bfloat16(),
+    "optimizer.a.step": torch.tensor(4.0),
+    "model.flag": torch.tensor([True, False]),
+}
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(TENSORS), checkpoint_id=tmp_path / "sharded", no_dist=True)
+    return tmp_path / "sharded"
+
+
+def assert_read(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    filled = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    ShardedTensors(folder).fill(filled)
+    assert all(torch.equal(filled[name], tensors[name]) for name in tensors)
+
+
+def test_what_torch_wrote_is_read(saved):
+    assert_read(saved, TENSORS)
+    assert ShardedTensors(saved).read("model.").keys() == {"a", "b", "flag"}
+
+
+def write_as_ranks(folder: Path) -> None:
+    """A process of several: tensors as FSDP has them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in TENSORS.items()}
+    dcp.save(sharded, checkpoint_id=folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks
+def test_what_two_ranks_of_an_earlier_run_wrote_is_read(tmp_path):
+    then = dict.fromkeys((0, 1), functools.partial(write_as_ranks, tmp_path / "sharded"))
+    both = ranks.Ranks(tmp_path / "out", 2, ["--version"], then=then)
+    assert both.end() == [0, 0], both.errors()
+    assert len([*(tmp_path / "sharded").glob("*.distcp")]) == 2
+    assert_read(tmp_path / "sharded", TENSORS)
+
+
+# What a stranger could put there
+
+
+class Marks:
+    """A pickle of it leaves a mark when it is loaded."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def rewritten(saved: Path, change) -> None:
+    metadata = pickle.loads((saved / OLD_INDEX).read_bytes())
+    (saved / OLD_INDEX).write_bytes(pickle.dumps(change(metadata) or metadata))
+
+
+def add_bytes(metadata) -> None:
+    """torch's reader would unpickle such an entry without any limit."""
+    metadata.state_dict_metadata["model.a"] = BytesStorageMetadata()
+
+
+def lead_out(metadata) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../../{info.relative_path}"
+
+
+def claim_petabytes(metadata) -> None:
+    entry = metadata.state_dict_metadata["model.a"]
+    entry.size = torch.Size((5, 1 << 50))
+    entry.chunks[0].sizes = entry.size
+
+
+STRANGE = {
+    "bytes": add_bytes,
+    "a file elsewhere": lead_out,
+    "petabytes": claim_petabytes,
+    "no index": lambda metadata: {"a": 1},
+    "empty": lambda metadata: setattr(metadata, "storage_data", {}),
+    "nothing": lambda metadata: setattr(metadata, "storage_data", None),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_a_strange_index_is_refused(what, saved):
+    rewritten(saved, STRANGE[what])
+    with pytest.raises((CheckpointError, OSError, ValueError)):
+        ShardedTensors(saved).read("model.")
+
+
+def test_no_pickle_leaves_a_mark(saved, tmp_path):
+    mark = tmp_path / "mark"
+    bomb = pickle.dumps(Marks(mark))
+    pickle.loads(bomb)
+    assert mark.exists()  # it would
+    mark.unlink()
+    inside_torch = io.BytesIO()
+    torch.save({"x": Marks(mark)}, inside_torch)
+    whole = {path: path.read_bytes() for path in saved.iterdir()}
+    hidden = pickle.dumps({"a": [1, Marks(mark)]})
+    for path, data in whole.items():
+        for content in (bomb, hidden, inside_torch.getvalue(), data[:-1], b""):
+            path.write_bytes(content)
+            with pytest.raises((CheckpointError, OSError, ValueError)):
+                ShardedTensors(saved).read("model.")
+            assert not mark.exists()
+        path.write_bytes(data)
+    assert_read(saved, TENSORS)
