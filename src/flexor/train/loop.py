@@ -98,6 +98,9 @@ def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck 
                 raise
             log.exception("rank %d on %s failed", processes.rank, processes.host)
             raise Crashed(repr(error)) from error
+        finally:
+            if processes.world_size == 1:
+                processes.leave()  # after an error too: the next run in this process joins anew
 
 
 def _take_part(
