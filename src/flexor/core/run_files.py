@@ -1,4 +1,4 @@
-"""Names of the files and folders of a run."""
+"""Names of the files and folders of a run, and where its newest checkpoint is."""
 
 from pathlib import Path
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from flexor.cli.main import main
 from flexor.train.checkpoint import folder as checkpoint
@@ -308,6 +310,18 @@ def test_statistics_of_each_dataset_are_the_runs_own(lowdim, tiny_act, tmp_path)
     change_statistics(other)
     assert main(["resume", str(resumed)]) == 0
     runs.assert_same(run, resumed, 4)
+
+
+def test_a_checkpoint_without_its_statistics_is_refused(half, capsys):
+    """Not: inputs that are no longer normalised."""
+    data, _, resumed = half
+    checkpoint_folder = resumed / "checkpoints" / "000002"
+    (file,) = (checkpoint_folder / "pretrained_model").glob("policy_preprocessor_step_*.safetensors")
+    save_file({"other.mean": torch.zeros(2)}, file)
+    (checkpoint_folder / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(checkpoint_folder, 2, {})
+    assert main(["resume", str(resumed)]) == 1
+    assert "lacks statistics of" in capsys.readouterr().err
 
 
 def test_written_statistics_leave_a_copy_and_every_run_resumes(half, log_lines):

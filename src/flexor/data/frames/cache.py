@@ -222,9 +222,8 @@ class FrameCache:
             files = (
                 self._files
             )  # a reference, so that the descriptors stay open after a close() by another thread
-            if (
-                not self.keeping or not self.intact()
-            ):  # a write to a truncated file would fill it up with zeros
+            # a write to a file that was truncated would fill it up with zeros
+            if not self.keeping or not self.intact():
                 return
             if files is None:
                 self._write_to_memory(frame, content)

@@ -1,8 +1,7 @@
 """Checksums of cached frames: sums of the 64-bit words of each block, times an odd number that belongs to the block.
 
 Any single change and all that disks do (lost, foreign, shifted or cut off blocks) change it. It does not protect from
-changes that are made to fit. numpy computes it about ten times as fast as zlib computes a CRC: a frame is read from a
-cache in less time than that.
+changes that are made to fit. numpy computes it several times as fast as zlib computes a CRC.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A file mapped into memory that another process may truncate: what is lost reads as zeros, and is told.
 
 Reading a mapped page that its file no longer has kills a process by SIGBUS. Reading files with `pread` instead is safe,
-but takes 1.3 times as long for frames of 480x640 and twice as long for those of 96x96. A handler of
-Python's `signal` module can't help: it runs later, and until then the same instruction faults for ever. So `ctypes`
-installs a handler that is called at once, in the thread that faulted. It replaces the mapping by zeros, and the
-instruction goes on. Every other SIGBUS is left to whoever handled it before.
+but takes 1.3 times as long for frames of 480x640 and twice as long for those of 96x96. A handler of Python's `signal`
+module can't help: it runs later, and until then the same instruction faults for ever. So `ctypes` installs a handler
+that is called at once, in the thread that faulted. It replaces the mapping by zeros, and the instruction goes on. Every
+other SIGBUS is left to whoever handled it before.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ def _on_bus_error(number: int, info: int, _: int) -> None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
             _libc.mmap(area.start, area.stop - area.start, mmap.PROT_READ, flags, -1, 0)
             return
-    _libc.sigaction(
-        number, ctypes.byref(_earlier), None
-    )  # the instruction faults again, and now it is theirs
+    # the instruction faults again, and now it is theirs
+    _libc.sigaction(number, ctypes.byref(_earlier), None)
     if ctypes.c_int.from_address(info + CODE_AT).value <= 0:
         os.kill(os.getpid(), number)  # sent by a process: nothing faults again
 

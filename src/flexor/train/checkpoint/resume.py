@@ -21,7 +21,7 @@ from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
 from flexor.data.identity import DataIdentity, differences
 from flexor.policies.processing.normalize import NormalizationStep, NormalizeByDataset
-from flexor.policies.processing.pipeline import Pipeline
+from flexor.policies.processing.pipeline import Pipeline, ProcessingStep
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import read_data_files
 from flexor.train.checkpoint.state import STATISTICS, TrainState, statistics_by_dataset
@@ -150,10 +150,8 @@ def keep_statistics(found: Path, state: TrainState) -> None:
         saved = Pipeline.load(found / PRETRAINED, pipeline.name)
         for before, now in zip(saved.steps, pipeline.steps, strict=True):
             if differing := _differing(before.state(), now.state()):
-                now.load_state(before.state())
+                _load_statistics(found, now, before.state())
                 changed += differing
-            if isinstance(now, NormalizationStep) and (missing := now.missing()):
-                raise CheckpointError(f"{found} is damaged: it lacks statistics of {', '.join(missing)}.")
     if (file := found / TRAINING_STATE / STATISTICS).is_file():
         each = load_file(file)
         if differing := _differing(each, statistics_by_dataset(state.preprocessor)):
@@ -167,6 +165,13 @@ def keep_statistics(found: Path, state: TrainState) -> None:
             ", ".join(changed[:NAMED]),
             found.name,
         )
+
+
+def _load_statistics(found: Path, step: ProcessingStep, state: dict[str, Tensor]) -> None:
+    lacking = step.missing() if isinstance(step, NormalizationStep) else {}
+    step.load_state(state)
+    if isinstance(step, NormalizationStep) and step.missing() != lacking:
+        raise CheckpointError(f"{found} is damaged: it lacks statistics of {', '.join(step.missing())}.")
 
 
 def _differing(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
