@@ -314,7 +314,7 @@ def test_statistics_of_each_dataset_are_the_runs_own(lowdim, tiny_act, tmp_path)
 
 def test_a_checkpoint_without_its_statistics_is_refused(half, capsys):
     """Not: inputs that are no longer normalised."""
-    data, _, resumed = half
+    _, _, resumed = half
     checkpoint_folder = resumed / "checkpoints" / "000002"
     (file,) = (checkpoint_folder / "pretrained_model").glob("policy_preprocessor_step_*.safetensors")
     save_file({"other.mean": torch.zeros(2)}, file)
