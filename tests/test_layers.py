@@ -38,6 +38,7 @@ LAYERS = {
             "dataset",
             "statistics",
             "mixture",
+            "identity",
             "order",
             "loader",
             "check",

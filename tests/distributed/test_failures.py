@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from flexor.sim.record import record_dataset
-from support import ranks, runs, trouble
+from support import disks, ranks, runs, trouble
+from support.disks import leave_free
 from support.limits import FOREVER_S
 
 pytestmark = pytest.mark.ranks(waits=True)
@@ -174,6 +175,22 @@ def test_no_room_for_the_shard_of_one_rank(asynchronous, flags, tmp_path):
     assert errors.count("Free some disk space") == 1 or asynchronous == "true"
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000004", "last"]
     runs.assert_checkpoints_whole(run)
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_older_checkpoints_make_room_for_all_ranks(asynchronous, lowdim, tiny_act, tmp_path):
+    """All ranks write again, whichever of them had no room."""
+    with disks.small_disk(tmp_path / "disk", 30) as disk:
+        run, wide = disk / "run", [*tiny_act, "--policy.dim_model=64", "--policy.dim_feedforward=256"]
+        flags = runs.flags(lowdim, run, wide, *FSDP, "--steps=1", f"--checkpoint.async={asynchronous}")
+        ranks.run(tmp_path / "first", 2, ["train", *flags])
+        leave_free(disk, int(1.5 * runs.bytes_of(run / "checkpoints/000001")))
+        again = ["resume", str(run), "--steps=5", "--save_freq=1", "--checkpoint.keep_last=2"]
+        started = ranks.Ranks(tmp_path / "out", 2, again)
+        assert started.end() == [0, 0], started.errors()
+        assert "the disk is full: removed the checkpoints of steps" in started.errors()
+        assert trouble.saved_steps(run) == [4, 5]
+        runs.assert_checkpoints_whole(run)
 
 
 # One folder, one run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support import ranks, runs, trouble
+from support import killing, ranks, runs, trouble
 
 pytestmark = pytest.mark.ranks
 
@@ -54,6 +54,12 @@ def test_killed_again_and_again_while_saving(asynchronous, lives, whole, lowdim,
     trouble.assert_same(whole, run, STEPS)
     runs.assert_checkpoints_whole(run)
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("case", killing.CASES)
+def test_killed_at_a_random_instant_and_each_end_is_the_same(case, tmp_path):
+    """`benchmarks/kill_resume.py` does it many times."""
+    killing.Victim(case, tmp_path / "victim", seed=1).kill()
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

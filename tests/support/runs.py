@@ -151,6 +151,11 @@ def cut_back(run: Path, copy: Path, step: int) -> Path:
     return copy
 
 
+def bytes_of(folder: Path) -> int:
+    """What the files of a folder take on a disk."""
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -1,15 +1,21 @@
 """R3: killed, told to stop, out of disk: the last checkpoint is whole and the run goes on exactly."""
 
+import contextlib
+import fcntl
 import functools
 import itertools
 import json
 import os
 import random
 import resource
-import shutil
+import select
 import signal
 import subprocess
+import sys
+import termios
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,8 @@ import pytest
 
 from flexor.cli.main import main
 from flexor.train.checkpoint import folder as checkpoint
-from support import runs
+from support import disks, environment, runs
+from support.disks import leave_free
 from support.limits import LIMIT_S, wait_for
 
 STEPS = 10
@@ -121,7 +128,10 @@ def check_stopped(number: int, code: int, outcome: tuple[int, str, str], run: Pa
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
+)
 def test_told_to_stop_saves_and_goes_on_exactly(number, code, lowdim, tiny_act, tmp_path):
     run, again = tmp_path / "run", tmp_path / "again"
     flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0", "--num_workers=2")
@@ -149,6 +159,67 @@ def test_told_to_stop_as_a_user_would(lowdim, tiny_act, tmp_path):
 
 
 @pytest.mark.ranks
+def test_nohup(lowdim, tiny_act, tmp_path):
+    """A run that was started with SIGHUP ignored goes on when its terminal is closed."""
+    run = tmp_path / "run"
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0")
+    nohup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = runs.Forked(tmp_path / "out", "train", *flags, before=nohup)
+    process.wait_for(lambda: steps_done(run) >= 2)
+    process.send_signal(signal.SIGHUP)
+    more = steps_done(run) + 3
+    process.wait_for(lambda: steps_done(run) >= more)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.end()
+    check_stopped(signal.SIGTERM, 75, (process.returncode, out, error), run)
+
+
+def attach(terminal: int) -> None:
+    """Make a terminal the one of this process, which it writes to and gets signals from."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    for number in (1, 2):
+        os.dup2(terminal, number)
+
+
+@pytest.mark.ranks
+def test_closed_terminal(lowdim, tiny_act, tmp_path):
+    """The kernel sends SIGHUP, and whatever is written to the terminal from then on fails."""
+    run = tmp_path / "run"
+    ours, theirs = os.openpty()
+    flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flexor", "train", *flags],
+        preexec_fn=functools.partial(attach, theirs),
+        env=environment.for_cpu(),
+        pass_fds=[theirs],
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=read_all, args=(ours, close := threading.Event()))
+    reader.start()
+    try:
+        wait_for(lambda: steps_done(run) >= 2 or process.poll() is not None)
+        close.set()
+        reader.join(LIMIT_S)
+        assert process.wait(LIMIT_S) == 75
+    finally:
+        close.set()
+        process.kill()
+    (step,) = checkpoint.complete(run / "checkpoints")
+    assert step == steps_done(run)
+    runs.assert_checkpoints_whole(run)
+
+
+def read_all(terminal: int, close: threading.Event) -> None:
+    while not close.is_set():
+        ready, _, _ = select.select([terminal], [], [], 0.1)
+        with contextlib.suppress(OSError):
+            if ready:
+                os.read(terminal, 1 << 16)
+    os.close(terminal)
+
+
+@pytest.mark.ranks
 def test_second_ctrl_c_does_not_wait(lowdim, tiny_act, tmp_path):
     run = tmp_path / "run"
     flags = runs.flags(lowdim, run, tiny_act, "--steps=200000", "--save_freq=0")
@@ -165,17 +236,9 @@ def test_second_ctrl_c_does_not_wait(lowdim, tiny_act, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path) -> Path:
-    """Five megabytes, where the machine lets us mount them."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)], capture_output=True
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("mounting a tmpfs is not permitted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def small_disk(tmp_path) -> Iterator[Path]:
+    with disks.small_disk(tmp_path / "disk", 10) as disk:
+        yield disk
 
 
 def test_full_disk(small_disk, lowdim, tiny_act, capsys, tmp_path):
@@ -189,12 +252,9 @@ def test_full_disk(small_disk, lowdim, tiny_act, capsys, tmp_path):
     assert str(saved[max(saved)]) in error and "flexor resume" in error and "--checkpoint.keep_last" in error
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
     runs.assert_checkpoints_whole(run)
-    assert (
-        main(["resume", str(run), "--checkpoint.keep_last=1", "--save_freq=0", f"--steps={max(saved) + 1}"])
-        == 1
-    )
-    shutil.rmtree(saved[min(saved)])
-    assert main(["resume", str(run), "--save_freq=0", "--steps=12"]) == 0  # room for one more
+    # checkpoints that would be removed after the next save make room for it
+    assert main(["resume", str(run), "--checkpoint.keep_last=1", "--steps=12"]) == 0
+    assert [*checkpoint.complete(run / "checkpoints")] == [12]
 
     again = runs.train(lowdim, tmp_path / "again", [*tiny_act, *wide], "--steps=12")
     runs.assert_same(again, run, 12)
@@ -210,6 +270,70 @@ def test_no_room_for_a_line_of_metrics(small_disk, lowdim, tiny_act, capsys):
     assert main(["train", *runs.flags(lowdim, run, tiny_act, "--steps=12")]) == 1
     error = capsys.readouterr().err
     assert "No space left" in error or "disk is full" in error
+
+
+WIDE = ["--policy.dim_model=64", "--policy.dim_feedforward=256"]  # checkpoints of about a megabyte
+
+
+def test_older_checkpoints_make_room(small_disk, lowdim, tiny_act, tmp_path, log_lines):
+    """Room for so many that those to keep fit, but not one more, as there is after a save and before the clean-up."""
+    run, again = small_disk / "run", tmp_path / "again"
+    policy = [*tiny_act, *WIDE]
+    flags = ["--steps=9", "--save_freq=1", "--checkpoint.keep_every=4"]
+    runs.train(lowdim, again, policy, *flags)
+    size = runs.bytes_of(again / "checkpoints" / "000001")
+    leave_free(small_disk, int(3.5 * size))
+    runs.train(lowdim, run, policy, *flags, "--checkpoint.keep_last=2")
+    assert [*checkpoint.complete(run / "checkpoints")] == [4, 8, 9]
+    assert any("the disk is full: removed the checkpoints of steps" in line for line in log_lines)
+    runs.assert_checkpoints_whole(run)
+    runs.assert_same(again, run, 9)
+
+
+def test_the_newest_checkpoint_never_makes_room(small_disk, lowdim, tiny_act, capsys):
+    """Not even with keep_last=1: the new one may fail again."""
+    run = small_disk / "run"
+    assert main(["train", *runs.flags(lowdim, run, [*tiny_act, *WIDE], "--steps=1")]) == 0
+    leave_free(small_disk, runs.bytes_of(run / "checkpoints" / "000001") // 2)
+    assert main(["resume", str(run), "--checkpoint.keep_last=1", "--steps=2"]) == 1
+    assert "the disk is full" in capsys.readouterr().err
+    assert [*checkpoint.complete(run / "checkpoints")] == [1]
+    runs.assert_checkpoints_whole(run)
+
+
+def test_full_disk_costs_no_line_of_metrics(small_disk, lowdim, tiny_act, tmp_path, log_lines, monkeypatch):
+    """Training goes on; the lines are written once there is room, and none is cut off."""
+    from flexor.train.run_log import RunLog
+
+    run, tell = small_disk / "run", RunLog.tell_steps
+
+    def full_for_a_while(self, batches):
+        if self.state.step == 3:
+            leave_free(small_disk, 0)
+        if self.state.step == 7:
+            lines = (run / "metrics.jsonl").read_text()
+            assert lines.endswith("\n") and len(lines.splitlines()) < 6
+            (small_disk / "filler").unlink()
+        tell(self, batches)
+
+    monkeypatch.setattr(RunLog, "tell_steps", full_for_a_while)
+    runs.train(lowdim, run, tiny_act, "--steps=9")
+    monkeypatch.setattr(RunLog, "tell_steps", tell)
+    again = runs.train(lowdim, tmp_path / "again", tiny_act, "--steps=9")
+    assert sum("can't write to" in line and "metrics.jsonl" in line for line in log_lines) == 1
+    runs.assert_same(again, run, 9)
+
+
+def test_a_run_begins_to_resume_on_a_full_disk(small_disk, lowdim, tiny_act, tmp_path, capsys):
+    """It may have checkpoints to remove. What only tells about the run is not worth its end."""
+    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, "--steps=4", "--save_freq=2")
+    run = runs.cut_back(whole, small_disk / "run", 2)
+    leave_free(small_disk, 0)
+    assert main(["resume", str(run)]) == 1
+    assert "Can't save the checkpoint of step 4" in capsys.readouterr().err
+    (small_disk / "filler").unlink()
+    assert main(["resume", str(run)]) == 0
+    runs.assert_same(whole, run, 4)
 
 
 @pytest.mark.ranks

@@ -231,7 +231,7 @@ def test_retention(every, steps, keep_last, keep_every):
             made = root / checkpoint.folder_name(step, steps) / checkpoint.MANIFEST
             made.parent.mkdir(parents=True)
             made.write_text("{}")
-            checkpoint._point_last_at(made.parent.parent)
+            checkpoint.point_last_at(made.parent.parent)
             before = list(checkpoint.complete(root))
             removed = checkpoint.prune(root, keep_last, keep_every)
             kept = list(checkpoint.complete(root))

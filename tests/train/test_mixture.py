@@ -1,6 +1,7 @@
 """Runs on several datasets, and with weights of samples: exact on resume, and every line says what was seen."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from flexor.cli.main import main
-from flexor.config.parse import load_config
+from flexor.config.parse import load_config, read_run
 from flexor.core.batch import ACTION, DATASET_NUMBER, SAMPLE_WEIGHT, STATE
 from flexor.data.dataset import open_dataset
 from flexor.policies.pretrained import load_pretrained
@@ -142,6 +143,38 @@ def test_plan_of_several_datasets(lowdim, other, tiny_act, capsys):
     flags = [f"--dataset.root={lowdim},{other}", "--dataset.weights=2,1", *tiny_act, "--steps=10", "--json"]
     assert main(["plan", *flags]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("weights", ["3", "1,2,3"])
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_a_wrong_number_of_weights_is_refused(verb, weights, lowdim, other, tiny_act, capsys):
+    """Not: training on the first dataset alone."""
+    flags = [f"--dataset.root={lowdim},{other}", f"--dataset.weights={weights}", *tiny_act, "--steps=1"]
+    assert main([verb, *flags]) == 2
+    assert "weights, but there are 2 datasets: lowdim, other" in capsys.readouterr().err
+
+
+def test_a_run_is_named_after_the_data_it_was_trained_on(lowdim, tiny_act, tmp_path, log_lines):
+    """The file's dataset is not used, so that neither log, record nor model card name it."""
+    from flexor.train.hub.card import model_card
+
+    (tmp_path / "run.yaml").write_text("dataset: {repo_id: someone/else, revision: v1}\n")
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=1", f"--config={tmp_path / 'run.yaml'}")
+    assert json.loads((run / "run.json").read_text())["dataset"]["name"] == "lowdim"
+    card = model_card(run, 1, "me/policy")
+    assert "trained on lowdim" in card
+    texts = [card, (run / "config.yaml").read_text(), *log_lines]
+    texts.append((run / "checkpoints/last/pretrained_model/train_config.json").read_text())
+    assert not any("someone/else" in text for text in texts)
+
+
+def test_a_resumed_run_keeps_the_name_of_its_data(lowdim, tiny_act, tmp_path):
+    """Its data is now in another folder, which is checked: it is the same data."""
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=1", "--dataset.repo_id=lab/lowdim")
+    moved = shutil.copytree(lowdim, tmp_path / "moved")
+    assert main(["resume", str(run), "--steps=2", f"--dataset.root={moved}"]) == 0
+    saved = read_run(run)["dataset"]
+    assert (saved["repo_id"], saved["root"]) == ("lab/lowdim", str(moved))
 
 
 # Weights of samples

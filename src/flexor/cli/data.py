@@ -41,7 +41,11 @@ def run(arguments: list[str]) -> int:
                 help="write the list of good episodes to this file, for --dataset.episodes=@FILE",
             )
         if name == "stats":
-            verb.add_argument("--write", action="store_true", help="write the statistics to meta/stats.json")
+            verb.add_argument(
+                "--write",
+                action="store_true",
+                help="write the statistics to meta/stats.json, and keep a copy of the earlier ones beside it",
+            )
     _add_show(verbs)
     _add_repair(verbs)
     _add_tokenizer(verbs)
@@ -238,7 +242,14 @@ def _stats(parsed: argparse.Namespace) -> int:
         check_output_file(dataset.root / "meta" / "stats.json", "--write")
     stats = in_stored_unit(dataset, compute_stats(dataset, progress=progress("statistics")))
     if parsed.write:
-        log.info("wrote %s", write_stats(dataset.root, stats))
+        backup = write_stats(dataset.root, stats)
+        log.info("wrote %s", dataset.root / "meta/stats.json")
+        if backup is not None:
+            log.info(
+                "the earlier statistics are kept as %s. Runs that were trained with them resume with them, from their "
+                "checkpoints; new runs use the new ones",
+                backup,
+            )
     print_json(to_json(stats), indent=None if parsed.json else 2)
     return 0
 

@@ -51,6 +51,7 @@ def program() -> int:
     """Run `main` as the whole process: the entry point of the `flexor` command."""
     sys.excepthook = _print_traceback
     code = main()
+    _flush()
     gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
     return code
 
@@ -58,6 +59,15 @@ def program() -> int:
 def _print_traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """A bug in Flexor. Its report is text, too, which may be from outside, and is sent to others."""
     print_text("".join(traceback.format_exception(kind, error, where)).rstrip("\n"), sys.stderr)
+
+
+def _flush() -> None:
+    """What can't be written, because the terminal is closed, must not change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

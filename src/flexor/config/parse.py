@@ -149,8 +149,16 @@ def build_config(*layers: dict[str, Any]) -> TrainConfig:
                 flat = {k: v for k, v in flat.items() if not k.startswith(f"{group}.")}
         if "steps" in layer and "epochs" not in layer:
             flat.pop("epochs", None)
+        if _names_other_data(layer, flat):
+            # a name or revision that is left from an earlier layer would be that of data which is not used
+            flat = {k: v for k, v in flat.items() if k not in (*DATASETS, "dataset.revision")}
         flat.update(layer)
     return _build(drop_ignored(flat))
+
+
+def _names_other_data(layer: dict[str, Any], flat: dict[str, Any]) -> bool:
+    named = [key for key in DATASETS if str(layer.get(key)).lower() not in ("none", "null", "")]
+    return any(layer[key] != flat.get(key) for key in named)
 
 
 def _build(flat: dict[str, Any]) -> TrainConfig:

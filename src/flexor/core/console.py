@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -57,8 +58,9 @@ def print_json(value: object, indent: int | None = None) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print why a command failed, on standard error."""
-    print(printable(redacted(text)), file=sys.stderr, flush=True)
+    """Print why a command failed, on standard error. The terminal may be closed."""
+    with suppress(OSError):
+        print(printable(redacted(text)), file=sys.stderr, flush=True)
 
 
 def table(rows: Sequence[Sequence[object]]) -> str:

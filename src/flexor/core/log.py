@@ -23,7 +23,8 @@ class _AboveBars(logging.Handler):
     """Prints lines above a progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        with suppress(OSError, ValueError):  # the terminal is closed: a run goes on, or saves
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 _rank = 0

@@ -87,6 +87,8 @@ class Dataset:
     source: Source
     files: list[str]
     """All tables and videos, including those of episodes that are not selected."""
+    layout: str
+    """A hash of where the metadata says that the frames of all episodes are."""
     _file_sizes: dict[int, dict[str, int]]
     """Per episode: its files and their sizes in bytes."""
 
@@ -163,8 +165,12 @@ class Dataset:
             ),
         )
 
+    def episode_files(self) -> list[str]:
+        """The tables and videos of the selected episodes."""
+        return sorted({name for i in self.episodes.index.tolist() for name in self._file_sizes[i]})
+
     def fingerprint(self) -> str:
-        """A hash that identifies the content: the same data has the same hash, wherever it is stored."""
+        """A hash of episodes, lengths and file sizes, wherever the data is stored. `identity.py` has the contents."""
         identity = {
             "version": self.version,
             "fps": self.fps,
@@ -183,8 +189,8 @@ class Dataset:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
-        """A hash of the dataset as published, the same for every selection of episodes."""
-        return self.source.content(self.files)
+        """A hash that changes with any frame of the dataset as published, the same for every selection of episodes."""
+        return hashlib.sha256(f"{self.source.content(self.files)} {self.layout}".encode()).hexdigest()
 
     @property
     def video_bytes(self) -> int:
@@ -344,8 +350,19 @@ def _assemble(
         store=store,
         source=source,
         files=meta.episodes.files(),
+        layout=_layout(meta),
         _file_sizes=_file_sizes(source, meta, table.episode, rows.cameras),
     )
+
+
+def _layout(meta: Metadata) -> str:
+    episodes = meta.episodes
+    content = hashlib.sha256(json.dumps([meta.fps, episodes.data_file]).encode())
+    content.update(np.asarray(episodes.length, np.int64).tobytes())
+    for camera, spans in sorted(episodes.videos.items()):
+        content.update(json.dumps([camera, spans.file]).encode())
+        content.update(np.asarray([spans.start, spans.stop], np.float64).tobytes())
+    return content.hexdigest()
 
 
 def _first_tasks(meta: Metadata, table: FrameTable) -> np.ndarray:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import av
 import torch
 
 from flexor.config.schema import EnvConfig, EvalConfig
 from flexor.core.console import Progress
+from flexor.core.log import log
 from flexor.evaluate.envs import make_env
 from flexor.evaluate.film import write_video
 from flexor.evaluate.rollout import Actor, Episode, rollout
@@ -54,8 +56,16 @@ def play(
             record=recorded,
             progress=progress,
         )
-    for episode in episodes:
-        if videos and episode.frames:
-            outcome = "success" if episode.success else "failure"
-            write_video(videos / f"episode_{episode.seed}_{outcome}.mp4", episode.frames, episode.fps)
+    if videos:
+        try:
+            _write_videos(videos, episodes)
+        except (OSError, av.FFmpegError) as error:  # a full disk costs the videos, not what was measured
+            log.warning("can't write videos to %s: %s", videos, error)
     return episodes
+
+
+def _write_videos(folder: Path, episodes: Sequence[Episode]) -> None:
+    for episode in episodes:
+        if episode.frames:
+            outcome = "success" if episode.success else "failure"
+            write_video(folder / f"episode_{episode.seed}_{outcome}.mp4", episode.frames, episode.fps)

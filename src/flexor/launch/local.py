@@ -22,12 +22,12 @@ from collections.abc import Callable, Sequence
 
 from flexor.core.log import log
 from flexor.core.machine import usable_cores
+from flexor.core.stop_signals import STOP_SIGNALS, handled
 
 SETTLE_S = 10.0  # after the first rank has ended: time for the others to end by themselves and log why
 GRACE_S = 30.0  # after a crash: time between asking the others to stop and killing them
-TOLD_TO_STOP = (75, 130)  # exit codes of a rank that saved: SIGTERM or SIGUSR1, Ctrl-C
+TOLD_TO_STOP = (75, 130)  # exit codes of a rank that saved: SIGTERM, SIGUSR1 or SIGHUP; Ctrl-C
 USERS_MISTAKE = (1, 2)  # exit codes after which a restart would fail again
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -106,7 +106,7 @@ class _Signals:
         self.reader, writer = os.pipe()
         os.set_blocking(writer, False)
         self.writer, self.before_fd = writer, signal.set_wakeup_fd(writer)
-        self.before = {n: signal.signal(n, _no_action) for n in (*STOP_SIGNALS, signal.SIGCHLD)}
+        self.before = {n: signal.signal(n, _no_action) for n in (*handled(), signal.SIGCHLD)}
         return self
 
     def __exit__(self, *_: object) -> None:

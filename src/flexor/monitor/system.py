@@ -107,6 +107,8 @@ class Sampler:
                 stopping = self._stop.wait(self.every_s)
                 if not stopping or time.monotonic() - before.time >= WORTH_S:
                     before = self._sample(gpus, before)
+            assert self.file is not None
+            self.file.close()
         except Exception as error:
             self._tell("the machine is no longer sampled", repr(error))
 

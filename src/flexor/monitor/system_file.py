@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flexor.core.errors import UNWRITABLE
+from flexor.core.lines import LineFile
 from flexor.core.run_files import SYSTEM
 from flexor.runs.jsonl import GrowingLines
 
@@ -43,14 +45,38 @@ def read_lines(path: Path) -> list[Line]:
 def write_lines(path: Path, lines: list[Line]) -> None:
     """All at once: a kill leaves the old file or the new one."""
     aside = path.with_name(f".{path.name}")
-    aside.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    aside.rename(path)
+    try:
+        aside.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def forget_after(path: Path, step: int) -> None:
     """Remove the lines of steps that will be repeated, and what is left of a line that was cut off."""
-    if path.is_file():
+    if not path.is_file():
+        return
+    try:
         write_lines(path, [line for line in read_lines(path) if line["step"] <= step])
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        _cut_after(path, step)
+
+
+def _cut_after(path: Path, step: int) -> None:
+    """The same on a full disk, in place: cut the file before the first line of a later step."""
+    end = 0
+    with path.open("r+b") as file:
+        for text in file:
+            try:
+                later = json.loads(text)["step"] > step
+            except (ValueError, KeyError, TypeError):
+                later = False
+            if later or not text.endswith(b"\n"):
+                break
+            end += len(text)
+        file.truncate(end)
 
 
 class SystemFile:
@@ -58,19 +84,24 @@ class SystemFile:
 
     def __init__(self, path: Path, recent: int = RECENT, older: int = OLDER):
         self.path, self.recent, self.older = path, recent, older
-        self.count: int | None = None  # lines in the file
+        self.file: LineFile | None = None
+        self.count = 0  # lines in the file
 
     def append(self, line: Line) -> None:
-        if self.count is None:
-            self.count = len(read_lines(self.path))
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self.file is None:
+            self.file, self.count = LineFile(self.path), len(read_lines(self.path))
+        self.file.write(json.dumps(line))
         self.count += 1
-        if self.count > self.recent + self.older:
+        if self.count > self.recent + self.older and not self.file.waiting:
+            self.file.close()  # it is replaced
             lines = read_lines(self.path)
-            kept = thinned(lines[: -self.recent], self.older // 2) + lines[-self.recent :]
-            write_lines(self.path, kept)
-            self.count = len(kept)
+            fewer = thinned(lines[: -self.recent], self.older // 2) + lines[-self.recent :]
+            write_lines(self.path, fewer)
+            self.count = len(fewer)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
 def thinned(lines: list[Line], most: int) -> list[Line]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import ConfigError
+from flexor.core.lines import LineFile
 from flexor.core.log import log
 from flexor.core.published import published
 from flexor.core.run_files import METRICS
@@ -29,15 +30,13 @@ STOP_S = 10.0  # and one that is told to stop, or fails: whoever stopped it may 
 
 
 class JsonlTracker:
-    """One JSON object per line; each line is flushed as soon as it is logged."""
+    """One JSON object per line; each is in the file as soon as it is logged."""
 
     def __init__(self, folder: Path):
-        self.file = (folder / METRICS).open("a")
+        self.file = LineFile(folder / METRICS)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        line = {"step": step, "time": round(time.time(), 3), **as_json(values)}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **as_json(values)}))
 
     def close(self) -> None:
         self.file.close()

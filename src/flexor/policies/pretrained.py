@@ -29,6 +29,8 @@ from flexor.core.run_files import (
     SHARDS,
     TRAINING_STATE,
     WEIGHTS,
+    find_last,
+    newest_checkpoints,
 )
 from flexor.core.tensors import fill
 from flexor.core.trust import is_trusted, settled
@@ -152,15 +154,9 @@ def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -
 
     `files` are those downloaded from a repository.
     """
-    local = Path(path)
-    # some storage loses links: without `last`, use the newest
-    numbered = sorted(local.glob(f"{CHECKPOINTS}/[0-9]*"), key=lambda folder: folder.name)[-1:]
-    for folder in (
-        local,
-        local / PRETRAINED,
-        local / CHECKPOINTS / "last" / PRETRAINED,
-        *(n / PRETRAINED for n in numbered),
-    ):
+    local = find_last(Path(path))
+    newest = newest_checkpoints(local / CHECKPOINTS)
+    for folder in (local, local / PRETRAINED, *(folder / PRETRAINED for folder in newest)):
         if (folder / POLICY_CONFIG).is_file():
             return folder
     if local.exists():

@@ -22,6 +22,7 @@ from flexor.core.machine import let_gpu_memory_grow
 from flexor.core.output_paths import check_output_folder
 from flexor.core.run_files import LOG, RUN_CONFIG
 from flexor.data.dataset import Dataset
+from flexor.data.identity import identify
 from flexor.data.loader.loader import Loader, sample_rows
 from flexor.data.mixture.entries import absolute_roots
 from flexor.monitor.meters import Arithmetic, Meters
@@ -31,9 +32,14 @@ from flexor.policies.fit import fit_to_dataset
 from flexor.train.announce import introduce
 from flexor.train.build import build_engine, build_loader, build_state, tell_other_names
 from flexor.train.checkpoint import folder as checkpoint
-from flexor.train.checkpoint.resume import check_same_run, continued_config, newest_checkpoint
+from flexor.train.checkpoint.resume import (
+    check_same_run,
+    continued_config,
+    keep_statistics,
+    newest_checkpoint,
+)
 from flexor.train.checkpoint.run_folder import Run, default_folder, join_run, restarted_folder
-from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note
+from flexor.train.checkpoint.run_record import describe_dataset, describe_machine, note, note_data_files
 from flexor.train.checkpoint.saver import Saver
 from flexor.train.checkpoint.state import TrainState, seed_rng
 from flexor.train.compile import CompileTime
@@ -93,6 +99,9 @@ def train(config: TrainConfig, resume: Resume = "no", preflight: PreflightCheck 
                 raise
             log.exception("rank %d on %s failed", processes.rank, processes.host)
             raise Crashed(repr(error)) from error
+        finally:
+            if processes.world_size == 1:
+                processes.leave()  # after an error too: the next run in this process joins anew
 
 
 def _take_part(
@@ -187,9 +196,12 @@ def _build(
     count_steps(config, len(sample_rows(training, config.policy.drop_last_frames)))
     engine = build_engine(config, processes, device)
     state = build_state(config, training, engine, split, resuming=found is not None)
+    with processes.main_first():  # one process per host reads the files, the others what it remembers
+        state.identity = identify(training)
     seed_rng(config.seed, processes.rank)
     if found is not None:
-        check_same_run(found, config, state.fingerprint, state.preprocessor)
+        check_same_run(found, state)
+        keep_statistics(found, state)
         state.load(found)
         if state.step > config.steps:
             raise ConfigError(
@@ -200,6 +212,7 @@ def _build(
         run.forget_metrics_after(state.step)
         run.write_config(config)
         described = {**describe_dataset(training), "decoded_gb": round(loader.decoded_bytes / 1e9, 4)}
+        note_data_files(run.folder, state.identity)
         note(run.folder, dataset=described, machine=describe_machine(engine))
         if preflight is not None:
             note(

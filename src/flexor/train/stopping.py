@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flexor.core.batch import SAMPLE_ID
 from flexor.core.errors import FlexorError
+from flexor.core.stop_signals import STOP_SIGNALS, handled
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.engine.base import Engine
@@ -40,12 +41,10 @@ class Diverged(FlexorError):
 
 
 class StopSignal:
-    """Records SIGTERM, SIGUSR1 or Ctrl-C, so that the loop can save after the current step.
+    """Records SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, so that the loop can save after the current step.
 
     Before the loop starts (`stepping` is false) there is nothing to save, and the run ends at once.
     """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -53,7 +52,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         try:
-            self.before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            self.before = {number: signal.signal(number, self._handle) for number in handled()}
         except ValueError:  # not in the main thread: the caller handles signals
             self.before = {}
         return self
@@ -124,9 +123,9 @@ class Watch:
         if self.engine.world_size == 1:
             self.stopping = told
         else:
-            signals = loss.new_zeros(len(StopSignal.SIGNALS))
+            signals = loss.new_zeros(len(STOP_SIGNALS))
             if told is not None:
-                signals[StopSignal.SIGNALS.index(told)] = 1
+                signals[STOP_SIGNALS.index(told)] = 1
             over_all = self.engine.sum(torch.cat((over_all, signals)))
         self.seen = (step, batches, OnTheWay(over_all, norm, loss))
 
@@ -136,7 +135,7 @@ class Watch:
         step, batches, figures = self.seen
         self.seen = None
         (loss, *signals), norm, own = figures.arrived()
-        for number, count in zip(StopSignal.SIGNALS, signals):
+        for number, count in zip(STOP_SIGNALS, signals):
             if count:
                 self.stopping = number
         finite = math.isfinite(norm)

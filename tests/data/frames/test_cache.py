@@ -4,7 +4,6 @@ import json
 import os
 import random
 import resource
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from flexor.data.frames import cache_files
 from flexor.data.frames import cache_folders as caches
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey, list_caches
+from support import disks
 from support.frame_caches import (
     KEY,
     LAYOUT,
@@ -286,20 +286,147 @@ def test_settings_have_caches_of_their_own():
     assert CacheKey("f1", KEY.camera, None, None, "copy/of-blocks").folder_name == KEY.folder_name
 
 
+# damage
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    {
+        "a bit of a frame": lambda cache: flip(cache / "data", 7 * SLOT + 20),
+        "a block of zeros": lambda cache: overwrite(cache / "data", 7 * SLOT, bytes(SLOT)),
+        "another frame": lambda cache: overwrite(cache / "data", 7 * SLOT, planes([8])[0].tobytes()),
+        "its checksum": lambda cache: flip(cache / "sums", 8 * 7 + 3),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_damaged_frame_is_forgotten(folder, damage, log_lines):
+    filled(folder).close()
+    damage[1](folder / KEY.folder_name)
+    cache, other = open_cache(folder), open_cache(folder)
+    out = np.empty((20, SLOT), np.uint8)
+    good = cache.gather(np.arange(20), out)
+    assert np.flatnonzero(~good).tolist() == [7] and (out[good] == planes(np.flatnonzero(good))).all()
+    for each in (cache, other):  # for all processes
+        assert np.flatnonzero(~each.have(np.arange(20))).tolist() == [7] and each.view(7) is None
+    assert len(log_lines) == 1 and "damaged" in log_lines[0] and KEY.folder_name in log_lines[0]
+    cache.put(np.array([7]), planes([7]))
+    for each in (cache, other):
+        assert each.gather(np.arange(20), out).all() and (out == planes(range(20))).all()
+    assert len(log_lines) == 1
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def test_a_damaged_frame_is_forgotten_by_view(folder):
+    filled(folder).close()
+    flip(folder / KEY.folder_name / "data", 3 * SLOT)
+    cache = open_cache(folder)
+    assert cache.view(3) is None and not cache.have(np.array([3]))[0]
+    assert (cache.view(4) == planes([4])[0]).all()
+
+
+@pytest.mark.parametrize("file", ["data", "sizes", "sums"])
+def test_a_damaged_jpeg_is_forgotten(folder, file):
+    key = CacheKey("f1", "top", (4, 6), 95)
+    cache = open_cache(folder, key)
+    cache.put(np.arange(20), [jpeg(i) for i in range(20)])
+    stride = cache.planes.shape[1]
+    cache.close()
+    flip(folder / key.folder_name / file, {"data": 5 * stride, "sizes": 4 * 5, "sums": 8 * 5}[file])
+    again = open_cache(folder, key)
+    assert again.view(5) is None and not again.have(np.array([5]))[0]
+    assert again.view(6).tobytes() == jpeg(6)
+
+
+def test_a_mark_without_a_frame_is_not_believed(folder):
+    open_cache(folder).close()
+    flip(folder / KEY.folder_name / "ready", 9)
+    cache = open_cache(folder)
+    assert cache.have(np.array([9]))[0] and cache.view(9) is None and not cache.have(np.array([9]))[0]
+
+
+def test_a_frame_is_checked_once(folder, monkeypatch):
+    filled(folder).close()
+    cache, out = open_cache(folder), np.empty((20, SLOT), np.uint8)
+    assert cache.gather(np.arange(20), out).all()
+    monkeypatch.setattr(cache_module, "checksums", None)
+    assert cache.gather(np.arange(20), out).all() and cache.view(3) is not None
+
+
+def test_damage_is_forgotten_in_a_cache_that_another_machine_fills(folder, monkeypatch):
+    cache = filled(folder)
+    cache.sync()
+    monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
+    guest = open_cache(folder)
+    flip(folder / KEY.folder_name / "data", 3 * SLOT)
+    assert guest.view(3) is None and np.flatnonzero(~guest.have(np.arange(20))).tolist() == [3]
+
+
+def truncate_in_use(folder: Path, shared_memory: Path, name: str, jpegs: bool) -> None:
+    caches.SHARED_MEMORY = shared_memory
+    key = CacheKey("f1", "top", None, 95 if jpegs else None)
+    cache = open_cache(folder, key, frames=50, slot=20_000)
+    content = planes(range(50), 20_000)
+    cache.put(np.arange(40), [row.tobytes() for row in content] if jpegs else content)
+    os.truncate(folder / key.folder_name / name, 0)
+    out = np.empty((40, 20_000), np.uint8)
+    for _ in range(2):
+        if not jpegs:
+            good = cache.gather(np.arange(40), out)
+            assert (out[good] == content[:40][good]).all()
+        for frame in range(40):
+            view = cache.view(frame)
+            assert view is None or (view == content[frame]).all() or not cache.intact()
+        cache.put(np.arange(40, 50), [row.tobytes() for row in content[40:]] if jpegs else content[40:])
+    assert name == "sums" or not cache.have(np.array([39]))[0]  # its checksums are known to be right
+    cache.close()
+    again = open_cache(folder, key, frames=50, slot=20_000)  # made anew
+    again.put(np.arange(50), [row.tobytes() for row in content] if jpegs else content)
+    assert again.complete
+    os._exit(0)
+
+
+@pytest.mark.parametrize("jpegs", [False, True])
+@pytest.mark.parametrize("name", ["data", "ready", "sums", "sizes"])
+def test_truncated_in_use(folder, name, jpegs, tmp_path):
+    """No SIGBUS: what was in it is decoded again."""
+    if name == "sizes" and not jpegs:
+        pytest.skip("only caches of JPEGs have it")
+    worker = SPAWN.Process(target=truncate_in_use, args=(folder, tmp_path / "shm", name, jpegs))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+
+
+def test_caches_of_an_earlier_version_are_removed(folder):
+    filled(folder).close()
+    header = folder / KEY.folder_name / "header.json"
+    old = json.loads(header.read_text())
+    del old["version"]
+    header.write_text(json.dumps(old))
+    (info,) = list_caches()
+    assert info.broken and [i.folder for i in caches.prune()] == [info.folder]
+
+
 # a full disk
 
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    disk = tmp_path / "small"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no file system can be mounted here")
-    yield disk
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+    with disks.small_disk(tmp_path / "small", 8) as disk:
+        yield disk
 
 
 def test_full_disk(small_disk, log_lines):

@@ -112,7 +112,7 @@ def test_pruned_and_opened_at_once(folder):
     "limit, need, fits, left",
     [
         (10**9, 100_000, True, "abcd"),
-        (450_000, 100_000, True, "abc"),
+        (470_000, 100_000, True, "abc"),
         (450_000, 300_000, True, "a"),
         (450_000, 450_000, False, "abcd"),  # a is in use; nothing goes in vain
         (450_000, 10**15, False, "abcd"),

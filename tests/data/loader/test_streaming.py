@@ -350,3 +350,72 @@ def test_killed_ranks_go_on_as_another_number_of_ranks(root):
     before = run_ranks(root, 3, 0, 8, kill_at=4)
     after = run_ranks(root, 2, 5, 8)
     assert before | after == whole and len(whole) == 8
+
+
+# a damaged cache
+
+
+def damage(folder, how: str) -> None:
+    """Of all caches of frames."""
+    for data in folder.rglob("frames/*/data"):
+        if how == "truncated":
+            os.truncate(data, data.stat().st_size // 3)
+        else:
+            content = bytearray(data.read_bytes())
+            content[:: len(content) // 50] = bytes(b ^ 1 for b in content[:: len(content) // 50])
+            with data.open("r+b") as file:  # in place: it is mapped
+                file.write(content)
+
+
+def check_batches(loader, root, first: int, stop: int) -> None:
+    """They are those of a loader without a cache."""
+    plain = load(root, tier="stream", device=loader.device, order=OrderConfig("uniform"))
+    for step, other in zip(loader.steps(first, stop), plain.steps(first, stop), strict=True):
+        assert step[0][SAMPLE_ID].tolist() == other[0][SAMPLE_ID].tolist()
+        for camera in (TOP, WRIST):
+            one, two = (shown(batch[camera]) for batch in (step[0], other[0]))
+            assert torch.equal(one, two), camera
+    plain.close()
+
+
+def shown(images) -> torch.Tensor:
+    return images if isinstance(images, torch.Tensor) else images.on(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_damaged_frames_are_decoded_again(root, device, tmp_path, log_lines):
+    options = {"tier": "disk", "device": device, "order": OrderConfig("uniform")}
+    filling = load(root, **options)
+    list(filling.steps(0, 7))
+    filling.close()
+    damage(tmp_path / "cache", "flipped")
+    loader = load(root, **options)
+    check_batches(loader, root, 0, 14)
+    assert sum("has damaged frames" in line for line in log_lines) == 2  # once for each camera
+    loader.close()
+    log_lines.clear()
+    again = load(root, **options)  # and mended
+    check_batches(again, root, 0, 7)
+    assert not any("has damaged frames" in line for line in log_lines)
+
+
+def read_truncated(root, device, folder, shared_memory) -> None:
+    from flexor.data.frames import cache_folders
+
+    cache_folders.SHARED_MEMORY = shared_memory
+    os.environ["FLEXOR_CACHE"] = str(folder)
+    loader = load(root, tier="disk", device=device, order=OrderConfig("uniform"))
+    check_batches(loader, root, 0, 8)
+    damage(folder, "truncated")
+    check_batches(loader, root, 8, 20)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_cache_that_is_truncated_while_training_reads_it(root, device, tmp_path):
+    from support.frame_caches import SPAWN
+
+    reader = SPAWN.Process(target=read_truncated, args=(root, device, tmp_path / "cache", tmp_path))
+    reader.start()
+    reader.join()
+    assert reader.exitcode == 0

@@ -84,6 +84,11 @@ def test_names_in_a_file_and_a_list_as_a_flag(tmp_path):
         ),
         (["--dataset.repo_id=a,b", "--dataset.root=x"], r"dataset.root names 1 datasets, not 2"),
         (["--dataset.repo_id=a,b", "--dataset.weights=1,2,3"], r"3 weights, but there are 2 datasets: a, b"),
+        (["--dataset.repo_id=a,b", "--dataset.weights=3"], r"1 weights, but there are 2 datasets: a, b"),
+        (["--dataset.root=x,y", "--dataset.weights=3"], r"1 weights, but there are 2 datasets: x, y"),
+        (["--dataset.root=x", "--dataset.weights=3,1"], r"2 weights, but there are 1 datasets: x"),
+        (["--dataset.repo_id=[a, b]", "--dataset.weights=[3]"], r"1 weights, but there are 2 datasets"),
+        (["--dataset.mix=[{root: x}, {root: y}]", "--dataset.weights=3"], r"1 weights, but there are 2"),
         (["--dataset.repo_id=a,b", "--dataset.weights=1,0"], r"dataset.weights=.* must be more than 0"),
         (["--dataset.repo_id=a,b", "--dataset.save_stats_of=c"], r"c is none of the datasets: a, b"),
         (["--dataset.repo_id=a,,b"], "without a name"),
@@ -101,6 +106,45 @@ def test_names_in_a_file_and_a_list_as_a_flag(tmp_path):
 def test_contradictions_are_refused(flags, message):
     with pytest.raises(ConfigError, match=message):
         load_config(["--policy.type=act", *flags])
+
+
+@pytest.mark.parametrize("way", ["repo_id: [a, b]", "root: 'x,y'", "mix: [{repo_id: a}, {repo_id: b}]"])
+@pytest.mark.parametrize("weights", ["3", "3,1,1"])
+def test_a_wrong_number_of_weights_in_a_file(way, weights, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"dataset:\n  {way}\n  weights: [{weights}]\n")
+    with pytest.raises(ConfigError, match=r"weights, but there are 2 datasets"):
+        load_config([f"--config={tmp_path / 'run.yaml'}"])
+
+
+def names(config):
+    dataset = config.dataset
+    return dataset.repo_id, dataset.root, dataset.revision, dataset.mix and [e.root for e in dataset.mix]
+
+
+FILE_AND_FLAGS = [
+    # (the file's naming, the flags', what is read)
+    ("repo_id: lab/a", ["--dataset.root=x"], (None, "x", None, None)),
+    ("repo_id: lab/a\n  revision: v1", ["--dataset.root=x"], (None, "x", None, None)),
+    ("repo_id: lab/a\n  revision: v1", ["--dataset.repo_id=lab/b"], ("lab/b", None, None, None)),
+    ("repo_id: lab/a\n  revision: v1", ["--dataset.repo_id=lab/a"], ("lab/a", None, "v1", None)),
+    ("repo_id: lab/a\n  revision: v1", ["--dataset.root=null"], ("lab/a", None, "v1", None)),
+    ("root: x", ["--dataset.repo_id=lab/b"], ("lab/b", None, None, None)),
+    ("mix: [{root: x}]", ["--dataset.root=y"], (None, "y", None, None)),
+    ("root: x", ["--dataset.mix=[{root: y}, {root: z}]"], (None, None, None, ["y", "z"])),
+    ("root: x", ["--dataset.repo_id=[{root: y}, {root: z}]"], (None, None, None, ["y", "z"])),
+    ("repo_id: lab/a\n  root: x", [], ("lab/a", "x", None, None)),  # LeRobot's: its copy is in x
+    ("repo_id: lab/a", ["--dataset.repo_id=lab/b", "--dataset.root=y"], ("lab/b", "y", None, None)),
+]
+
+
+@pytest.mark.parametrize(("file", "flags", "expected"), FILE_AND_FLAGS)
+def test_flags_that_name_data_replace_the_naming_of_the_file(file, flags, expected, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"dataset:\n  {file}\n")
+    assert names(load_config([f"--config={tmp_path / 'run.yaml'}", *flags])) == expected
+
+
+def test_a_root_replaces_the_data_of_the_demo():
+    assert names(load_config(["--config=demo", "--dataset.root=x"])) == (None, "x", None, None)
 
 
 def test_weights_of_episodes():

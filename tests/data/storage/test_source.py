@@ -204,3 +204,24 @@ def test_block_cache_is_limited(samples, tmp_path, monkeypatch):
         [name] = source.list("videos", "000.mp4")
         assert source.ranges(name).read(0, 10) == (samples["v3.0"] / name).read_bytes()[:10]
         assert len(list((tmp_path / "blocks").rglob("*-0"))) == kept
+
+
+def test_a_table_in_a_bucket_that_changes_is_copied_again(tmp_path, monkeypatch):
+    """Also if its size is the same."""
+    import fsspec
+
+    monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path / "cache"))
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/changing/meta/info.json": b"{}", "/changing/data/a.parquet": b"first"})
+    try:
+        first = find_source(None, "memory://changing", None)
+        assert first.local("data/a.parquet").read_bytes() == b"first"
+        again = find_source(None, "memory://changing", None)
+        assert again.here("data/a.parquet") is not None
+        memory.pipe("/changing/data/a.parquet", b"other")
+        changed = find_source(None, "memory://changing", None)
+        assert changed.here("data/a.parquet") is None
+        assert changed.local("data/a.parquet").read_bytes() == b"other"
+        assert changed.here("data/a.parquet") is not None
+    finally:
+        memory.rm("/changing", recursive=True)

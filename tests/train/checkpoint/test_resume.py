@@ -1,11 +1,17 @@
 """R0 and R2: a run that was interrupted is the run that was not, and another run is refused."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from flexor.cli.main import main
 from flexor.train.checkpoint import folder as checkpoint
@@ -232,12 +238,7 @@ def test_settings_file_edited_by_hand_is_refused_by_name(finished, tmp_path, cap
 def test_a_run_from_before_a_setting_was_there_goes_on(finished, tmp_path):
     """A setting's default is what runs did without it."""
     cut = runs.cut_back(finished, tmp_path / "cut", 10)
-    saved = cut / "checkpoints" / "000010" / "training_state" / "flexor.json"
-    state = json.loads(saved.read_text())
-    del state["config"]["lora"], state["config"]["weights_dtype"]
-    saved.write_text(json.dumps(state))
-    (saved.parents[1] / checkpoint.MANIFEST).unlink()
-    checkpoint._write_manifest(saved.parents[1], 10, {})
+    edit_saved(cut, 10, lambda state: [state["config"].pop(name) for name in ("lora", "weights_dtype")])
     assert main(["resume", str(cut)]) == 0
     runs.assert_same(finished, cut, STEPS)
 
@@ -267,15 +268,150 @@ def test_dataset_with_another_file_is_refused(own_data, capsys):
     assert "dataset is not the one" in capsys.readouterr().err
 
 
-def test_changed_statistics_are_refused(own_data, capsys):
-    """Inputs would be normalised otherwise than before, though no data file changed."""
-    data, run = own_data
+@pytest.fixture
+def half(lowdim, tiny_act, tmp_path) -> tuple[Path, Path, Path]:
+    """Data that may be changed, a run on it, and the same run as if it had been killed at the half."""
+    data = shutil.copytree(lowdim, tmp_path / "data")
+    run = runs.train(data, tmp_path / "run", tiny_act, "--steps=4", "--save_freq=2")
+    return data, run, runs.cut_back(run, tmp_path / "half", 2)
+
+
+def change_statistics(data: Path) -> None:
     file = data / "meta" / "stats.json"
     stats = json.loads(file.read_text())
-    stats["observation.state"]["mean"][0] += 1
+    for name in ("observation.state", "action"):
+        stats[name]["mean"][0] += 1
+        stats[name]["max"][0] += 1
     file.write_text(json.dumps(stats))
-    assert main(["resume", str(run), "--steps=3"]) == 1
-    assert "observation.state.mean" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_statistics(half, log_lines):
+    """Only how inputs would be normalised has changed, and the checkpoint knows how they were: bit by bit the same."""
+    data, run, resumed = half
+    change_statistics(data)
+    log_lines.clear()
+    assert main(["resume", str(resumed)]) == 0
+    runs.assert_same(run, resumed, 4)
+    told = [line for line in log_lines if "statistics have changed" in line]
+    assert len(told) == 1 and "action.mean" in told[0]
+    for name in (
+        "policy_preprocessor_step_3_normalizer_processor",
+        "policy_postprocessor_step_0_unnormalizer",
+    ):
+        (one,) = (run / "checkpoints/last/pretrained_model").glob(f"{name}*")
+        assert one.read_bytes() == (resumed / "checkpoints/last/pretrained_model" / one.name).read_bytes()
+
+
+def test_statistics_of_each_dataset_are_the_runs_own(lowdim, tiny_act, tmp_path):
+    one, other = (shutil.copytree(lowdim, tmp_path / name) for name in ("one", "other"))
+    flags = ["--steps=4", "--save_freq=2", "--dataset.stats=per_dataset"]
+    run = runs.train(f"{one},{other}", tmp_path / "run", tiny_act, *flags)
+    resumed = runs.cut_back(run, tmp_path / "half", 2)
+    change_statistics(other)
+    assert main(["resume", str(resumed)]) == 0
+    runs.assert_same(run, resumed, 4)
+
+
+def test_a_checkpoint_without_its_statistics_is_refused(half, capsys):
+    """Not: inputs that are no longer normalised."""
+    _, _, resumed = half
+    checkpoint_folder = resumed / "checkpoints" / "000002"
+    (file,) = (checkpoint_folder / "pretrained_model").glob("policy_preprocessor_step_*.safetensors")
+    save_file({"other.mean": torch.zeros(2)}, file)
+    (checkpoint_folder / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(checkpoint_folder, 2, {})
+    assert main(["resume", str(resumed)]) == 1
+    assert "lacks statistics of" in capsys.readouterr().err
+
+
+def test_written_statistics_leave_a_copy_and_every_run_resumes(half, log_lines):
+    data, run, resumed = half
+    change_statistics(data)
+    earlier = (data / "meta" / "stats.json").read_text()
+    assert main(["data", "stats", str(data), "--write"]) == 0
+    assert (data / "meta" / "stats.json.bak-1").read_text() == earlier
+    assert any("stats.json.bak-1" in line and "resume" in line for line in log_lines)
+    assert main(["data", "stats", str(data), "--write"]) == 0  # the same again: nothing to keep
+    assert not (data / "meta" / "stats.json.bak-2").exists()
+    change_statistics(data)
+    assert main(["data", "stats", str(data), "--write"]) == 0
+    assert (data / "meta" / "stats.json.bak-1").read_text() == earlier  # never overwritten
+    assert (data / "meta" / "stats.json.bak-2").is_file()
+    assert main(["resume", str(resumed)]) == 0
+    runs.assert_same(run, resumed, 4)
+
+
+def test_table_of_the_same_size_with_another_value_is_refused_by_name(half, capsys):
+    data, _, resumed = half
+    file = next((data / "data").rglob("*.parquet"))
+    before, status = file.read_bytes(), file.stat()
+    content = bytearray(before)
+    at = content.index(np.float32(pq.read_table(file)["action"][0].as_py()[0]).tobytes())
+    content[at] ^= 1  # the last bit of an action
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert main(["resume", str(resumed)]) == 1
+    error = capsys.readouterr().err
+    assert "dataset is not the one" in error and "changed: data/chunk-000/file-000.parquet)" in error
+    file.write_bytes(before)
+    assert main(["resume", str(resumed)]) == 0
+
+
+def test_metadata_that_changes_the_meaning_is_refused_by_name(half, capsys):
+    data, _, resumed = half
+    file = data / "meta" / "info.json"
+    info = json.loads(file.read_text())
+    file.write_text(json.dumps({**info, "splits": {"train": "0:1"}, "total_frames": 1000}, indent=1))
+    assert main(["resume", str(resumed), "--steps=3"]) == 0  # nothing that training reads
+    file.write_text(json.dumps({**info, "fps": info["fps"] + 1}))
+    assert main(["resume", str(resumed)]) == 1
+    assert "changed: fps in meta/info.json)" in capsys.readouterr().err
+
+
+def test_another_video_of_the_same_size_is_refused_by_name(dataset, tiny_act, tmp_path, capsys):
+    data = shutil.copytree(dataset, tmp_path / "data")
+    run = runs.train(data, tmp_path / "run", tiny_act, "--steps=1")
+    video = next((data / "videos").rglob("*.mp4"))
+    content = bytearray(video.read_bytes())
+    content[len(content) // 2] ^= 1
+    video.write_bytes(content)
+    assert main(["resume", str(run), "--steps=2"]) == 1
+    assert f"changed: {video.relative_to(data)})" in capsys.readouterr().err
+
+
+def test_copy_of_the_dataset_is_the_same_dataset(half, tmp_path):
+    """Files have other times and inodes, and are in another place."""
+    data, run, resumed = half
+    copy = shutil.copytree(data, tmp_path / "copy", copy_function=shutil.copyfile)
+    shutil.rmtree(data)
+    assert main(["resume", str(resumed), f"--dataset.root={copy}"]) == 0
+    runs.assert_same(run, resumed, 4)
+
+
+def edit_saved(run: Path, step: int, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change flexor.json of a checkpoint, as if it had been saved so."""
+    saved = run / "checkpoints" / f"{step:06d}" / "training_state" / "flexor.json"
+    state = json.loads(saved.read_text())
+    change(state)
+    saved.write_text(json.dumps(state))
+    (saved.parents[1] / checkpoint.MANIFEST).unlink()
+    checkpoint._write_manifest(saved.parents[1], step, {})
+
+
+def test_run_from_before_contents_were_compared_goes_on(half, capsys):
+    data, run, resumed = half
+    edit_saved(resumed, 2, lambda state: state.pop("dataset_content"))
+    (resumed / "data_files.json").unlink()
+    file = next((data / "data").rglob("*.parquet"))
+    content = file.read_bytes()
+    pq.write_table(pq.read_table(file), file, compression="none")
+    assert main(["resume", str(resumed)]) == 1  # by its size, as then
+    assert "dataset is not the one" in capsys.readouterr().err
+    file.write_bytes(content)
+    assert main(["resume", str(resumed)]) == 0
+    runs.assert_same(run, resumed, 4)
+    saved = json.loads((resumed / "checkpoints/last/training_state/flexor.json").read_text())
+    assert saved["dataset_content"]["tables"]  # from now on
 
 
 def test_dataset_may_move(own_data, tmp_path):

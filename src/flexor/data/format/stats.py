@@ -9,6 +9,8 @@ deviations in float64, LeRobot in the data's type. Only the last digits differ.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ Stats = dict[str, np.ndarray]
 
 QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 BINS = 5000
+BACKUP = ".bak-"  # in the names of copies of meta/stats.json
 PIXELS_FROM, PIXELS_TO = 300, 150  # a longer side than the first is subsampled to about the second
 
 
@@ -199,9 +202,26 @@ def from_json(data: Mapping[str, Mapping[str, Any]]) -> dict[str, Stats]:
     return {name: {key: np.atleast_1d(v) for key, v in part.items()} for name, part in data.items()}
 
 
-def write_stats(root: Path, stats: Mapping[str, Stats]) -> Path:
-    """Write statistics into a dataset's folder, atomically."""
+def write_stats(root: Path, stats: Mapping[str, Stats]) -> Path | None:
+    """Write statistics into a dataset's folder, atomically. Returns the copy of the earlier ones, if they differ."""
     path = root / "meta" / "stats.json"
+    content = json.dumps(to_json(stats), indent=4).encode()
+    try:
+        earlier = path.read_bytes()
+    except FileNotFoundError:
+        earlier = content
+    backup = None if earlier == content else _back_up(path, earlier)
     aside = path.with_name(".stats.json")
-    aside.write_text(json.dumps(to_json(stats), indent=4))
-    return aside.rename(path)
+    aside.write_bytes(content)
+    aside.rename(path)
+    return backup
+
+
+def _back_up(path: Path, content: bytes) -> Path:
+    """A copy beside the file, under the first free number: no earlier copy is overwritten."""
+    for number in itertools.count(1):
+        backup = path.with_name(f"{path.name}{BACKUP}{number}")
+        with contextlib.suppress(FileExistsError), backup.open("xb") as file:
+            file.write(content)
+            return backup
+    raise AssertionError("there is always a free number")

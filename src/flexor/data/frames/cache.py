@@ -3,6 +3,9 @@
 Each frame has a fixed place in a sparse, memory-mapped file. So reading a frame is a view, and runs on
 different episodes share the frames they decoded.
 
+Damage: each frame has a checksum, which a process compares when it first reads the frame. A damaged frame is
+forgotten, and decoded again. If another process truncates a file in use, the cache is not used any more.
+
 Crash safety: a frame is marked as ready after its bytes are in the file, so a process killed at any time
 leaves only complete frames marked. After a power failure, marks may be on the disk without their frames.
 So marks are trusted only within the same boot. After a reboot, only the marks that `sync` wrote are
@@ -18,10 +21,11 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,40 +44,54 @@ from flexor.data.frames.cache_folders import (
     read_header,
     room,
 )
+from flexor.data.frames.checksum import checksums
+from flexor.data.frames.mapped_file import MappedFile
 
 __all__ = ["FrameCache"]
 
 LOOK_EVERY = 64 << 20
 """Bytes written between two checks of the free space."""
+DTYPES = {"data": np.uint8, "ready": np.uint8, "sizes": np.uint32, "sums": np.uint64}
+
+
+class CacheArrays(NamedTuple):
+    """The arrays of a cache."""
+
+    planes: np.ndarray  # [frames, stride]
+    ready: np.ndarray  # [frames] whether a frame may be read
+    sizes: np.ndarray | None  # [frames] bytes of each JPEG
+    sums: np.ndarray | None = None  # [frames] checksums; None: no other process can change the frames
 
 
 class FrameCache:
     """All frames of one camera of one dataset with one setting. Safe to use from several threads and processes.
 
-    `planes` [frames, slot] is the mapping itself, to gather many raw frames at once; only read rows for which
-    `have` is true. `keeping` becomes False when there is no space for more frames. Frames are JPEGs if `jpeg`.
+    `planes` [frames, slot] is the mapping itself; only read rows for which `have` is true. `keeping` becomes False
+    when there is no space for more frames. Frames are JPEGs if `jpeg`.
     """
 
     def __init__(
         self,
-        planes: np.ndarray,
-        ready: np.ndarray,
-        sizes: np.ndarray | None,
+        arrays: CacheArrays,
         files: Files | None = None,
+        maps: Mapping[str, MappedFile] = MappingProxyType({}),
     ):
-        self.planes = planes
-        self.jpeg = sizes is not None
+        self.planes = arrays.planes
+        self.jpeg = arrays.sizes is not None
         self.keeping = True
         self.folder = files.cache if files else None  # None: this process's own memory
-        self._ready = ready
-        self._sizes = sizes
+        self.lost = False  # its files were truncated: nothing in it is used any more
+        self._ready, self._sizes, self._sums = arrays.ready, arrays.sizes, arrays.sums
+        self._checked = np.full(len(arrays.ready), arrays.sums is None)  # whose checksums were compared
         self._files = files
+        self._maps = maps
         self._leave: weakref.finalize | None = None
         self._unlooked = (
             LOOK_EVERY  # bytes written since the last check of free space; the first frame triggers a check
         )
         self._once = threading.Lock()
         self._syncing = threading.Lock()
+        self._told_damage = False
 
     @classmethod
     def open(
@@ -121,17 +139,78 @@ class FrameCache:
 
     def have(self, ids: np.ndarray) -> np.ndarray:
         """Which frames are cached, bool [n]."""
-        return self._ready[ids] != 0
+        return np.zeros(len(ids), bool) if self.lost else self._ready[ids] != 0
 
-    def view(self, frame: int) -> np.ndarray:
-        """A cached frame: its planes uint8 [slot], or the bytes of its JPEG; not copied."""
-        assert self._ready[frame], f"frame {frame} is not in the cache"
-        return self.planes[frame] if self._sizes is None else self.planes[frame, : self._sizes[frame]]
+    def view(self, frame: int) -> np.ndarray | None:
+        """A cached frame: its planes uint8 [slot], not copied, or the bytes of its JPEG; None if it is damaged.
 
-    def gather(self, ids: np.ndarray, out: np.ndarray) -> None:
-        """Copy cached frames to `out`, uint8 [n, slot]; only if they are not JPEGs. Releases the GIL."""
-        assert not self.jpeg and self._ready[ids].all()
+        Call `intact` after the last use of a view: until then, a truncated file may turn it into zeros.
+        """
+        if self.lost or not self._ready[frame]:
+            return None  # another thread has found it damaged
+        content = self.planes[frame]
+        if self._sizes is not None:
+            content = content[: self._sizes[frame]].copy()
+        if not self._checked[frame] and not self._compare(content[None], np.array([frame])).all():
+            return None
+        return content if self._sizes is None or self.intact() else None
+
+    def gather(self, ids: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Copy cached frames to `out`, uint8 [n, slot]; only if they are not JPEGs. Releases the GIL.
+
+        Returns which frames are good, bool [n]. The others are damaged, or their file was truncated.
+        """
+        assert not self.jpeg
         np.take(self.planes, ids, axis=0, out=out, mode="clip")  # any other mode copies twice
+        good = self._ready[ids] != 0
+        if not self._checked[ids].all():
+            good &= self._compare(out, ids)
+        return good if self.intact() else np.zeros(len(ids), bool)
+
+    def _compare(self, contents: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """Whether frames [n, size] have their checksums. bool [n]"""
+        assert self._sums is not None
+        sound = checksums(contents, ids) == self._sums[ids]
+        self._checked[ids[sound]] = True
+        if not sound.all() and self.intact():
+            self._forget(ids[~sound])
+        return sound
+
+    def intact(self) -> bool:
+        """Whether what was read so far was in the files. If not, the cache is not used any more."""
+        if self.lost or not self._maps:
+            return not self.lost
+        if self._maps["data"].complete and not any(each.lost for each in self._maps.values()):
+            return True
+        with self._once:
+            if not self.lost:
+                self.lost, self.keeping = True, False
+                log.warning(
+                    "the frame cache %s was truncated by another program: its frames are decoded again, and no more "
+                    "are cached in this run",
+                    self.folder,
+                )
+        return False
+
+    def _forget(self, ids: np.ndarray) -> None:
+        """Damaged frames are not cached any more, for all processes."""
+        with self._once:
+            told, self._told_damage = self._told_damage, True
+        if not told:
+            log.warning(
+                "the frame cache %s has damaged frames, such as frame %d: they are decoded again",
+                self.folder,
+                ids[0],
+            )
+        files = self._files
+        if files is None:
+            ready = self._ready.copy()  # of a mapping that can't be written to
+            ready[ids] = 0
+            self._ready = ready
+            return
+        with suppress(OSError):
+            for frame in ids.tolist():
+                files.write("ready", frame, b"\0")
 
     def put(self, ids: np.ndarray, frames: np.ndarray | Sequence[bytes]) -> None:
         """Cache frames: planes uint8 [n, slot], or n JPEGs. If there is no space left, they are not cached."""
@@ -143,19 +222,25 @@ class FrameCache:
             files = (
                 self._files
             )  # a reference, so that the descriptors stay open after a close() by another thread
-            if not self.keeping:
+            # a write to a file that was truncated would fill it up with zeros
+            if not self.keeping or not self.intact():
                 return
             if files is None:
                 self._write_to_memory(frame, content)
                 continue
             try:
                 self._look_at_room(files, size)
-                files.write("data", frame * self.planes.shape[1], content)
-                if self._sizes is not None:
-                    files.write("sizes", 4 * frame, np.uint32(size).tobytes())
-                files.write("ready", frame, b"\1")  # last: from now on the frame may be read
+                self._write_to_files(files, frame, np.frombuffer(content, np.uint8))
             except OSError as error:
                 self._stop(error, files)
+
+    def _write_to_files(self, files: Files, frame: int, content: np.ndarray) -> None:
+        files.write("data", frame * self.planes.shape[1], content)
+        if self._sizes is not None:
+            files.write("sizes", 4 * frame, np.uint32(len(content)).tobytes())
+        files.write("sums", 8 * frame, checksums(content[None], np.array([frame])).tobytes())
+        files.write("ready", frame, b"\1")  # last: from now on the frame may be read
+        self._checked[frame] = True
 
     def sync(self) -> None:
         """Flush everything to disk so that it survives a power failure. May take long; does nothing in RAM."""
@@ -217,7 +302,7 @@ def _in_own_memory(plan: CachePlan) -> FrameCache:
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # the gaps between frames are smaller than huge pages
     planes = np.frombuffer(memory, np.uint8).reshape(plan.frames, plan.stride)
     sizes = None if plan.key.jpeg is None else np.zeros(plan.frames, np.uint32)
-    return FrameCache(planes, np.zeros(plan.frames, np.uint8), sizes)
+    return FrameCache(CacheArrays(planes, np.zeros(plan.frames, np.uint8), sizes))
 
 
 def _sweep(folder: Path, key: CacheKey, discard: Callable[[Path], None]) -> None:
@@ -253,21 +338,21 @@ def _open_files(cache: Path, plan: CachePlan, in_ram: bool) -> FrameCache:
 
 
 def _map(cache: Path, plan: CachePlan, header: dict[str, Any], lasting: bool) -> FrameCache:
-    planes = _mapped(cache / "data", np.uint8).reshape(plan.frames, plan.stride)
-    sizes = None if plan.key.jpeg is None else _mapped(cache / "sizes", np.uint32)
+    maps = {name: MappedFile(cache / name, dtype) for name, dtype in DTYPES.items() if name in plan.files()}
+    arrays = CacheArrays(
+        maps["data"].array.reshape(plan.frames, plan.stride),
+        maps["ready"].array,
+        maps["sizes"].array if "sizes" in maps else None,
+        maps["sums"].array,
+    )
     if header["boot"] == cache_files.boot_id():
-        files = Files(cache, plan.files(), lasting)
-        return FrameCache(planes, _mapped(cache / "ready", np.uint8), sizes, files)
+        return FrameCache(arrays, Files(cache, plan.files(), lasting), maps)
     # In use by another machine through a network file system: its writes may become visible here in any order.
     log.warning("%s is being filled by another machine: this run reads it, but adds no frames to it", cache)
-    opened = FrameCache(planes, np.frombuffer(synced_marks(cache, plan.frames), np.uint8), sizes)
-    opened.keeping = False
+    ready = np.frombuffer(synced_marks(cache, plan.frames), np.uint8)
+    opened = FrameCache(arrays._replace(ready=ready), None, maps)
+    opened.keeping, opened.folder = False, cache
     return opened
-
-
-def _mapped(path: Path, dtype: type) -> np.ndarray:
-    """A file as a read-only array."""
-    return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 
 def _leave(cache: Path, lock: int, in_ram: bool, owner: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from flexor.core.machine import flush_to_disk
-from flexor.data.frames.cache_folders import CacheKey, read_header
+from flexor.data.frames.cache_folders import VERSION, CacheKey, read_header
 
 PAGE = 4096
 
@@ -43,7 +43,7 @@ class CachePlan:
 
     def files(self) -> dict[str, int]:
         """The files of the cache and their lengths."""
-        files = {"data": self.frames * self.stride, "ready": self.frames}
+        files = {"data": self.frames * self.stride, "ready": self.frames, "sums": 8 * self.frames}
         return files if self.key.jpeg is None else {**files, "sizes": 4 * self.frames}
 
     def identity(self) -> dict[str, Any]:
@@ -51,6 +51,7 @@ class CachePlan:
         key = self.key
         size = list(key.size) if key.size else None
         return {
+            "version": VERSION,
             "key": {"fingerprint": key.fingerprint, "camera": key.camera, "size": size, "jpeg": key.jpeg},
             "frames": self.frames,
             "slot": self.slot,

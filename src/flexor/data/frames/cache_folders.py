@@ -7,6 +7,7 @@ for all ranks of a node, and are removed with their last user. Each cache is a f
     header.json   content and format of the cache; written last: a cache without it is incomplete
     data          every frame at its own place, with holes for frames that are not cached yet
     sizes         JPEG only: bytes of each frame
+    sums          a checksum of each frame
     ready         one byte per frame: may be read (within the boot in which it was written)
     synced        a copy of `ready`, made when all those frames were safely on the disk
 
@@ -43,7 +44,7 @@ __all__ = [
     "render",
 ]
 
-VERSION = 1
+VERSION = 2
 """Part of the folder's name: a different file layout is a different cache."""
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (`ram_folder` checks whose folder it is)
@@ -277,7 +278,7 @@ def _look(cache: Path) -> CacheInfo:
             status = path.stat()
             nbytes += status.st_blocks * 512
             last_used = status.st_mtime if path.name == "lock" else last_used
-    if header is None:
+    if header is None or header.get("version") != VERSION:  # nobody reads one of an earlier version any more
         return CacheInfo(cache, used, nbytes, last_used, broken=True)
     try:
         key, frames = header["key"], header["frames"]

@@ -48,7 +48,7 @@ class Keeper(Protocol):
     @property
     def count(self) -> int: ...
     def have(self, ids: np.ndarray) -> np.ndarray: ...
-    def view(self, frame: int) -> np.ndarray: ...
+    def view(self, frame: int) -> np.ndarray | None: ...
     def put(self, ids: np.ndarray, frames: Sequence[Any]) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
@@ -111,8 +111,12 @@ class FrameStore:
         out = np.empty((len(ids), format.height, format.width, format.channels), format.dtype)
         distinct, slot = np.unique(ids, return_inverse=True)
         kept = self.kept(camera, distinct)
-        for i in np.flatnonzero(kept[slot]):
-            to_rgb(format, self.view(camera, int(ids[i])), out[i])
+
+        def show_kept() -> None:
+            for i in np.flatnonzero(kept[slot]):
+                to_rgb(format, self.view(camera, int(ids[i])), out[i])
+
+        self.reading(camera, show_kept)
         missing = distinct[~kept]
         planes = np.empty((min(len(missing), 1), format.nbytes), np.uint8)
         users = {int(frame): np.flatnonzero(ids == frame) for frame in missing}
@@ -135,23 +139,46 @@ class FrameStore:
         return np.zeros(len(ids), bool) if cache is None else cache.have(ids)
 
     def view(self, camera: str, frame: int) -> np.ndarray:
-        """The planes of a cached frame, uint8 [nbytes]; read-only."""
-        data = self.caches[camera].view(frame)
-        if not self.caches[camera].jpeg:
+        """The planes of a cached frame, uint8 [nbytes]; read-only. Use it inside `reading`."""
+        cache, format = self.caches[camera], self.format(camera)
+        data = cache.view(frame)
+        if data is not None and not cache.jpeg:
             return data
-        format = self.format(camera)
         planes = np.empty(format.nbytes, np.uint8)
-        decode_jpeg(format, data, planes)
+        if data is None:
+            self._decode_again(camera, np.array([frame]), planes[None])
+        else:
+            decode_jpeg(format, data, planes)
         return planes
 
     def gather(self, camera: str, ids: np.ndarray, out: np.ndarray) -> None:
         """Copy the planes of cached frames to `out`, uint8 [n, nbytes]."""
         cache = self.caches[camera]
         if isinstance(cache, FrameCache) and not cache.jpeg:
-            cache.gather(ids, out)
+            damaged = np.flatnonzero(~cache.gather(ids, out))
+            if len(damaged):
+                planes = np.empty((len(damaged), out.shape[1]), np.uint8)
+                self._decode_again(camera, ids[damaged], planes)
+                out[damaged] = planes
             return
         for row, frame in zip(out, ids.tolist()):
             row[:] = self.view(camera, frame)
+
+    def reading(self, camera: str, work: Callable[[], None]) -> None:
+        """Do work that uses views of cached frames; again, if their file was truncated meanwhile."""
+        cache = self.caches.get(camera)
+        careful = isinstance(cache, FrameCache) and not cache.lost
+        work()
+        if careful and not cache.intact():  # type: ignore[union-attr]
+            work()
+
+    def _decode_again(self, camera: str, ids: np.ndarray, planes: np.ndarray) -> None:
+        """Frames that were in the cache, and are damaged there."""
+        bad = self.decode(camera, ids, planes.__getitem__)
+        if bad:
+            first = min(bad)
+            raise DatasetError(f"{self.where(camera, int(ids[first]))}: {bad[first]}")
+        self.keep(camera, ids, list(planes))
 
     def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
         """Cache decoded frames, if there is a cache."""

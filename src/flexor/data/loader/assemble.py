@@ -117,7 +117,8 @@ class Batcher:
         pictures = pictures if shots.camera in self.deltas else pictures[:, 0]
         step.pictures[shots.camera] = list(pictures.chunk(self.accumulation))
         parts = np.array_split(samples, min(self.jobs, len(samples)))
-        return [partial(self._convert, shots, part, pixels) for part in parts]
+        convert = [partial(self._convert, shots, part, pixels) for part in parts]
+        return [partial(self.dataset.store.reading, shots.camera, job) for job in convert]
 
     def _convert(self, shots: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
         format = self.dataset.store.format(shots.camera)

@@ -156,7 +156,8 @@ class FrameFinder:
             if found is not None:
                 return found.cpu().numpy() if isinstance(found, Tensor) else found.copy()
             if store.kept(camera, np.array([other]))[0]:
-                return store.view(camera, other)
+                store.gather(camera, np.array([other]), planes[None])
+                return planes
             if not store.decode(camera, np.array([other]), [planes].__getitem__):
                 return planes
         raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")

@@ -130,8 +130,12 @@ class Stager:
         if shots.all_cached:
             self.store.gather(shots.camera, shots.ids[tuple(places.T)], out)
             return
-        for row, (i, t) in zip(out, places.tolist()):
-            np.copyto(row, np.asarray(shots.planes(self.store, i, t)))
+
+        def copy() -> None:
+            for row, (i, t) in zip(out, places.tolist()):
+                np.copyto(row, np.asarray(shots.planes(self.store, i, t)))
+
+        self.store.reading(shots.camera, copy)
 
     def _gather(self, shots: StepFrames, places: np.ndarray, staged: Staged) -> None:
         """Gather frames that the GPU decoded, before their slots are reused."""

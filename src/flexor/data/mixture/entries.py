@@ -22,9 +22,14 @@ def entries_of(config: DatasetConfig) -> list[DatasetEntry]:
     if len(entries) == 1 and config.mix is None:
         given = {name: getattr(config, name) for name in OWN}
         entries = [replace(entries[0], **given)]
-    if config.weights is not None:
-        entries = [replace(entry, weight=weight) for entry, weight in zip(entries, config.weights)]
     names = _names(entries)
+    if config.weights is not None:
+        if len(config.weights) != len(entries):
+            raise ConfigError(
+                f"dataset.weights={config.weights} has {len(config.weights)} weights, but there are {len(entries)} "
+                f"datasets: {', '.join(names)}. Give one weight for each."
+            )
+        entries = [replace(entry, weight=weight) for entry, weight in zip(entries, config.weights)]
     return [
         replace(entry, name=name, tasks=config.tasks if entry.tasks is None else entry.tasks)
         for entry, name in zip(entries, names)
@@ -43,11 +48,6 @@ def check_entries(config: DatasetConfig) -> None:
         _check_entry(entry, f"dataset.mix[{number}]" if len(entries) > 1 else "dataset")
     if config.mix is not None or len(entries) > 1:
         _check_own(config, len(entries))
-    if config.weights is not None and len(config.weights) != len(entries):
-        raise ConfigError(
-            f"dataset.weights={config.weights} has {len(config.weights)} weights, but there are {len(entries)} "
-            f"datasets: {', '.join(str(entry.name) for entry in entries)}."
-        )
     without = [str(entry.name) for entry in entries if entry.weight is None]
     if 0 < len(without) < len(entries):
         raise ConfigError(f"Give each dataset a weight, or none: {', '.join(without)} lack one.")

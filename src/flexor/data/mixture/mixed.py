@@ -156,6 +156,7 @@ def join_datasets(
         store=MixedStore(members, form, first_episode),
         source=first.source,
         files=[],
+        layout="",
         _file_sizes={
             int(first_episode[number]) + episode: {f"{number}/{file}": size for file, size in sizes.items()}
             for number, dataset in enumerate(datasets)

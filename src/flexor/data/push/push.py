@@ -20,6 +20,7 @@ from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
 from flexor.core.paths import files_to_push
 from flexor.data.format.metadata import Metadata, read_metadata
+from flexor.data.format.stats import BACKUP
 from flexor.data.push.card import dataset_card
 from flexor.data.storage.source import FolderSource, is_repo_id
 
@@ -52,6 +53,7 @@ def plan_push(
     meta = read_metadata(source)
     _check_complete(root, meta)
     files = files_to_push(root, top=(*FOLDERS, CARD))
+    files = {name: path for name, path in files.items() if not name.startswith(f"meta/stats.json{BACKUP}")}
     info = json.loads((root / "meta/info.json").read_text())
     written = files.pop(CARD, None)
     card = written.read_text() if written else dataset_card(info, meta.tasks, repo_id, license, tags)

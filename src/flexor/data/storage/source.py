@@ -63,6 +63,11 @@ class Source:
         """The file's path on this machine; downloads it if needed. It may not exist."""
         return self.path(name)
 
+    def here(self, name: str) -> Path | None:
+        """The file's path if it is on this machine; nothing is downloaded."""
+        path = self.path(name)
+        return path if path.is_file() else None
+
     def exists(self, name: str) -> bool:
         return self.path(name).is_file()
 
@@ -235,8 +240,8 @@ class FsspecSource(Source):
     """Any URL that fsspec can open (s3://, gs://, http://, memory://).
 
     Tables, metadata and every file requested as a local file are copied when they are first read. A copy stays
-    in the cache folder and is reused while its size matches the original's. The folder's name depends on the
-    content of meta/info.json, so a dataset that has grown is read again.
+    in the cache folder and is reused while the original is the same, as far as the server tells. The folder's name
+    depends on the content of meta/info.json, so a dataset that has grown is read again.
     """
 
     streams = True
@@ -278,6 +283,9 @@ class FsspecSource(Source):
                 self._copy(name, target)
         return target
 
+    def here(self, name: str) -> Path | None:
+        return self.path(name) if self._is_copied(name) else None
+
     def exists(self, name: str) -> bool:
         names = self._listing()
         return name in names if names else self._info(name) is not None
@@ -311,7 +319,10 @@ class FsspecSource(Source):
 
     def _is_copied(self, name: str) -> bool:
         target = self.path(name)
-        return target.is_file() and target.stat().st_size == self.size(name)
+        if not target.is_file() or target.stat().st_size != self.size(name):
+            return False
+        version = _version_file(target)
+        return version.is_file() and version.read_text() == _hash(self._remote(name).identity)
 
     def _remote(self, name: str) -> RemoteFile:
         address, info = f"{self.address}/{name}", self._info(name)
@@ -361,7 +372,9 @@ class FsspecSource(Source):
                 copy_file(file, aside)
             except NoRanges:
                 retrying(file.name, lambda: self.fs.get_file(f"{self.base}/{name}", str(aside)))
+            _version_file(target).unlink(missing_ok=True)
             aside.replace(target)
+            _version_file(target).write_text(_hash(file.identity))
         except OSError as error:
             raise DatasetError(
                 f"{self.address}/{name} can't be copied to {target}: {error}. Free some space, or set "
@@ -369,6 +382,11 @@ class FsspecSource(Source):
             ) from error
         finally:
             aside.unlink(missing_ok=True)
+
+
+def _version_file(copy: Path) -> Path:
+    """Says of which version of a file this is the copy."""
+    return copy.with_name(f".{copy.name}.version")
 
 
 def _hash(value: object) -> str:

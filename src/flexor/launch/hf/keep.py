@@ -67,8 +67,8 @@ class RunKeeper:
         return all(
             [
                 *(self._try(self._copy_file, name) for name in _beside(self.run)),
-                *(self._try(self._copy_checkpoint, n) for n in sorted(whole - self._checkpoints)),
-                *(self._try(self._remove_checkpoint, n) for n in sorted(self._checkpoints - whole)),
+                *(self._try(self._copy_checkpoint, n) for n in sorted(whole - self._checkpoints, key=int)),
+                *(self._try(self._remove_checkpoint, n) for n in sorted(self._checkpoints - whole, key=int)),
             ]
         )
 

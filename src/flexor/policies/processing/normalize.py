@@ -28,7 +28,7 @@ def required_statistics(mode: str) -> tuple[str, ...]:
     return {"IDENTITY": (), "MEAN_STD": ("mean", "std"), **BOUNDS}[mode]
 
 
-class _Normalization(ProcessingStep):
+class NormalizationStep(ProcessingStep):
     """Statistics per feature and how they are applied to each kind of feature."""
 
     inverse: ClassVar[bool]
@@ -50,19 +50,24 @@ class _Normalization(ProcessingStep):
         }
         self._check()
 
+    def missing(self) -> dict[str, list[str]]:
+        """By feature, the statistics that its normalisation uses and that are not there."""
+        modes = {key: self.norm_map.get(feature.type, "IDENTITY") for key, feature in self.features.items()}
+        return {
+            key: names
+            for key, mode in modes.items()
+            if (names := [name for name in required_statistics(mode) if name not in self.stats.get(key, {})])
+        }
+
     def _check(self) -> None:
         """Refuse now what would otherwise fail during a run."""
-        for key, feature in self.features.items():
-            mode = self.norm_map.get(feature.type, "IDENTITY")
-            if not self.stats:
-                continue
-            missing = [name for name in required_statistics(mode) if name not in self.stats.get(key, {})]
-            if missing:
-                raise ConfigError(
-                    f"{key} is normalised by {mode}, but the dataset's statistics lack {', '.join(missing)}: "
-                    f"recompute them with `flexor data stats DIR`, or choose another mode with "
-                    f"--policy.normalization_mapping.{feature.type}=..."
-                )
+        for key, names in self.missing().items() if self.stats else ():
+            kind = self.features[key].type
+            raise ConfigError(
+                f"{key} is normalised by {self.norm_map[kind]}, but the dataset's statistics lack {', '.join(names)}: "
+                f"recompute them with `flexor data stats DIR`, or choose another mode with "
+                f"--policy.normalization_mapping.{kind}=..."
+            )
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         out = dict(batch)
@@ -148,7 +153,7 @@ class _Normalization(ProcessingStep):
 
 
 @processing_step("normalizer_processor")
-class Normalize(_Normalization):
+class Normalize(NormalizationStep):
     inverse = False
     takes_bytes = True
 
@@ -175,6 +180,20 @@ class NormalizeByDataset(Normalize):
         out = super().__call__({key: value for key, value in batch.items() if key not in own}, context)
         return {**out, **{key: self._by_dataset(batch[key], key, which) for key in own}}
 
+    def state_by_dataset(self) -> dict[str, Tensor]:
+        """The statistics of all datasets, [M, D] each, for a run that resumes. A robot gets those of `state`."""
+        return {
+            f"{key}.{number}": value.cpu().contiguous()
+            for key, values in self.each.items()
+            for number, value in enumerate(values)
+        }
+
+    def load_by_dataset(self, state: Mapping[str, Tensor]) -> None:
+        self.each = {
+            key: [state[f"{key}.{number}"] for number in range(len(values))]
+            for key, values in self.each.items()
+        }
+
     def _by_dataset(self, x: Tensor, key: str, which: Tensor) -> Tensor:
         """x [B, ...] of the datasets `which` [B]."""
         found = []
@@ -187,7 +206,7 @@ class NormalizeByDataset(Normalize):
 
 
 @processing_step("unnormalizer_processor")
-class Unnormalize(_Normalization):
+class Unnormalize(NormalizationStep):
     inverse = True
 
 

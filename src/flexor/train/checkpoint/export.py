@@ -8,7 +8,7 @@ from pathlib import Path
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import files_to_push
-from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS
+from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE, WEIGHTS, find_last
 from flexor.core.typed import from_plain
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import LoraConfig, merged
@@ -41,8 +41,9 @@ def export(path: Path, output: Path | None = None) -> Path:
 
 
 def find_checkpoint(path: Path) -> Path:
+    path = find_last(path)
     if (path / checkpoint.MANIFEST).is_file():
-        return path
+        return path.resolve() if path.is_symlink() else path
     newest = checkpoint.newest(path / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{path} is neither a run folder with checkpoints nor a checkpoint.")

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from flexor.core.errors import CheckpointError
-from flexor.core.foreign_files import read_json
-from flexor.core.log import log
+from flexor.core.foreign_files import MALFORMED, read_json
+from flexor.core.log import log, warn_once
 from flexor.core.machine import flush_to_disk
 from flexor.core.manifest import difference, hash_file
 from flexor.core.paths import inside
+from flexor.core.run_files import LAST, TRAINING_STATE, numbered_checkpoints
 from flexor.core.run_files import MANIFEST as MANIFEST
-from flexor.core.run_files import TRAINING_STATE
 
-LAST = "last"
+MOST_STEPS = 10**15  # of a name that is still a number
 
 
 def folder_name(step: int, total_steps: int) -> str:
@@ -43,28 +42,39 @@ class Folder:
         self.aside = checkpoints / f".{self.final.name}.writing"
 
     def open(self) -> None:
-        with self.failures_named():
-            shutil.rmtree(self.aside, ignore_errors=True)
-            (self.aside / "training_state").mkdir(parents=True)
+        self.drop()
+        (self.aside / "training_state").mkdir(parents=True)
+
+    def drop(self) -> None:
+        """Remove what was written so far."""
+        shutil.rmtree(self.aside, ignore_errors=True)
 
     def finish(self, hashes: Mapping[str, str] | None = None) -> None:
         """`hashes`: those that are already computed, by the file's name in the folder."""
         _write_manifest(self.aside, self.step, hashes or {})
+        same_step = numbered_checkpoints(self.final.parent).get(self.step)
         _replace_folder(self.aside, self.final)
-        _point_last_at(self.final)
+        if same_step is not None and same_step != self.final:
+            _remove(same_step)  # with fewer digits: the run was to have fewer steps then
+        point_last_at(self.final)
 
-    @contextlib.contextmanager
-    def failures_named(self) -> Iterator[None]:
-        """Turn an error inside into a readable message, and remove the incomplete checkpoint."""
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(self.aside, ignore_errors=True)
-            raise _failed(self.final.parent, self.step, error) from error
+    def make_room(self, keep_last: int | None, keep_every: int | None) -> list[int]:
+        """Remove what `prune` would remove after this save, but not the newest complete checkpoint. Their steps."""
+        earlier = complete(self.final.parent)
+        steps = [step for step in earlier if step != self.step]
+        doomed = _surplus([*steps, self.step], keep_last, keep_every)
+        doomed = [step for step in doomed if step in steps[:-1]]
+        for step in doomed:
+            _remove(earlier[step])
+        return doomed
+
+    def failure(self, error: Exception) -> CheckpointError:
+        """A readable message for an error while writing."""
+        return _failed(self.final.parent, self.step, error)
 
 
 def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
-    kept, full = newest(checkpoints), _no_room(error)
+    kept, full = newest(checkpoints), no_room(error, checkpoints)
     free = ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(checkpoints).free / 1e9:.2f} GB free)"
@@ -77,16 +87,20 @@ def _failed(checkpoints: Path, step: int, error: Exception) -> CheckpointError:
     )
 
 
+LEAST_FREE = 1 << 16  # bytes: a disk with less is full
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 
 
-def _no_room(error: Exception) -> str | None:
+def no_room(error: Exception, folder: Path) -> str | None:
     """What has no room left; None for another error. Errors of other libraries or ranks have only a text."""
     text = str(error)
     for number, what in NO_ROOM.items():
         signs = (f"os error {number})", os.strerror(number))
         if getattr(error, "errno", None) == number or any(sign in text for sign in signs):
             return what
+    # torch says something about positions in a file
+    with contextlib.suppress(OSError):
+        return NO_ROOM[errno.ENOSPC] if shutil.disk_usage(folder).free < LEAST_FREE else None
     return None
 
 
@@ -123,11 +137,52 @@ def _replace_folder(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _point_last_at(folder: Path) -> None:
+def point_last_at(folder: Path) -> None:
+    """Make `last` a link to a checkpoint. Nothing depends on it: without links, the newest number counts."""
+    last = folder.parent / LAST
     link = folder.parent / f".{LAST}.{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(folder.name)
-    link.rename(folder.parent / LAST)
+    try:
+        if last.is_dir() and not last.is_symlink():
+            _put_aside(last)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.rename(last)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            link.unlink(missing_ok=True)
+            last.unlink(missing_ok=True)  # it would name an older one
+        warn_once(
+            "%s is not a link to the newest checkpoint: %s. Flexor finds it by its number",
+            last,
+            error.strerror,
+        )
+
+
+def _put_aside(last: Path) -> None:
+    """Free the name `last`, which is a folder: a copy of the run followed the link. No checkpoint is lost."""
+    step, earlier = _step_of(last), complete(last.parent)
+    if step is not None and step not in earlier:
+        target = numbered_checkpoints(last.parent).get(step) or last.with_name(folder_name(step, step))
+        log.info("%s is a folder, not a link: renamed to %s", last, target.name)
+        _replace_folder(last, target)
+    elif step is not None and (last / MANIFEST).read_bytes() == (earlier[step] / MANIFEST).read_bytes():
+        log.info("%s is a copy of %s, not a link to it: replaced by a link", last, earlier[step].name)
+        _remove(last)
+    else:
+        target = next(t for n in itertools.count(1) if not (t := last.with_name(f"{LAST}.copy-{n}")).exists())
+        log.warning(
+            "%s is a folder, not a link, and no copy of a checkpoint here: renamed to %s", last, target.name
+        )
+        last.rename(target)
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step of a complete checkpoint."""
+    try:
+        step = read_json(folder / MANIFEST)["step"]
+    except (OSError, *MALFORMED):
+        return None
+    return step if isinstance(step, int) and 0 <= step < MOST_STEPS else None
 
 
 def adopt(source: Path, target: Path) -> None:
@@ -135,16 +190,13 @@ def adopt(source: Path, target: Path) -> None:
     for path in (*source.rglob("*"), source):
         flush_to_disk(path)
     _replace_folder(source, target)
-    _point_last_at(target)
+    point_last_at(target)
 
 
 def complete(checkpoints: Path) -> dict[int, Path]:
     """step -> folder of every finished checkpoint, oldest first."""
-    found = {}
-    for path in checkpoints.iterdir() if checkpoints.is_dir() else []:
-        if path.name.isdigit() and (path / MANIFEST).is_file():
-            found[int(path.name)] = path
-    return dict(sorted(found.items()))
+    numbered = numbered_checkpoints(checkpoints)
+    return {step: folder for step, folder in numbered.items() if (folder / MANIFEST).is_file()}
 
 
 def newest(checkpoints: Path) -> Path | None:
@@ -177,23 +229,31 @@ def sweep(checkpoints: Path) -> None:
     for path in checkpoints.glob("[0-9]*"):
         if not (path / MANIFEST).is_file():
             log.warning("%s has no manifest, so it is not a complete checkpoint: ignored", path)
+    last = checkpoints / LAST
+    if last.is_dir() and not last.is_symlink():
+        _put_aside(last)
     found = newest(checkpoints)
-    if found is not None and (checkpoints / LAST).resolve() != found.resolve():
-        _point_last_at(found)
+    if found is not None and last.resolve() != found.resolve():
+        point_last_at(found)
 
 
 def prune(checkpoints: Path, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Delete checkpoints beyond the newest `keep_last`, but never multiples of `keep_every`."""
-    if keep_last is None:
-        return []
+    """Delete checkpoints beyond the newest `keep_last`, but never multiples of `keep_every`. Their steps."""
     folders = complete(checkpoints)
-    removed = []
-    for step, folder in list(folders.items())[:-keep_last]:
-        if keep_every and step % keep_every == 0:
-            continue
-        # Renamed first: a kill while deleting must not leave a numbered folder with missing files.
-        gone = folder.with_name(f".{folder.name}.old")
-        folder.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
-        removed.append(step)
+    removed = _surplus([*folders], keep_last, keep_every)
+    for step in removed:
+        _remove(folders[step])
     return removed
+
+
+def _surplus(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
+    older = sorted(steps)[:-keep_last] if keep_last else []
+    return [step for step in older if not (keep_every and step % keep_every == 0)]
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill while deleting must not leave a numbered folder with missing files.
+    gone = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)

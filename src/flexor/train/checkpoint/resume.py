@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from flexor.config.accelerate_flags import accelerate_settings
 from flexor.config.parse import DATASETS, build_config, code_in, flatten, parse_flags, read_run
@@ -15,12 +17,16 @@ from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.log import log
 from flexor.core.published import same_setting
-from flexor.core.run_files import PRETRAINED, RUN_CONFIG
+from flexor.core.run_files import PRETRAINED, RUN_CONFIG, TRAINING_STATE
 from flexor.core.secrets import HIDDEN
 from flexor.core.trust import require_trust, trust
 from flexor.core.typed import changeable
-from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
+from flexor.data.identity import DataIdentity, differences
+from flexor.policies.processing.normalize import NormalizationStep, NormalizeByDataset
+from flexor.policies.processing.pipeline import Pipeline, ProcessingStep
 from flexor.train.checkpoint import folder as checkpoint
+from flexor.train.checkpoint.run_record import read_data_files
+from flexor.train.checkpoint.state import STATISTICS, TrainState, statistics_by_dataset
 
 
 def may_change(key: str) -> bool:
@@ -29,6 +35,7 @@ def may_change(key: str) -> bool:
 
 
 CHANGEABLE = changeable(TrainConfig)
+NAMED = 3  # differences in a message
 # What runs did before these settings existed; today's defaults depend on the GPU.
 EARLIER = {"precision": "no", "channels_last": False}
 
@@ -50,6 +57,9 @@ def resumed_config(folder: Path, argv: Sequence[str]) -> TrainConfig:
                 f"`flexor train --policy.path={folder} ...`. These settings may change: {', '.join(allowed)}."
             )
         saved[key] = changes.pop(key)  # such as a path, of which a pushed run has only the name
+    if "dataset.root" in changes and "dataset.repo_id" in saved:
+        # the same data in another place, which is checked: it keeps its name
+        changes.setdefault("dataset.repo_id", saved["dataset.repo_id"])
     require_trust(code_in({**saved, **changes}), folder / RUN_CONFIG)
     # the checkpoint has the weights: the policy that the run started from may be gone
     policy_path = saved.pop("policy_path", None)
@@ -113,14 +123,11 @@ def newest_checkpoint(folder: Path) -> Path:
     return found
 
 
-def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preprocessor: Pipeline) -> None:
+def check_same_run(found: Path, state: TrainState) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
+    config = state.config
     saved = checkpoint.read_state(found, "flexor.json")
-    if saved["dataset_fingerprint"] != fingerprint:
-        raise CheckpointError(
-            f"The dataset is not the one that {found} was trained on (its episodes, lengths, files "
-            "or weights differ). Restore that dataset, or start a new run with --policy.path."
-        )
+    _check_same_data(found, saved, state)
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
     before, now = {**default, **flatten(saved["config"])}, flatten(config.to_dict())
@@ -128,7 +135,6 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
     if differing:
         named = "; ".join(f"{key} was {before.get(key)!r}, is now {now[key]!r}" for key in differing)
         raise CheckpointError(f"{found} was trained with other settings: {named}.")
-    _check_statistics(found, preprocessor)
     if before["steps"] != now["steps"] and SCHEDULES[config.scheduler.type or "constant"].stretches:
         log.warning(
             "steps was %d, is now %d: the %s schedule stretches to the new length, so the learning rate jumps here",
@@ -138,15 +144,63 @@ def check_same_run(found: Path, config: TrainConfig, fingerprint: str, preproces
         )
 
 
-def _check_statistics(found: Path, preprocessor: Pipeline) -> None:
-    """Inputs must be normalised as before. The dataset's fingerprint does not include meta/stats.json."""
-    saved = Pipeline.load(found / PRETRAINED, PREPROCESSOR)
-    for before, now in zip(saved.steps, preprocessor.steps, strict=True):
-        was, is_ = before.state(), now.state()
-        differing = [k for k in is_ if k not in was or not torch.equal(was[k].float(), is_[k].float())]
-        if differing:
-            raise CheckpointError(
-                f"The dataset's statistics are not those that {found} was trained with "
-                f"({', '.join(differing[:3])} differ): restore meta/stats.json, or start a new run with "
-                "--policy.path."
-            )
+def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> None:
+    """A run from before contents were saved is compared by episodes, lengths and file sizes."""
+    now = state.identity.summary() if state.identity else {}
+    before = saved.get("dataset_content")
+    before = before if isinstance(before, dict) else {}
+    differing = [kind for kind in now if before.get(kind) and now[kind] and before[kind] != now[kind]]
+    if saved["dataset_fingerprint"] == state.fingerprint and not differing:
+        return
+    named = _changed_data(found, state.identity)
+    what = f"changed: {', '.join(named)}" if named else "its episodes, lengths, files or weights differ"
+    raise CheckpointError(
+        f"The dataset is not the one that {found} was trained on ({what}). Restore that dataset, or start a new run "
+        "with --policy.path."
+    )
+
+
+def _changed_data(found: Path, identity: DataIdentity | None) -> list[str]:
+    """The files that have changed since the run started, or that differ between two machines."""
+    before = read_data_files(found.parent.parent)
+    if identity is None or not before:
+        return []
+    now = identity.to_json()
+    named = [each for kind in before if now.get(kind) for each in differences(before[kind] or {}, now[kind])]
+    return [*named[:NAMED], *([f"and {len(named) - NAMED} more"] if len(named) > NAMED else [])]
+
+
+def keep_statistics(found: Path, state: TrainState) -> None:
+    """Normalise as before, also if meta/stats.json has changed since: the checkpoint has the run's statistics."""
+    changed: list[str] = []
+    for pipeline in (state.preprocessor, state.postprocessor):
+        saved = Pipeline.load(found / PRETRAINED, pipeline.name)
+        for before, now in zip(saved.steps, pipeline.steps, strict=True):
+            if differing := _differing(before.state(), now.state()):
+                _load_statistics(found, now, before.state())
+                changed += differing
+    if (file := found / TRAINING_STATE / STATISTICS).is_file():
+        each = load_file(file)
+        if differing := _differing(each, statistics_by_dataset(state.preprocessor)):
+            for step in state.preprocessor.steps:
+                if isinstance(step, NormalizeByDataset):
+                    step.load_by_dataset(each)
+            changed += differing
+    if changed:
+        log.info(
+            "the dataset's statistics have changed since this run started (%s): it goes on with its own, which %s has",
+            ", ".join(changed[:NAMED]),
+            found.name,
+        )
+
+
+def _load_statistics(found: Path, step: ProcessingStep, state: dict[str, Tensor]) -> None:
+    lacking = step.missing() if isinstance(step, NormalizationStep) else {}
+    step.load_state(state)
+    if isinstance(step, NormalizationStep) and step.missing() != lacking:
+        raise CheckpointError(f"{found} is damaged: it lacks statistics of {', '.join(step.missing())}.")
+
+
+def _differing(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> list[str]:
+    same = [k for k in before.keys() & now.keys() if torch.equal(before[k].float(), now[k].float())]
+    return sorted((before.keys() | now.keys()) - {*same})

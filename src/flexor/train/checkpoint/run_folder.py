@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from flexor.config.parse import read_run
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.paths import inside
@@ -37,6 +38,8 @@ class Run:
         """Everything needed to repeat the run, except passwords: `flexor train --config RUN/config.yaml`."""
         settings = config.to_saved()
         del settings["output_dir"]  # the folder may be moved, and a repeated run needs another one
+        if (self.folder / RUN_CONFIG).is_file() and read_run(self.folder) == settings:
+            return  # a run resumes on a full disk too
         text = yaml.dump(settings, Dumper=QuickDumper, sort_keys=False)
         aside = self.folder / f".{RUN_CONFIG}"
         aside.write_text(text)
@@ -49,7 +52,8 @@ class Run:
 
     def note_launch(self, launch: str) -> None:
         """Save which launch started the run, so that a restart by the same launcher finds its folder."""
-        (self.folder / LAUNCH).write_text(launch)
+        with suppress(OSError):  # on a full disk: the user names the folder then
+            (self.folder / LAUNCH).write_text(launch)
 
 
 def restarted_folder(launch: str) -> Path | None:
@@ -119,9 +123,9 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
                 f"{folder} is in use by another process ({lock.read().strip() or 'unknown'}): "
                 "wait for it, stop it, or choose another --output_dir."
             ) from error
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {os.uname().nodename}")
-        lock.flush()
+        with suppress(OSError):  # on a full disk; it is the lock that counts
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"pid {os.getpid()} on {os.uname().nodename}".encode())
         run = Run(folder)
         checkpoint.sweep(run.checkpoints)
         try:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flexor.core.run_files import RUN_RECORD
+from flexor.core.foreign_files import read_json_object
+from flexor.core.log import warn_once
+from flexor.core.run_files import DATA_FILES, RUN_RECORD
 from flexor.core.secrets import redacted_values
 from flexor.core.version import VERSION
 from flexor.data.dataset import Dataset
+from flexor.data.identity import DataIdentity
 from flexor.train.engine.base import Engine
 
 
@@ -29,10 +33,34 @@ def read_record(folder: Path) -> dict[str, Any]:
 def note(folder: Path, **values: Any) -> dict[str, Any]:
     """Add to the record. Its first entry gives the run an id."""
     record: dict[str, Any] = {"id": uuid.uuid4().hex, **read_record(folder), **redacted_values(values)}
-    aside = folder / f".{RUN_RECORD}"
-    aside.write_text(json.dumps(record, indent=2))
-    aside.rename(folder / RUN_RECORD)
+    _write(folder / RUN_RECORD, json.dumps(record, indent=2))
     return record
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file that tells about the run. A full disk does not end the run, which can do without."""
+    aside = path.with_name(f".{path.name}")
+    try:
+        aside.write_text(text)
+        aside.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        warn_once("can't write %s (%s): the run continues without", path, error.strerror)
+
+
+def note_data_files(folder: Path, identity: DataIdentity) -> None:
+    """Save the hashes of the data's files, so that a resume can name the one that has changed."""
+    _write(folder / DATA_FILES, json.dumps(identity.to_json(), indent=0))
+
+
+def read_data_files(folder: Path) -> dict[str, dict[str, str] | None]:
+    """What `note_data_files` saved; empty if there is nothing that can be read."""
+    try:
+        saved = read_json_object(folder / DATA_FILES)
+    except (OSError, ValueError):
+        return {}
+    return {kind: part for kind, part in saved.items() if isinstance(part, dict | None)}
 
 
 def describe_dataset(training: Dataset) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from flexor.core.log import log
@@ -28,15 +29,9 @@ from flexor.train.checkpoint.shards import shard_file, write_index, write_shard
 from flexor.train.checkpoint.state import Snapshot, TrainState
 from flexor.train.ranks.processes import FOREVER
 
+T = TypeVar("T")
+FAILURES = (OSError, SafetensorError)  # of a disk, or of a file system
 OTHERS_S = 60  # to complete a checkpoint after an error: the watchdog ends the other ranks then
-
-
-class ShardResult(TypedDict):
-    """What the ranks tell each other of the shards they wrote."""
-
-    index: dict[str, Any]
-    hashes: dict[str, str]
-    error: str | None
 
 
 class Saver:
@@ -120,43 +115,65 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float | None = None) -> None:
         """`held`: how long the loop waited; None: it still waits."""
-        with folder.failures_named():
+        try:
+            try:
+                self._write_files(snapshot, folder)
+            except FAILURES as error:  # all ranks get here
+                if not self._make_room(folder, error):
+                    raise
+                self._write_files(snapshot, folder)
+            self._together(lambda: self._complete(folder, held) if self.processes.is_main else None)
+        except FAILURES as error:
+            failure = folder.failure(error)  # what it says of the free space is before that of the next line
             if self.processes.is_main:
-                folder.open()
-            self._together()
-            hashes = self._write_shards(snapshot, folder) if self.state.engine.sharded else {}
-            if self.processes.is_main:
-                snapshot.write(folder.aside)
-                folder.finish(hashes)
-                held = time.perf_counter() - self.started if held is None else held
-                log.info("saved %s (held the loop for %.1f s)", folder.final, held)
-                if self.saved is not None:
-                    self.saved(folder.final)
-                self._prune()
-        self._together()
+                folder.drop()
+            raise failure from error
         self.newest = folder.final
 
-    def _write_shards(self, snapshot: Snapshot, folder: checkpoint.Folder) -> dict[str, str]:
-        """Write this rank's shard. Returns when all ranks are done, with the hash of every file.
+    def _complete(self, folder: checkpoint.Folder, held: float | None) -> None:
+        held = time.perf_counter() - self.started if held is None else held
+        log.info("saved %s (held the loop for %.1f s)", folder.final, held)
+        if self.saved is not None:
+            self.saved(folder.final)
+        self._prune()
 
-        An error of one rank is raised on all of them.
-        """
-        shards = folder.aside / TRAINING_STATE / SHARDS
-        result: ShardResult = {"index": {}, "hashes": {}, "error": None}
-        try:
-            shards.mkdir(parents=True, exist_ok=True)
-            index, digest = write_shard(snapshot.tensors, shards, self.processes.rank)
-            file = (shards / shard_file(self.processes.rank)).relative_to(folder.aside)
-            result |= {"index": index, "hashes": {file.as_posix(): digest}}
-        except OSError as error:
-            result["error"] = f"rank {self.processes.rank}: {error!r}"
-        results: list[ShardResult] = [result] * self.processes.world_size
-        dist.all_gather_object(results, result, group=self.group)
-        if errors := [each["error"] for each in results if each["error"]]:
-            raise OSError("; ".join(errors))
-        if self.processes.is_main:
-            write_index(shards, [each["index"] for each in results])
-        return {name: digest for each in results for name, digest in each["hashes"].items()}
+    def _write_files(self, snapshot: Snapshot, folder: checkpoint.Folder) -> None:
+        """Write the whole checkpoint. If that fails on any rank, it fails on all of them."""
+        is_main, shards = self.processes.is_main, folder.aside / TRAINING_STATE / SHARDS
+        self._together(lambda: folder.open() if is_main else None)
+        written: list[tuple[dict[str, Any], str]] = []  # of each rank: the index of its shard, and the hash
+        if self.state.engine.sharded:
+            written = self._gather(self._together(lambda: self._write_shard(snapshot, shards)))
+
+        def write_the_rest() -> None:
+            if written:
+                write_index(shards, [index for index, _ in written])
+            snapshot.write(folder.aside)
+            names = [(shards / shard_file(rank)).relative_to(folder.aside) for rank in range(len(written))]
+            folder.finish({name.as_posix(): digest for name, (_, digest) in zip(names, written)})
+
+        self._together(lambda: write_the_rest() if is_main else None)
+
+    def _write_shard(self, snapshot: Snapshot, shards: Path) -> tuple[dict[str, Any], str]:
+        shards.mkdir(parents=True, exist_ok=True)
+        return write_shard(snapshot.tensors, shards, self.processes.rank)
+
+    def _make_room(self, folder: checkpoint.Folder, error: Exception) -> bool:
+        """On a full disk: remove now what would be removed after this save. Returns whether there was anything."""
+        removed: list[int] = []
+        full = checkpoint.no_room(error, self.run.checkpoints) if self.processes.is_main else None
+        if full:
+            settings = self.state.config.checkpoint
+            folder.drop()
+            removed = folder.make_room(settings.keep_last, settings.keep_every)
+            if removed:
+                log.warning(
+                    "%s: removed the checkpoints of steps %s before saving step %d instead of after it",
+                    full,
+                    ", ".join(map(str, removed)),
+                    folder.step,
+                )
+        return any(self._gather(bool(removed)))
 
     def _write_quietly(self, snapshot: Snapshot, folder: checkpoint.Folder, held: float) -> None:
         try:
@@ -164,9 +181,27 @@ class Saver:
         except BaseException as error:
             self.error = error
 
-    def _together(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.group)
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do this rank's part. Returns when all ranks are done; if one of them fails, all fail."""
+        failure: Exception | None = None
+        try:
+            result = work()
+        except FAILURES as error:
+            failure = error
+        said = self._gather(None if failure is None else f"rank {self.processes.rank}: {failure!r}")
+        if failure is None and any(said):
+            failure = OSError("; ".join(filter(None, said)))
+        if failure is not None:
+            raise failure
+        return result
+
+    def _gather(self, value: T) -> list[T]:
+        """What each rank has."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * self.processes.world_size
+        dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def _prune(self) -> None:
         settings = self.state.config.checkpoint

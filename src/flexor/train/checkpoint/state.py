@@ -26,12 +26,14 @@ from flexor.core.errors import CheckpointError
 from flexor.core.foreign_files import MALFORMED
 from flexor.core.rng import key_of, seed_everything
 from flexor.core.run_files import PRETRAINED, SHARDS, TRAINING_STATE
+from flexor.data.identity import DataIdentity
 from flexor.monitor.step_times import StepTimes
 from flexor.policies.adapter_files import save_adapter
 from flexor.policies.adapters import merged
 from flexor.policies.augment.step import AugmentImages, augmented
 from flexor.policies.base import Policy
 from flexor.policies.pretrained import base_policy, save_pretrained
+from flexor.policies.processing.normalize import NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.train.checkpoint import lerobot
 from flexor.train.checkpoint.folder import read_state
@@ -39,6 +41,8 @@ from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, Sha
 from flexor.train.engine.base import Engine
 from flexor.train.optim.ema import EMA
 from flexor.train.ranks.split import Split
+
+STATISTICS = "statistics_by_dataset.safetensors"
 
 
 @dataclass
@@ -55,6 +59,7 @@ class TrainState:
     scheduler: LambdaLR
     ema: EMA | None
     split: Split
+    identity: DataIdentity | None = None  # of the data; None: not a run, such as a plan
     augmentation: AugmentImages | None = None  # only of training samples, so no checkpoint has it
     step: int = 0
     times: StepTimes = field(default_factory=StepTimes)  # off; a run measures
@@ -105,6 +110,7 @@ class TrainState:
             "flexor.json": {
                 "config": self.config.to_saved(),
                 "dataset_fingerprint": self.fingerprint,
+                "dataset_content": self.identity.summary() if self.identity else None,
                 "scaler": self.engine.scaler.state_dict(),
                 "strategy": self.engine.strategy,
                 "ema_updates": self.ema.updates if self.ema else None,
@@ -221,6 +227,8 @@ class Snapshot:
         ranks = {f"{rank}/{name}": value for rank, states in others for name, value in states.items()}
         if ranks:
             save_file(ranks, training / "rng_state_ranks.safetensors")
+        if by_dataset := statistics_by_dataset(state.preprocessor):
+            save_file(by_dataset, training / STATISTICS)
         for name, content in self.json.items():
             (training / name).write_text(json.dumps(content, indent=2))
 
@@ -249,6 +257,12 @@ class Snapshot:
         if self.state.ema:
             save_file(kinds["ema"], folder / EMA_STATE)
         save_file(kinds["optimizer"], folder / OPTIMIZER)
+
+
+def statistics_by_dataset(preprocessor: Pipeline) -> dict[str, Tensor]:
+    """What `pretrained_model` does not have: the statistics of each dataset, of a run that normalises by its own."""
+    steps = [step for step in preprocessor.steps if isinstance(step, NormalizeByDataset)]
+    return {name: value for step in steps for name, value in step.state_by_dataset().items()}
 
 
 def _check_like(saved: Any, current: Any, where: str) -> None:
