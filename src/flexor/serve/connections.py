@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
 from flexor.serve import web
@@ -91,21 +92,12 @@ class Connections:
     async def _answer_http(self, connection: ServerConnection, request: Request) -> Response | None:
         """The answer to a browser or a monitor; None for a robot, which gets a WebSocket."""
         path = request.path.partition("?")[0]
-        name = foreign_name(request.headers, self.names)
-        if name is not None:
-            return self._refuse_name(name)
-        if is_foreign_page(request.headers):
+        refusal = self._refusal(path, request.headers)
+        if refusal is not None:
             self.metrics.refused_connections += 1
-            return web.response(403, "Web pages of other sites can't connect.\n")
+            return refusal
         if path == "/healthz":
             return web.response(200, "OK\n")
-        if not has_key(request.headers, self.settings.api_key):
-            self.metrics.refused_connections += 1
-            return web.response(
-                401,
-                "The API key is missing or wrong. Send `Authorization: Api-Key KEY`.\n",
-                WWW_Authenticate=REALM,
-            )
         if wants_socket(request.headers):
             return await self._admit()
         if path == "/":
@@ -123,18 +115,32 @@ class Connections:
             return web.response(503, f"{self.settings.too_many()}\n")
         return None
 
-    def _refuse_name(self, name: str) -> Response:
-        self.metrics.refused_connections += 1
+    def _refusal(self, path: str, headers: Headers) -> Response | None:
+        """What a request gets that may not go on."""
+        name = foreign_name(headers, self.names)
+        if name is not None:
+            return self._foreign(name)
+        if is_foreign_page(headers):
+            return web.response(403, "Web pages of other sites can't connect.\n")
+        if path == "/healthz" or has_key(headers, self.settings.api_key):
+            return None
+        return web.response(
+            401,
+            "The API key is missing or wrong. Send `Authorization: Api-Key KEY`.\n",
+            WWW_Authenticate=REALM,
+        )
+
+    def _foreign(self, name: str) -> Response:
         # it is a part of a command that people may copy: only what can be in a host's name
         plain = re.sub(r"[^\w.:-]", "?", name)
         advice = f"--allow-host {plain.partition(':')[0]}"
         self.loop.note(
-            "a request", f"it asks for {plain}, which is not this server's name: {advice} allows it"
+            "a request", f"it asks for {plain}, which is no name of this server; {advice} allows it"
         )
-        text = (
-            f"{plain} is not a name of this server. Connect to its IP address, or start it with {advice}.\n"
+        return web.response(
+            421,
+            f"{plain} is not a name of this server. Connect to its IP address, or start it with {advice}.\n",
         )
-        return web.response(421, text)
 
     def _note_unfinished(self, address: str) -> None:
         self.metrics.refused_connections += 1

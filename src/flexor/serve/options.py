@@ -32,19 +32,19 @@ class RequestOptions:
     age_ms: float = 0.0
 
     @classmethod
-    def read(cls, given: Any, action_size: int, horizon: int) -> RequestOptions | None:
+    def read(cls, fields: Any, action_size: int, horizon: int) -> RequestOptions | None:
         """The options in a message; None if it has none."""
-        if given is None:
+        if fields is None:
             return None
-        if not isinstance(given, dict):
-            raise BadRequest(f"`{OPTIONS}` must be a map of options, not {kind_of(given)}.")
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
+        if not isinstance(fields, dict):
+            raise BadRequest(f"`{OPTIONS}` must be a map of options, not {kind_of(fields)}.")
+        unknown = [name for name in fields if name not in cls.__dataclass_fields__]
         if unknown:
             name = unknown[0][:LONGEST_NAME]
             raise BadRequest(
                 f"`{OPTIONS}` has an unknown option {name!r}. {closest(str(name), cls.__dataclass_fields__)}"
             )
-        options = cls(**given)
+        options = cls(**fields)
         options._check()
         if options.previous is None:
             return options

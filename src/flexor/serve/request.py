@@ -160,12 +160,12 @@ class ObservationReader:
         if len(shape) > len(form.shape) and (steps is None or shape[0] != len(steps)):
             raise BadRequest(self._wrong_history(form, str(list(shape))))
 
-    def _wrong_history(self, form: Input, shown: str) -> str:
+    def _wrong_history(self, form: Input, size: str) -> str:
         steps = self.form.steps
         if steps is None:
-            return f"{form.name} is {shown}: the policy sees one observation, without a history."
+            return f"{form.name} is {size}: the policy sees one observation, without a history."
         return (
-            f"{form.name} is {shown}: with a history, every input must have {len(steps)} entries, those of the steps "
+            f"{form.name} is {size}: with a history, every input must have {len(steps)} entries, those of the steps "
             f"{steps}."
         )
 
