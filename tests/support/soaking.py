@@ -24,13 +24,15 @@ from support.serving import CAMERA, STATE, Talk, expected, observation
 
 IMAGE = (240, 320)  # height and width: large enough that an image of many scans would take seconds
 DEADLINE_MS = 2000.0  # of every robot; what it takes by itself is milliseconds
+GRACE_S = 1.0  # for the way to the server and back, through this process: the machine may be busy
 PAUSE_S = 0.1  # of everybody else between two deeds, on average: robots shall get their turn here, too
 
 
 class Soak:
     """Asks until `requests` have been answered. `counts` says what happened; `wrong` must stay empty.
 
-    A robot that waits longer than its deadline is wrong, too. `longest_s` is the longest that one waited.
+    A robot that waits longer than its deadline, with some grace, is wrong, too. `longest_s` is the longest that one
+    waited, and "late" counts those that waited longer than their deadline.
     """
 
     def __init__(self, url: str, requests: int, steady: int = 3, seed: int = 0):
@@ -86,6 +88,8 @@ class Soak:
         elif isinstance(reply, str) or not np.array_equal(reply["actions"], expected(value)):
             self.wrong.append(f"asked {value}, got {reply}")
         if waited > DEADLINE_MS / 1e3:
+            self._count("late")
+        if waited > DEADLINE_MS / 1e3 + GRACE_S:
             self.wrong.append(f"waited {waited:.1f} s for {'actions' if 'actions' in reply else reply}")
         self._count("answered")
 
