@@ -301,7 +301,7 @@ def test_plan_page_names_every_flag():
 
 
 def test_serve_page_names_every_flag_and_option():
-    from flexor.serve.request import RequestOptions
+    from flexor.serve.options import RequestOptions
 
     flags = set(re.findall(r"^  (--[a-z-]+)", serve_flags().format_help(), re.MULTILINE))
     text = (ROOT / "docs/serve.md").read_text()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from flexor_client import ActionLimits, ClientError, LimitError
+from flexor_client.limits import TrainingRange
 
 NAMES = ["shoulder.pos", "gripper.pos"]
 
@@ -55,6 +56,32 @@ def test_an_action_of_another_robot_is_refused():
             ActionLimits(names=NAMES)(action)
     with pytest.raises(LimitError, match="the one before"):
         ActionLimits()(act(0, 0), last=act(0, 0, 0))
+
+
+def test_the_training_range_allows_as_much_again_on_either_side():
+    check = TrainingRange([-1, 0, 5], [1, 100, 5], names=["a", "b", "c"]).check
+    for action in (
+        act(-3, -100, 5),
+        act(3, 200, 5.9),
+        act(0, 0, 4.1),
+    ):  # c never moved: 1 % of the widest range
+        check(action)
+    for action, name in (
+        (act(-3.1, 0, 5), "a"),
+        (act(0, 201, 5), "b"),
+        (act(0, 0, 6.1), "c"),
+        (act(-1.2e37, 0, 5), "a"),
+        (act(0, np.nan, 5), "b"),
+    ):
+        with pytest.raises(LimitError, match=f"action's {name} is"):
+            check(action)
+    with pytest.raises(LimitError, match="has 2 parts, but the policy was trained on 3"):
+        check(act(0, 0))
+    TrainingRange([2, 2], [2, 2]).check(act(2, 2))
+    with pytest.raises(LimitError):
+        TrainingRange([2, 2], [2, 2]).check(act(2, 2.1))
+    assert TrainingRange.of({}, 1.0) is None
+    assert TrainingRange.of({"action_range": {"low": [0], "high": [1]}}, None) is None
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,52 @@ def test_limits_hold_for_every_action():
     assert play(waits, world, 5) == [0, 1, 2, 2, 2]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("limits", [None, ActionLimits(low=-1, high=1), ActionLimits()])
+@pytest.mark.parametrize("real_time", [True, False])
+def test_what_is_not_finite_never_leaves(bad, limits, real_time):
+    """With or without limits, wherever in a chunk it is."""
+    policy, world = CountingPolicy(), World(0.0)
+    usual = policy.chunk
+    policy.chunk = lambda *a, **k: np.where(usual(*a, **k) >= 7, bad, usual(*a, **k)).astype(np.float32)
+    player = player_in(world, policy, limits=limits) if real_time else ChunkPlayer(policy, limits=limits)
+    with pytest.raises(LimitError, match="not finite"):
+        play(player, world, 1)
+
+
+@pytest.mark.parametrize("chunk", [None, [[1.0]], np.zeros(3), np.zeros((0, 1)), np.zeros((2, 1), int)])
+def test_what_is_no_chunk_never_leaves(chunk):
+    policy = CountingPolicy()
+    policy.chunk = lambda *a, **k: chunk
+    for player in (player_in(World(0.0), policy), ChunkPlayer(policy)):
+        with pytest.raises(LimitError):
+            play(player, World(0.0), 1)
+
+
+@pytest.mark.parametrize("real_time", [True, False])
+def test_what_is_far_outside_of_the_training_data_never_leaves(real_time):
+    """Also where limits would clamp it: 1e37 is no reason to drive to the end of the range."""
+
+    def player(**settings):
+        policy = CountingPolicy({**FLEXOR, "action_range": {"low": [0.0], "high": [4.0]}}, length=30)
+        return player_in(world, policy, **settings) if real_time else ChunkPlayer(policy, **settings)
+
+    world = World(0.0)
+    for limits in (None, ActionLimits(high=2)):
+        acts = player(limits=limits, execute=30)
+        assert len(play(acts, world, 9)) == 9  # up to 8, which is the width of the range beyond it
+        with pytest.raises(
+            LimitError, match=r"is 9, but in the training data it is from 0 to 4.*beyond_training"
+        ):
+            play(acts, world, 1)
+    assert len(play(player(beyond_training=5, execute=30), world, 24)) == 24
+    assert len(play(player(beyond_training=None, execute=30), world, 30)) == 30
+    with pytest.raises(LimitError):
+        play(player(beyond_training=0), world, 6)
+    with pytest.raises(ClientError, match="beyond_training=-1"):
+        player(beyond_training=-1)
+
+
 def test_a_new_episode_forgets_the_last_and_what_is_under_way():
     world, policy = World(0.2), CountingPolicy()
     player = player_in(world, policy)

@@ -1,14 +1,25 @@
 """The connection to a policy server: what is sent, and what happens when it refuses, hangs, dies or returns."""
 
+import contextlib
+import socket
 import ssl
 import subprocess
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from flexor_client import ClientError, ExpiredError, RefusedError, RemotePolicy, ServerLostError
-from flexor_client.wire import decode_jpeg, is_jpeg
+from flexor_client import (
+    ClientError,
+    ExpiredError,
+    LimitError,
+    RefusedError,
+    RemotePolicy,
+    ServerLostError,
+)
+from flexor_client.jpeg import is_jpeg, open_jpeg
+from flexor_client.replies import REPLY_BYTES
 from support.policy_server import FakePolicyServer, echo
 
 STATE = {"observation.state": np.array([1, 2], np.float32)}
@@ -63,7 +74,7 @@ def test_images_are_sent_as_jpeg_on_request(server):
     small, raw = server.seen
     for sent in (small["top"], small["images"]["wrist"], *small["past"]):
         assert is_jpeg(sent)
-        assert np.abs(decode_jpeg(sent).astype(int) - ramp).mean() < 2
+        assert np.abs(open_jpeg(sent).decode().astype(int) - ramp).mean() < 2
     np.testing.assert_array_equal(raw["top"], ramp)
     np.testing.assert_array_equal(small["observation.state"], STATE["observation.state"])
 
@@ -84,12 +95,102 @@ def test_errors_of_the_server_are_told(server):
         (b"\xc1", "does not speak"),
         (b"\x93\x01\x02\x03", "instead of a map"),
         ({"x": 1}, r"without actions \[H, A\]"),
+        ({"actions": np.full((4, 2), np.nan, np.float32)}, "not finite"),
+        ({"actions": np.zeros((4, 3), np.float32)}, "announced"),
+        ({"actions": np.zeros((4, 2), int)}, "float array"),
+        ({"expired": "now"}, "expired must say"),
+        (b"\xc4" * 10, "does not speak"),
     ],
 )
 def test_nonsense_is_refused(server, said, message):
     server.answer = lambda _: said
     with remote(server) as policy, pytest.raises(RefusedError, match=message):
         policy.chunk(STATE)
+
+
+def test_what_a_server_says_controls_no_terminal(server, caplog):
+    server.answer = lambda _: "\x1b[2J\x1b]0;owned\x07 no\nline two\r" + "x" * 10_000
+    with remote(server) as policy, pytest.raises(RefusedError) as error:
+        policy.chunk(STATE)
+    assert str(error.value).isprintable() and len(str(error.value)) < 3000
+    assert r"\x1b[2J" in str(error.value)
+    for kind in (ClientError, ServerLostError, RefusedError, ExpiredError, LimitError):
+        assert str(kind("\x1b[2J\n")) == r"\x1b[2J\n"
+
+
+def test_a_reply_without_end_is_not_read():
+    endless = bytes(REPLY_BYTES + 1)
+    for server in (FakePolicyServer(lambda _: endless), FakePolicyServer(metadata=endless)):
+        with server, remote(server) as policy, pytest.raises(ServerLostError, match=r"1009|too big"):
+            policy.chunk(STATE)
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"server": "flexor", "protocol": 2}, "version 2 of it, and this flexor-client version 1"),
+        ({"observation_steps": [-(10**9)]}, "observation_steps in the server's metadata"),
+        ([1], "instead of a map"),
+        (b"\xc1", "does not speak"),
+        ("text", "can't use the observation: text"),
+    ],
+)
+def test_a_server_that_introduces_itself_wrongly_is_refused(metadata, message):
+    with FakePolicyServer(metadata=metadata) as server:
+        with remote(server, reconnect_s=60) as policy, pytest.raises(RefusedError, match=message):
+            policy.metadata  # noqa: B018
+        assert server.connections == 1  # it is not asked again
+
+
+def test_a_server_that_returns_with_another_policy_is_refused(server):
+    with remote(server) as policy:
+        policy.chunk(STATE)
+        server.stop()
+        server.metadata = {"policy": "act", "actions": [4, 3]}
+        server.start()
+        with pytest.raises(ServerLostError):
+            policy.chunk(STATE)
+        with pytest.raises(RefusedError, match=r"another policy than before.*\[4, 3\].*\[4, 2\]"):
+            policy.chunk(STATE)
+
+
+def test_an_observation_that_is_too_large_is_not_sent(server):
+    server.metadata = {"limits": {"frame_bytes": 1000}}
+    with remote(server) as policy:
+        policy.chunk(STATE)
+        with pytest.raises(ClientError, match=r"takes 1,000: send only .*\(jpeg=90\)"):
+            policy.chunk({**STATE, "eye": np.zeros((20, 20, 3), np.uint8)})
+        policy.chunk(STATE)
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: file:///etc/passwd\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: ws://[\r\n\r\n",
+        b"HTTP/1.1 401 \x1b[2J\r\nContent-Length: 4\r\n\r\n\x1b[2J",
+        b"HTTP/1.1 503 no\r\nContent-Length: 4\r\n\r\n\x1b[2J",
+        b"\xff" * 100_000,
+    ],
+)
+def test_what_is_no_policy_server_is_an_error_of_this_package(reply):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            for _ in range(11):  # a redirect may be followed a few times
+                with listening.accept()[0] as connection, contextlib.suppress(OSError):
+                    connection.recv(1000)
+                    connection.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        policy = RemotePolicy(f"ws://127.0.0.1:{listening.getsockname()[1]}", reconnect_s=0, timeout_s=5)
+        with pytest.raises(ClientError) as error:
+            policy.chunk(STATE)
+        assert str(error.value).isprintable()
 
 
 def test_an_observation_that_is_too_old_says_so(server):
@@ -142,8 +243,9 @@ def test_a_server_that_stays_away_is_lost():
 
 def test_a_server_that_hangs_is_lost_and_its_late_answer_is_not_mistaken(server):
     server.answer = lambda message: (time.sleep(0.5), echo(message))[1]
-    with remote(server, timeout_s=0.1) as policy:
+    with remote(server) as policy:
         policy.metadata  # noqa: B018
+        policy.timeout_s = 0.1
         with pytest.raises(ServerLostError, match=r"did not answer within 0.1 s"):
             policy.chunk(STATE)
         server.answer = echo
@@ -163,6 +265,7 @@ def test_a_server_that_hangs_up_is_lost(server):
     [
         ("http://robot", {}, "ws://HOST:PORT"),
         ("ws://robot", {"jpeg": 0}, "1 to 100"),
+        ("ws://robot", {"api_key": "a\r\nHost: evil"}, "without line breaks"),
         ("ws://robot", {"certificate": "own.pem"}, "use wss://"),
         ("wss://robot", {"certificate": "missing.pem"}, "can't be read"),
     ],
@@ -175,6 +278,10 @@ def test_settings_that_make_no_sense(url, settings, message):
 def test_what_can_not_be_sent_is_told_before(server):
     with remote(server) as policy, pytest.raises(ClientError, match="can't be sent: A set"):
         policy.chunk({"x": {1, 2}})
+    with remote(server) as policy, pytest.raises(ClientError, match="can't be sent"):
+        policy.chunk({"x": 2**70})
+    with remote(server, jpeg=90) as policy, pytest.raises(ClientError, match="can't be sent: An image"):
+        policy.chunk({"x": np.zeros((8, 8, 4), np.uint8)})
     assert server.connections == 0
 
 

@@ -96,6 +96,14 @@ def test_nothing_is_sent_after_an_error():
     assert len(arm.sent) == 1
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_not_sent_whatever_the_player(bad):
+    arm = Arm()
+    with pytest.raises(LimitError, match="not finite"):
+        run(arm, Script([11, bad, 12]), steps=3)
+    assert len(arm.sent) == 1
+
+
 def test_it_ends_when_it_is_told_to():
     arm = Arm()
     assert run(arm, Script(range(99)), stop=lambda: len(arm.sent) == 5).steps == 5

@@ -18,7 +18,8 @@ from hypothesis.extra import numpy as hnp
 
 import flexor
 import flexor_client
-from flexor_client.wire import DTYPE, Limits, WireError, decode_jpeg, encode_jpeg, is_jpeg, pack, unpack
+from flexor_client.errors import WireError
+from flexor_client.wire import DTYPE, Limits, pack, unpack
 from support.frames_to_fuzz import hostile_frame
 
 DTYPES = st.sampled_from(
@@ -36,9 +37,6 @@ DTYPES = st.sampled_from(
         "<f4",
         ">f4",
         "<f8",
-        "|S5",
-        "<U3",
-        ">U3",
     ]
 )
 ARRAYS = DTYPES.flatmap(
@@ -121,10 +119,13 @@ def marked(**more: object) -> bytes:
         (marked(shape="2"), "must be a list"),
         (marked(shape=[1] * 9), "at most 8 sizes"),
         (marked(data="text"), "must be bytes, not str"),
-        (marked(dtype="<U1", data=b"\xff\xff\xff\xff", shape=[1]), "no character"),
+        (marked(dtype="<U2", shape=[1]), "is not allowed.*Send text as text"),
+        (marked(dtype="|S8", shape=[1]), "is not allowed"),
+        (msgpack.packb(["x" * 30_000] * 3), "more than 65,536 bytes of text"),
+        (msgpack.packb({"x" * 70_000: 1}), "more than 65,536 bytes of text"),
         (msgpack.packb({b"__ndarray__": True}), "dtype None"),
         (msgpack.packb({b"__npgeneric__": True, b"data": 300, b"dtype": "|u1"}), "not a value of uint8"),
-        (msgpack.packb({b"__npgeneric__": True, b"data": "3", b"dtype": "<f4"}), "can't be a str"),
+        (msgpack.packb({b"__npgeneric__": True, b"data": "3", b"dtype": "<f4"}), "must be a number, not str"),
         (msgpack.packb({b"__npgeneric__": True, b"data": [1], b"dtype": "<f4"}), "must be a number"),
     ],
 )
@@ -139,7 +140,15 @@ def test_a_frame_that_is_too_large_is_refused():
 
 
 @pytest.mark.parametrize(
-    "value", [np.array([object()]), np.zeros(2, "c8"), {1, 2}, np.datetime64("2026-01-01")]
+    "value",
+    [
+        np.array([object()]),
+        np.zeros(2, "c8"),
+        np.array(["text"]),
+        {1, 2},
+        np.datetime64("2026-01-01"),
+        2**65,
+    ],
 )
 def test_what_cant_be_sent_is_refused(value):
     with pytest.raises(WireError, match="can't be sent"):
@@ -151,8 +160,9 @@ def test_fuzzing_raises_nothing_but_wire_errors_and_takes_little_memory():
     rng, refused = np.random.default_rng(0), 0
     tracemalloc.start()
     for _ in range(1500):
+        frame = hostile_frame(rng)
         try:
-            unpack(hostile_frame(rng))
+            unpack(frame)
         except WireError:
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]
@@ -164,29 +174,8 @@ def test_fuzzing_raises_nothing_but_wire_errors_and_takes_little_memory():
 @given(st.binary(max_size=300))
 @settings(deadline=None)
 def test_any_bytes_are_read_or_refused(data):
-    for read in (unpack, decode_jpeg):
-        with contextlib.suppress(WireError):
-            read(data)
-
-
-def test_jpeg_images():
-    rng = np.random.default_rng(0)
-    image = np.kron(rng.integers(0, 256, (6, 8, 3)), np.ones((16, 16, 1))).astype(np.uint8)
-    file = encode_jpeg(image)
-    assert is_jpeg(file) and len(file) < image.nbytes / 4
-    assert np.abs(decode_jpeg(file).astype(int) - image).mean() < 6
-    np.testing.assert_array_equal(decode_jpeg(encode_jpeg(image.transpose(2, 0, 1))), decode_jpeg(file))
-    assert decode_jpeg(encode_jpeg(image[:, :, :1])).shape == image.shape
-    with pytest.raises(WireError, match="at most 100 are allowed"):
-        decode_jpeg(file, Limits(image_pixels=100))
-    with pytest.raises(WireError, match="can't be read"):
-        decode_jpeg(file[:100])
-    with pytest.raises(WireError, match="FF D8 FF"):
-        decode_jpeg(b"\x89PNG\r\n")
-    with pytest.raises(WireError, match="uint8"):
-        encode_jpeg(image.astype(np.float32))
-    with pytest.raises(WireError, match="1 or 3 channels"):
-        encode_jpeg(np.zeros((8, 8, 4), np.uint8))
+    with contextlib.suppress(WireError):
+        unpack(data)
 
 
 def test_both_packages_have_the_same_version():
@@ -209,5 +198,5 @@ def test_the_package_is_small_and_for_old_pythons():
 
 
 def test_no_name_of_a_dtype_that_passes_is_more_than_values():
-    for name in ("<f4", "|b1", "<U3", "=i8"):
+    for name in ("<f4", "|b1", "=i8"):
         assert DTYPE.match(name) and not np.dtype(name).hasobject

@@ -17,6 +17,7 @@ from flexor.evaluate.rollout import PolicyActor, rollout
 from flexor.evaluate.served import ServedActor, ServerAddress, record_served
 from flexor.policies.pretrained import load_pretrained
 from flexor.policies.session import Session
+from flexor.serve.predictor import Predictor
 from flexor.sim.record import EVAL_SEED_START
 from support import runs, small_resnet
 from support.serving import SIZE, numbers, serving
@@ -155,8 +156,8 @@ def make():
 """
 
 
-def test_a_robot_is_recorded(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("support.serving.SIZE", 16)
+def test_a_robot_is_recorded(tmp_path, capsys):
+    policy = numbers(image=(16, 16))
     (tmp_path / "arm.py").write_text(ARM)
     words = [
         f"--robot={tmp_path / 'arm.py'}:make",
@@ -165,7 +166,7 @@ def test_a_robot_is_recorded(tmp_path, capsys, monkeypatch):
         "--seconds=0.4",
         "--episodes=2",
     ]
-    with serving(numbers()) as (url, _):
+    with serving(policy) as (url, _):
         words += [f"--server={url}", "--rename=top=observation.images.top", "--max-step=0.5", "--json"]
         assert main(["record", str(tmp_path / "data"), *words]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -177,6 +178,14 @@ def test_a_robot_is_recorded(tmp_path, capsys, monkeypatch):
     assert np.abs(done[0]).max() <= 0.5  # from 0, at most half a unit
     length = result["frames"] // 2
     np.testing.assert_allclose(state[1 : length - 1, :2], done[: length - 2], atol=1e-6)
+    absurd = Predictor(policy)
+    absurd.action_range = {"low": [-0.1, -0.1], "high": [0.1, 0.1]}
+    with serving(absurd) as (url, _):
+        words[5] = f"--server={url}"
+        assert main(["record", str(tmp_path / "none"), *words]) == 1
+        assert "in the training data it is from -0.1 to 0.1" in capsys.readouterr().err
+        assert main(["record", str(tmp_path / "any"), *words, "--beyond-training=any"]) == 0
+        assert main(["record", str(tmp_path / "far"), *words, "--beyond-training=1e9"]) == 0
 
 
 def test_errors_keep_what_is_recorded(tmp_path, capsys):

@@ -1,18 +1,24 @@
 """Who gets in: with a key, over TLS, and not from other web pages; `/healthz`, `/metrics`, `/status`."""
 
+import asyncio
 import base64
 import json
+import socket
 import ssl
 import subprocess
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from websockets.asyncio.client import connect
 from websockets.datastructures import Headers
 from websockets.exceptions import InvalidStatus
 
 from flexor.core.errors import ConfigError
 from flexor.serve import connections
-from flexor.serve.access import has_key, is_foreign_page
+from flexor.serve.access import foreign_name, has_key, is_foreign_page, names_of_server
 from flexor.serve.settings import ServeSettings
+from flexor_client.wire import pack, unpack
 from support.limits import LIMIT_S
 from support.serving import Talk, get, needs_linux, numbers, observation, serving
 
@@ -52,6 +58,73 @@ def test_pages_of_other_sites():
     assert foreign(Host="robot:8000", Origin="http://robot:9000")
     assert foreign(Host="robot:8000", Origin="https://evil.example")
     assert foreign(Host="robot:8000", Origin="null")
+    assert foreign(Host="robot:8000", Origin="http://[") and foreign(Origin="http://robot:8000")
+
+
+NAMES = names_of_server("gpu.lab.example", ["Robots.Example.org."])
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("localhost", True),
+        ("localhost:8000", True),
+        ("LocalHost.:8000", True),
+        ("127.0.0.1:8000", True),
+        ("192.168.1.7", True),
+        ("[::1]:8000", True),
+        ("[fe80::1]", True),
+        ("gpu.lab.example:9000", True),
+        ("robots.example.org:443", True),
+        (f"{socket.gethostname()}:8000", True),
+        ("evil.example:8000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example:8000", False),
+        ("192.168.1.7.nip.io", False),
+        ("evil.example:127.0.0.1", False),
+        ("localhost@evil.example", False),
+        ("localhost, evil.example", False),
+        ("::1:evil", False),
+    ],
+)
+def test_names_of_the_server(host, allowed):
+    """A page that makes its own name point here (DNS rebinding) asks for that name."""
+    assert (foreign_name(Headers(Host=host), NAMES) is None) is allowed
+    assert foreign_name(Headers(), NAMES) is None
+    assert foreign_name(Headers([("Host", "localhost"), ("Host", "evil.example")]), NAMES) is not None
+
+
+def ask_for(url: str, name: str, **settings: Any) -> Talk:
+    """Connect to a server as if its address were behind another name."""
+    port = urlsplit(url).port
+    return Talk(f"ws://{name}:{port}", sock=socket.create_connection(("127.0.0.1", port), 30), **settings)
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_no_page_gets_in_under_a_name_of_its_own(processes):
+    settings = {"host": "0.0.0.0", "allow_hosts": ("robots.example.org",), "processes": processes}
+    with serving(numbers(), **settings) as (url, _):
+        here = url.replace("0.0.0.0", "127.0.0.1")
+        for path in ("/", "/healthz", "/metrics", "/status", "/nothing"):
+            status, text = get(here, path, Host="evil.example:8000")
+            assert status == 421 and "--allow-host evil.example" in text
+            assert get(here, path, Host="robots.example.org")[0] == (404 if path == "/nothing" else 200)
+        for name in ("evil.example", "x.localhost"):
+            for origin in (None, f"http://{name}:{urlsplit(url).port}"):
+                with pytest.raises(InvalidStatus, match="421"):
+                    ask_for(url, name, origin=origin)
+        for name in ("127.0.0.1", "localhost", "robots.example.org", "10.1.2.3"):
+            with ask_for(url, name) as robot:
+                assert "actions" in robot.ask(observation(1))
+        counted = get(here, "/metrics")[1].splitlines()
+        assert "flexor_refused_connections_total 9" in counted
+        assert get(here, "/status", Origin="http://evil.example")[0] == 403
+        assert "--allow-host ??reboot?" in get(here, "/", Host="$(reboot)")[1]  # people copy what it says
+
+
+def test_a_name_alone_is_allowed():
+    with pytest.raises(ConfigError, match="--allow-host=http://x: give a name alone"):
+        ServeSettings(allow_hosts=("http://x",)).validate()
 
 
 def test_with_a_key_only_its_owners_see_anything():
@@ -112,6 +185,16 @@ def certificate(tmp_path_factory):
     return folder
 
 
+async def _ask_twice(url: str, trusting: ssl.SSLContext) -> None:
+    """Two robots. In threads of one process, the reading and the writing end of TLS may wait for each other."""
+    connections = [connect(url, ssl=trusting, compression=None, open_timeout=LIMIT_S) for _ in range(2)]
+    async with connections[0] as first, connections[1] as second:
+        for robot in (first, second):
+            await robot.recv()
+            await robot.send(pack(observation(1)))
+            assert "actions" in unpack(await robot.recv())
+
+
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
 def test_tls(certificate, processes, monkeypatch):
     monkeypatch.setattr(connections, "OPENING_S", LIMIT_S)  # a busy machine may take longer to shake hands
@@ -119,8 +202,7 @@ def test_tls(certificate, processes, monkeypatch):
     with serving(numbers(), processes=processes, **files) as (url, _):
         assert url.startswith("wss://")
         trusting = ssl.create_default_context(cafile=str(files["tls_cert"]))
-        with Talk(url, ssl=trusting) as robot, Talk(url, ssl=trusting) as other:
-            assert "actions" in robot.ask(observation(1)) and "actions" in other.ask(observation(1))
+        asyncio.run(_ask_twice(url, trusting))
         with pytest.raises(ssl.SSLError):
             Talk(url)
     with pytest.raises(ConfigError, match="PEM files that belong together"):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from flexor.policies.base import Policy
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
-from flexor.serve.request import Input, ObservationForm
+from flexor.serve import processes
+from flexor.serve.form import Input, ObservationForm
 from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
-from support.limits import wait_for
+from flexor_client.jpeg import encode_jpeg
+from support.limits import LIMIT_S, wait_for
 from support.serving import CAMERA, STATE, Talk, expected, get, needs_linux, numbers, observation, serving
-from support.soaking import Soak
+from support.soaking import IMAGE, Soak
 
 pytestmark = needs_linux
 
@@ -49,13 +52,15 @@ def test_clients_of_several_processes():
         moving = robots[0].ask(observation(0, flexor={"previous": previous, "delay": 2}))
         np.testing.assert_array_equal(moving["actions"][:2], previous[:2])
         robots[0].ask(observation(1))
-        late = robots[0].ask(observation(1, flexor={"deadline_ms": 1, "age_ms": 2}))
-        assert late["expired"]["age_ms"] >= 2 and late["flexor"]["episode"] == 2  # the robot's, as before
+        for image in (observation()[CAMERA], encode_jpeg(observation()[CAMERA])):
+            options = {"flexor": {"deadline_ms": 1, "age_ms": 2}, "prompt": "robot 1"}
+            late = robots[1].ask(observation(1, **options) | {CAMERA: image})
+            assert late["expired"]["age_ms"] >= 2 and late["flexor"]["episode"] == 2  # the robot's, as before
         # whichever process is asked, it speaks for all
         for _ in range(3):
             found = json.loads(get(url, "/status", **key)[1])
             assert [client["task"] for client in found["clients"]] == ["", "robot 1", "robot 2"]
-            assert [client["requests"] for client in found["clients"]] == [5, 2, 2]
+            assert [client["requests"] for client in found["clients"]] == [4, 4, 2]
             assert all([*client["images"]] == [CAMERA] for client in found["clients"])
             lines = get(url, "/metrics", **key)[1].splitlines()
             for line in ('flexor_requests_total{result="ok"} 8', "flexor_clients 3", "flexor_sessions 3"):
@@ -87,6 +92,24 @@ def test_a_process_that_dies_costs_only_its_own_clients():
                 assert counted % 3 in get(url, "/metrics")[1].splitlines()
         children = [one.process for one in server.processes.running]
     assert all(child.returncode == 0 for child in children)
+
+
+def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(monkeypatch):
+    monkeypatch.setattr(processes, "FROZEN_S", 5.0)
+    with serving(numbers(), processes=2) as (url, server), ExitStack() as stack:
+        first, stuck = (stack.enter_context(Talk(url)) for _ in range(2))
+        frozen = next(process for process in server.processes.running if process.clients)
+        frozen.process.send_signal(signal.SIGSTOP)
+        for value in range(4):  # these may not wait until it is replaced
+            robot = stack.enter_context(Talk(url, open_timeout=LIMIT_S))
+            np.testing.assert_array_equal(robot.ask(observation(value))["actions"], expected(value))
+        assert len(frozen.clients) == 1
+        with pytest.raises(ConnectionClosed):  # and can connect again
+            stuck.socket.recv(timeout=LIMIT_S)
+        wait_for(lambda: len(server.processes.running) == 2 and frozen not in server.processes.running)
+        assert frozen.process.wait(LIMIT_S) == -signal.SIGKILL
+        for talk in (first, robot, stack.enter_context(Talk(url))):
+            np.testing.assert_array_equal(talk.ask(observation(7))["actions"], expected(7))
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -157,7 +180,7 @@ def test_robots_of_different_processes_share_a_batch():
 
 
 def test_a_soak():
-    with serving(numbers(), processes=2, requests_per_s=1e6) as (url, server):
+    with serving(numbers(image=IMAGE), processes=2, requests_per_s=1e6) as (url, server):
         soak = Soak(url, requests=300)
         soak.run()
         wait_for(lambda: not server.model.clients)
@@ -170,7 +193,10 @@ def test_a_soak():
 @pytest.mark.parametrize("last", [False, True])
 def test_shared_observations(steps, last):
     form = ObservationForm(
-        {"eye": Input((3, 4, 5), True, "eye", True), "joints": Input((7,), False, "joints", True)}, steps, 2
+        {"eye": Input((3, 4, 5), True, "eye", True), "joints": Input((7,), False, "joints", True)},
+        steps,
+        2,
+        4,
     )
     rng, memory = np.random.default_rng(0), os.memfd_create("test")
     writes, reads = (SharedObservations(memory, form, 3) for _ in range(2))

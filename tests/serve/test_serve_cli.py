@@ -19,7 +19,7 @@ from flexor.serve.open import open_predictor
 from flexor.serve.request import PolicyRequest
 from flexor.serve.settings import ServeSettings
 from support import runs
-from support.serving import Talk
+from support.serving import Talk, get
 from support.small_policies import small_flags
 
 pytestmark = pytest.mark.ranks
@@ -35,15 +35,26 @@ def test_a_checkpoint_is_served(run):
     inputs = policy.policy.config.observed
     seen = {name: np.linspace(-1, 1, *f.shape, dtype=np.float32) for name, f in inputs.items()}
     first = next(iter(inputs))
-    names = [f"--map={first}=robot/joints", "--device=cpu", "--policy.n_action_steps=2"]
+    names = [
+        f"--map={first}=robot/joints",
+        "--device=cpu",
+        "--policy.n_action_steps=2",
+        "--allow-host=arm.example",
+    ]
     process = runs.start("serve", str(run), "--port=0", "--json", *names)
     try:
         said = json.loads(process.stdout.readline())
+        spans = said["metadata"]["action_range"]
+        assert all(low < high for low, high in zip(spans["low"], spans["high"], strict=True))
         assert said["metadata"]["action_steps"] == 2 and "robot/joints" in said["metadata"]["inputs"]
         with Talk(said["url"]) as robot:
             got = robot.ask({**seen, "robot": {"joints": seen[first]}, first: None})["actions"]
         with urllib.request.urlopen(said["url"].replace("ws", "http", 1) + "/healthz") as answer:
             assert answer.read() == b"OK\n"
+        assert [get(said["url"], "/healthz", Host=name)[0] for name in ("arm.example", "evil.example")] == [
+            200,
+            421,
+        ]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -62,6 +73,7 @@ def test_a_checkpoint_is_served(run):
         (["--map=observation.stat=x"], "the policy has no such input"),
         (["--tls-cert=none.pem", "--tls-key=none.pem"], "Can't read the certificate none.pem"),
         (["--tls-cert=none.pem"], "must be given together"),
+        (["--allow-host=ws://robot"], "--allow-host=ws://robot: give a name alone"),
         (["--api-key="], "The API key must be ASCII text that is not empty"),
         (["--steps=3"], "Unknown setting --steps"),
         (["--device=cuda:77"], "is not available"),

@@ -3,7 +3,9 @@
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,9 +15,23 @@ from websockets.sync.client import connect
 from flexor.core.errors import ConfigError
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import bind
-from flexor_client.wire import Limits, encode_jpeg, pack
-from support.limits import wait_for
-from support.serving import CAMERA, CHUNK, SIZE, Talk, expected, numbers, observation, serving
+from flexor_client.jpeg import encode_jpeg
+from flexor_client.wire import pack
+from support.hostile_requests import hostile_requests
+from support.limits import LIMIT_S, wait_for
+from support.serving import (
+    CAMERA,
+    CHUNK,
+    SIZE,
+    STATE,
+    Talk,
+    expected,
+    get,
+    needs_linux,
+    numbers,
+    observation,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +83,7 @@ def test_a_failing_policy_says_little_and_values_that_are_not_finite_are_not_sen
         )
     with Talk(url) as robot:
         assert "not finite" in robot.ask(observation(2e6))
+    assert 'flexor_requests_total{result="not_finite"}' in get(url, "/metrics")[1]
 
 
 def test_one_action_at_a_time():
@@ -99,6 +116,21 @@ def test_sessions_of_one_connection_are_separate_and_a_new_connection_begins_ane
             assert "at most 2 sessions" in robot.ask(observation(1, flexor={"session": "c"}))
         with Talk(url) as robot:
             assert robot.ask(observation(50))["actions"][0, 0] == 50
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_all_connections_together_have_a_limited_number_of_robots(processes):
+    """Each keeps observations: 64 sessions on each of 64 connections would be thousands of them."""
+    with serving(numbers(), max_sessions=8, max_clients=2, processes=processes) as (url, server):
+        with Talk(url) as robot:
+            for name in "abcdefgh":
+                assert "actions" in robot.ask(observation(1, flexor={"session": name}))
+            with Talk(url) as other:
+                assert "There are 8 robots already" in other.ask(observation(1))
+            assert "actions" in robot.ask(observation(1, flexor={"session": "a"}))
+        wait_for(lambda: not server.model.sessions)
+        with Talk(url) as other:
+            assert "actions" in other.ask(observation(1))
 
 
 def test_steps_count_as_the_robot_takes_them(url):
@@ -197,6 +229,80 @@ def test_an_observation_that_is_too_old_is_said_to_be():
         np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
 
 
+@contextmanager
+def held_up(event: threading.Event) -> Iterator[None]:
+    """Inside, what waits for the event waits."""
+    event.clear()
+    try:
+        yield
+    finally:
+        event.set()
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_a_deadline_is_answered_in_time_while_the_model_is_busy(processes):
+    """With other robots, or with this one: it is told that it is too late, and can ask again."""
+    go = threading.Event()
+    go.set()
+    policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])
+    batches, hasty = policy.policy.batches, {"deadline_ms": 300, "episode": 3}
+    with (
+        serving(policy, processes=processes, max_clients=2, max_batch=1) as (url, _),
+        Talk(url) as other,
+        Talk(url) as robot,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        robot.ask(observation(1, flexor={"episode": 3}))
+        other.ask(observation(1))
+        for _ in range(4):  # more often than there are places for observations of another process
+            with held_up(go):
+                batches.clear()
+                busy = threads.submit(robot.ask, observation(2, flexor=hasty))
+                wait_for(lambda busy=busy: batches or busy.done())  # the model is at it
+                assert "expired" in busy.result(LIMIT_S)
+                waited = other.ask(observation(3, flexor=hasty))
+                assert "expired" in waited and "actions" not in waited
+            answer = robot.ask(observation(4, flexor={}))
+            np.testing.assert_array_equal(answer["actions"], expected(4))
+            assert answer["flexor"]["episode"] == 3
+
+
+def test_a_deadline_is_answered_in_time_while_images_are_decoded():
+    """Whatever others send: here all threads that decode are taken."""
+    go = threading.Event()
+    file = encode_jpeg(np.zeros((SIZE, SIZE, 3), np.uint8))
+    with (
+        serving(numbers()) as (url, server),
+        Talk(url) as robot,
+        Talk(url) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        robot.ask(observation(1, flexor={"episode": 5}))
+        decoders = server.connections.loop.decoders
+        with held_up(go):
+            for _ in range(decoders._max_workers):
+                decoders.submit(go.wait, LIMIT_S)
+            patient = threads.submit(other.ask, observation(2) | {CAMERA: file})
+            late = robot.ask(observation(3, flexor={"deadline_ms": 200}) | {CAMERA: file})
+            assert late["expired"]["age_ms"] >= 200 and late["flexor"]["episode"] == 5
+            np.testing.assert_array_equal(
+                robot.ask(observation(4))["actions"], expected(4)
+            )  # needs no decoding
+        np.testing.assert_array_equal(patient.result(LIMIT_S)["actions"], expected(2))
+        assert server.connections.metrics.results["expired"] == 1
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_hostile_requests_are_refused_and_robots_notice_nothing(processes):
+    frames = hostile_requests(CAMERA, STATE, SIZE, SIZE, 3)
+    with serving(numbers(), processes=processes) as (url, _), Talk(url) as robot:
+        for number, (name, frame) in enumerate(frames.items()):
+            with Talk(url) as stranger:
+                answer = stranger.ask_raw(frame)
+                assert isinstance(answer, str) or name == "a long chunk", name
+            np.testing.assert_array_equal(robot.ask(observation(number))["actions"], expected(number))
+
+
 def test_a_slow_model_is_tried_again():
     """What is known of its speed must not refuse requests for ever."""
     slow = threading.Event()
@@ -260,7 +366,7 @@ def test_faster_than_allowed_is_answered_later():
 
 
 def test_limits_on_frames_and_clients():
-    with serving(numbers(), limits=Limits(frame_bytes=2**16), max_clients=2) as (url, server):
+    with serving(numbers(), frame_bytes=2**16, max_clients=2) as (url, server):
         with Talk(url) as one, Talk(url) as other:
             with pytest.raises(Exception, match="503"):
                 Talk(url)

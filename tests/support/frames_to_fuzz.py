@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from flexor_client.wire import encode_jpeg, pack
+from flexor_client.jpeg import encode_jpeg
+from flexor_client.wire import pack
+from support.hostile_requests import jpeg_of_many_scans
 
 NAMES = [
     "<f4",
@@ -51,18 +54,76 @@ GOOD = [
 ]
 
 
-def hostile_frame(rng: np.random.Generator) -> bytes:
-    make = (_noise, _damaged, _damaged, _structured, _structured, _announced)[rng.integers(6)]
+FILES = [
+    *(encode_jpeg(np.full((8, 8, 3), value, np.uint8)) for value in (0, 90)),
+    *(jpeg_of_many_scans(8, 8, size) for size in (0, 800, 1200)),
+]
+REPLIES = [
+    pack(
+        {
+            "server": "flexor",
+            "version": "0.1.0",
+            "protocol": 1,
+            "policy": "act",
+            "language": False,
+            "actions": [4, 2],
+            "action_steps": 3,
+            "observation_steps": [-1, 0],
+            "reply": "chunk",
+            "continues_chunks": False,
+            "action_range": {"low": [-1.0, 0.0], "high": [1.0, 0.0]},
+            "inputs": {"observation.state": {"shape": [3], "image": False}},
+            "limits": {"frame_bytes": 100_000, "sessions": 64, "requests_per_s": 200.0},
+        }
+    ),
+    pack(
+        {"actions": np.zeros((4, 2), np.float32), "server_timing": {"infer_ms": 1.5}, "flexor": {"step": 3}}
+    ),
+    pack({"expired": {"age_ms": 30.5, "deadline_ms": 20.0}, "server_timing": {}}),
+]
+
+
+def hostile_reply(rng: np.random.Generator) -> bytes:
+    """What a broken server, or another program, might send to a robot."""
+    make = (_noise, _structured, _announced, *[lambda rng: _damaged(rng, REPLIES)] * 5)[rng.integers(8)]
     return make(rng)
+
+
+def hostile_frame(rng: np.random.Generator) -> bytes:
+    """What a broken robot, or anybody, might send to a server."""
+    make = (_noise, _damaged, _damaged, _structured, _structured, _announced, _changed, _changed)[
+        rng.integers(8)
+    ]
+    return make(rng)
+
+
+def hostile_file(rng: np.random.Generator) -> bytes:
+    """A JPEG file that is damaged, or whose parts are repeated and mixed up."""
+    if rng.random() < 0.5:
+        return _damaged(rng, FILES)
+    parts = FILES[rng.integers(len(FILES))].split(b"\xff")
+    order = rng.integers(0, len(parts), rng.integers(1, 2 * len(parts)))
+    return b"\xff".join([*parts[: rng.integers(1, len(parts))], *(parts[number] for number in order)])
+
+
+def _changed(rng: np.random.Generator) -> bytes:
+    """An observation in which something else stands in the place of a value, of an option or of one of a list."""
+    message = msgpack.unpackb(GOOD[0])
+    inside = [message, message["flexor"], message["observation.state"]][rng.integers(3)]
+    name = [*inside][rng.integers(len(inside))]
+    inside[name] = [_value(rng, 15), FILES[rng.integers(len(FILES))], [0.5] * 7, [FILES[0], FILES[1]]][
+        rng.integers(4)
+    ]
+    return msgpack.packb(message)
 
 
 def _noise(rng: np.random.Generator) -> bytes:
     return rng.bytes(rng.integers(0, 200))
 
 
-def _damaged(rng: np.random.Generator) -> bytes:
+def _damaged(rng: np.random.Generator, good: Sequence[bytes] = GOOD) -> bytes:
     """A good frame with some bytes changed, left out or doubled."""
-    frame = bytearray(GOOD[rng.integers(len(GOOD))])
+    frame = bytearray(good[rng.integers(len(good))])
     for _ in range(rng.integers(1, 6)):
         at = int(rng.integers(len(frame)))
         kind = rng.integers(4)

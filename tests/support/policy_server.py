@@ -76,7 +76,8 @@ class FakePolicyServer:
         self.connections += 1
         self._open.append(connection)
         try:
-            connection.send(pack(self.metadata))
+            first = self.metadata
+            connection.send(first if isinstance(first, (str, bytes)) else pack(first))
             for frame in connection:
                 message = unpack(frame)
                 self.seen.append(message)

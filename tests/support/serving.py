@@ -51,11 +51,14 @@ class Numbers(Policy):
         return torch.where(chunk > 1e6, torch.nan, chunk)
 
 
-def numbers(before: Callable[[int], None] | None = None, **settings: Any) -> Pretrained:
+def numbers(
+    before: Callable[[int], None] | None = None, image: tuple[int, int] = (SIZE, SIZE), **settings: Any
+) -> Pretrained:
+    """`image`: height and width of its camera's images."""
     config = ACTConfig(
         **{"chunk_size": CHUNK, "n_action_steps": CHUNK, **settings},
         input_features={
-            CAMERA: PolicyFeature(Kind.VISUAL, (3, SIZE, SIZE)),
+            CAMERA: PolicyFeature(Kind.VISUAL, (3, *image)),
             STATE: PolicyFeature(Kind.STATE, (3,)),
         },
         output_features={"action": PolicyFeature(Kind.ACTION, (2,))},

@@ -1,57 +1,96 @@
-"""Clients that come, go, misbehave and die, while others check that they get what they should."""
+"""Clients that come, go, misbehave, attack and die, while robots check that they get what they should, in time."""
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import numpy as np
+from PIL import Image
+from websockets.exceptions import ConnectionClosed
 
+from flexor_client.jpeg import encode_jpeg
 from flexor_client.wire import pack
 from support.frames_to_fuzz import hostile_frame
-from support.serving import Talk, expected, observation
+from support.hostile_requests import hostile_requests
+from support.serving import CAMERA, STATE, Talk, expected, observation
+
+IMAGE = (240, 320)  # height and width: large enough that an image of many scans would take seconds
+DEADLINE_MS = 2000.0  # of every robot; what it takes by itself is milliseconds
+GRACE_S = 1.0  # for the way to the server and back, through this process: the machine may be busy
+PAUSE_S = 0.1  # of everybody else between two deeds, on average: robots shall get their turn here, too
 
 
 class Soak:
-    """Asks until `requests` have been answered. `found` counts what happened; `wrong` must stay empty."""
+    """Asks until `requests` have been answered. `counts` says what happened; `wrong` must stay empty.
+
+    A robot that waits longer than its deadline, with some grace, is wrong, too. `longest_s` is the longest that one
+    waited, and "late" counts those that waited longer than their deadline.
+    """
 
     def __init__(self, url: str, requests: int, steady: int = 3, seed: int = 0):
         self.url, self.requests, self.steady, self.seed = url, requests, steady, seed
-        self.found: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.longest_s = 0.0
         self.lock = threading.Lock()
+        noise = np.random.default_rng(seed).integers(0, 256, (*IMAGE, 3), np.uint8)
+        scene = noise[::16, ::16].repeat(16, 0).repeat(16, 1)
+        self.images = [encode_jpeg(scene[::-1]), encode_jpeg(scene), scene]
+        self.attacks = [*hostile_requests(CAMERA, STATE, *IMAGE, 3).values()]
+        self.costly = _costly(noise)
 
     def run(self, report: Callable[[int, int], None] | None = None) -> None:
-        kinds = [*[self._steady] * self.steady, self._coming_and_going, self._dying, self._hostile]
+        kinds = [
+            *[self._steady] * self.steady,
+            self._coming_and_going,
+            self._dying,
+            self._noise,
+            *[self._attack] * 2,
+            self._keep_decoders_busy,
+            self._never_finish,
+        ]
         with ThreadPoolExecutor(len(kinds)) as threads:
             running = [
                 threads.submit(kind, np.random.default_rng([self.seed, n])) for n, kind in enumerate(kinds)
             ]
-            while not all(one.done() for one in running):
+            while not all(task.done() for task in running):
                 time.sleep(0.05)
                 if report:
-                    report(min(self.found["answered"], self.requests), self.requests)
-            for one in running:
-                one.result()
+                    report(min(self.counts["answered"], self.requests), self.requests)
+            for task in running:
+                task.result()
 
     def _over(self) -> bool:
-        return self.found["answered"] >= self.requests or bool(self.wrong)
+        return self.counts["answered"] >= self.requests or bool(self.wrong)
 
-    def _count(self, what: str) -> None:
+    def _count(self, event: str) -> None:
         with self.lock:
-            self.found[what] += 1
+            self.counts[event] += 1
 
     def _ask(self, robot: Talk, rng: np.random.Generator) -> None:
-        """One request, and whether its answer is right."""
-        value = float(rng.integers(0, 600))
-        reply = robot.ask(observation(value))
-        if isinstance(reply, str) or not np.array_equal(reply["actions"], expected(value)):
+        """One request, and whether its answer is right, and in time."""
+        value, image = float(rng.integers(0, 600)), self.images[rng.integers(len(self.images))]
+        frame = pack(observation(value, flexor={"deadline_ms": DEADLINE_MS}) | {CAMERA: image})
+        started = time.perf_counter()
+        reply = robot.ask_raw(frame)
+        waited = time.perf_counter() - started
+        self.longest_s = max(self.longest_s, waited)
+        if isinstance(reply, dict) and "expired" in reply:
+            self._count("expired")
+        elif isinstance(reply, str) or not np.array_equal(reply["actions"], expected(value)):
             self.wrong.append(f"asked {value}, got {reply}")
+        if waited > DEADLINE_MS / 1e3:
+            self._count("late")
+        if waited > DEADLINE_MS / 1e3 + GRACE_S:
+            self.wrong.append(f"waited {waited:.1f} s for {'actions' if 'actions' in reply else reply}")
         self._count("answered")
 
     def _steady(self, rng: np.random.Generator) -> None:
@@ -82,14 +121,69 @@ class Soak:
             robot.socket.socket.shutdown(socket.SHUT_RDWR)
             robot.socket.close()
             self._count("died")
+            _pause(rng)
 
-    def _hostile(self, rng: np.random.Generator) -> None:
+    def _noise(self, rng: np.random.Generator) -> None:
         at = urlsplit(self.url)
         while not self._over():
             if rng.random() < 0.3:  # not even a WebSocket
                 with socket.create_connection((at.hostname, at.port), 30) as raw:
                     raw.sendall(rng.bytes(rng.integers(1, 300)) + b"\r\n\r\n")
             else:
-                with Talk(self.url) as robot:
-                    robot.ask_raw(hostile_frame(rng))
-            self._count("hostile")
+                self._send(hostile_frame(rng))
+            self._count("noise")
+            _pause(rng)
+
+    def _attack(self, rng: np.random.Generator) -> None:
+        """Requests that would become large, or take long."""
+        while not self._over():
+            self._send(self.attacks[rng.integers(len(self.attacks))])
+            self._count("attacks")
+            _pause(rng)
+
+    def _keep_decoders_busy(self, rng: np.random.Generator) -> None:
+        """Images that are as expensive as is allowed, one after the other, on several connections."""
+        frames = [pack(observation(1) | {CAMERA: image}) for image in self.costly]
+        robots = [Talk(self.url) for _ in range(4)]
+        while not self._over():
+            for robot in robots:
+                robot.socket.send(frames[rng.integers(len(frames))])
+            for robot in robots:
+                robot.socket.recv(timeout=60)
+                self._count("costly")
+            _pause(rng)
+        for robot in robots:
+            robot.socket.close()
+
+    def _never_finish(self, rng: np.random.Generator) -> None:
+        """Large messages that are begun on many connections, and never end."""
+        begun = b"\x82\xff" + (5 * 2**20).to_bytes(8, "big") + bytes(4) + bytes(4 * 2**20)
+        while not self._over():
+            robots = []
+            for _ in range(20):
+                with suppress(OSError, ConnectionClosed, TimeoutError):
+                    robots.append(Talk(self.url, close_timeout=0.1))
+                    robots[-1].socket.socket.sendall(begun)
+                    self._count("unfinished")
+                    _pause(rng)
+            for robot in robots:
+                robot.socket.socket.close()
+                robot.socket.close()
+
+    def _send(self, frame: bytes) -> None:
+        """What it is answered does not matter, even if the server hangs up at once."""
+        with suppress(ConnectionClosed, OSError), Talk(self.url) as stranger:
+            stranger.ask_raw(frame)
+
+
+def _pause(rng: np.random.Generator) -> None:
+    time.sleep(rng.uniform(0, 2 * PAUSE_S))
+
+
+def _costly(image: np.ndarray) -> list[bytes]:
+    """Files of noise: one that is baseline, and a progressive one with as many scans as are allowed."""
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "JPEG", quality=40, progressive=True)
+    data = file.getvalue().removesuffix(b"\xff\xd9")
+    scan = data[data.rindex(b"\xff\xda") :]
+    return [encode_jpeg(image, 95), data + scan * (16 - data.count(b"\xff\xda")) + b"\xff\xd9"]

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import unicodedata
+
+LONGEST_MESSAGE = 2000  # characters
+
+
+def printable(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """The text in one line, with control characters as \\x1b and the like: they could rewrite a terminal or a log."""
+    text = text if len(text) <= most else f"{text[:most]}..."
+    if text.isprintable():
+        return text
+    return "".join(
+        letter.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(letter)[0] == "C" or letter in "\u2028\u2029"
+        else letter
+        for letter in text
+    )
+
+
+class WireError(ValueError):
+    """A frame or a file that is not what it should be."""
+
 
 class ClientError(Exception):
     """Anything this package raises: the message says what is wrong, where, and how to fix it.
 
-    It may quote a server. Control characters are shown as \\x1b and the like, so that they can't control a terminal.
+    Messages may quote a server, so they are always printable.
     """
 
-    def __str__(self) -> str:
-        text = super().__str__()
-        return "".join(
-            c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
-        )
+    def __init__(self, message: str = ""):
+        super().__init__(printable(str(message)))
 
 
 class ServerLostError(ClientError, ConnectionError):
@@ -21,7 +39,7 @@ class ServerLostError(ClientError, ConnectionError):
 
 
 class RefusedError(ClientError):
-    """The server is there, but refuses the key, or answered an observation with an error."""
+    """The server is there, but refuses the key, answered with an error, or with something that can't be used."""
 
 
 class LimitError(ClientError):

@@ -1,13 +1,16 @@
 """Limits of a robot's actions, checked on the robot's side before an action leaves.
 
-A policy may be wrong, a server may serve another policy, a network may be anybody's. So the last check is here.
+A policy may be wrong, a server may serve another policy, a network may be anybody's. So the last check is here. What
+is not finite is always refused (`check_actions`), and so is what is far outside of the policy's training data
+(`TrainingRange`); a robot's own limits come on top of that (`ActionLimits`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Union
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Union
 
 import numpy as np
 
@@ -16,6 +19,76 @@ from flexor_client.errors import ClientError, LimitError
 log = logging.getLogger("flexor_client")
 
 Bound = Union[float, Sequence[float], np.ndarray, None]
+LEAST_WIDTH = 0.01  # of the widest range: a joint that never moved in the training data may be off by this
+
+
+def check_actions(actions: Any, dimensions: int) -> None:
+    """Refuse what is no action [A], or no chunk of them [H, A], of finite numbers."""
+    if not isinstance(actions, np.ndarray) or actions.ndim != dimensions or actions.dtype.kind != "f":
+        is_array = isinstance(actions, np.ndarray)
+        form = f"{actions.dtype} {list(actions.shape)}" if is_array else type(actions).__name__
+        raise LimitError(f"An action is {form}, not floating-point numbers: is it a policy for this robot?")
+    if not actions.size:
+        raise LimitError("There are no actions in what the policy predicted.")
+    if not np.isfinite(actions).all():
+        wrong = actions[~np.isfinite(actions).reshape(len(actions), -1).all(1)][0]
+        raise LimitError(
+            f"An action is not finite: {np.ravel(wrong).tolist()}. It was not sent. The policy's weights or its "
+            "statistics are broken."
+        )
+
+
+class TrainingRange:
+    """The range of each part of an action in a policy's training data, from `low` to `high`.
+
+    `beyond`: how far outside of it an action may be, in widths of the range.
+    """
+
+    def __init__(
+        self,
+        low: Sequence[float],
+        high: Sequence[float],
+        beyond: float = 1.0,
+        names: Sequence[str] | None = None,
+    ):
+        if not beyond >= 0:
+            raise ClientError(
+                f"beyond_training={beyond}: give how far outside of its training data a policy may go, in widths of "
+                "that range, or None."
+            )
+        self.low, self.high, self.names = np.asarray(low, np.float64), np.asarray(high, np.float64), names
+        width = self.high - self.low
+        margin = beyond * np.maximum(width, LEAST_WIDTH * width.max(initial=0.0)) + 1e-6
+        self.least, self.most = self.low - margin, self.high + margin
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any], beyond: float | None) -> TrainingRange | None:
+        """Of a server's policy; None if it does not say, or nobody wants to know."""
+        spans = metadata.get("action_range")
+        if spans is None or beyond is None or beyond == math.inf:
+            return None
+        return cls(spans["low"], spans["high"], beyond, metadata.get("action_names"))
+
+    def check(self, action: np.ndarray) -> None:
+        """Refuse an action [A] that is too far outside."""
+        if action.shape != self.low.shape:
+            raise LimitError(
+                f"An action has {len(action)} parts, but the policy was trained on {len(self.low)}."
+            )
+        outside = ~((self.least <= action) & (action <= self.most))
+        if not outside.any():
+            return
+        part = int(np.argmax(outside))
+        raise LimitError(
+            f"The action's {_name(self.names, part)} is {action[part]:.4g}, but in the training data it is from "
+            f"{self.low[part]:.4g} to {self.high[part]:.4g}. It was not sent. Check that it is the right policy and "
+            "that its files are intact. If the robot may go that far, raise beyond_training, or set it to None (in "
+            "flexor record: --beyond-training=any)."
+        )
+
+
+def _name(names: Sequence[str] | None, part: int) -> str:
+    return f"part {part}" if names is None or part >= len(names) else names[part]
 
 
 class ActionLimits:
@@ -99,15 +172,11 @@ class ActionLimits:
                 f"An action is {action.dtype} {list(action.shape)}, not {parts or 'some'} floating-point numbers: "
                 "the server serves a policy for another robot."
             )
-        if not np.isfinite(action).all():
-            raise LimitError(
-                f"An action is not finite: {action.tolist()}. It was not sent. The policy's weights or its statistics "
-                "are broken."
-            )
+        check_actions(action, 1)
         if last is not None and np.shape(last) != action.shape:
             raise LimitError(f"An action has {len(action)} parts, the one before it {list(np.shape(last))}.")
 
     def _told(self, wanted: np.ndarray, allowed: np.ndarray, part: int, last: np.ndarray | None) -> str:
-        name = self.names[part] if self.names is not None else f"part {part}"
+        name = _name(self.names, part)
         after = "" if last is None else f" after {float(last[part]):.4g}"
         return f"The action's {name} is {wanted[part]:.4g}{after}; the limits allow {allowed[part]:.4g}"

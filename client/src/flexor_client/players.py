@@ -19,7 +19,7 @@ import numpy as np
 
 from flexor_client.chunks import Timeline
 from flexor_client.errors import ClientError, ExpiredError, ServerLostError
-from flexor_client.limits import ActionLimits
+from flexor_client.limits import ActionLimits, TrainingRange, check_actions
 
 log = logging.getLogger("flexor_client")
 
@@ -87,9 +87,10 @@ class SentHistory:
 class _Player:
     """What both players have: the episode, the history and the limits."""
 
-    def __init__(self, policy: ChunkSource, limits: ActionLimits | None):
+    def __init__(self, policy: ChunkSource, limits: ActionLimits | None, beyond_training: float | None):
         self.policy, self.limits = policy, limits
         metadata = policy.metadata
+        self.training = TrainingRange.of(metadata, beyond_training)
         # whether the server wants every step, and keeps the history itself
         self.each_step = metadata.get("reply") == "action"
         self.action_steps: int | None = metadata.get("action_steps")
@@ -107,6 +108,9 @@ class _Player:
         self.policy.reset(episode)
 
     def _allowed(self, action: np.ndarray) -> np.ndarray:
+        check_actions(action, 1)
+        if self.training is not None:
+            self.training.check(action)
         if self.limits is not None:
             action = self.limits(action, self.last)
         self.last = action
@@ -116,14 +120,21 @@ class _Player:
 class ChunkPlayer(_Player):
     """Executes chunk after chunk, and waits for each: right for a simulator, which waits, too.
 
-    `execute`: how many actions of a chunk to execute; None: as many as the policy was meant to.
+    `execute`: how many actions of a chunk to execute; None: as many as the policy was meant to. `limits` and
+    `beyond_training`: see RealTimePlayer.
     """
 
-    def __init__(self, policy: ChunkSource, execute: int | None = None, limits: ActionLimits | None = None):
+    def __init__(
+        self,
+        policy: ChunkSource,
+        execute: int | None = None,
+        limits: ActionLimits | None = None,
+        beyond_training: float | None = 1.0,
+    ):
         if execute is not None and execute < 1:
             raise ClientError(f"execute={execute}: must be at least 1.")
         self.execute = execute
-        super().__init__(policy, limits)
+        super().__init__(policy, limits, beyond_training)
 
     def reset(self, episode: int = 0, position: np.ndarray | None = None) -> None:
         super().reset(episode, position)
@@ -134,6 +145,7 @@ class ChunkPlayer(_Player):
         self.history.add(observation)
         if not self.queue:
             chunk = self.policy.chunk(self.history.message(), task, step=self.step)
+            check_actions(chunk, 2)
             self.queue.extend(chunk[: self.execute or self.action_steps])
         self.step += 1
         return self._allowed(self.queue.popleft())
@@ -147,7 +159,9 @@ class RealTimePlayer(_Player):
     chunk is asked for earlier than the measured latency requires. `when_lost`: what to do if the server is lost or has
     not answered for `lost_after_s` seconds: "finish" the actions that are left, then hold; "hold" at once; "stop":
     raise ServerLostError. In the first two cases the player continues as soon as the server is back. `limits` are
-    checked for every action.
+    checked for every action. An action that is not finite always raises LimitError. So does one that is far outside of
+    the policy's training data, if the server tells their range: by more than the width of that range, or
+    `beyond_training` times as much; None: this is not checked.
 
     To hold means that `act` returns None: there is no action, and a robot that gets none keeps its position. If yours
     does not, send it what makes it stop.
@@ -164,6 +178,7 @@ class RealTimePlayer(_Player):
         when_lost: str = "finish",
         lost_after_s: float = 2.0,
         limits: ActionLimits | None = None,
+        beyond_training: float | None = 1.0,
         clock: Callable[[], float] = time.monotonic,
         start: Callable[[Callable[[], Any]], Answer] = in_background,
     ):
@@ -178,7 +193,7 @@ class RealTimePlayer(_Player):
         self.timeline = Timeline(execute, margin, blend)
         self.held, self.answers = 0, 0  # steps without an action after the first; chunks that arrived
         self.latencies_s: deque[float] = deque(maxlen=1000)
-        super().__init__(policy, limits)
+        super().__init__(policy, limits, beyond_training)
         if self.each_step:
             raise ClientError(
                 "This policy averages the chunks of all steps (temporal ensembling), so it must be asked at every "
@@ -276,6 +291,7 @@ class RealTimePlayer(_Player):
             self._error, self._pause = None, 0.1
             if stale:  # the world may have changed: ask again
                 return
+        check_actions(chunk, 2)
         self._measure(len(chunk))
         self.timeline.take(chunk, self._asked_count)
 

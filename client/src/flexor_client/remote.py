@@ -16,8 +16,10 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from flexor_client.errors import ClientError, ExpiredError, RefusedError, ServerLostError
-from flexor_client.wire import OPTIONS, WireError, encode_jpeg, unpack
+from flexor_client.errors import ClientError, ExpiredError, RefusedError, ServerLostError, WireError
+from flexor_client.jpeg import encode_jpeg
+from flexor_client.replies import REPLY_BYTES, lasting, read_metadata, read_result
+from flexor_client.wire import OPTIONS
 from flexor_client.wire import pack as pack_frame
 
 log = logging.getLogger("flexor_client")
@@ -55,6 +57,8 @@ class RemotePolicy:
             raise ClientError(
                 f"jpeg={jpeg}: give a quality from 1 to 100, or None to send images as they are."
             )
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ClientError("The API key must be ASCII text without line breaks.")
         self.url, self.jpeg, self.timeout_s, self.reconnect_s = url, jpeg, timeout_s, reconnect_s
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else None
         self._tls = _tls(url, certificate)
@@ -63,6 +67,7 @@ class RemotePolicy:
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()  # closes it
         self._metadata: dict[str, Any] = {}
+        self._met = False  # whether there was any
         self._episode: int | None = None
         self._resets, self._resets_told = 0, 0  # new episodes, and those that the server knows of
 
@@ -90,27 +95,20 @@ class RemotePolicy:
                 options = {"reset": True, **options}
             if self._episode is not None:
                 options = {"episode": self._episode, **options}
-            message = {name: self._compressed(value) for name, value in observation.items()}
-            try:
-                frame = pack_frame({**message, OPTIONS: options} if options else message)
-            except WireError as error:
-                raise ClientError(f"The observation can't be sent: {error}") from error
+            frame = self._packed(observation, options)
             result: dict[str, Any] = self._retried(lambda: self._asked(frame))
             self._resets_told = resets
         if "expired" in result:
-            told = result["expired"]
-            raise ExpiredError(
-                f"The observation was {told.get('age_ms', 0):.0f} ms old; {told.get('deadline_ms', 0):.0f} are allowed."
-            )
+            age, allowed = (result["expired"].get(name, 0) for name in ("age_ms", "deadline_ms"))
+            raise ExpiredError(f"The observation was {age:.0f} ms old; {allowed:.0f} are allowed.")
         return result
 
     def chunk(self, observation: Mapping[str, Any], task: str = "", **options: Any) -> np.ndarray:
         """The next actions [H, A], in the robot's units."""
-        actions = self.infer({**observation, "prompt": task} if task else observation, **options).get(
-            "actions"
-        )
-        if not isinstance(actions, np.ndarray) or actions.ndim != 2 or not actions.size:
+        result = self.infer({**observation, "prompt": task} if task else observation, **options)
+        if "actions" not in result:
             raise RefusedError(f"{self.url} answered without actions [H, A]. Is it a policy server?")
+        actions: np.ndarray = result["actions"]
         return actions
 
     def close(self) -> None:
@@ -127,6 +125,13 @@ class RemotePolicy:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _packed(self, observation: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
+        try:
+            message = {name: self._compressed(value) for name, value in observation.items()}
+            return pack_frame({**message, OPTIONS: options} if options else message)
+        except WireError as error:
+            raise ClientError(f"The observation can't be sent: {error}") from error
 
     def _compressed(self, value: Any) -> Any:
         """The value with its images as JPEG files, if that is wanted."""
@@ -170,18 +175,13 @@ class RemotePolicy:
                     additional_headers=self._headers,
                     ssl=self._tls,
                     compression=None,
-                    max_size=None,
+                    max_size=REPLY_BYTES,
                     open_timeout=self.timeout_s,
                     close_timeout=1,
                 )
             )
         except InvalidStatus as error:
-            status = error.response.status_code
-            told = f"{self.url} refused the connection with status {status}"
-            if status in (401, 403):
-                raise RefusedError(f"{told}: the key is missing or wrong.") from error
-            said = (error.response.body or b"").decode(errors="replace").strip()[:200]
-            raise ServerLostError(f"{told}: {said or 'is it a policy server?'}") from error
+            raise self._refused(error) from error
         except InvalidURI as error:
             raise ClientError(f"{self.url} is not an address: {error}") from error
         except ssl.SSLCertVerificationError as error:
@@ -189,20 +189,48 @@ class RemotePolicy:
                 f"{self.url}: the server's certificate is not trusted ({error.verify_message}). If it is the server's "
                 "own, give its file with certificate=..."
             ) from error
-        except (OSError, WebSocketException) as error:
+        except Exception as error:  # of the network, or of a handshake that is none: there are many types
             raise ServerLostError(f"{self.url} can't be reached: {error or type(error).__name__}.") from error
-        self._metadata = self._received(self._connection)
+        self._meet(self._received(self._connection, read_metadata))
         return self._connection
+
+    def _refused(self, error: InvalidStatus) -> ClientError:
+        status = error.response.status_code
+        reason = (error.response.body or b"")[:200].decode(errors="replace").strip()
+        told = f"{self.url} refused the connection with status {status}"
+        if status == 401:
+            return RefusedError(f"{told}: the key is missing or wrong.")
+        if status in (403, 421):  # it will not change its mind
+            return RefusedError(f"{told}: {reason or 'the key is missing or wrong.'}")
+        return ServerLostError(f"{told}: {reason or 'is it a policy server?'}")
+
+    def _meet(self, metadata: dict[str, Any]) -> None:
+        """Take note of what the server says of its policy, which must be the one that the robot began with."""
+        before, now = (lasting(each) for each in (self._metadata, metadata))
+        if self._met and before != now:
+            raise RefusedError(
+                f"{self.url} serves another policy than before: {now}, after {before}. Begin anew with a new "
+                "RemotePolicy."
+            )
+        self._metadata, self._met = metadata, True
 
     def _asked(self, frame: bytes) -> dict[str, Any]:
         connection = self._connected()
+        most = self._metadata.get("limits", {}).get("frame_bytes")
+        if most is not None and len(frame) > most:
+            raise ClientError(
+                f"The observation has {len(frame):,} bytes, but {self.url} takes {most:,.0f}: send only what the "
+                "policy needs, or compressed images (jpeg=90), or start the server with a larger --max-frame-mb."
+            )
         try:
             connection.send(frame)
         except (OSError, WebSocketException) as error:
             raise ServerLostError(f"{self.url} is lost: {error}.") from error
-        return self._received(connection)
+        return self._received(connection, lambda reply: read_result(reply, self._metadata))
 
-    def _received(self, connection: ClientConnection) -> dict[str, Any]:
+    def _received(
+        self, connection: ClientConnection, read: Callable[[bytes], dict[str, Any]]
+    ) -> dict[str, Any]:
         try:
             frame = connection.recv(timeout=self.timeout_s)
         except TimeoutError as error:
@@ -210,17 +238,16 @@ class RemotePolicy:
             raise ServerLostError(f"{self.url} did not answer within {self.timeout_s:g} s.") from error
         except ConnectionClosed as error:
             raise ServerLostError(f"{self.url} closed the connection: {error}.") from error
+        except (OSError, WebSocketException, ValueError) as error:
+            raise ServerLostError(f"{self.url} is lost: {error}.") from error
         if isinstance(frame, str):
             raise RefusedError(f"{self.url} can't use the observation: {frame}")
         try:
-            message = unpack(frame)
+            return read(frame)
         except WireError as error:
             raise RefusedError(
                 f"{self.url} does not speak the protocol of policy servers: {error}"
             ) from error
-        if not isinstance(message, dict):
-            raise RefusedError(f"{self.url} answered with a {type(message).__name__} instead of a map.")
-        return message
 
     def _hang_up(self) -> None:
         self._connection = None

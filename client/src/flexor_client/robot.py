@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional, Protocol
 import numpy as np
 
 from flexor_client.errors import ClientError
+from flexor_client.limits import check_actions
 
 log = logging.getLogger("flexor_client")
 
@@ -92,6 +93,7 @@ class RobotNames:
                 f"The policy's action has {len(action)} parts, but the robot needs {len(self.actions)}: "
                 f"{', '.join(self.actions)}."
             )
+        check_actions(np.asarray(action, np.float64), 1)  # whatever player it comes from
         return {name: float(value) for name, value in zip(self.actions, action)}
 
     def position(self, seen: Mapping[str, Any]) -> np.ndarray | None:

@@ -7,8 +7,9 @@ code 1011, except where the reply says otherwise (see `expired`).
 
 **Frames** are MessagePack. An array is a map with bytes as keys: `b"__ndarray__": True, b"data": bytes,
 b"dtype": "<f4", b"shape": [2, 3]`, in C order. A NumPy scalar is `b"__npgeneric__": True, b"data": 1.5,
-b"dtype": "<f4"`. `pack` writes them and `unpack` reads them. `unpack` trusts nobody: it allows only the kinds of dtype
-b i u f S U, counts what a frame holds before it makes objects of it, and does nothing but build plain values.
+b"dtype": "<f4"`. `pack` writes them and `unpack` reads them. `unpack` trusts nobody: arrays and scalars are numbers
+(kinds b i u f) and nothing else, what a frame holds is counted before objects are made of it (`Limits`), and nothing
+but plain values is built.
 
 **Metadata** (a map; openpi's clients ignore it):
 
@@ -19,6 +20,8 @@ b i u f S U, counts what a frame holds before it makes objects of it, and does n
   policies with a history, the steps that they see relative to now, such as [-1, 0]; else absent
 - `reply`: "chunk" or "action": see below. `continues_chunks`: whether the policy continues `previous` itself; if it
   doesn't, the server blends
+- `action_range`: {"low": [A], "high": [A]}, the range of each part of an action in the training data, in the robot's
+  units; absent where the policy's statistics do not tell. Players refuse what is far outside of it
 - `limits`: {"frame_bytes", "sessions", "requests_per_s"}. A client that asks more often is answered later
 
 **Observation**: a map of names to values. A name with slashes is either one key or a path of nested maps:
@@ -45,7 +48,8 @@ The key `flexor` (all of it optional; openpi's clients don't send it) is a map:
   arrives. The new chunk's entry i is for the same moment as entry i of `previous`; its first `delay` are (nearly)
   equal to it, so a robot uses the new chunk from entry `delay` on
 - `deadline_ms`: how old the observation may be when its answer is ready to be sent. `age_ms`: how old it was when it
-  was sent (default 0). One that is or will be too old is not predicted: see `expired`
+  was sent (default 0). One that is or will be too old is not predicted: see `expired`. The answer comes by then,
+  whatever other clients ask for
 
 **Result**, a map:
 
@@ -55,34 +59,26 @@ The key `flexor` (all of it optional; openpi's clients don't send it) is a map:
 - `flexor`, only if the observation had it: {"id" (if given), "step", "episode", "batch" (requests that were predicted
   together), "delay" (if given)}
 - `expired`, instead of `actions`: {"age_ms", "deadline_ms"}: the observation was too old, or would have been. The
-  connection stays open and the session is as before
+  connection stays open and the session is as before, except that a history may have this observation
 
 A text frame means that the observation could not be used; it says what is wrong with it.
 """
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
 
+from flexor_client.errors import WireError
+
 PROTOCOL = 1
 OPTIONS = "flexor"  # the key of Flexor's own fields, in observations and results
-SCALARS = (bool, int, float, str, bytes)
-# Of the kinds b i u f S U, and of the sizes that every machine has.
-DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248]|[SU][1-9][0-9]{0,5})\Z")
-LARGEST_CHARACTER = 0x10FFFF
-JPEG_START = b"\xff\xd8\xff"
-
-
-class WireError(ValueError):
-    """A frame that is not what it should be."""
+# Numbers of the kinds b i u f, in the sizes that every machine has.
+DTYPE = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f[248])\Z")
 
 
 @dataclass(frozen=True)
@@ -93,12 +89,12 @@ class Limits:
     """Bytes of a frame."""
     items: int = 5_000
     """Values in it, those inside of lists and maps included."""
+    text_bytes: int = 2**16
+    """Bytes of all its texts together, names included. In memory a text can be four times as large."""
     depth: int = 16
     """Lists and maps inside of each other."""
     dimensions: int = 8
     """Dimensions of an array."""
-    image_pixels: int = 4096 * 4096
-    """Pixels of a compressed image."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -106,7 +102,12 @@ DEFAULT_LIMITS = Limits()
 
 def pack(message: Any) -> bytes:
     """A message as MessagePack, with NumPy arrays and scalars as openpi writes them."""
-    packed: bytes = msgpack.packb(message, default=_pack_numpy)
+    try:
+        packed: bytes = msgpack.packb(message, default=_pack_numpy)
+    except WireError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # msgpack has several, such as for large integers
+        raise WireError(f"The message can't be sent: {error}") from error
     return packed
 
 
@@ -116,7 +117,7 @@ def _pack_numpy(value: Any) -> dict[bytes, Any]:
             f"A {type(value).__name__} can't be sent: only numbers, text, bytes, lists, maps, arrays."
         )
     if not DTYPE.match(value.dtype.str):
-        raise WireError(f"An array of {value.dtype} can't be sent: only booleans, integers, floats and text.")
+        raise WireError(f"An array of {value.dtype} can't be sent: only booleans, integers and floats.")
     if isinstance(value, np.generic):
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
     return {
@@ -163,25 +164,19 @@ def _array(found: dict[Any, Any], limits: Limits) -> np.ndarray:
     size = dtype.itemsize
     for length in shape:
         if type(length) is not int or not 0 <= length < 2**40:
-            raise WireError(f"The shape of an array has {length!r:.40} where a size is expected.")
+            raise WireError(f"The shape of an array has {_short(length)} where a size is expected.")
         size *= length
     if size != len(data):
         raise WireError(f"An array {shape} of {dtype} has {size:,} bytes, but {len(data):,} were sent.")
     array = np.frombuffer(data, dtype).reshape(shape) if data else np.zeros(shape, dtype)
-    if dtype.kind == "U" and array.size:
-        points = np.frombuffer(data, np.dtype("u4").newbyteorder(dtype.byteorder))
-        if points.max() > LARGEST_CHARACTER:
-            raise WireError("An array of text holds something that is no character.")
     array.flags.writeable = False
     return array
 
 
 def _scalar(found: dict[Any, Any]) -> Any:
     dtype, value = _dtype(found), found.get(b"data")
-    if not isinstance(value, SCALARS):
+    if not isinstance(value, (bool, int, float)):
         raise WireError(f"The data of a NumPy scalar must be a number, not {type(value).__name__}.")
-    if isinstance(value, (str, bytes)) != (dtype.kind in "SU"):
-        raise WireError(f"The data of a NumPy scalar of {dtype} can't be a {type(value).__name__}.")
     try:
         with np.errstate(all="ignore"):
             return dtype.type(value)
@@ -193,16 +188,24 @@ def _dtype(found: dict[Any, Any]) -> np.dtype:
     name = found.get(b"dtype")
     if not isinstance(name, str) or not DTYPE.match(name):
         raise WireError(
-            f"The dtype {name!r:.40} is not allowed: only booleans, integers, floats and text (kinds b i u f S U)."
+            f"The dtype {_short(name)} is not allowed: only booleans, integers and floats (kinds b i u f). Send text "
+            "as text, not as an array."
         )
     return np.dtype(name)
 
 
+def _short(value: Any) -> str:
+    """A value in a message. The repr() of a long one would be several times as long before it is cut."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:40])
+    return type(value).__name__ if isinstance(value, (list, dict, np.ndarray)) else f"{value!r:.40}"
+
+
 # Of every first byte: how many bytes of header follow, and what they are the length of.
-_FIXED, _BYTES, _LIST, _MAP = range(4)
+_FIXED, _BYTES, _TEXT, _LIST, _MAP = range(5)
 _LENGTHS = {
     **{0xC4 + i: (1 << i, _BYTES) for i in range(3)},  # bin
-    **{0xD9 + i: (1 << i, _BYTES) for i in range(3)},  # str
+    **{0xD9 + i: (1 << i, _TEXT) for i in range(3)},  # str
     0xDC: (2, _LIST),
     0xDD: (4, _LIST),
     0xDE: (2, _MAP),
@@ -221,7 +224,7 @@ def _header(frame: bytes, at: int) -> tuple[int, int, int]:
     if first < 0xA0:
         return _LIST, first & 0x0F, at + 1
     if first < 0xC0:
-        return _BYTES, first & 0x1F, at + 1
+        return _TEXT, first & 0x1F, at + 1
     if first in _NUMBERS:
         return _BYTES, _NUMBERS[first], at + 1
     if first not in _LENGTHS:
@@ -231,11 +234,11 @@ def _header(frame: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _measure(frame: bytes, limits: Limits) -> None:
-    """Refuse a frame with too many values, too deep, or with lengths beyond its end, before anything is made of it.
+    """Refuse a frame with too many values or texts, too deep, or that ends early, before anything is made of it.
 
     A list of a billion values is announced in five bytes, and a decoder may reserve the memory for it.
     """
-    at, items, end = 0, 0, len(frame)
+    at, items, text, end = 0, 0, 0, len(frame)
     open_ends = [1]  # of the lists and maps around this position: how many values are still to come
     while open_ends:
         if not open_ends[-1]:
@@ -246,67 +249,18 @@ def _measure(frame: bytes, limits: Limits) -> None:
             raise WireError("The frame ends too early.")
         kind, length, at = _header(frame, at)
         items += 1
-        if kind == _BYTES:
+        if kind in (_BYTES, _TEXT):
             at += length
+            text += length if kind == _TEXT else 0
         elif kind != _FIXED and length:
             open_ends.append(length if kind == _LIST else 2 * length)
         if at > end:
             raise WireError("The frame ends too early.")
         if items > limits.items or open_ends[-1] > limits.items:
             raise WireError(f"The frame holds more than {limits.items:,} values.")
+        if text > limits.text_bytes:
+            raise WireError(f"The frame holds more than {limits.text_bytes:,} bytes of text.")
         if len(open_ends) > limits.depth + 1:
             raise WireError(f"Lists and maps are nested more than {limits.depth} deep.")
     if at != end:
         raise WireError("Something follows the message in the frame.")
-
-
-def is_jpeg(value: Any) -> bool:
-    return isinstance(value, bytes) and value.startswith(JPEG_START)
-
-
-def encode_jpeg(image: np.ndarray, quality: int = 90) -> bytes:
-    """A uint8 image [H, W, C] or [C, H, W], with 1 or 3 channels, as a JPEG file."""
-    from PIL import Image
-
-    image = np.asarray(image)
-    if image.dtype != np.uint8 or image.ndim != 3:
-        raise WireError(f"An image must be uint8 [H, W, C], not {image.dtype} {list(image.shape)}.")
-    if image.shape[2] not in (1, 3) and image.shape[0] in (1, 3):
-        image = image.transpose(1, 2, 0)
-    if image.shape[2] not in (1, 3):
-        raise WireError(f"An image must have 1 or 3 channels, not {list(image.shape)}.")
-    file = io.BytesIO()
-    plane = np.ascontiguousarray(image if image.shape[2] == 3 else image[:, :, 0])
-    Image.fromarray(plane).save(file, "JPEG", quality=quality)
-    return file.getvalue()
-
-
-def jpeg_size(data: bytes) -> tuple[int, int]:
-    """Height and width of a JPEG file, without decoding it; WireError if it is none."""
-    with _opened(data) as file:
-        return file.height, file.width
-
-
-def decode_jpeg(data: bytes, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
-    """The RGB image uint8 [H, W, 3] of a JPEG file; WireError if it is none."""
-    with _opened(data) as file:
-        if file.width * file.height > limits.image_pixels:
-            raise WireError(
-                f"The image has {file.width} x {file.height} pixels; at most {limits.image_pixels:,} are allowed."
-            )
-        return np.asarray(file.convert("RGB"))
-
-
-@contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
-    from PIL import Image
-
-    if not is_jpeg(data):
-        raise WireError("The bytes are not a JPEG file: one begins with FF D8 FF.")
-    try:
-        with Image.open(io.BytesIO(data), formats=["JPEG"]) as file:
-            yield file
-    except WireError:
-        raise
-    except Exception as error:  # pillow raises many types for damaged files
-        raise WireError(f"The JPEG file can't be read: {error}") from error

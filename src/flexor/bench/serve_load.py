@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from websockets.sync.client import connect
 
-from flexor_client.wire import encode_jpeg, pack, unpack
+from flexor_client.jpeg import encode_jpeg
+from flexor_client.wire import pack, unpack
 
 SEEDS = 8  # different images, so that no cache knows them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from flexor.core.errors import ConfigError
 if TYPE_CHECKING:
     from flexor.evaluate.served import ServerAddress
 
-ROBOT = ("robot", "task", "fps", "seconds", "execute", "max_step", "when_lost", "rename")
+ROBOT = ("robot", "task", "fps", "seconds", "execute", "max_step", "beyond_training", "when_lost", "rename")
 NEEDED = ("robot", "task", "fps", "seconds")
 
 
@@ -65,6 +66,13 @@ def run(arguments: list[str]) -> int:
     add("--seconds", type=float, help="length of an episode")
     add("--execute", type=int, help="actions of a chunk to execute before the next one takes over")
     add("--max-step", type=float, help="clamp actions to this change of any joint per step")
+    add(
+        "--beyond-training",
+        type=_beyond_training,
+        metavar="WIDTHS",
+        help="how far outside of the range in its training data an action may be, in widths of that range, before it "
+        "is refused (default 1); any: not checked",
+    )
     add("--when-lost", choices=("finish", "hold", "stop"), help="what the robot does if the server is lost")
     add(
         "--rename",
@@ -91,6 +99,13 @@ def run(arguments: list[str]) -> int:
     record_dataset(root, progress=progress("recording"), **parsed)
     print_result({"root": str(root), **parsed}, as_json, f"recorded {parsed['episodes']} episodes in {root}")
     return 0
+
+
+def _beyond_training(text: str) -> float:
+    value = math.inf if text == "any" else float(text)
+    if not value >= 0:
+        raise ValueError(text)
+    return value
 
 
 def _record_served(
@@ -158,6 +173,7 @@ def _record_robot(
         when_lost=driven["when_lost"] or "finish",
         rename={name: theirs for name, _, theirs in pairs},
         limits=ActionLimits(step=driven["max_step"]) if driven["max_step"] else None,
+        beyond_training=1.0 if driven["beyond_training"] is None else driven["beyond_training"],
         codec=parsed["codec"],
     )
 

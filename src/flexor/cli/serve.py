@@ -42,6 +42,14 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default=usual.host, help=f"address to listen on; 0.0.0.0 for all (default {usual.host})")
     add("--port", type=int, default=usual.port, help=f"port; 0 takes any free one (default {usual.port})")
     add("--api-key", metavar="KEY", help=f"clients must send it; better given in the environment, as {KEY}")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name of this server, such as one in DNS, that clients and browsers may use; several times. IP "
+        "addresses, localhost and this machine's own name always work",
+    )
     add("--tls-cert", type=Path, metavar="FILE", help="certificate (PEM), for wss:// and https://")
     add("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
     add("--device", help="cpu, cuda, cuda:1 or mps; by default the fastest available one")
@@ -105,7 +113,12 @@ def _add_limits(flags: argparse.ArgumentParser, usual: ServeSettings) -> None:
         metavar="N",
         help="of one client; faster ones are answered later (default 200)",
     )
-    add("--max-frame-mb", type=float, default=32.0, metavar="MB", help="size of an observation (default 32)")
+    add(
+        "--max-frame-mb",
+        type=float,
+        metavar="MB",
+        help="size of an observation (default: twice what the policy's inputs take as arrays, and 8)",
+    )
 
 
 def run(arguments: list[str]) -> int:
@@ -139,8 +152,9 @@ def _settings(parsed: argparse.Namespace) -> ServeSettings:
     }
     # an empty key is an error, not no key: somebody meant to set one
     named["api_key"] = os.environ.get(KEY) if parsed.api_key is None else parsed.api_key
-    limits = replace(usual.limits, frame_bytes=int(parsed.max_frame_mb * 2**20))
-    return replace(usual, **named, limits=limits)
+    named["frame_bytes"] = None if parsed.max_frame_mb is None else int(parsed.max_frame_mb * 2**20)
+    named["allow_hosts"] = tuple(parsed.allow_host)
+    return replace(usual, **named)
 
 
 def read_names(given: list[str]) -> dict[str, str]:
@@ -171,6 +185,10 @@ async def _serve(server: PolicyServer, as_json: bool) -> None:
         if settings.api_key is None and not _is_local(settings.host):
             log.warning(
                 "No API key is set: everybody who reaches this machine can use the policy. Set %s.", KEY
+            )
+        if server.predictor.action_range is None:
+            log.warning(
+                "The policy is saved without statistics of its actions: robots can't tell which ones are absurd."
             )
         if as_json:
             print_json({"url": url, "metadata": server.metadata()})

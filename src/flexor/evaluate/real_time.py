@@ -93,9 +93,16 @@ def score_in_real_time(
     source = SlowSource(policy, robot, latency_s)
     player: RealTimePlayer | ChunkPlayer
     if real_time:
-        player = RealTimePlayer(source, robot.fps, execute=execute, clock=robot.clock, start=source.start)
+        player = RealTimePlayer(
+            source,
+            robot.fps,
+            execute=execute,
+            beyond_training=None,
+            clock=robot.clock,
+            start=source.start,
+        )
     else:
-        player = ChunkPlayer(source, execute)
+        player = ChunkPlayer(source, execute, beyond_training=None)
     rename = {name: theirs for name, theirs in RENAME.items() if name in robot.observation_features}
     successes, moved, steps = 0, 0, 0
     for done, seed in enumerate(seeds):

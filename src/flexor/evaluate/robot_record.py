@@ -67,6 +67,7 @@ class RobotSession:
     when_lost: str = "finish"
     rename: Mapping[str, str] = field(default_factory=dict)
     limits: ActionLimits | None = None
+    beyond_training: float | None = 1.0
     codec: str = "h264"
 
 
@@ -94,6 +95,7 @@ def record_robot(
             execute=session.execute,
             when_lost=session.when_lost,
             limits=session.limits,
+            beyond_training=session.beyond_training,
             clock=clock,
         )
         writer = DatasetWriter(

@@ -66,7 +66,8 @@ class ServedActor:
     def reset(self, num_envs: int) -> None:
         with client_errors():
             while len(self.players) < num_envs:
-                self.players.append(ChunkPlayer(self.server.open()))
+                # what a simulator is told does no harm, and an episode goes on as it does without a server
+                self.players.append(ChunkPlayer(self.server.open(), beyond_training=None))
             for player, seed in zip(self.players, self.seeds):
                 player.reset(seed)
         self._threads = self._threads or ThreadPoolExecutor(num_envs)
@@ -107,7 +108,7 @@ def record_served(
     env = make_env()
     counts = {"episodes": 0, "successes": 0, "frames": 0}
     with client_errors(), server.open() as policy:
-        player = ChunkPlayer(policy)
+        player = ChunkPlayer(policy, beyond_training=None)
         first = observation_to_batch(env.reset(seed=seed)[0])
         names = policy.metadata.get("action_names")
         fps = float(env.metadata.get("render_fps") or 10)

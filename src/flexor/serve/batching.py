@@ -54,7 +54,7 @@ class RequestBatcher:
         self.free_since = 0.0  # the model's thread
 
     async def submit(self, job: ServeJob) -> None:
-        """Return when the job is answered or has expired."""
+        """Return when the job is answered or has expired: at its deadline, whatever the model is doing then."""
         job.queued = time.perf_counter()
         self.pauses.setdefault(job.session, RobotPauses()).ask(job.queued)
         if self._too_late(job):
@@ -63,7 +63,19 @@ class RequestBatcher:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append((job, answered))
         self.changed.set()
-        await answered
+        left = None if job.due is None else max(0.0, job.due - time.perf_counter())
+        await asyncio.wait([answered], timeout=left)
+        if not answered.done():
+            self._expire(job)
+            self._abandon(job, answered)
+
+    def _abandon(self, job: ServeJob, answered: asyncio.Future[None]) -> None:
+        """Take a job out of the queue. If the model is at it already, its observation is in use until that ends."""
+        try:
+            self.waiting.remove((job, answered))
+        except ValueError:
+            job.in_use = True
+            answered.add_done_callback(lambda _: job.release())
 
     def forget(self, session: object) -> None:
         self.pauses.pop(session, None)
@@ -93,7 +105,7 @@ class RequestBatcher:
             self.took.append(now - started)
             self.trust = 1.0
             for job, answered in batch:
-                if job.session in self.pauses:
+                if job.session in self.pauses and not job.expired:
                     self.pauses[job.session].answer(now)
                 if not answered.done():
                     answered.set_result(None)

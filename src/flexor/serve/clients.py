@@ -15,12 +15,15 @@ from websockets.exceptions import ConnectionClosed
 from websockets.protocol import State
 
 from flexor.core.log import log
+from flexor.serve.form import ObservationForm
 from flexor.serve.job import ServeJob
+from flexor.serve.limits import BadRequest, RequestLimits
 from flexor.serve.metrics import Metrics
 from flexor.serve.model import Model
-from flexor.serve.request import BadRequest, ObservationForm, ObservationReader, PolicyRequest
+from flexor.serve.request import CheckedRequest, ObservationReader, PolicyRequest
 from flexor.serve.settings import ServeSettings
-from flexor_client.wire import OPTIONS, WireError, pack, unpack
+from flexor_client.errors import WireError
+from flexor_client.wire import OPTIONS, pack, unpack
 
 FAILED = 1011  # the close code of openpi's server after an error
 TRY_LATER = 1013
@@ -71,11 +74,12 @@ class ClientLoop:
         self,
         settings: ServeSettings,
         form: ObservationForm,
+        limits: RequestLimits,
         model: Model,
         metrics: Metrics,
         metadata: bytes,
     ):
-        self.settings, self.reader = settings, ObservationReader(form, settings.limits)
+        self.settings, self.limits, self.reader = settings, limits, ObservationReader(form, limits)
         self.model, self.metrics, self.metadata = model, metrics, metadata
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
@@ -114,29 +118,44 @@ class ClientLoop:
         self.metrics.bytes_in += len(frame)
         begun = time.perf_counter()
         try:
-            asked = await self._read(frame)
+            asked = await self._read(frame, arrived)
             session = self._session(client, asked)
         except (WireError, BadRequest) as error:
             return await self._refuse(client, "refused", str(error))
         decoded = time.perf_counter()
         job = ServeJob(asked, session, arrived, client.alive)
-        await self.model.submit(job)
+        await (self.model.submit(job) if asked.observation else self.model.expire(job))
         if job.error is not None:
-            return await self._refuse(client, "failed", job.error)
+            return await self._refuse(client, job.failure, job.error)
         await self._reply(client, job, decoded - begun)
         return True
 
-    async def _read(self, frame: bytes | str) -> PolicyRequest:
+    async def _read(self, frame: bytes | str, arrived: float) -> PolicyRequest:
         if isinstance(frame, str):
             raise BadRequest("An observation must be a binary frame of MessagePack, not text.")
-        message = unpack(frame, self.settings.limits)
-        files = self.reader.files(message)
+        checked = self.reader.check(unpack(frame, self.limits.frame))
+        due = None if checked.options is None else checked.options.due(arrived)
+        left = None if due is None else max(0.0, due - time.perf_counter())
+        return await self._decoded(checked, left)
+
+    async def _decoded(self, checked: CheckedRequest, timeout_s: float | None) -> PolicyRequest:
+        """With its images, or without an observation if that takes longer than allowed.
+
+        What one image costs is limited, but all clients share the threads that decode.
+        """
+        files, run = checked.files(), asyncio.get_running_loop().run_in_executor
         if not files:
-            return self.reader.read(message)
-        # decoding an image takes milliseconds, in which other clients are served
-        run = asyncio.get_running_loop().run_in_executor
-        images = await asyncio.gather(*(run(self.decoders, self.reader.decode, file) for file in files))
-        return self.reader.read(message, {id(file): image for file, image in zip(files, images)})
+            return checked.request({})
+        decoding = [run(self.decoders, file.decode) for file in files]
+        done, late = await asyncio.wait(decoding, timeout=timeout_s)
+        for image in late:
+            image.cancel()  # those that have begun end soon
+        for error in [image.exception() for image in done]:
+            if error is not None:
+                raise error
+        if late:
+            return checked.too_late()
+        return checked.request({file: image.result() for file, image in zip(files, decoding)})
 
     def _session(self, client: Client, asked: PolicyRequest) -> Any:
         name = asked.options.session if asked.options else ""
@@ -144,7 +163,7 @@ class ClientLoop:
             if len(client.sessions) >= self.settings.max_sessions:
                 raise BadRequest(f"A connection can have at most {self.settings.max_sessions} sessions.")
             client.sessions[name] = self.model.session()
-        for camera in self.cameras:
+        for camera in self.cameras if asked.observation else ():
             image = asked.observation[camera]
             client.images[camera] = image[-1] if asked.stacked else image
         client.task = asked.task
@@ -152,20 +171,20 @@ class ClientLoop:
 
     async def _refuse(self, client: Client, result: str, reason: str) -> bool:
         self.metrics.results[result] += 1
-        self._note(client, reason)
+        self.note(f"client {client.number} ({client.address})", reason)
         with contextlib.suppress(ConnectionClosed):
             await client.connection.send(reason)
             await client.connection.close(FAILED, "the observation could not be answered")
         return False
 
-    def _note(self, client: Client, reason: str) -> None:
+    def note(self, who: str, reason: str) -> None:
         """Into the log, but not as often as somebody can send nonsense: that would fill a disk."""
         now = time.monotonic()
         if now < self.next_note:
             self.unsaid += 1
             return
         more = f" (and {self.unsaid} more since the last such line)" if self.unsaid else ""
-        log.info("client %d (%s): %s%s", client.number, client.address, reason[:NOTED], more)
+        log.info("%s: %s%s", who, reason[:NOTED], more)
         self.next_note, self.unsaid = now + NOTE_S, 0
 
     async def _reply(self, client: Client, job: ServeJob, decode_s: float) -> None:

@@ -20,12 +20,11 @@ from typing import Any
 
 from flexor.core.log import setup_logging
 from flexor.serve.connections import Connections
+from flexor.serve.form import Input, ObservationForm
 from flexor.serve.job import ServeJob
 from flexor.serve.link import Handler, Link
-from flexor.serve.request import Input, ObservationForm
 from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
-from flexor_client.wire import Limits
 
 
 class HandedConnections(socket.socket):
@@ -51,10 +50,10 @@ class HandedConnections(socket.socket):
 class RemoteModel:
     """The model, in another process."""
 
-    def __init__(self, link: Link, form: ObservationForm, memory: int, max_clients: int):
+    def __init__(self, link: Link, form: ObservationForm, memory: int, places: int):
         self.link = link
-        self.observations = SharedObservations(memory, form, max_clients)
-        self.free = [*range(max_clients)]  # numbers of observations; a client asks for one at a time
+        self.observations = SharedObservations(memory, form, places)
+        self.free = [*range(places)]  # numbers of observations; a client asks for one at a time
         self.numbers = itertools.count()
 
     async def has_room(self) -> bool:
@@ -81,7 +80,15 @@ class RemoteModel:
                 )
             )
         finally:
-            self.free.append(number)
+            if not job.in_use:
+                self.free.append(number)
+
+    async def expire(self, job: ServeJob) -> None:
+        job.expired, job.episode = True, await self.link.ask("episode", job.session)
+
+    def release(self, number: int) -> None:
+        """The model has ended with an observation whose request expired meanwhile."""
+        self.free.append(number)
 
     def forget(self, session: int) -> None:
         self.link.tell("forget", session)
@@ -94,6 +101,7 @@ class ConnectionProcess:
     """What the process does: it is set up by the server, and ends with it."""
 
     link: Link
+    model: RemoteModel
     connections: Connections
 
     def __init__(self, handed: HandedConnections, memory: int):
@@ -106,6 +114,8 @@ class ConnectionProcess:
             "set_up": self.set_up,
             "figures": self.figures,
             "close": self.open.aclose,
+            "release": lambda number: self.model.release(number),
+            "is_alive": lambda: True,
         }
         async with self.open:
             self.link = await Link.over(line, handlers, self.ended.set)
@@ -121,8 +131,8 @@ class ConnectionProcess:
     ) -> None:
         """Listen from now on."""
         known, wanted = _settings(settings), _form(form)
-        model = RemoteModel(self.link, wanted, self.memory, known.max_clients)
-        self.connections = Connections(known, wanted, model, metadata, about, started)
+        self.model = RemoteModel(self.link, wanted, self.memory, known.observation_places)
+        self.connections = Connections(known, wanted, self.model, metadata, about, started)
         self.open.callback(self.connections.close)
         await self.open.enter_async_context(self.connections.listening(self.handed))
 
@@ -132,7 +142,7 @@ class ConnectionProcess:
 
 def _settings(plain: dict[str, Any]) -> ServeSettings:
     files = {name: plain[name] and Path(plain[name]) for name in ("tls_cert", "tls_key")}
-    return ServeSettings(**{**plain, **files, "limits": Limits(**plain["limits"])})
+    return ServeSettings(**{**plain, **files, "allow_hosts": tuple(plain["allow_hosts"])})
 
 
 def _form(plain: dict[str, Any]) -> ObservationForm:

@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from flexor.serve.request import PolicyRequest, RequestOptions
+from flexor.serve.options import RequestOptions
+from flexor.serve.request import PolicyRequest
 
-ANSWER = ("queued", "started", "finished", "batch", "actions", "error", "expired", "step", "episode")
+ANSWER = (
+    *("queued", "started", "finished", "batch", "actions", "error", "failure", "expired", "step", "episode"),
+    "in_use",
+)
 
 
 @dataclass(eq=False)
@@ -30,7 +34,12 @@ class ServeJob:
     """How many were answered together."""
     actions: np.ndarray | None = None
     error: str | None = None
+    failure: str = "failed"
+    """As which result an error is counted."""
     expired: bool = False
+    in_use: bool = False
+    """It expired, but the model reads its observation until `release` is called."""
+    release: Callable[[], None] = lambda: None
     step: int = 0
     """The robot's, for which it asks."""
     episode: int = 0
@@ -40,12 +49,7 @@ class ServeJob:
     """When the answer must be ready."""
 
     def __post_init__(self) -> None:
-        options = self.options
-        self.due = (
-            None
-            if options.deadline_ms is None
-            else self.arrived + (options.deadline_ms - options.age_ms) / 1e3
-        )
+        self.due = self.options.due(self.arrived)
 
     @property
     def options(self) -> RequestOptions:

@@ -12,7 +12,7 @@ import numpy as np
 PARTS = ("decode", "queue", "model", "encode", "total")
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 BATCHES = (1, 2, 4, 8, 16, 32)
-RESULTS = ("ok", "expired", "refused", "failed")
+RESULTS = ("ok", "expired", "refused", "failed", "not_finite")
 COUNTS = ("bytes_in", "bytes_out", "connections", "refused_connections", "delayed")
 RECENT = 2000  # requests, for percentiles
 

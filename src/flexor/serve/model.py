@@ -20,10 +20,13 @@ class Model(Protocol):
     def leave(self, client: int) -> None: ...
 
     def session(self) -> Any:
-        """For a new robot."""
+        """For a new robot; BadRequest if there are too many."""
 
     async def submit(self, job: ServeJob) -> None:
         """Return when the job is answered or has expired."""
+
+    async def expire(self, job: ServeJob) -> None:
+        """Answer a job whose time was over before its images were decoded."""
 
     def forget(self, session: Any) -> None:
         """That robot is gone."""

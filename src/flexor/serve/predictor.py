@@ -18,6 +18,7 @@ from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing.rename_and_move import renaming_of, with_renaming
 from flexor.policies.processing.tokenize import Tokenize
 from flexor.policies.session import Executing, Session, predict_together
+from flexor.serve.action_range import action_range
 from flexor.serve.job import ServeJob
 from flexor.serve.settings import Reply
 
@@ -46,7 +47,7 @@ class Predictor:
             before = with_renaming(pretrained.preprocessor, {})
             pretrained = replace(pretrained, preprocessor=before)
         self.pretrained, self.seed, self.autocast = pretrained, seed, autocast
-        self.config = pretrained.policy.config
+        self.config, self.action_range = pretrained.policy.config, action_range(pretrained)
         self.reply: Reply = reply or ("chunk" if self.config.ensemble_coefficient is None else "action")
         self.sizes = [size for size in SIZES if size < max_batch] + [max_batch] if fixed_sizes else []
         self.max_batch = max_batch
@@ -65,6 +66,8 @@ class Predictor:
             "reply": self.reply,
             "continues_chunks": self.pretrained.policy.continues_chunks,
         }
+        if self.action_range is not None:
+            about["action_range"] = self.action_range
         if config.observation_deltas is not None:
             about["observation_steps"] = [step for step in config.observation_deltas if step <= 0]
         return about
@@ -106,7 +109,7 @@ class Predictor:
                 self._fail(job, error)
         self._predict(due)
         for job in jobs:
-            if job.error is None:
+            if job.error is None and not job.expired:  # meanwhile: then its session stays at this step
                 self._finish(job)
             job.finished = time.perf_counter()
 
@@ -153,6 +156,7 @@ class Predictor:
                 job.actions = chunk
             else:
                 job.error = "The policy predicted values that are not finite: nothing is sent to the robot."
+                job.failure = "not_finite"
 
     def _finish(self, job: ServeJob) -> None:
         session = job.session

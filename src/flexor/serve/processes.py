@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,11 +20,14 @@ from flexor.policies.session import Session
 from flexor.serve import connection_process
 from flexor.serve.connection_process import HandedConnections
 from flexor.serve.connections import Connections
+from flexor.serve.form import ObservationForm
 from flexor.serve.job import ServeJob
+from flexor.serve.limits import BadRequest
 from flexor.serve.link import Handler, Link
 from flexor.serve.local_model import LocalModel
 from flexor.serve.metrics import Metrics
-from flexor.serve.request import ObservationForm, PolicyRequest, RequestOptions
+from flexor.serve.options import RequestOptions
+from flexor.serve.request import PolicyRequest
 from flexor.serve.shared_observations import SharedObservations
 
 START_S = 60.0
@@ -32,6 +35,9 @@ END_S = 15.0
 FIGURES_S = 5.0
 RUSH_S = 0.05  # after one connection, others are not taken for the first
 AGAIN_S = 1.0  # after a process died, until another one is started in its place
+ALIVE_S = 1.0  # between two questions whether a process is alive
+ANSWER_S = 0.5  # in which it answers before it is given a connection
+FROZEN_S = 10.0  # without an answer, after which it is ended
 BACKLOG = 100
 # figures of a process that has ended
 NOBODY = {"clients": [], "connected": 0, "sessions": 0, "resident_bytes": 0}
@@ -66,7 +72,7 @@ class RemoteConnections:
         self.model, self.form = processes.model, processes.form
         memory = os.memfd_create("flexor-observations")
         try:
-            self.observations = SharedObservations(memory, self.form, processes.settings.max_clients)
+            self.observations = SharedObservations(memory, self.form, processes.settings.observation_places)
             self.line, theirs = socket.socketpair()
             self.handing = Handing()
             with theirs, self.handing.theirs:
@@ -81,6 +87,7 @@ class RemoteConnections:
         self.clients: set[int] = set()
         self.sessions: dict[int, Session] = {}
         self.link: Link | None = None
+        self.answers = True  # when it was last asked
         self.counted: Mapping[str, Any] = Metrics().plain()  # when it was last asked
 
     async def set_up(self) -> None:
@@ -89,6 +96,7 @@ class RemoteConnections:
             "enter": self._enter,
             "leave": self._leave,
             "submit": self._submit,
+            "episode": self._episode,
             "forget": self._forget,
             "figures": functools.partial(self.processes.figures_of_all_but, self),
         }
@@ -100,6 +108,23 @@ class RemoteConnections:
         await self.link.ask(
             "set_up", settings, asdict(self.form), known.loop.metadata, dict(known.about), known.started
         )
+
+    async def is_alive(self, timeout_s: float) -> bool:
+        """Whether it answers in this time. One that hangs or is stopped does not."""
+        try:
+            assert self.link is not None
+            self.answers = await asyncio.wait_for(self.link.ask("is_alive"), timeout_s)
+        except (ConnectionError, TimeoutError):
+            self.answers = False
+        return self.answers
+
+    async def watch(self) -> None:
+        """End the process when it does not answer any more: its robots can then connect to another one."""
+        while await self.is_alive(FROZEN_S):
+            await asyncio.sleep(ALIVE_S)
+        if self.process.poll() is None:
+            log.warning("a process with connections has not answered for %.0f s: it is ended", FROZEN_S)
+            self.process.kill()
 
     async def figures(self, images: bool) -> Mapping[str, Any]:
         """What it counted; if it hangs or has died, what it had counted when it last answered."""
@@ -139,6 +164,9 @@ class RemoteConnections:
         if session is not None:
             self.model.forget(session)
 
+    def _episode(self, number: int) -> int:
+        return self.sessions[number].episode if number in self.sessions else 0
+
     async def _submit(
         self,
         place: int,
@@ -149,13 +177,17 @@ class RemoteConnections:
         options: dict[str, Any] | None,
     ) -> list[Any]:
         """Answer a request, whose observation is in shared memory."""
-        if number not in self.sessions:
-            self.sessions[number] = self.model.session()
+        try:
+            self.sessions[number] = self.sessions.get(number) or self.model.session()
+        except BadRequest as error:
+            return ServeJob(PolicyRequest({}, stacked, task, None), None, arrived, error=str(error)).answer()
         seen = self.observations.at(place, stacked)
         if self.form.steps is not None and not stacked:  # the session keeps it
             seen = {name: array.copy(order="K") for name, array in seen.items()}
         asked = PolicyRequest(seen, stacked, task, None if options is None else RequestOptions(**options))
         job = ServeJob(asked, self.sessions[number], arrived, lambda: number in self.sessions)
+        if self.link is not None:
+            job.release = functools.partial(self.link.tell, "release", place)
         await self.model.submit(job)
         return job.answer()
 
@@ -170,7 +202,7 @@ class RemoteConnections:
 
 class ConnectionProcesses:
     """All of them. Connections are accepted here: the first client stays in this process, where it is answered soonest;
-    others go to the process with the fewest."""
+    others go to the process with the fewest, if it answers."""
 
     def __init__(self, connections: Connections, form: ObservationForm, model: LocalModel):
         """`connections`: those of this process, which do not listen yet."""
@@ -179,7 +211,7 @@ class ConnectionProcesses:
         self.handing = Handing()  # to this process itself
         self.running: list[RemoteConnections] = []
         self.closing = False
-        self.restarts: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self.ended = Metrics().plain()  # what processes that died had counted: sums never fall
         model.elsewhere = self.figures
 
@@ -202,7 +234,7 @@ class ConnectionProcesses:
                     bound.close()
         finally:
             self.closing = True
-            for task in self.restarts:
+            for task in self.tasks:
                 task.cancel()
             await asyncio.gather(*(one.close() for one in self.running))
             self.handing.close()
@@ -225,12 +257,17 @@ class ConnectionProcesses:
             one.process.kill()
             raise
         self.running.append(one)
+        self._spawn(one.watch())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)  # the event loop itself would forget it
+        task.add_done_callback(self.tasks.discard)
 
     def _accept(self, bound: socket.socket) -> None:
         try:
             while True:
-                with bound.accept()[0] as connection:
-                    self._hand_over(connection)
+                self._spawn(self._hand_over(bound.accept()[0]))
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # too many open files, say
@@ -239,13 +276,17 @@ class ConnectionProcesses:
             loop.remove_reader(bound)
             loop.call_later(AGAIN_S, self._listen, bound)
 
-    def _hand_over(self, connection: socket.socket) -> None:
-        """If no process can take it, it is closed."""
-        fewest = sorted(self.running, key=lambda one: (len(one.clients), one.handing.last))
-        ways = [one.handing for one in fewest]
-        if not self.here.loop.clients and time.monotonic() - self.handing.last > RUSH_S:
-            ways.insert(0, self.handing)
-        any(way.give(connection) for way in ways)
+    async def _hand_over(self, connection: socket.socket) -> None:
+        """The first client stays here, as do those that no other process takes."""
+        with connection:
+            if not self.here.loop.clients and time.monotonic() - self.handing.last > RUSH_S:
+                self.handing.give(connection)
+                return
+            for remote in sorted(self.running, key=_least_busy):
+                remote.handing.last = time.monotonic()  # the next connection goes to another one
+                if await remote.is_alive(ANSWER_S) and remote.handing.give(connection):
+                    return
+            self.handing.give(connection)
 
     async def figures_of_all_but(
         self, asking: RemoteConnections, counted: Mapping[str, Any], images: bool
@@ -265,9 +306,7 @@ class ConnectionProcesses:
             return
         self.running.remove(one)
         self.ended = {**Metrics.together([self.ended, one.counted]).plain(), "recent": []}
-        task = asyncio.ensure_future(self._replace(one))
-        self.restarts.add(task)
-        task.add_done_callback(self.restarts.discard)
+        self._spawn(self._replace(one))
 
     async def _replace(self, one: RemoteConnections) -> None:
         await one.close()
@@ -281,3 +320,8 @@ class ConnectionProcesses:
                 return
             except FlexorError as error:
                 log.warning("%s", error)
+
+
+def _least_busy(remote: RemoteConnections) -> tuple[bool, int, float]:
+    """Sorts processes: the one with the fewest clients first, those that did not answer last."""
+    return not remote.answers, len(remote.clients), remote.handing.last

@@ -1,99 +1,29 @@
-"""A client's message -> what a policy is asked. What does not fit is refused, with how to fix it."""
+"""A client's message -> what a policy is asked. What does not fit is refused, with how to fix it.
+
+Nobody knows who sends a message. So an input is compared with what the policy takes before anything is made of it, and
+NumPy is never left to guess what a list holds. Compressed images are decoded last, elsewhere: `CheckedRequest.files`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from flexor.core.errors import ConfigError, FlexorError
-from flexor.core.typed import closest
-from flexor.serve.settings import Reply
-from flexor_client.wire import OPTIONS, Limits, WireError, decode_jpeg, jpeg_size
-
-if TYPE_CHECKING:  # a process that only reads requests does without torch
-    from flexor.policies.base import PolicyConfig
+from flexor.serve.form import Input, ObservationForm
+from flexor.serve.limits import BadRequest, Budget, RequestLimits
+from flexor.serve.options import LONGEST_NAME, RequestOptions, kind_of
+from flexor_client.errors import WireError
+from flexor_client.jpeg import JpegFile, open_jpeg
+from flexor_client.wire import OPTIONS
 
 TASK_KEYS = ("prompt", "task")
-LONGEST_NAME = 64
 LONGEST_TASK = 4096
-LARGEST_NUMBER = 2**53  # of an episode or step
+NUMBERS = (bool, int, float, np.number, np.bool_)
 
-
-class BadRequest(FlexorError):
-    """A message that can't be answered; its text is for the client."""
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """The fields under the key `flexor` of an observation: see flexor_client/wire.py."""
-
-    id: int | str | None = None
-    session: str = ""
-    reset: bool = False
-    episode: int | None = None
-    step: int | None = None
-    reply: Reply | None = None
-    previous: np.ndarray | None = None
-    delay: int = 0
-    deadline_ms: float | None = None
-    age_ms: float = 0.0
-
-    @classmethod
-    def read(cls, given: Any, action_size: int) -> RequestOptions | None:
-        """The options in a message; None if it has none."""
-        if given is None:
-            return None
-        if not isinstance(given, dict):
-            raise BadRequest(f"`{OPTIONS}` must be a map of options, not {_kind(given)}.")
-        unknown = [name for name in given if name not in cls.__dataclass_fields__]
-        if unknown:
-            raise BadRequest(
-                f"`{OPTIONS}` has an unknown option {unknown[0]!r:.60}. "
-                f"{closest(str(unknown[0])[:60], cls.__dataclass_fields__)}"
-            )
-        options = cls(**given)
-        options._check(action_size)
-        return options
-
-    def _check(self, action_size: int) -> None:
-        def require(name: str, fits: bool, wanted: str) -> None:
-            if not fits:
-                raise BadRequest(f"`{OPTIONS}.{name}` must be {wanted}.")
-
-        short = isinstance(self.id, str) and len(self.id) <= LONGEST_NAME
-        require(
-            "id",
-            self.id is None or short or _whole(self.id),
-            f"a number or at most {LONGEST_NAME} characters",
-        )
-        fits = isinstance(self.session, str) and len(self.session) <= LONGEST_NAME
-        require("session", fits, f"at most {LONGEST_NAME} characters")
-        require("reset", isinstance(self.reset, bool), "true or false")
-        require("episode", self.episode is None or _whole(self.episode), "a whole number from 0")
-        require("step", self.step is None or _whole(self.step), "a whole number from 0")
-        require("reply", self.reply in (None, "chunk", "action"), "chunk or action")
-        require("delay", _whole(self.delay), "a whole number from 0")
-        for name in ("deadline_ms", "age_ms"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
-            require(name, (value is None and name == "deadline_ms") or number, "milliseconds, from 0")
-        if self.previous is not None:
-            value = self.previous
-            fits = (
-                isinstance(value, np.ndarray)
-                and value.ndim == 2
-                and value.dtype.kind == "f"
-                and len(value) > 0
-            )
-            require(
-                "previous",
-                fits and value.shape[1] == action_size,
-                f"a float array [at least 1, {action_size}]",
-            )
-            require("previous", bool(np.isfinite(value).all()), "finite")
+Image = np.ndarray | JpegFile
 
 
 @dataclass(frozen=True)
@@ -108,194 +38,204 @@ class PolicyRequest:
 
 
 @dataclass(frozen=True)
-class Input:
-    """One value of an observation."""
+class CheckedRequest:
+    """A message that fits the policy. Only its compressed images are still to be decoded."""
 
-    shape: tuple[int, ...]
-    """Of an image: (channels, height, width)."""
-    image: bool
-    name: str
-    """The clients' name of it."""
-    own_too: bool
-    """Whether the policy's own name is good too."""
+    values: dict[str, Image | list[Image]]
+    """A list: the images of a history."""
+    stacked: bool
+    task: str
+    options: RequestOptions | None
 
+    def files(self) -> list[JpegFile]:
+        values = [
+            each for value in self.values.values() for each in (value if isinstance(value, list) else [value])
+        ]
+        return [value for value in values if isinstance(value, JpegFile)]
 
-@dataclass(frozen=True)
-class ObservationForm:
-    """What a policy needs in an observation."""
+    def request(self, images: Mapping[JpegFile, np.ndarray]) -> PolicyRequest:
+        """With the images of its files, uint8 [H, W, 3] each."""
 
-    inputs: dict[str, Input]
-    """By the policy's own name."""
-    steps: list[int] | None
-    """For policies with a history: those that it sees, relative to now."""
-    action_size: int
+        def decoded(value: Image) -> np.ndarray:
+            return images[value].transpose(2, 0, 1) if isinstance(value, JpegFile) else value
 
-    @classmethod
-    def of_policy(
-        cls, config: PolicyConfig, names: Mapping[str, str], usual: Mapping[str, str] | None = None
-    ) -> ObservationForm:
-        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
-        policy's own are both good."""
-        for name in names:
-            if name not in config.observed:
-                raise ConfigError(
-                    f"--map {name}=...: the policy has no such input. {closest(name, config.observed)}"
-                )
-        theirs = {name: names.get(name, (usual or {}).get(name, name)) for name in config.observed}
-        inputs = {
-            name: Input(
-                feature.shape,
-                name in config.images,
-                theirs[name],
-                name not in names and name not in theirs.values(),
-            )
-            for name, feature in config.observed.items()
+        observation = {
+            name: np.stack([*map(decoded, value)]) if isinstance(value, list) else decoded(value)
+            for name, value in self.values.items()
         }
-        deltas = config.observation_deltas
-        steps = None if deltas is None else [step for step in deltas if step <= 0]
-        return cls(inputs, steps, config.action.shape[0])
+        return PolicyRequest(observation, self.stacked, self.task, self.options)
+
+    def too_late(self) -> PolicyRequest:
+        """Without its observation, of which nothing will be predicted any more."""
+        return PolicyRequest({}, self.stacked, self.task, self.options)
 
 
 class ObservationReader:
     """Reads observations for a policy, under the names that a client uses."""
 
-    def __init__(self, form: ObservationForm, limits: Limits):
-        self.inputs, self.steps, self.action_size = form.inputs, form.steps, form.action_size
-        self.limits = limits
-        self.sizes = {wanted.shape[1:] for wanted in form.inputs.values() if wanted.image}
+    def __init__(self, form: ObservationForm, limits: RequestLimits):
+        self.form, self.inputs, self.limits = form, form.inputs, limits
 
-    def files(self, message: Any) -> list[bytes]:
-        """The compressed images in a message: to decode them takes longer than everything else."""
+    def check(self, message: Any) -> CheckedRequest:
+        """What a message asks for; BadRequest if it does not fit."""
         if not isinstance(message, dict):
-            return []
-        found: list[bytes] = []
-        for name, wanted in self.inputs.items():
-            value = self._find(message, name) if wanted.image else None
-            found += [value] if isinstance(value, bytes) else []
-            if isinstance(value, list) and len(value) == len(self.steps or []):
-                found += [one for one in value if isinstance(one, bytes)]
-        return found
-
-    def decode(self, file: bytes) -> np.ndarray | None:
-        """An image uint8 [H, W, 3]; None if `read` will say what is wrong with it."""
-        try:
-            if jpeg_size(file) in self.sizes:
-                return decode_jpeg(file, self.limits)
-        except WireError:
-            pass
-        return None
-
-    def read(self, message: Any, decoded: Mapping[int, np.ndarray | None] | None = None) -> PolicyRequest:
-        """What a message asks for. `decoded`: images of its files, by the id() of their bytes."""
-        images = decoded or {}
-        if not isinstance(message, dict):
-            raise BadRequest(f"An observation must be a map of names to values, not {_kind(message)}.")
-        found: dict[str, np.ndarray] = {}
-        for name, wanted in self.inputs.items():
+            raise BadRequest(f"An observation must be a map of names to values, not {kind_of(message)}.")
+        options = RequestOptions.read(message.get(OPTIONS), self.form.action_size, self.form.horizon)
+        task, budget = _task(message), Budget(self.limits)
+        values: dict[str, Image | list[Image]] = {}
+        for name, form in self.inputs.items():
             value = self._find(message, name)
             if value is None:
                 raise BadRequest(self._missing(name, message))
-            found[name] = self._value(_with_images(value, images), wanted)
-        stacked = self._stacked(found)
-        task = next((message[key] for key in TASK_KEYS if key in message), "")
-        if isinstance(task, np.str_):
-            task = str(task)
-        if not isinstance(task, str) or len(task) > LONGEST_TASK:
-            raise BadRequest(f"`prompt` must be text of at most {LONGEST_TASK} characters.")
-        return PolicyRequest(
-            found, stacked, task, RequestOptions.read(message.get(OPTIONS), self.action_size)
-        )
+            values[name] = (
+                self._images(value, form, budget) if form.image else self._numbers(value, form, budget)
+            )
+        return CheckedRequest(values, self._stacked(values), task, options)
 
     def _find(self, message: Mapping[Any, Any], name: str) -> Any:
         value = _find(message, self.inputs[name].name)
         return message.get(name) if value is None and self.inputs[name].own_too else value
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
-        wanted = self.inputs[name].name
-        there = (
-            ", ".join(sorted(str(key)[:LONGEST_NAME] for key in message if key != OPTIONS)[:20]) or "nothing"
-        )
+        names = sorted(str(key[:LONGEST_NAME]) for key in message if key != OPTIONS)[:20]
         return (
-            f"The policy needs {wanted}, but the observation has only {there}. Send it under this name, or start the "
-            f"server with --map {name}=NAME."
+            f"The policy needs {self.inputs[name].name}, but the observation has only {', '.join(names) or 'nothing'}. "
+            f"Send it under this name, or start the server with --map {name}=NAME."
         )
 
-    def _value(self, value: Any, wanted: Input) -> np.ndarray:
-        name, shape = wanted.name, wanted.shape
-        if not wanted.image:
-            return self._vector(name, value, shape)
-        if isinstance(value, list):
-            return np.stack([self._image(name, one, shape) for one in _few(name, value, self.steps)])
-        return self._image(name, value, shape)
+    def _images(self, value: Any, form: Input, budget: Budget) -> Image | list[Image]:
+        """Arrays uint8 [C, H, W] and files; an array of several is [T, C, H, W]."""
+        if not isinstance(value, list):
+            return self._image(value, form, budget)
+        if len(value) != self.form.entries:  # said before anything is looked at
+            raise BadRequest(
+                f"{form.name} is a list of {len(value)} values, but the policy sees {self.form.entries}."
+            )
+        budget.take(form.name, len(value) * form.bytes)  # they are stacked
+        images = [self._image(each, form, budget) for each in value]
+        if any(isinstance(image, np.ndarray) and image.ndim != 3 for image in images):
+            raise BadRequest(f"{form.name} is a list of several images each: send a list of single ones.")
+        return images
 
-    def _image(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """An image uint8 [C, H, W], or several [T, C, H, W]."""
-        channels, height, width = shape
+    def _image(self, value: Any, form: Input, budget: Budget) -> Image:
+        channels, height, width = form.shape
         if isinstance(value, bytes):
-            value = self._file(name, value, height, width)
+            return _file(value, form, budget)
         if not isinstance(value, np.ndarray) or value.dtype != np.uint8:
-            got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else _kind(value)
-            raise BadRequest(f"{name} must be an image, as a uint8 array or a JPEG file in bytes, not {got}.")
+            got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else kind_of(value)
+            raise BadRequest(
+                f"{form.name} must be an image, as a uint8 array or a JPEG file in bytes, not {got}."
+            )
         if value.shape[-3:] == (height, width, channels) and value.ndim in (3, 4):
             value = np.moveaxis(value, -1, -3)
-        if value.shape[-3:] != shape or value.ndim not in (3, 4):
-            raise BadRequest(_other_size(name, list(value.shape), [height, width, channels]))
+        if value.shape[-3:] != form.shape or value.ndim not in (3, 4):
+            raise BadRequest(_other_size(form, list(value.shape)))
+        self._check_history(form, value.shape)
         return value
 
-    def _file(self, name: str, data: bytes, height: int, width: int) -> np.ndarray:
+    def _numbers(self, value: Any, form: Input, budget: Budget) -> np.ndarray:
+        """A float32 array of the policy's shape, or of as many as there are in its history."""
+        if not isinstance(value, (np.ndarray, list)):
+            raise BadRequest(f"{form.name} must be numbers, not {kind_of(value)}.")
+        shape = _shape(value)
+        if shape != form.shape and shape[1:] != form.shape:
+            raise BadRequest(
+                f"{form.name} is {list(shape)}, but the policy was trained on {list(form.shape)}."
+            )
+        self._check_history(form, shape)
+        budget.take(form.name, (1 if shape == form.shape else len(value)) * form.bytes)
+        array = np.empty(shape, np.float32)
         try:
-            size = jpeg_size(data)
-            if size != (height, width):  # said before it is decoded: it may be huge
-                raise BadRequest(_other_size(name, [*size, 3], [height, width, 3]))
-            return decode_jpeg(data, self.limits)
-        except WireError as error:
-            raise BadRequest(f"{name}: {error}") from error
-
-    def _vector(self, name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
-        try:
-            array = np.asarray(value)
-            fits = array.dtype.kind in "fiub"
-        except ValueError:  # a list of lists of different lengths
-            fits = False
-        if not fits:
-            raise BadRequest(f"{name} must be numbers, not {_kind(value)}.")
-        if array.shape != shape and array.shape[1:] != shape:
-            raise BadRequest(f"{name} is {list(array.shape)}, but the policy was trained on {list(shape)}.")
-        with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
+            with np.errstate(over="ignore"):
+                _fill(array, value, form.name)
+        except OverflowError as error:  # an integer that no float can hold
+            raise BadRequest(f"{form.name}: {error}.") from error
         if not np.isfinite(array).all():
-            raise BadRequest(f"{name} has values that are not finite: nan or infinity.")
+            raise BadRequest(f"{form.name} has values that are not finite: nan or infinity.")
         return array
 
-    def _stacked(self, found: dict[str, np.ndarray]) -> bool:
+    def _check_history(self, form: Input, shape: tuple[int, ...]) -> None:
+        """Refuse an array of several values where the policy sees another number of them."""
+        steps = self.form.steps
+        if len(shape) > len(form.shape) and (steps is None or shape[0] != len(steps)):
+            raise BadRequest(self._wrong_history(form, str(list(shape))))
+
+    def _wrong_history(self, form: Input, size: str) -> str:
+        steps = self.form.steps
+        if steps is None:
+            return f"{form.name} is {size}: the policy sees one observation, without a history."
+        return (
+            f"{form.name} is {size}: with a history, every input must have {len(steps)} entries, those of the steps "
+            f"{steps}."
+        )
+
+    def _stacked(self, values: Mapping[str, Image | list[Image]]) -> bool:
         """Whether the message brings its own history. All values must, or none."""
-        more = {name: array.ndim > len(self.inputs[name].shape) for name, array in found.items()}
-        if not any(more.values()):
-            return False
-        steps = self.steps
-        for name, has in more.items():
-            if steps is None or not has or len(found[name]) != len(steps):
-                raise BadRequest(
-                    f"{self.inputs[name].name} is {list(found[name].shape)}: "
-                    + (
-                        "the policy sees one observation, without a history."
-                        if steps is None
-                        else f"with a history, every input must have {len(steps)} entries, those of the steps {steps}."
-                    )
-                )
-        return True
+        several = {name: self._is_history(name, value) for name, value in values.items()}
+        if any(several.values()) and (self.form.steps is None or not all(several.values())):
+            name = next(
+                name for name, is_history in several.items() if not is_history or self.form.steps is None
+            )
+            raise BadRequest(
+                self._wrong_history(self.inputs[name], "one value" if self.form.steps else "a list")
+            )
+        return any(several.values())
+
+    def _is_history(self, name: str, value: Image | list[Image]) -> bool:
+        return isinstance(value, list) or (
+            isinstance(value, np.ndarray) and value.ndim > len(self.inputs[name].shape)
+        )
 
 
-def _other_size(name: str, found: list[int], wanted: list[int]) -> str:
-    return f"{name} is {found}, but the policy was trained on images {wanted}: resize it before you send it."
+def _task(message: Mapping[Any, Any]) -> str:
+    task = next((message[key] for key in TASK_KEYS if key in message), "")
+    if not isinstance(task, str) or len(task) > LONGEST_TASK:
+        raise BadRequest(f"`prompt` must be text of at most {LONGEST_TASK} characters.")
+    return task
 
 
-def _with_images(value: Any, images: Mapping[int, np.ndarray | None]) -> Any:
-    """A file, or a list of files, with the images in their place that are known."""
-    if isinstance(value, list):
-        return [_with_images(one, images) if isinstance(one, bytes) else one for one in value]
-    image = images.get(id(value)) if isinstance(value, bytes) else None
-    return value if image is None else image
+def _file(data: bytes, form: Input, budget: Budget) -> JpegFile:
+    """A compressed image. Its size is compared before it is decoded: it may be huge."""
+    try:
+        file = open_jpeg(data)
+    except WireError as error:
+        raise BadRequest(f"{form.name}: {error}") from error
+    if (3, file.height, file.width) != form.shape:
+        raise BadRequest(_other_size(form, [file.height, file.width, 3]))
+    budget.take(form.name, form.bytes)
+    return file
+
+
+def _other_size(form: Input, size: list[int]) -> str:
+    channels, height, width = form.shape
+    return (
+        f"{form.name} is {size}, but the policy was trained on images {[height, width, channels]}: resize it before "
+        "you send it."
+    )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of nested lists and arrays, judged by their first entries."""
+    if isinstance(value, np.ndarray):
+        return value.shape
+    return (len(value), *(_shape(value[0]) if value else ())) if isinstance(value, list) else ()
+
+
+def _fill(array: np.ndarray, value: Any, name: str) -> None:
+    """Copy numbers in lists and arrays into an array. They must have its shape, and be numbers."""
+    if isinstance(value, np.ndarray) and value.shape == array.shape and value.dtype.kind in "fiub":
+        array[...] = value
+    elif isinstance(value, list) and len(value) == len(array) and array.ndim > 1:
+        for row, entry in zip(array, value):
+            _fill(row, entry, name)
+    elif (
+        isinstance(value, list)
+        and len(value) == len(array)
+        and all(isinstance(entry, NUMBERS) for entry in value)
+    ):
+        array[...] = value
+    else:
+        raise BadRequest(f"{name} must be numbers, in an array or in lists of equal lengths.")
 
 
 def _find(message: Mapping[Any, Any], name: str) -> Any:
@@ -308,22 +248,3 @@ def _find(message: Mapping[Any, Any], name: str) -> Any:
             return None
         value = value[part]
     return value
-
-
-def _few(name: str, values: list[Any], steps: Sequence[int] | None) -> list[Any]:
-    """Checked before anything is decoded."""
-    if len(values) != len(steps or [0]):
-        raise BadRequest(
-            f"{name} is a list of {len(values)} values, but the policy sees {len(steps or [0])}."
-        )
-    return values
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_NUMBER
-
-
-def _kind(value: Any) -> str:
-    return {dict: "a map", list: "a list", str: "text", type(None): "nothing"}.get(
-        type(value), f"a {type(value).__name__}"
-    )

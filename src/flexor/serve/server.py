@@ -15,10 +15,11 @@ from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.serve.batching import RequestBatcher
 from flexor.serve.connections import Connections
+from flexor.serve.form import ObservationForm
+from flexor.serve.limits import RequestLimits
 from flexor.serve.local_model import LocalModel
 from flexor.serve.predictor import Predictor
 from flexor.serve.processes import ConnectionProcesses
-from flexor.serve.request import ObservationForm
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import PROTOCOL, pack
 
@@ -44,7 +45,7 @@ class PolicyServer:
 
     def metadata(self) -> dict[str, Any]:
         """The first frame that a client gets."""
-        limits = self.settings.limits
+        limits = RequestLimits.of(self.form, self.settings.frame_bytes).frame
         return {
             "server": "flexor",
             "version": __version__,
@@ -74,7 +75,7 @@ class PolicyServer:
                 self.predictor.answer, self.predictor.max_batch, None if window is None else window / 1e3
             )
             await asyncio.get_running_loop().run_in_executor(batcher.thread, self.predictor.warm)
-            self.model = LocalModel(self.predictor, batcher, self.settings.max_clients)
+            self.model = LocalModel(self.predictor, batcher, self.settings)
             worker = asyncio.create_task(batcher.run())
             try:
                 async with self._listening(bound):

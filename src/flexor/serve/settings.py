@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from flexor.core.errors import ConfigError
 from flexor.core.machine import usable_cores
-from flexor_client.wire import Limits
 
 Reply = Literal["chunk", "action"]
 MANY_CORES = 8  # from here on, connections get processes of their own
@@ -40,7 +40,10 @@ class ServeSettings:
     """Robots on one connection."""
     requests_per_s: float = 200.0
     """Of one client, on average. Faster ones are answered later."""
-    limits: Limits = field(default_factory=Limits)
+    frame_bytes: int | None = None
+    """Of one request. None: derived from the policy's inputs, see limits.py."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names of this server besides those that it knows: see access.py."""
     ping_s: float = 20.0
     """Clients that are silent get a ping this often, and are disconnected if they do not answer in the same time."""
 
@@ -56,8 +59,11 @@ class ServeSettings:
             raise ConfigError(f"--processes={self.processes} needs Linux. Leave it out.")
         if self.batch_window_ms is not None and self.batch_window_ms < 0:
             raise ConfigError(f"--batch-window-ms={self.batch_window_ms} must be at least 0.")
-        if self.limits.frame_bytes < 2**16:
+        if self.frame_bytes is not None and self.frame_bytes < 2**16:
             raise ConfigError("--max-frame-mb is less than an image needs.")
+        for name in self.allow_hosts:
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(f"--allow-host={name}: give a name alone, such as robots.example.org.")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
             raise ConfigError("The API key must be ASCII text that is not empty.")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -65,6 +71,16 @@ class ServeSettings:
 
     def too_many(self) -> str:
         return f"There are {self.max_clients} clients already."
+
+    @property
+    def max_robots(self) -> int:
+        """Sessions of all connections together. Each keeps the last observations of its robot."""
+        return max(self.max_sessions, 4 * self.max_clients)
+
+    @property
+    def observation_places(self) -> int:
+        """Observations of a process that can be on their way: one of each client, and those that expire in a batch."""
+        return self.max_clients + self.max_batch
 
     def connection_processes(self) -> int:
         """Processes for connections: on large machines, as many as robots are predicted for together."""

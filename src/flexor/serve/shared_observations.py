@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from flexor.serve.request import ObservationForm
+from flexor.serve.form import ObservationForm
 
 ALIGNED = 64  # bytes
 

@@ -1,0 +1,113 @@
+"""Messages that are begun and never end: they are limited for each address, and cost others nothing."""
+
+import socket
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from flexor.serve import connections
+from flexor.serve.unfinished import UnfinishedMessages
+from support.limits import wait_for
+from support.serving import Talk, expected, numbers, observation, serving
+
+FRAME = 2**16
+PART = 60_000
+
+
+def begun(size: int, *, fragments: int = 1) -> bytes:
+    """The beginning of a message: all but the last byte of a frame, or fragments without an end."""
+    if fragments == 1:
+        return b"\x82\xfe" + size.to_bytes(2, "big") + bytes(4) + bytes(size - 1)
+    part = size // fragments
+    head = part.to_bytes(2, "big") + bytes(4)
+    frames = [(b"\x00\xfe" if number else b"\x02\xfe") + head + bytes(part) for number in range(fragments)]
+    return b"".join(frames)
+
+
+def opened(url: str, stack: ExitStack, source: str = "127.0.0.1") -> Talk:
+    at = urlsplit(url)
+    raw = stack.enter_context(socket.create_connection((at.hostname, at.port), 30, (source, 0)))
+    return Talk(url, sock=raw)
+
+
+@pytest.mark.parametrize("fragments", [1, 10])
+def test_the_oldest_of_too_many_is_dropped_and_other_addresses_are_not_concerned(fragments):
+    with serving(numbers(), frame_bytes=FRAME) as (url, server), ExitStack() as stack:
+        unfinished = server.connections.unfinished
+        assert unfinished.most == 8 * FRAME
+        robot, elsewhere = opened(url, stack), opened(url, stack, "127.0.0.2")
+        elsewhere.socket.socket.sendall(begun(PART))
+        hostile = [opened(url, stack) for _ in range(12)]
+        for number, talk in enumerate(hostile):
+            talk.socket.socket.sendall(begun(PART, fragments=fragments))
+            wait_for(lambda number=number: _begun(server, hostile[number]) or number >= 8)
+        for talk in hostile[:3]:
+            with pytest.raises(ConnectionClosed) as closed:
+                talk.socket.recv(timeout=60)
+            assert closed.value.rcvd.code == 1013 and "unfinished messages" in closed.value.rcvd.reason
+        for value in range(5):
+            assert (robot.ask(observation(value))["actions"] == expected(value)).all()
+        wait_for(lambda: sum(unfinished.sizes["127.0.0.1"].values()) > unfinished.most - 2 * PART)
+        assert sum(unfinished.sizes["127.0.0.1"].values()) <= unfinished.most
+        assert [*unfinished.sizes["127.0.0.2"].values()] == [PART - 1]
+        elsewhere.socket.socket.sendall(b"\0")  # it ends, and is refused like any nonsense, not dropped
+        assert isinstance(elsewhere.socket.recv(timeout=60), str)
+        assert server.connections.metrics.refused_connections >= 3
+    assert not unfinished.sizes
+
+
+def _begun(server, talk: Talk) -> bool:
+    """Whether the server has read what this client sent."""
+    port = talk.socket.socket.getsockname()[1]
+    sizes = server.connections.unfinished.sizes.get("127.0.0.1", {})
+    return any(connection.remote_address[1] == port for connection in [*sizes])
+
+
+def test_a_message_that_is_completed_counts_no_more():
+    with serving(numbers(), frame_bytes=FRAME) as (url, server):
+        with Talk(url, close_timeout=0.2) as robot:
+            frame = begun(PART)
+            for _ in range(3):
+                robot.ask(observation(1))
+                wait_for(lambda: not server.connections.unfinished.sizes)
+            robot.socket.socket.sendall(frame)
+            wait_for(lambda: server.connections.unfinished.sizes)
+        wait_for(lambda: not server.connections.unfinished.sizes)
+
+
+def test_the_order_is_that_in_which_messages_began():
+    class Connection:
+        def __init__(self, address: str):
+            self.address, self.dropped = address, False
+
+        def drop(self) -> None:
+            self.dropped = True
+
+    noted: list[str] = []
+    unfinished = UnfinishedMessages(100, noted.append)
+    first, second, other = Connection("a"), Connection("a"), Connection("b")
+    unfinished.update(other, 100)
+    unfinished.update(first, 10)
+    unfinished.update(second, 60)
+    unfinished.update(first, 0)  # complete
+    unfinished.update(first, 30)  # its next message
+    assert not noted
+    unfinished.update(first, 50)
+    assert second.dropped and not first.dropped and not other.dropped and noted == ["a"]
+    unfinished.update(second, 0)  # when its connection is lost
+    assert unfinished.sizes == {"a": {first: 50}, "b": {other: 100}}
+
+
+def test_fragments_of_nothing_end(monkeypatch):
+    """A message of empty fragments would never reach a limit in bytes."""
+    monkeypatch.setattr(connections, "CLOSING_S", 0.2)
+    with serving(numbers(), frame_bytes=FRAME) as (url, _), connect(url, close_timeout=0.2) as robot:
+        robot.recv(timeout=60)
+        with pytest.raises((ConnectionClosed, OSError)):
+            robot.socket.sendall(b"\x02\x80" + bytes(4))
+            for _ in range(1000):
+                robot.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
+            robot.recv(timeout=60)
