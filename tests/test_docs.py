@@ -163,6 +163,7 @@ def test_checkpoint_holds_the_files_named(followed_readme):
         "raw_model.safetensors",
         "ema_state.safetensors",
         "rng_state_ranks.safetensors",
+        "statistics_by_dataset.safetensors",
     }
 
 

@@ -65,10 +65,10 @@ def test_progress_bars(capsys, monkeypatch):
     assert "owned" in (text := capsys.readouterr().err) and "\x1b]0;" not in text and "\x9b" not in text
 
 
-@pytest.mark.parametrize("kind", [DatasetError, RefusedError])
-def test_errors_wherever_they_are_shown(kind):
+@pytest.mark.parametrize(("kind", "newline"), [(DatasetError, "\n"), (RefusedError, "\\n")])
+def test_errors_wherever_they_are_shown(kind, newline):
     assert is_harmless(str(kind(f"no camera {EVIL}"))) and "\\x1b[2J" in str(kind(EVIL))
-    assert str(kind("wörter\n漢字 🙂")) == "wörter\n漢字 🙂"
+    assert str(kind("wörter\n漢字 🙂")) == f"wörter{newline}漢字 🙂"
 
 
 def test_the_traceback_of_a_bug(capsys):

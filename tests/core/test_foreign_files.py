@@ -30,7 +30,7 @@ def test_valid_documents_are_read_as_they_are(value):
     assert parse_yaml(yaml.safe_dump(value, allow_unicode=False)) == value
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\ud800", '{"a": 1', "1" * 5000, ""])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\ud800", '{"a": 1', "1" * 5000, "1" * 400, ""])
 def test_json_that_is_none_is_an_error(tmp_path, text):
     with pytest.raises(ValueError):
         parse_json(text)

@@ -26,6 +26,9 @@ DEEPEST = 100
 MOST_VALUES = 1_000_000
 """Values of a YAML document, with what its aliases repeat: nine lines of aliases can stand for a billion values."""
 
+MOST_DIGITS = 300
+"""Of an integer: a longer one can't become a float."""
+
 
 def read_text(path: Path, most: int = LARGEST_DOCUMENT) -> str:
     """The text of a file of at most this many bytes."""
@@ -40,12 +43,18 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"it is larger than {LARGEST_DOCUMENT >> 20} MB, which no valid one is")
     try:
         text = text.decode("utf-8") if isinstance(text, bytes) else text
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_parse_int)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is in no valid text
         return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has more than {MOST_DIGITS} digits")
+    return int(digits)
 
 
 def read_json(path: Path) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flexor.core.foreign_files import parse_json, parse_yaml, read_json, read_text
+from flexor.core.foreign_files import MALFORMED, parse_json, parse_yaml, read_json, read_text
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RUN_RECORD, VIDEOS
 from flexor.runs.find import is_run
 from flexor.runs.health import told
@@ -168,7 +168,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """The complete ones, oldest first. Their manifests say how large they are."""
     found = []
     for path in (folder / CHECKPOINTS).glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with contextlib.suppress(OSError, *MALFORMED):
             manifest = path / MANIFEST
             files = read_json(manifest)["files"]
             size = sum(int(file["size"]) for file in files.values())

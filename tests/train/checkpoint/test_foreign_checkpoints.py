@@ -298,3 +298,22 @@ def test_processing_that_is_none(change, theirs):
     with pytest.raises(CheckpointError):
         load_pretrained(str(theirs))
     assert json.loads((theirs / POLICY / "config.json").read_text())["type"] == "act"
+
+
+@pytest.mark.parametrize("file", ["pretrained_model/policy_preprocessor.json", "training_state/flexor.json"])
+def test_a_run_with_a_damaged_state_does_not_resume(file, theirs, capsys):
+    edit_json(
+        theirs / "checkpoints/000004" / file,
+        lambda saved: saved.update(config=[], steps=saved.get("steps", [])[1:]),
+    )
+    settle(theirs)
+    assert main(["resume", str(theirs), "--steps=5"]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_statistics_that_normalisation_needs_and_that_are_missing(theirs):
+    (file,) = (theirs / POLICY).glob("policy_preprocessor_step_*_normalizer_processor.safetensors")
+    save_file({k: v for k, v in load_file(file).items() if k != "observation.state.std"}, file)
+    settle(theirs)
+    with pytest.raises(CheckpointError, match=r"std of observation.state is missing"):
+        load_pretrained(str(theirs))

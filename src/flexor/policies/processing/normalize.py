@@ -145,7 +145,11 @@ class NormalizationStep(ProcessingStep):
             self.stats.setdefault(key, {})[name] = value.float()
         for key, feature in self.features.items():
             for name in required_statistics(self.norm_map.get(feature.type, "IDENTITY")):
-                shape = tuple(self.stats.get(key, {}).get(name, torch.empty(1)).shape)
+                if key not in self.stats:
+                    continue
+                if name not in self.stats[key]:
+                    raise ValueError(f"{name} of {key} is missing")
+                shape = tuple(self.stats[key][name].shape)
                 if feature.type is not Kind.VISUAL and shape not in ((), (1,), feature.shape):
                     raise ValueError(
                         f"{name} of {key} has the shape {list(shape)}, not {list(feature.shape)}"

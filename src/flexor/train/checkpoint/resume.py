@@ -127,6 +127,8 @@ def check_same_run(found: Path, state: TrainState) -> None:
     """Refuse to resume with another dataset or other settings, and name the difference."""
     config = state.config
     saved = checkpoint.read_state(found, "flexor.json")
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise CheckpointError(f"{found} is damaged: flexor.json has no settings.")
     _check_same_data(found, saved, state)
     # settings that did not exist when the run started count as their defaults
     default = {**flatten(TrainConfig(policy=type(config.policy)()).to_dict()), **EARLIER}
@@ -150,7 +152,7 @@ def _check_same_data(found: Path, saved: dict[str, Any], state: TrainState) -> N
     before = saved.get("dataset_content")
     before = before if isinstance(before, dict) else {}
     differing = [kind for kind in now if before.get(kind) and now[kind] and before[kind] != now[kind]]
-    if saved["dataset_fingerprint"] == state.fingerprint and not differing:
+    if saved.get("dataset_fingerprint") == state.fingerprint and not differing:
         return
     named = _changed_data(found, state.identity)
     what = f"changed: {', '.join(named)}" if named else "its episodes, lengths, files or weights differ"
@@ -175,7 +177,11 @@ def keep_statistics(found: Path, state: TrainState) -> None:
     changed: list[str] = []
     for pipeline in (state.preprocessor, state.postprocessor):
         saved = Pipeline.load(found / PRETRAINED, pipeline.name)
-        for before, now in zip(saved.steps, pipeline.steps, strict=True):
+        if len(saved.steps) != len(pipeline.steps):
+            raise CheckpointError(
+                f"{found} is damaged: {pipeline.name}.json has {len(saved.steps)} steps, not {len(pipeline.steps)}."
+            )
+        for before, now in zip(saved.steps, pipeline.steps):
             if differing := _differing(before.state(), now.state()):
                 _load_statistics(found, now, before.state())
                 changed += differing
