@@ -14,8 +14,10 @@ there every test would be a group of its own. So workers write down the groups, 
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU")
+    if item.get_closest_marker("installed") and not _is_installed():
+        pytest.skip("Flexor is on the path, but not installed")
+
+
+def _is_installed() -> bool:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version("flexor"))
+    return False
 
 
 def must_be_marked() -> None:

@@ -65,7 +65,9 @@ def test_the_parts_of_a_step_on_a_gpu(how, accumulation, dataset, tiny_act, tmp_
         assert 0 < line["launch_s"] <= line["step_s"] and line["checkpoint_s"] > 0
         memory = line["memory"]
         assert 0 < memory["allocated_gb"] <= min(memory["peak_gb"], memory["reserved_gb"])
-        assert memory["retries"] == 0
+        assert (
+            memory["retries"] == lines[0]["memory"]["retries"]
+        )  # of this process: earlier tests may have some
         assert line["flops_per_s"] > 0 and 0 < line["ceiling_share"] < 1
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from flexor.core.errors import ConfigError, FlexorError
@@ -75,7 +76,7 @@ def building(kind: str) -> Iterator[None]:
     nn.Module.register_parameter = register_counted  # type: ignore[method-assign, assignment]
     try:
         yield
-    except FlexorError:
+    except (FlexorError, torch.OutOfMemoryError):  # a GPU that is too small is no fault of the settings
         raise
     except (*MALFORMED, RuntimeError, AssertionError, MemoryError) as error:
         raise ConfigError(f"The settings of this {kind} policy make no network: {error!r}") from error

@@ -19,7 +19,7 @@ from flexor.plan.site.hardware import load_hardware
 from flexor.plan.speed.speeds import assumed
 from support.jobs_server import JobsServer, logged_in
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
+pytestmark = [pytest.mark.installed, pytest.mark.usefixtures("shared_traces")]
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")
 

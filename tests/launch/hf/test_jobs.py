@@ -25,6 +25,7 @@ from support import environment
 from support.jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 from support.limits import LIMIT_S, wait_for
 
+pytestmark = pytest.mark.installed
 PENS = "--dataset.repo_id=ann/pens"
 SUBMIT = ("POST", "/api/jobs/ann")
 # the program, without what `jobs_server` lacks

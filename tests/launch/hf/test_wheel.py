@@ -14,6 +14,8 @@ from flexor.launch.hf.wheel import Wheel, constraints, flexor_wheel, read_wheel
 from support import environment
 from support.limits import LIMIT_S
 
+pytestmark = pytest.mark.installed
+
 
 @pytest.fixture(scope="module")
 def wheel() -> Wheel:
