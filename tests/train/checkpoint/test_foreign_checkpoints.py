@@ -317,3 +317,13 @@ def test_statistics_that_normalisation_needs_and_that_are_missing(theirs):
     settle(theirs)
     with pytest.raises(CheckpointError, match=r"std of observation.state is missing"):
         load_pretrained(str(theirs))
+
+
+def test_how_an_optimizer_computes_is_not_the_checkpoints(theirs):
+    def change(groups: list[dict]) -> None:
+        for group in groups:
+            group |= {"maximize": "no", "differentiable": True, "amsgrad": True}
+
+    edit_json(theirs / "checkpoints/000004/training_state/optimizer_param_groups.json", change)
+    settle(theirs)
+    assert main(["resume", str(theirs), "--steps=5"]) == 0

@@ -158,6 +158,8 @@ def read_metadata(source: Source) -> Metadata:
         episodes, tasks = readers[version](source, names, videos)
     except UnsafePath as error:
         raise BrokenFile(source, "meta/info.json", str(error)) from error
+    except UnicodeDecodeError as error:
+        raise BrokenFile(source, "meta", f"a text in its tables is not UTF-8 ({error})") from error
     _check_totals(source, info, episodes)
     robot_type = info.get("robot_type")
     return Metadata(version, fps, robot_type, features, tasks, _read_stats(source, features), episodes)
@@ -182,7 +184,7 @@ def _open_parquet(source: Source, name: str) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path) as file:
             yield file
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BrokenFile(source, name, f"the file is damaged or truncated ({error})") from error
 
 

@@ -175,7 +175,7 @@ class _Repair:
                 if progress:
                     progress(done, total)
             self._finish()
-        except (OSError, pa.ArrowException, av.FFmpegError) as error:
+        except (OSError, OverflowError, pa.ArrowException, av.FFmpegError) as error:
             raise DatasetError(
                 f"{self.out} could not be written: {error}. The folder is not a complete dataset: free some disk "
                 "space, delete the folder and start again."

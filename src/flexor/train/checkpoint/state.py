@@ -180,8 +180,8 @@ class TrainState:
         own = self.optimizer.state_dict()["param_groups"]
         for group, current, numbered_here in zip(groups, self.optimizer.param_groups, own):
             group["params"] = numbered_here["params"]
-            if "fused" in current:
-                group["fused"] = current["fused"]
+            # how it computes (fused, maximize, ...) is this run's; numbers are the checkpoint's
+            group |= {key: value for key, value in current.items() if isinstance(value, bool | None)}
             if "betas" in group:
                 group["betas"] = tuple(group["betas"])
             _check_like(group, {**numbered_here, "initial_lr": 0.0}, "optimizer_param_groups.json")
