@@ -37,7 +37,9 @@ ENOUGH = 8 << 30  # bytes, for all that tests write at a time and then some
 
 def prepare() -> Path:
     """Make this process's environment that of the tests. Gives the home folder, to be removed at the end."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores, and a shell ignores Ctrl-C in the background
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # which nohup ignores, and a shell ignores Ctrl-C in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("TMPDIR", str(_temporary()))
     tempfile.tempdir = None  # to be looked for again
