@@ -1,6 +1,5 @@
 """Frame caches of small frames whose content follows from their number; processes that fill them."""
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,11 @@ from flexor.data.frames import cache_folders as caches
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey
 from support.limits import LIMIT_S
+from support.runs import SERVER
 
 KEY = CacheKey("f1", "observation.images.top", None, None, "me/blocks")
 LAYOUT = {"height": 4, "width": 6, "layout": "yuv420p"}
 SLOT = 36
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -72,8 +71,8 @@ def fill_forever(folder: Path | None, frames: int, slot: int, shared_memory: Pat
 @contextmanager
 def filling(folder: Path | None, tmp_path: Path, frames: int, slot: int, wait: bool) -> Iterator[None]:
     """Another process fills the cache meanwhile, and is killed at the end; `wait` until it has a frame."""
-    ready, go = SPAWN.Event(), SPAWN.Event()
-    other = SPAWN.Process(target=fill_forever, args=(folder, frames, slot, tmp_path / "shm", ready, go))
+    ready, go = SERVER.Event(), SERVER.Event()
+    other = SERVER.Process(target=fill_forever, args=(folder, frames, slot, tmp_path / "shm", ready, go))
     other.start()
     assert ready.wait(LIMIT_S)
     ready.clear()

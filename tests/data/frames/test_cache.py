@@ -25,7 +25,6 @@ from support.frame_caches import (
     KEY,
     LAYOUT,
     SLOT,
-    SPAWN,
     check,
     filled,
     filling,
@@ -34,6 +33,7 @@ from support.frame_caches import (
     own_folders,
     planes,
 )
+from support.runs import SERVER
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def fill_slowly(folder: Path | None, seed: int, frames: int, slot: int, shared_m
 
 def test_processes_fill_the_same_cache(folder, tmp_path):
     workers = [
-        SPAWN.Process(target=fill_slowly, args=(folder, seed, 60, 5000, tmp_path)) for seed in range(4)
+        SERVER.Process(target=fill_slowly, args=(folder, seed, 60, 5000, tmp_path)) for seed in range(4)
     ]
     for worker in workers:
         worker.start()
@@ -170,8 +170,8 @@ def test_processes_fill_the_same_cache(folder, tmp_path):
 def test_killed_at_any_instant(folder, tmp_path):
     """While it makes the cache, while it writes and while it syncs."""
     rng, found = random.Random(1), []
-    for _ in range(8):
-        with filling(folder, tmp_path, frames=100, slot=1_000_001, wait=False):
+    for number in range(8):
+        with filling(folder, tmp_path, frames=100, slot=1_000_001, wait=number == 7):
             time.sleep(rng.uniform(0, 0.1))
         cache = open_cache(folder, frames=100, slot=1_000_001)
         found.append(check(cache))
@@ -404,7 +404,7 @@ def test_truncated_in_use(folder, name, jpegs, tmp_path):
     """No SIGBUS: what was in it is decoded again."""
     if name == "sizes" and not jpegs:
         pytest.skip("only caches of JPEGs have it")
-    worker = SPAWN.Process(target=truncate_in_use, args=(folder, tmp_path / "shm", name, jpegs))
+    worker = SERVER.Process(target=truncate_in_use, args=(folder, tmp_path / "shm", name, jpegs))
     worker.start()
     worker.join()
     assert worker.exitcode == 0

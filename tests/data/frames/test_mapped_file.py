@@ -11,7 +11,7 @@ import pytest
 
 from flexor.data.frames import mapped_file
 from flexor.data.frames.mapped_file import MappedFile
-from support.frame_caches import SPAWN
+from support.runs import SERVER
 
 ROWS, SIZE = 64, 200_000
 
@@ -23,7 +23,7 @@ def filled(path: Path) -> Path:
 
 def in_a_process(function, *arguments) -> int:
     """What would end the tests if it failed; its exit code."""
-    process = SPAWN.Process(target=function, args=arguments)
+    process = SERVER.Process(target=function, args=arguments)
     process.start()
     process.join()
     return process.exitcode

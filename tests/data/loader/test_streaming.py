@@ -413,9 +413,7 @@ def read_truncated(root, device, folder, shared_memory) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", None])
 def test_a_cache_that_is_truncated_while_training_reads_it(root, device, tmp_path):
-    from support.frame_caches import SPAWN
-
-    reader = SPAWN.Process(target=read_truncated, args=(root, device, tmp_path / "cache", tmp_path))
+    reader = runs.SERVER.Process(target=read_truncated, args=(root, device, tmp_path / "cache", tmp_path))
     reader.start()
     reader.join()
     assert reader.exitcode == 0
