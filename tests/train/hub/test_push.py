@@ -216,6 +216,12 @@ def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, pushed, tmp_pa
     assert any("checkpoint 000004 of" in line and "is not complete" in line for line in log_lines)
 
 
+@pytest.mark.parametrize("name", ["\u00b2", "9" * 200])
+def test_a_folder_that_is_no_step_is_no_checkpoint(server, pushed, tmp_path, name):
+    server.model("ann/run").files[f"checkpoints/{name}/x"] = Blob(b"x", False)
+    assert [*checkpoint.complete(fetch_run("hub:ann/run", tmp_path / "here") / "checkpoints")] == [4]
+
+
 def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(server, impatient, train, tmp_path):
     """Half of a checkpoint's files are uploaded when the network goes: they are not a checkpoint."""
     train(REPO, *EVERY, steps=2)

@@ -7,6 +7,7 @@ hidden folder, checked again, and renamed.
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import read_record
 
 PREFIX = "hub:"
+STEP = r"[0-9]{1,15}"  # a checkpoint's name
 
 
 def fetch_run(address: str, output: Path | None = None) -> Path:
@@ -81,7 +83,7 @@ class _Download:
     def _newest_complete(self) -> tuple[str, dict[str, int]]:
         """The name of the newest checkpoint whose files are all there, and their sizes."""
         names = {path.split("/")[1] for path in self.there if path.startswith(f"{CHECKPOINTS}/")}
-        steps = sorted((name for name in names if name.isdigit()), key=int, reverse=True)
+        steps = sorted((name for name in names if re.fullmatch(STEP, name)), key=int, reverse=True)
         for name in steps:
             files, wrong = self._files_of(name)
             if wrong is None:
