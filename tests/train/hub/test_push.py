@@ -13,7 +13,7 @@ import yaml
 
 from flexor.cli.main import main
 from flexor.core import hub_errors
-from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.hub import HubRepository
 from flexor.policies.pretrained import load_pretrained
 from flexor.train.checkpoint import folder as checkpoint
@@ -240,6 +240,16 @@ def test_a_broken_download_goes_on(server, pushed, tmp_path):
     run = fetch_run("hub:ann/run", tmp_path / "here")
     checkpoint.verify(checkpoint.newest(run / "checkpoints"))
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_download_does_not_write_through_a_link(server, pushed, tmp_path):
+    run = fetch_run("hub:ann/run@000002", tmp_path / "here")
+    (tmp_path / "precious").write_text("mine")
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(FlexorError, match="leads out of the folder"):
+        fetch_run("hub:ann/run", run)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_folder_that_is_taken(pushed, train):

@@ -21,6 +21,7 @@ from flexor.core.hub_errors import persist
 from flexor.core.log import log
 from flexor.core.manifest import parse_manifest
 from flexor.core.output_paths import check_output_folder, make_parents
+from flexor.core.paths import refuse_links_out
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.data.storage.source import is_repo_id
 from flexor.train.checkpoint import folder as checkpoint
@@ -119,6 +120,7 @@ class _Download:
         """Refuse a folder that holds something else."""
         if not self.run.exists() or not any(self.run.iterdir()):
             return
+        refuse_links_out(self.run)
         text = self._read(RUN_RECORD)
         theirs = _run_id(text)
         if theirs is None or read_record(self.run).get("id") != theirs:
