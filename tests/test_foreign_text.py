@@ -3,6 +3,7 @@
 import ast
 import json
 import shutil
+import threading
 from html import escape
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from flexor.cli.main import _print_traceback, main
+from flexor.cli.main import _print_traceback, _print_traceback_of_thread, main
 from flexor.core.console import print_error, print_result, print_text, progress, table
 from flexor.core.errors import DatasetError
 from flexor.core.text import markdown
@@ -78,6 +79,18 @@ def test_the_traceback_of_a_bug(capsys):
         _print_traceback(type(error), error, error.__traceback__)
     text = capsys.readouterr().err
     assert is_harmless(text) and "secret" not in text and "\nValueError: https://***@host top\\x1b" in text
+
+
+def test_the_traceback_of_a_thread(capsys, monkeypatch):
+    def fail() -> None:
+        raise ValueError(EVIL)
+
+    monkeypatch.setattr("threading.excepthook", _print_traceback_of_thread)
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    text = capsys.readouterr().err
+    assert is_harmless(text) and "\nValueError: top\\x1b" in text
 
 
 @pytest.fixture

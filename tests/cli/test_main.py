@@ -299,3 +299,12 @@ def test_demo_from_end_to_end(dataset, tiny_act, tmp_path, capsys):
     assert json.loads((folder / "summary.json").read_text()) == found
     assert {"success_rate", "expert_success_rate", "untrained_success_rate"} <= found.keys()
     assert Path(found["checkpoint"]).is_dir() and Path(found["video"]).is_file()
+
+
+@pytest.mark.parametrize("verb", ["resume", "watch --once", "report", "data info", "eval --env.type=place"])
+def test_a_path_that_no_file_can_have(verb, capsys):
+    first, *flags = verb.split()
+    words = [first, *flags, "x" * 300] if first == "data" else [first, "x" * 300, *flags]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "File name too long" in error and error.count("\n") == 1

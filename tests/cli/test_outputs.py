@@ -96,6 +96,16 @@ def test_a_file_in_place_of_a_folder_on_the_way(verb, command, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("verb", [*FILES, *FOLDERS])
+@pytest.mark.parametrize("target", ["nowhere", "link"])  # or in a circle
+def test_a_link_to_nothing_on_the_way(target, verb, command, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(target)
+    error = refusal(command(verb, tmp_path / "link" / "output"), capsys)
+    assert f"{flag_of(verb)}={tmp_path}/link/output" in error
+    assert "link is a link to nowhere, which does not exist" in error or "can't be used" in error
+
+
+@pytest.mark.parametrize("verb", [*FILES, *FOLDERS])
 def test_the_wrong_kind_of_thing_is_there(verb, command, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for place in [tmp_path / f"output{suffix}" for suffix in ("", ".png", ".json")]:

@@ -196,6 +196,8 @@ def test_a_dataset_that_is_there_is_opened(capsys, tmp_path):
         (["--gpu=4090", "--cameras=2x480"], "--cameras=2x480 must be NUMBERxHEIGHTxWIDTH"),
         (["--gpu=4090", "--gpus=0"], "--gpus=0 must be at least 1"),
         (["--gpu=4090", "--batchsize=4"], "batchsize"),
+        (["--gpu=4090", "--bench=nowhere/report.json"], "--bench=nowhere/report.json is no report of"),
+        (["--gpu=4090", f"--bench={__file__}"], "test_plan_cli.py is no report of"),
         (["--gpu=4090", "--executed=1000"], "--executed=1000: a chunk has only 10 actions. Use at most 10"),
     ],
 )

@@ -202,3 +202,41 @@ def test_json_output_has_no_control_characters(theirs, capsys):
     assert main(["data", "info", str(theirs), "--json"]) == 0
     raw = capsys.readouterr().out
     assert "\x1b" not in text + raw and json.loads(raw)["robot_type"] == "arm\x1b[2J\u202e"
+
+
+def test_statistics_are_not_written_through_a_link(theirs, precious, capsys):
+    (theirs / "meta/.stats.json").symlink_to(precious)
+    edit_json(theirs / "meta/stats.json", lambda stats: stats["action"].update(mean=[9.0, 9.0]))
+    assert main(["data", "stats", str(theirs), "--write"]) == 0
+    assert precious.read_text() == "mine" and not (theirs / "meta/stats.json").is_symlink()
+    assert not (theirs / "meta/.stats.json").exists()
+
+
+def test_a_file_in_the_place_of_a_folder_of_the_cache(theirs, monkeypatch, capsys):
+    """On a web server, `a` and `a/b` can both be files."""
+    import fsspec
+
+    templates = {"data_path": "a", "video_path": "a/{video_key}"}
+    edit_json(theirs / "meta/info.json", lambda info: info.update(templates))
+    address = served(theirs, monkeypatch)
+    store = fsspec.filesystem("memory").store
+    for name in ("a", f"a/{written.TOP}", f"a/{written.SIDE}"):
+        store[f"/theirs/{name}"] = store["/theirs/data/chunk-000/file-000.parquet"]
+    assert main(["data", "info", address]) == 1
+    assert "can't be copied to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../theirs", "/etc", "a/../../b"])
+def test_the_name_of_a_dataset_is_no_path(name, theirs, tmp_path, monkeypatch):
+    """As in the settings of a stranger's run."""
+    (tmp_path / "lerobot").mkdir()
+    monkeypatch.setenv("HF_LEROBOT_HOME", str(tmp_path / "lerobot"))
+    with pytest.raises(DatasetError, match=r"is not a dataset's name.*--dataset.root"):
+        open_dataset(name)
+
+
+@pytest.mark.parametrize("end", ["\u00b2", "9" * 5000])
+def test_the_end_of_a_split_is_a_number(end, theirs, capsys):
+    edit_json(theirs / "meta/info.json", lambda info: info.update(splits={"train": f"0:{end}"}))
+    assert main(["data", "check", str(theirs), "--quick"]) == 0
+    assert "Traceback" not in capsys.readouterr().err

@@ -74,6 +74,19 @@ def test_defaults_are_one_gpu_for_a_day_that_may_be_preempted(capsys, tmp_path, 
     assert list(tmp_path.iterdir()) == []  # a dry run leaves nothing
 
 
+@pytest.mark.parametrize("name", ["job_name", "output_dir"])
+@pytest.mark.parametrize("line_break", ["\n", "\r", "\u2028"])
+def test_no_setting_of_a_file_becomes_a_line_of_the_script(name, line_break, tmp_path, capsys):
+    settings = {"output_dir": str(tmp_path / "run"), "dataset": {"repo_id": "builtin/place"}}
+    settings[name] = f"{tmp_path}/x{line_break}touch mark{line_break}#"
+    (tmp_path / "theirs.yaml").write_text(json.dumps(settings))
+    assert main(["launch", "slurm", "--dry-run", "--", "train", f"--config={tmp_path}/theirs.yaml"]) == 2
+    output = capsys.readouterr()
+    assert (
+        output.out == "" and "has a line break" in output.err and "name=" in output.err.replace("dir", "name")
+    )
+
+
 def test_what_the_cluster_wants_to_know(capsys):
     given = [
         "--partition=gpu",

@@ -6,13 +6,14 @@ import gc
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
 
 from flexor import __version__
 from flexor.core.console import print_error, print_text
-from flexor.core.errors import UNWRITABLE, ConfigError, FlexorError
+from flexor.core.errors import UNUSABLE, UNWRITABLE, ConfigError, FlexorError
 from flexor.core.log import setup_logging
 from flexor.core.trust import trust
 from flexor.core.typed import closest
@@ -50,6 +51,7 @@ Code that only a checkpoint or run names is not run, unless you trust it: --trus
 def program() -> int:
     """Run `main` as the whole process: the entry point of the `flexor` command."""
     sys.excepthook = _print_traceback
+    threading.excepthook = _print_traceback_of_thread
     code = main()
     _flush()
     gc.freeze()  # else Python searches everything imported for garbage at exit, which takes half a second
@@ -59,6 +61,10 @@ def program() -> int:
 def _print_traceback(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
     """A bug in Flexor. Its report is text, too, which may be from outside, and is sent to others."""
     print_text("".join(traceback.format_exception(kind, error, where)).rstrip("\n"), sys.stderr)
+
+
+def _print_traceback_of_thread(args: threading.ExceptHookArgs) -> None:
+    _print_traceback(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
 
 
 def _flush() -> None:
@@ -100,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
+        if error.errno in UNUSABLE:
+            print_error(f"flexor {verb}: {error}. Give another path.")
+            return 1
         if error.errno not in UNWRITABLE:
             raise
         print_error(f"flexor {verb}: {error}. Free some disk space, or choose a folder that is writable.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -129,9 +128,15 @@ def _study(parsed: argparse.Namespace, settings: list[str], hardware: Hardware) 
             raise ConfigError(f"--{name}={value} must be at least 1.")
     speed = None
     if parsed.bench:
+        from flexor.core.foreign_files import MALFORMED, read_json_object
         from flexor.plan.data.host import measured_speed
 
-        speed = measured_speed(data, json.loads(parsed.bench.read_text()))
+        try:
+            speed = measured_speed(data, read_json_object(parsed.bench))
+        except (OSError, *MALFORMED) as error:
+            raise ConfigError(
+                f"--bench={parsed.bench} is no report of `flexor bench data` that can be read: {error}."
+            ) from error
     return study(
         config,
         data,

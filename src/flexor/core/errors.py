@@ -6,6 +6,7 @@ from flexor.core.secrets import redacted
 from flexor.core.text import visible
 
 # problems of the disk, not of Flexor: full, over quota, read-only, no permission
+UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP}  # paths that no file can have
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
 

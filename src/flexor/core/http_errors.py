@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
@@ -19,7 +20,7 @@ def retry_after(error: BaseException) -> float | None:
     value = headers.get("Retry-After") if isinstance(headers, Mapping) else None
     if not value:
         return None
-    if value.strip().isdigit():
+    if re.fullmatch("[0-9]{1,15}", value.strip()):
         return float(value)
     try:
         return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)

@@ -33,11 +33,11 @@ def make_parents(path: Path) -> Path:
 
 def _check(path: Path, flag: str, other: str) -> Path:
     """Check the path itself if it exists, else the nearest folder above it, in which the rest will be created."""
-    if path.is_symlink() and not path.exists():
+    place = _nearest(path, flag)
+    if place.is_symlink() and not place.exists():
         raise ConfigError(
-            f"{flag}={path} is a link to {path.readlink()}, which does not exist: choose {other}."
+            f"{flag}={path}: {place} is a link to {place.readlink()}, which does not exist: choose {other}."
         )
-    place = path if _mode(path, flag) is not None else _nearest(path, flag)
     if place != path and not place.is_dir():
         raise ConfigError(f"{flag}={path}: {place} is a file, not a folder: choose {other}.")
     needed = os.W_OK | (os.X_OK if place.is_dir() else 0)
@@ -47,8 +47,8 @@ def _check(path: Path, flag: str, other: str) -> Path:
 
 
 def _nearest(path: Path, flag: str) -> Path:
-    """The first of the folders above that exists, whatever it is."""
-    return next(above for above in path.parents if _mode(above, flag) is not None)
+    """The path, or the first of the folders above that exists, whatever it is: also a link to nothing."""
+    return next(at for at in (path, *path.parents) if _mode(at, flag) is not None or at.is_symlink())
 
 
 def _mode(path: Path, flag: str) -> int | None:

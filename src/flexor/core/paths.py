@@ -70,6 +70,14 @@ def inside(root: Path, name: object) -> Path:
     return path
 
 
+def refuse_links_out(root: Path) -> None:
+    """Refuse a folder with a symbolic link that leads out of it: what is written there could go into any file."""
+    for where, folders, names in os.walk(root):
+        for path in (Path(where) / name for name in (*folders, *names)):
+            if path.is_symlink():
+                inside(root, path.relative_to(root).as_posix())
+
+
 def files_to_push(root: Path, hidden: bool = False, top: Collection[str] | None = None) -> dict[str, Path]:
     """All files below a folder by name, sorted. Refuses symbolic links: they could publish any file of this machine.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -196,9 +197,9 @@ def parse_image_size(text: str | None) -> tuple[int, int] | None:
     """HEIGHTxWIDTH as (height, width)."""
     if text is None:
         return None
-    height, _, width = text.lower().partition("x")
-    if not (height.isdigit() and width.isdigit() and int(height) > 0 and int(width) > 0):
+    size = re.fullmatch("0*([1-9][0-9]{0,8})x0*([1-9][0-9]{0,8})", text.lower())
+    if size is None:
         raise ConfigError(
             f"dataset.cache.size={text!r} is not valid: give HEIGHTxWIDTH in pixels, such as 224x224."
         )
-    return int(height), int(width)
+    return int(size[1]), int(size[2])

@@ -15,6 +15,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.output_paths import check_output_folder
+from flexor.core.paths import inside
 from flexor.core.run_files import RUN_CONFIG, VIDEOS
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
@@ -52,8 +53,8 @@ def evaluate_policy(
         raise ConfigError("No environment given: set --env.type=place, or any gymnasium id.")
     if videos is not None and settings_.videos == 0:
         settings_.videos = min(3, settings_.n_episodes)
-    videos = videos or (_video_folder(folder) if folder else Path(VIDEOS))
     if settings_.videos:
+        videos = videos or (_video_folder(folder) if folder else Path(VIDEOS))
         check_output_folder(videos, "--videos")
     if server is not None:
         actor = _served(server, flags)
@@ -105,7 +106,7 @@ def _served(server: ServerAddress, flags: dict[str, Any]) -> ServedActor:
 def _video_folder(folder: Path) -> Path:
     """In the run's video folder, or in the current folder."""
     run = _run_folder(folder)
-    return run / VIDEOS / "eval" if run else Path(VIDEOS)
+    return inside(run, f"{VIDEOS}/eval") if run else Path(VIDEOS)
 
 
 def _run_folder(folder: Path) -> Path | None:

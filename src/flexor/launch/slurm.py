@@ -282,7 +282,7 @@ def batch_script(job: Job, options: argparse.Namespace) -> str:
     program = " \\\n    ".join([" ".join(words[:4]), *words[4:]])
     return f"""#!/bin/bash
 # A training with Flexor. Submit it with sbatch, again if needed: it starts the run, or resumes it.
-# Run folder: {job.run}
+# Run folder: {_one_line("output_dir", job.run)}
 {_flags(job, options)}
 {setup}
 # The processes connect to the first node, at a port that other jobs there are unlikely to use.
@@ -335,4 +335,14 @@ def _flags(job: Job, options: argparse.Namespace) -> str:
 
 def _line(name: str, value: object) -> str:
     """One #SBATCH line; sbatch reads quotes like a shell."""
-    return "" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"
+    return "" if value is None else f"#SBATCH --{name}={shlex.quote(_one_line(name, value))}"
+
+
+def _one_line(name: str, value: object) -> str:
+    """The text, if it is one line: what follows would be commands of the script. It may be from a stranger's file."""
+    text = str(value)
+    if text.splitlines() != [text]:
+        raise ConfigError(
+            f"{name}={text!r} has a line break, which a batch script can't contain: choose another one."
+        )
+    return text

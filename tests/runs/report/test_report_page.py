@@ -385,3 +385,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert cli.main(["report", "empty"]) == 2 and "no run in" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--max-mb"):
         write_report([run], tmp_path / "small.html", limit=1000)
+
+
+def test_a_page_has_no_files_that_links_lead_to(tmp_path: Path):
+    """A stranger's run could have the user's own files on a page that is shown to others."""
+    run = full_run(tmp_path / "run")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/mine.png").write_bytes(b"secret")
+    (tmp_path / "home/mine.mp4").write_bytes(b"secret")
+    (run / "notes.png").symlink_to(tmp_path / "home/mine.png")
+    (run / "videos/001000/film.mp4").symlink_to(tmp_path / "home/mine.mp4")
+    result = write_report([run], tmp_path / "page.html")
+    assert result["embedded"] == 3 and "c2VjcmV0" not in (tmp_path / "page.html").read_text()

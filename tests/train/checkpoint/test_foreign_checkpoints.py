@@ -327,3 +327,59 @@ def test_how_an_optimizer_computes_is_not_the_checkpoints(theirs):
     edit_json(theirs / "checkpoints/000004/training_state/optimizer_param_groups.json", change)
     settle(theirs)
     assert main(["resume", str(theirs), "--steps=5"]) == 0
+
+
+# Nothing is written through links
+
+
+LINKS = [
+    "train.log",
+    "metrics.jsonl",
+    ".lock",
+    ".config.yaml",
+    "data_files.json",
+    "videos",
+    "checkpoints/.last.1",
+]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_run_with_a_link_that_leads_out_is_not_resumed(name, theirs, tmp_path, capsys):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/precious").write_text("mine")
+    (theirs / name).unlink(missing_ok=True)
+    (theirs / name).symlink_to(tmp_path / "home/precious" if name != "videos" else tmp_path / "home")
+    assert main(["resume", str(theirs), "--steps=5"]) == 1
+    error = capsys.readouterr().err
+    assert "leads out of the folder" in error and "FLEXOR_LINK_TARGETS=" in error
+    assert (tmp_path / "home/precious").read_text() == "mine"
+    assert [*(tmp_path / "home").iterdir()] == [tmp_path / "home/precious"]
+
+
+def test_a_run_with_a_link_that_the_user_allows_is_resumed(theirs, tmp_path, monkeypatch):
+    (theirs / "checkpoints").rename(tmp_path / "disk")
+    (theirs / "checkpoints").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("FLEXOR_LINK_TARGETS", str(tmp_path / "disk"))
+    assert main(["resume", str(theirs), "--steps=5"]) == 0
+    assert (tmp_path / "disk/000005").is_dir()
+
+
+@pytest.mark.ranks
+def test_an_export_does_not_write_through_a_link(sharded, tmp_path, capsys):
+    theirs = shutil.copytree(sharded, tmp_path / "theirs", symlinks=True)
+    (tmp_path / "precious").write_text("mine")
+    weights = theirs / POLICY / "model.safetensors"
+    weights.unlink()
+    weights.with_name(".model.safetensors").symlink_to(tmp_path / "precious")
+    manifest = theirs / "checkpoints/000004/training_state/manifest.json"
+    edit_json(manifest, lambda listed: listed["files"].pop("pretrained_model/model.safetensors"))
+    assert main(["export", str(theirs)]) == 1
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "mine" and not weights.exists()
+
+
+def test_an_evaluation_writes_no_videos_through_a_link(theirs, tmp_path, capsys):
+    (tmp_path / "home").mkdir()
+    (theirs / "videos").symlink_to(tmp_path / "home")
+    assert main(["eval", str(theirs), "--env.type=place", "--eval.n_episodes=1", "--eval.videos=1"]) == 1
+    assert "leads out of the folder" in capsys.readouterr().err and not [*(tmp_path / "home").iterdir()]

@@ -13,7 +13,7 @@ import yaml
 
 from flexor.cli.main import main
 from flexor.core import hub_errors
-from flexor.core.errors import CheckpointError, ConfigError
+from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.hub import HubRepository
 from flexor.policies.pretrained import load_pretrained
 from flexor.train.checkpoint import folder as checkpoint
@@ -216,6 +216,12 @@ def test_a_checkpoint_that_is_not_complete_is_not_resumed(server, pushed, tmp_pa
     assert any("checkpoint 000004 of" in line and "is not complete" in line for line in log_lines)
 
 
+@pytest.mark.parametrize("name", ["\u00b2", "9" * 200])
+def test_a_folder_that_is_no_step_is_no_checkpoint(server, pushed, tmp_path, name):
+    server.model("ann/run").files[f"checkpoints/{name}/x"] = Blob(b"x", False)
+    assert [*checkpoint.complete(fetch_run("hub:ann/run", tmp_path / "here") / "checkpoints")] == [4]
+
+
 def test_an_upload_that_breaks_off_leaves_the_checkpoint_before(server, impatient, train, tmp_path):
     """Half of a checkpoint's files are uploaded when the network goes: they are not a checkpoint."""
     train(REPO, *EVERY, steps=2)
@@ -234,6 +240,16 @@ def test_a_broken_download_goes_on(server, pushed, tmp_path):
     run = fetch_run("hub:ann/run", tmp_path / "here")
     checkpoint.verify(checkpoint.newest(run / "checkpoints"))
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
+
+
+def test_a_download_does_not_write_through_a_link(server, pushed, tmp_path):
+    run = fetch_run("hub:ann/run@000002", tmp_path / "here")
+    (tmp_path / "precious").write_text("mine")
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(FlexorError, match="leads out of the folder"):
+        fetch_run("hub:ann/run", run)
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_folder_that_is_taken(pushed, train):

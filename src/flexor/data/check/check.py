@@ -9,6 +9,7 @@ The check does not stop at the first problem: unreadable files are reported, and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def check_totals(layout: Layout, report: CheckReport) -> None:
     splits = layout.info.get("splits")
     for split, span in splits.items() if isinstance(splits, dict) else ():
         end = str(span).partition(":")[2]
-        if end.isdigit() and int(end) > len(layout.episodes):
+        if re.fullmatch("[0-9]{1,15}", end) and int(end) > len(layout.episodes):
             what = f"the split {split!r} is {span}, but there are {len(layout.episodes)} episodes"
             report.warning("splits", what, "none needed to train with Flexor", file="meta/info.json")
     if any(not task for task in layout.tasks.values()):

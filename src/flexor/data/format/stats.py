@@ -212,7 +212,9 @@ def write_stats(root: Path, stats: Mapping[str, Stats]) -> Path | None:
         earlier = content
     backup = None if earlier == content else _back_up(path, earlier)
     aside = path.with_name(".stats.json")
-    aside.write_bytes(content)
+    aside.unlink(missing_ok=True)  # a link, perhaps: the dataset may be a stranger's
+    with aside.open("xb") as file:
+        file.write(content)
     aside.rename(path)
     return backup
 

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
+from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
@@ -98,7 +99,8 @@ def repair_dataset(
 
 
 def _check_places(root: Path, out: Path) -> None:
-    here, there = root.resolve(), out.resolve()
+    check_output_folder(out, "root")
+    here, there = (Path(os.path.realpath(folder)) for folder in (root, out))
     if here == there or here in there.parents or there in here.parents:
         raise DatasetError(
             f"{out} and {root}: one folder is inside the other. Choose an output folder elsewhere."

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
-from flexor.core.paths import inside
+from flexor.core.paths import UnsafePath, inside, safe_name
 from flexor.core.secrets import HIDDEN, redacted, without_login
 from flexor.data.storage.block_cache import block_cache
 from flexor.data.storage.ranges import LocalRanges, Ranges, RemoteRanges
@@ -364,10 +365,10 @@ class FsspecSource(Source):
 
     def _copy(self, name: str, target: Path) -> None:
         # Written under a temporary name and renamed, so that an interrupted copy is never used as the file.
-        target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f"{target.name}.{os.getpid()}.partial")
         file = self._remote(name)
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 copy_file(file, aside)
             except NoRanges:
@@ -381,7 +382,8 @@ class FsspecSource(Source):
                 f"$FLEXOR_CACHE to a folder on another disk"
             ) from error
         finally:
-            aside.unlink(missing_ok=True)
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
 
 
 def _version_file(copy: Path) -> Path:
@@ -424,7 +426,12 @@ def find_source(
         raise DatasetError("No dataset given: set --dataset.repo_id, or --dataset.root for a folder")
     if "://" in repo_id:
         return find_source(None, repo_id, revision, streaming, cache_bytes)
-    local = lerobot_home() / repo_id
+    try:
+        local = lerobot_home() / safe_name(repo_id)
+    except UnsafePath as error:
+        raise DatasetError(
+            f"{repo_id!r} is not a dataset's name: {error}. Give a folder with --dataset.root"
+        ) from error
     if (local / "meta" / "info.json").is_file():
         return FolderSource(local)
     return HubSource(repo_id, revision, streaming, cache_bytes)

@@ -13,6 +13,10 @@ from av.container import InputContainer
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts"
 MOST_PIXELS = 1 << 28  # of an image: 16,000 x 16,000
+MOST_SCANS = 100
+"""Scans of a JPEG, each of which goes over the whole image. Encoders write 1, or about 10 in a progressive one."""
+TEXTS = (b"iCCP", b"zTXt", b"iTXt")
+"""Parts of a PNG with compressed text: half a megabyte becomes half a gigabyte, and no pixel depends on it."""
 
 
 def open_video(file: Any) -> InputContainer:
@@ -22,10 +26,24 @@ def open_video(file: Any) -> InputContainer:
 
 
 def decode_one(name: str, data: bytes) -> av.VideoFrame:
-    """The image that bytes are, by FFmpeg's decoder of this name."""
+    """The image that bytes are, by FFmpeg's decoder of this name. A ValueError if it would take long to decode."""
+    if name == "mjpeg" and (scans := data.count(b"\xff\xda")) > MOST_SCANS:
+        raise ValueError(f"it has {scans} scans, and no camera or encoder writes more than {MOST_SCANS}")
+    data = _without_texts(data) if name == "png" else data
     context = av.CodecContext.create(name, "r")
     context.options = {"max_pixels": str(MOST_PIXELS)}
     frames = [*context.decode(av.Packet(data)), *context.decode(None)]  # type: ignore[attr-defined]
     if not frames:
         raise ValueError("decoding it gives no image")
     return frames[0]
+
+
+def _without_texts(png: bytes) -> bytes:
+    """The file without the parts that are compressed text. A part is a length, a kind, the content and a checksum."""
+    kept, at = [png[:8]], 8
+    while at < len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
+        if png[at + 4 : at + 8] not in TEXTS:
+            kept.append(png[at:end])
+        at = end
+    return png if sum(map(len, kept)) == len(png) else b"".join(kept)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexor.core.log import log
+from flexor.core.paths import UnsafePath, inside
 from flexor.core.run_files import CHECKPOINTS, VIDEOS
 from flexor.pages.images import as_base64
 from flexor.runs.state import relative
@@ -54,7 +56,10 @@ def images_of(folder: Path) -> list[MediaFile]:
 
 def _media(folder: Path, path: Path, kind: str) -> MediaFile | None:
     try:
-        size = path.stat().st_size
+        size = inside(folder, relative(path, folder)).stat().st_size
+    except UnsafePath as error:  # a page is shown to others
+        log.warning("left out of the page: %s", error)
+        return None
     except OSError:  # removed meanwhile
         return None
     step = re.fullmatch(r"\d+", path.parent.name)

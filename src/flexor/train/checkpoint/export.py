@@ -25,13 +25,13 @@ def export(path: Path, output: Path | None = None) -> Path:
     found = find_checkpoint(path)
     checkpoint.verify(found)
     target = found / PRETRAINED
+    files_to_push(target, hidden=True)  # refuses links: weights would be written into what they lead to
     if output is not None:
         check_output_folder(output, "--output")
         if output.exists():
             raise ConfigError(
                 f"{output} already exists: choose a new folder, so that nothing is overwritten."
             )
-        files_to_push(target, hidden=True)  # refuses links: what is exported is meant for others
         shutil.copytree(target, output)
         target = output
     if not (target / WEIGHTS).is_file():

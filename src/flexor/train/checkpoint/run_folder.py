@@ -16,7 +16,7 @@ import yaml
 from flexor.config.parse import read_run
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.core.paths import inside
+from flexor.core.paths import inside, refuse_links_out
 from flexor.core.run_files import CHECKPOINTS, LAUNCH, LOCK, METRICS, RUN_CONFIG, VIDEOS
 from flexor.core.typed import QuickDumper
 from flexor.monitor.system_file import forget_after, system_files
@@ -108,6 +108,9 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
     if resume:
         if not (folder / RUN_CONFIG).is_file():
             raise CheckpointError(f"{folder} is not a Flexor run: it has no {RUN_CONFIG}.")
+        refuse_links_out(
+            folder
+        )  # the run may be from elsewhere, and its log, metrics and settings are written
     elif folder.exists() and any(p.name not in (LOCK, f".{RUN_CONFIG}") for p in folder.iterdir()):
         raise ConfigError(
             f"output_dir={folder} is not empty. Continue that run with `flexor resume {folder}`, "

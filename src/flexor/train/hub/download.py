@@ -7,6 +7,7 @@ hidden folder, checked again, and renamed.
 from __future__ import annotations
 
 import fcntl
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from flexor.core.hub_errors import persist
 from flexor.core.log import log
 from flexor.core.manifest import parse_manifest
 from flexor.core.output_paths import check_output_folder, make_parents
+from flexor.core.paths import refuse_links_out
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
 from flexor.data.storage.source import is_repo_id
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import read_record
 
 PREFIX = "hub:"
+STEP = r"[0-9]{1,15}"  # a checkpoint's name
 
 
 def fetch_run(address: str, output: Path | None = None) -> Path:
@@ -81,7 +84,7 @@ class _Download:
     def _newest_complete(self) -> tuple[str, dict[str, int]]:
         """The name of the newest checkpoint whose files are all there, and their sizes."""
         names = {path.split("/")[1] for path in self.there if path.startswith(f"{CHECKPOINTS}/")}
-        steps = sorted((name for name in names if name.isdigit()), key=int, reverse=True)
+        steps = sorted((name for name in names if re.fullmatch(STEP, name)), key=int, reverse=True)
         for name in steps:
             files, wrong = self._files_of(name)
             if wrong is None:
@@ -117,6 +120,7 @@ class _Download:
         """Refuse a folder that holds something else."""
         if not self.run.exists() or not any(self.run.iterdir()):
             return
+        refuse_links_out(self.run)
         text = self._read(RUN_RECORD)
         theirs = _run_id(text)
         if theirs is None or read_record(self.run).get("id") != theirs:
