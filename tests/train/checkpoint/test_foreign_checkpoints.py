@@ -169,6 +169,53 @@ def test_a_flipped_bit_reaches_no_robot(number, theirs, lowdim, capsys):
     assert "model.safetensors has changed since it was saved" in capsys.readouterr().err
 
 
+def test_a_flipped_bit_is_found_however_the_folder_is_named(theirs, tmp_path, monkeypatch):
+    _flip(theirs / POLICY / "model.safetensors")
+    (tmp_path / "best").symlink_to(theirs / POLICY)
+    monkeypatch.chdir(theirs / POLICY)
+    for name in (tmp_path / "best", ".", "../pretrained_model"):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_pretrained(str(name))
+
+
+def test_a_flipped_bit_of_the_policy_that_adapters_add_to_is_found(lowdim, tiny_act, theirs, tmp_path):
+    flags = [f"--policy.path={theirs}", "--policy.device=cpu", "--lora.r=2", "--steps=1"]
+    run = runs.train(lowdim, tmp_path / "lora", flags)
+    adapter = run / "checkpoints/000001/pretrained_model/adapter"
+    load_pretrained(str(adapter))
+    _flip(theirs / POLICY / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_pretrained(str(adapter))
+
+
+@pytest.mark.ranks
+def test_a_flipped_bit_of_exported_weights_is_found(sharded, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(sharded, run, symlinks=True)
+    weights = run / POLICY / "model.safetensors"
+    weights.unlink(missing_ok=True)
+    settle_without(run, "pretrained_model/model.safetensors")
+    assert main(["export", str(run)]) == 0
+    load_pretrained(str(run))
+    _flip(weights)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_pretrained(str(run))
+    weights.unlink()  # what can be made again may be deleted
+    assert main(["export", str(run)]) == 0
+    load_pretrained(str(run))
+
+
+def settle_without(run: Path, name: str) -> None:
+    manifest = run / "checkpoints/000004/training_state/manifest.json"
+    edit_json(manifest, lambda listed: listed["files"].pop(name, None))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 64
+    path.write_bytes(data)
+
+
 def test_a_policy_alone_has_no_manifest_and_is_loaded(theirs, tmp_path):
     shutil.copytree(theirs / POLICY, tmp_path / "alone")
     weights = load_file(tmp_path / "alone/model.safetensors")
