@@ -19,6 +19,7 @@ from flexor.core.typed import field_types
 from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.policies.sizes import LENGTHS, check_sizes
+from flexor.policies.smolvla.vlm_size import read_size
 from support import foreign_checkpoints, ranks, runs
 from support.damage import edit_json
 from support.mutations import Watch, at_most
@@ -287,6 +288,52 @@ def test_a_network_of_too_many_tensors_is_not_built(monkeypatch):
     config = read_features(config)
     with at_most(60), pytest.raises(ConfigError, match="more than 500 tensors"):
         make_policy(config)
+
+
+def test_a_network_of_too_large_tables_is_not_built(monkeypatch):
+    monkeypatch.setattr("flexor.policies.sizes.MOST_TABLES", 1 << 10)
+    with pytest.raises(ConfigError, match="make tables of more than"):
+        make_policy(read_features(policy_class("act").Config(dim_model=16, n_heads=2, chunk_size=100)))
+
+
+IMAGES = [
+    *(("diffusion", name) for name in ("resize_shape", "crop_shape")),
+    *(("multi_task_dit", name) for name in ("image_resize_shape", "image_crop_shape")),
+    *(("pi0", "image_resolution"), ("smolvla", "resize_imgs_with_padding")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), IMAGES)
+def test_images_of_an_absurd_size_are_refused(kind, name):
+    """Each side alone is a size that a setting may have."""
+    config = policy_class(kind).Config()
+    setattr(config, name, (10**6, 10**6))
+    with pytest.raises(ConfigError, match="no image has that size"):
+        check_sizes(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("vqbet", "gpt_block_size"), ("vqbet", "vqvae_n_embed"), ("act", "chunk_size")]
+)
+def test_what_a_real_table_depends_on_has_a_narrower_limit(kind, name):
+    config = policy_class(kind).Config()
+    setattr(config, name, 10**5)
+    with pytest.raises(ConfigError, match=f"policy.{name}=100000 can't be right"):
+        check_sizes(config)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vision_config": {"image_size": 10**6}},
+        {"text_config": {"num_hidden_layers": 10**6}},
+        {"scale_factor": 10**9},
+    ],
+)
+def test_a_vision_language_model_of_absurd_sizes_is_refused(sizes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smolvlm", **sizes}))
+    with pytest.raises(ConfigError, match=r"config.json: config\..* can't be right"):
+        read_size(str(tmp_path))
 
 
 def read_features(config):

@@ -9,6 +9,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
 from flexor.policies.nn.llama import LlamaSize
 from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.sizes import check_model_sizes
 from flexor.policies.smolvla.vlm_files import find_file
 
 # what differs from the defaults below
@@ -131,4 +132,5 @@ def _read(name: str) -> dict[str, Any]:
             )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} does not describe a vision-language model: {error!r}") from error
+    check_model_sizes(f"{file}: config", described)
     return dict(described)
