@@ -336,6 +336,17 @@ def test_a_vision_language_model_of_absurd_sizes_is_refused(sizes, tmp_path):
         read_size(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("part", "name"), [("vision", "num_attention_heads"), ("text", "hidden_size"), ("text", "head_dim")]
+)
+@pytest.mark.parametrize("size", [0, -1, "8", 1.5])
+def test_a_vision_language_model_of_no_size_is_refused(part, name, size, tmp_path):
+    described = {"model_type": "smolvlm", f"{part}_config": {name: size}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=f"its config.json has {name}=.*, which is no size"):
+        read_size(str(tmp_path))
+
+
 def read_features(config):
     from dataclasses import replace
 
