@@ -19,6 +19,7 @@ KEPT = [
     "sftp://ann@host/pens",
     "http://127.0.0.1:8000/status?episode=3&camera=top",
     "http://host:8000/datasets/pens@v1",
+    "http://[::1]:8000/datasets/pens@v1",
     "ann@example.com wrote task: sk-learn is not a token",
     "commit 35e25b5aa9b8f7c1d2e3f4a5b6c7d8e9f0a1b2c3",
 ]
@@ -27,6 +28,9 @@ CUT = {
     "HTTPS://ann:sec:r@t@host": "HTTPS://***@host",
     "https://hf_short@host/x": "https://***@host/x",
     "ftp://ann:secret@host:21/x, s3://b/y": "ftp://***@host:21/x, s3://b/y",
+    "https://ann:sec/ret@host/pens": "https://***@host/pens",
+    "ftp://ann:sec#re?t@host, s3://b/y": "ftp://***@host, s3://b/y",
+    "https://host/x#access_token=secret&n=1": "https://host/x#access_token=***&n=1",
     "wss://secret@host:8000": "wss://***@host:8000",
     "url='https://:secret@host/x'": "url='https://***@host/x'",
     "https://host/x?token=secret&n=1": "https://host/x?token=***&n=1",

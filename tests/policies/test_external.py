@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flexor.cli.main import main
 from flexor.config.help import train_help
@@ -405,14 +406,17 @@ def test_the_package_of_an_environment_is_imported_only_if_it_is_trusted(
         "(__import__('pathlib').Path(__file__).parent / 'was_run').touch()\n"
     )
     monkeypatch.syspath_prepend(project)
-    settings = (received / "config.yaml").read_text()
-    for line in ("package: somebodys_env", "type: somebodys_env/Task-v0"):
-        key = line.partition(":")[0]
-        changed = re.sub(rf"(env:\n(  .*\n)*?)  {key}: .*\n", rf"\g<1>  {line}\n", settings)
-        assert changed != settings
-        (received / "config.yaml").write_text(changed)
-        assert main(["resume", "received", "--trust=my_policy.py"]) == 2
-        assert "--trust=somebodys_env" in capsys.readouterr().err
+    settings = yaml.safe_load((received / "config.yaml").read_text())
+    for env in (
+        {"type": "place", "package": "somebodys_env"},
+        {"type": "somebodys_env/Task-v0"},
+        {"type": "somebodys_env/other/Task-v0"},
+        {"type": "somebodys_env", "task": "Task-v0"},
+    ):
+        (received / "config.yaml").write_text(yaml.safe_dump({**settings, "env": env}))
+        for verb in ("resume", "eval"):
+            assert main([verb, "received", "--trust=my_policy.py"]) == 2
+            assert "--trust=somebodys_env" in capsys.readouterr().err
     assert "somebodys_env" not in sys.modules
 
 

@@ -58,6 +58,7 @@ def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Push, and what to print about it."""
     from flexor.core.console import progress
     from flexor.core.hub_errors import persist
+    from flexor.train.checkpoint import folder as checkpoint
     from flexor.train.checkpoint.export import export, find_checkpoint
     from flexor.train.hub.upload import RunOnHub, policy_files, settings_of
 
@@ -78,6 +79,8 @@ def push_run(parsed: argparse.Namespace) -> tuple[dict[str, Any], str]:
     what = f"pushing {folder}"
     persist(what, hub.prepare)
     earlier = persist(what, hub.missing) if parsed.checkpoints else []
+    for one in earlier:
+        checkpoint.verify(one)
     for one in [*(f for f in earlier if f.name != newest.name), newest]:
         commit = persist(
             what,

@@ -38,6 +38,7 @@ ENV_PACKAGES = (
     "gym_aloha",
     "gym_xarm",
 )  # of LeRobot's environments: any run may name them
+SHORT_ENV_NAMES = ("place", "pusht", "aloha", "xarm")  # of environments in these packages
 # Settings of these groups depend on their type: choosing another type drops the settings given before.
 TYPED_GROUPS = ("policy", "optimizer", "scheduler")
 
@@ -131,9 +132,11 @@ def load_config(argv: Sequence[str]) -> TrainConfig:
 
 def code_in(flat: Mapping[str, Any]) -> list[str]:
     """The code that settings ask to run: the policy's, if it is not built in, and the environment's package."""
-    kind, namespace = str(flat.get("policy.type")), str(flat.get("env.type")).rpartition("/")[0]
+    kind, (namespace, slash, _) = str(flat.get("policy.type")), str(flat.get("env.type")).partition("/")
     code = [settled(kind)] if is_code(kind) else []
-    package = flat.get("env.package") or namespace.partition("/")[0]
+    # with env.task, the environment is one of the package TYPE: see evaluate/envs.py
+    is_package = slash or (flat.get("env.task") is not None and namespace not in (*SHORT_ENV_NAMES, "None"))
+    package = flat.get("env.package") or (namespace if is_package else "")
     return [*code, str(package)] if package and package not in ENV_PACKAGES else code
 
 

@@ -46,13 +46,15 @@ class HubEntry:
     blob: str  # git's hash, of a small file
 
     def holds(self, content: Content, sha256: str | None = None) -> bool:
-        """Whether it has this content, of which the hash may be known."""
+        """Whether it has this content. `sha256`: what its hash is to be, if that is known."""
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         if self.size != size:
             return False
         if self.sha256 is not None:
             return self.sha256 == (sha256 or _sha256(content))
         data = content.read_bytes() if isinstance(content, Path) else content
+        if sha256 not in (None, _sha256(data)):
+            return False
         return self.blob == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,18 +25,22 @@ class ListedFile(NamedTuple):
     sha256: str
 
 
-def parse_manifest(text: bytes | str) -> dict[str, ListedFile]:
+SAVED, EXPORTED = "files", "exported"
+"""The parts of a manifest: what a checkpoint was saved with, and what was made of it later and may be deleted again."""
+
+
+def parse_manifest(text: bytes | str, part: str = SAVED) -> dict[str, ListedFile]:
     """The files that a manifest lists, by name. A ValueError for anything that is no manifest."""
     try:
-        files = parse_json(text)["files"]
+        files = {EXPORTED: {}, **parse_json(text)}[part]
         return {safe_name(n): ListedFile(int(file["size"]), str(file["sha256"])) for n, file in files.items()}
     except MALFORMED as error:
         raise ValueError(f"{MANIFEST} can't be read ({error!r})") from error
 
 
-def read_manifest(checkpoint: Path) -> dict[str, ListedFile]:
+def read_manifest(checkpoint: Path, part: str = SAVED) -> dict[str, ListedFile]:
     try:
-        return parse_manifest(read_text(inside(checkpoint, MANIFEST)))
+        return parse_manifest(read_text(inside(checkpoint, MANIFEST)), part)
     except OSError as error:
         raise ValueError(f"{MANIFEST} can't be read ({error!r})") from error
 
@@ -43,7 +48,8 @@ def read_manifest(checkpoint: Path) -> dict[str, ListedFile]:
 def difference(checkpoint: Path, folder: str = "") -> str | None:
     """What differs from the manifest, as part of a sentence; None if nothing does. `folder`: only files in it."""
     try:
-        listed = read_manifest(checkpoint)
+        listed, later = read_manifest(checkpoint), read_manifest(checkpoint, EXPORTED)
+        listed |= {name: file for name, file in later.items() if inside(checkpoint, name).is_file()}
         paths = {name: inside(checkpoint, name) for name in listed if name.startswith(folder)}
     except ValueError as error:
         return str(error)
@@ -57,6 +63,7 @@ def difference(checkpoint: Path, folder: str = "") -> str | None:
 
 def verify_policy(folder: Path) -> None:
     """Refuse a policy in a checkpoint whose files are not those that were saved. Other folders have no manifest."""
+    folder = Path(os.path.realpath(folder))  # it may be given as a link, or as the folder that the user is in
     checkpoint = folder.parent
     if folder.name != PRETRAINED or not (checkpoint / MANIFEST).is_file():
         return

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexor.config.lerobot_flags import drop_ignored
-from flexor.config.parse import check_rename_map, flatten, nest, parse_flags, read_run
+from flexor.config.parse import check_rename_map, code_in, flatten, nest, parse_flags, read_run
 from flexor.config.schema import EnvConfig, EvalConfig
 from flexor.core.console import Progress
 from flexor.core.devices import find_device
@@ -17,6 +17,7 @@ from flexor.core.log import log
 from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.core.run_files import RUN_CONFIG, VIDEOS
+from flexor.core.trust import require_trust, trust
 from flexor.core.typed import closest, coerce, from_plain
 from flexor.evaluate.play import play
 from flexor.evaluate.rollout import PolicyActor, summarize
@@ -46,7 +47,10 @@ def evaluate_policy(
             f"{path} and --server={server and server.url}: name one of them, the one with the policy."
         )
     folder = None if path is None else find_folder(path)
-    tree = nest({**(_run_settings(folder) if folder else {}), **flags})
+    saved = _run_settings(folder) if folder else {}
+    trust(code_in(flags))
+    require_trust(code_in({**saved, **flags}), folder)
+    tree = nest({**saved, **flags})
     env = from_plain(EnvConfig, tree.get("env", {}), "env")
     settings_ = from_plain(EvalConfig, tree.get("eval", {}), "eval")
     if env.type is None:

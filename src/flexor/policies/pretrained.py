@@ -273,7 +273,7 @@ def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
 def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
     """A policy ready for inference, with its processing, on `device`."""
     folder = find_folder(path)
-    verify_policy(folder)
+    verify(folder)
     config = read_config(str(folder), overrides)
     with to_be_filled(config):
         policy = make_policy(config)
@@ -283,6 +283,14 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     return Pretrained(policy.eval(), before, after)
+
+
+def verify(folder: Path) -> None:
+    """Refuse a policy that is not as it was saved, where there is a manifest; also the one that its adapters add to."""
+    verify_policy(folder)
+    base = base_of(folder)
+    if base is not None:
+        verify(find_folder(base))
 
 
 def saved_renaming(folder: Path) -> dict[str, str]:

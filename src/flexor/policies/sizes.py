@@ -7,7 +7,8 @@ build and fail afterwards, because no file has its weights.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +24,22 @@ LARGEST = 1 << 20
 LARGEST_INPUT = 1 << 28  # values of a feature: an image of 16,000 x 5,000 pixels
 MOST_PARAMETERS = 10_000  # tensors; the largest policies have 2,000
 MOST_LAYERS = 1_000
+MOST_TABLES = 4 << 30  # bytes of masks, positions and codes, which are real before any weights are compared
 DIMENSIONS = {Kind.VISUAL: 3, Kind.STATE: 1, Kind.ENV: 1, Kind.ACTION: 1}
+SEQUENCE = 1 << 14
+"""The longest that a network attends to: some have a real table of its square, before any weights are compared."""
+NARROWER = {
+    **dict.fromkeys(
+        ("horizon", "chunk_size", "action_chunk_size", "n_obs_steps", "n_action_steps"), SEQUENCE
+    ),
+    **dict.fromkeys(("n_action_pred_token", "prefix_length", "tokenizer_max_length"), SEQUENCE),
+    **dict.fromkeys(("max_action_tokens", "max_decoding_steps", "diffusion_step_embed_dim"), SEQUENCE),
+    **dict.fromkeys(("dim_model", "hidden_dim", "timestep_embed_dim", "gpt_hidden_dim"), 1 << 16),
+    **dict.fromkeys(("vqvae_n_embed", "vqvae_embedding_dim"), 1 << 14),
+    "gpt_block_size": 1 << 12,
+    "image_size": 1 << 12,  # of a vision-language model
+}
+IMAGE_SIZES = ("_shape", "_resolution", "resize_imgs_with_padding")  # settings with a height and width
 LENGTHS = ("optimizer_", "scheduler_")  # settings of the training, which are no sizes
 
 
@@ -46,7 +62,8 @@ def check_sizes(config: Any) -> None:
 def _check(name: str, value: Any) -> None:
     if isinstance(value, bool):
         return
-    limit = MOST_LAYERS if "layer" in name else LARGEST
+    setting = name.rpartition(".")[2]
+    limit = NARROWER.get(setting, MOST_LAYERS if "layer" in setting else LARGEST)
     if isinstance(value, int) and abs(value) > limit:
         raise ConfigError(f"{name}={value} can't be right: no policy has more than {limit:,}.")
     if isinstance(value, dict):
@@ -56,12 +73,25 @@ def _check(name: str, value: Any) -> None:
             raise ConfigError(f"{name} has {len(value):,} values, which can't be right.")
         for item in value:
             _check(name, item)
+        is_image = name.endswith(IMAGE_SIZES) and all(isinstance(size, int) for size in value)
+        if is_image and math.prod(value) > LARGEST_INPUT:
+            raise ConfigError(f"{name}={list(value)} can't be right: no image has that size.")
+
+
+def check_model_sizes(source: str, described: Mapping[str, Any]) -> None:
+    """Refuse the config.json of a pretrained model that a policy is to be built from."""
+    for key, value in described.items():
+        if isinstance(value, Mapping):
+            check_model_sizes(f"{source}.{key}", value)
+        else:
+            _check(f"{source}.{key}", value)
 
 
 @contextmanager
 def building(kind: str) -> Iterator[None]:
     """Inside, a built-in policy is made from settings that may come from anywhere: what fails is their fault."""
     register, count = nn.Module.register_parameter, 0
+    register_buffer, tables = nn.Module.register_buffer, 0
 
     def register_counted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal count
@@ -73,7 +103,18 @@ def building(kind: str) -> Iterator[None]:
             )
         register(module, name, parameter)
 
+    def register_counted_buffer(module: nn.Module, name: str, tensor: Any, persistent: bool = True) -> None:
+        nonlocal tables
+        tables += tensor.nbytes if tensor is not None and not tensor.is_meta else 0
+        if tables > MOST_TABLES:
+            raise ConfigError(
+                f"The settings of this {kind} policy make tables of more than {MOST_TABLES >> 30} GB, which can't be "
+                "right. Check its sizes."
+            )
+        register_buffer(module, name, tensor, persistent)
+
     nn.Module.register_parameter = register_counted  # type: ignore[method-assign, assignment]
+    nn.Module.register_buffer = register_counted_buffer  # type: ignore[method-assign, assignment]
     try:
         yield
     except (FlexorError, torch.OutOfMemoryError):  # a GPU that is too small is no fault of the settings
@@ -82,3 +123,4 @@ def building(kind: str) -> Iterator[None]:
         raise ConfigError(f"The settings of this {kind} policy make no network: {error!r}") from error
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]

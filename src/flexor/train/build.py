@@ -17,7 +17,6 @@ from flexor.core.devices import settle_rounding
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.machine import gigabytes, total_memory
-from flexor.core.manifest import verify_policy
 from flexor.core.rng import seed_everything
 from flexor.data.dataset import Dataset
 from flexor.data.loader.loader import Loader
@@ -31,7 +30,7 @@ from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.pretrained import find_folder, saved_renaming, to_be_filled
+from flexor.policies.pretrained import find_folder, saved_renaming, to_be_filled, verify
 from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
@@ -189,7 +188,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
         with engine.processes.main_first():  # one process per host downloads
             weights = find_folder(config.policy_path)
             if engine.processes.local_rank == 0:
-                verify_policy(weights)
+                verify(weights)
     elif config.lora.r:
         log.warning(
             "lora.r=%d without --policy.path: the adapters are added to a policy that was never trained",

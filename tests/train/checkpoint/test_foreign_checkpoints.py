@@ -19,6 +19,7 @@ from flexor.core.typed import field_types
 from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.policies.sizes import LENGTHS, check_sizes
+from flexor.policies.smolvla.vlm_size import read_size
 from support import foreign_checkpoints, ranks, runs
 from support.damage import edit_json
 from support.mutations import Watch, at_most
@@ -99,6 +100,9 @@ def test_no_file_of_a_checkpoint_is_code(kind, request, tmp_path, capsys):
     for path in [*files, *indices]:
         content = path.read_bytes() if path.exists() else None
         path.write_bytes(bomb)
+        index = path.with_name("index.json")  # is read instead of .metadata
+        if path.name == ".metadata" and index.exists():
+            index.rename(tmp_path / index.name)
         if path.name != "manifest.json":
             settle(run)
         for action in ("load", "export", "resume"):
@@ -106,6 +110,8 @@ def test_no_file_of_a_checkpoint_is_code(kind, request, tmp_path, capsys):
                 foreign_checkpoints.ACTIONS[action](run)
         shutil.rmtree(run.with_name("exported"), ignore_errors=True)
         path.unlink() if content is None else path.write_bytes(content)
+        if (tmp_path / index.name).exists():
+            (tmp_path / index.name).rename(index)
         settle(run)
     assert not mark.exists() and "Traceback" not in capsys.readouterr().err
     pickle.loads(bomb)
@@ -162,6 +168,53 @@ def test_a_flipped_bit_reaches_no_robot(number, theirs, lowdim, capsys):
     weights.write_bytes(data)
     assert main(commands(theirs, lowdim)[number]) == 1
     assert "model.safetensors has changed since it was saved" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_is_found_however_the_folder_is_named(theirs, tmp_path, monkeypatch):
+    _flip(theirs / POLICY / "model.safetensors")
+    (tmp_path / "best").symlink_to(theirs / POLICY)
+    monkeypatch.chdir(theirs / POLICY)
+    for name in (tmp_path / "best", ".", "../pretrained_model"):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_pretrained(str(name))
+
+
+def test_a_flipped_bit_of_the_policy_that_adapters_add_to_is_found(lowdim, tiny_act, theirs, tmp_path):
+    flags = [f"--policy.path={theirs}", "--policy.device=cpu", "--lora.r=2", "--steps=1"]
+    run = runs.train(lowdim, tmp_path / "lora", flags)
+    adapter = run / "checkpoints/000001/pretrained_model/adapter"
+    load_pretrained(str(adapter))
+    _flip(theirs / POLICY / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_pretrained(str(adapter))
+
+
+@pytest.mark.ranks
+def test_a_flipped_bit_of_exported_weights_is_found(sharded, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(sharded, run, symlinks=True)
+    weights = run / POLICY / "model.safetensors"
+    weights.unlink(missing_ok=True)
+    settle_without(run, "pretrained_model/model.safetensors")
+    assert main(["export", str(run)]) == 0
+    load_pretrained(str(run))
+    _flip(weights)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_pretrained(str(run))
+    weights.unlink()  # what can be made again may be deleted
+    assert main(["export", str(run)]) == 0
+    load_pretrained(str(run))
+
+
+def settle_without(run: Path, name: str) -> None:
+    manifest = run / "checkpoints/000004/training_state/manifest.json"
+    edit_json(manifest, lambda listed: listed["files"].pop(name, None))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 64
+    path.write_bytes(data)
 
 
 def test_a_policy_alone_has_no_manifest_and_is_loaded(theirs, tmp_path):
@@ -235,6 +288,63 @@ def test_a_network_of_too_many_tensors_is_not_built(monkeypatch):
     config = read_features(config)
     with at_most(60), pytest.raises(ConfigError, match="more than 500 tensors"):
         make_policy(config)
+
+
+def test_a_network_of_too_large_tables_is_not_built(monkeypatch):
+    monkeypatch.setattr("flexor.policies.sizes.MOST_TABLES", 1 << 10)
+    with pytest.raises(ConfigError, match="make tables of more than"):
+        make_policy(read_features(policy_class("act").Config(dim_model=16, n_heads=2, chunk_size=100)))
+
+
+IMAGES = [
+    *(("diffusion", name) for name in ("resize_shape", "crop_shape")),
+    *(("multi_task_dit", name) for name in ("image_resize_shape", "image_crop_shape")),
+    *(("pi0", "image_resolution"), ("smolvla", "resize_imgs_with_padding")),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), IMAGES)
+def test_images_of_an_absurd_size_are_refused(kind, name):
+    """Each side alone is a size that a setting may have."""
+    config = policy_class(kind).Config()
+    setattr(config, name, (10**6, 10**6))
+    with pytest.raises(ConfigError, match="no image has that size"):
+        check_sizes(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("vqbet", "gpt_block_size"), ("vqbet", "vqvae_n_embed"), ("act", "chunk_size")]
+)
+def test_what_a_real_table_depends_on_has_a_narrower_limit(kind, name):
+    config = policy_class(kind).Config()
+    setattr(config, name, 10**5)
+    with pytest.raises(ConfigError, match=f"policy.{name}=100000 can't be right"):
+        check_sizes(config)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"vision_config": {"image_size": 10**6}},
+        {"text_config": {"num_hidden_layers": 10**6}},
+        {"scale_factor": 10**9},
+    ],
+)
+def test_a_vision_language_model_of_absurd_sizes_is_refused(sizes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smolvlm", **sizes}))
+    with pytest.raises(ConfigError, match=r"config.json: config\..* can't be right"):
+        read_size(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("vision", "num_attention_heads"), ("text", "hidden_size"), ("text", "head_dim")]
+)
+@pytest.mark.parametrize("size", [0, -1, "8", 1.5])
+def test_a_vision_language_model_of_no_size_is_refused(part, name, size, tmp_path):
+    described = {"model_type": "smolvlm", f"{part}_config": {name: size}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=f"its config.json has {name}=.*, which is no size"):
+        read_size(str(tmp_path))
 
 
 def read_features(config):

@@ -4,7 +4,10 @@ import functools
 import io
 import os
 import pickle
+import subprocess
+import sys
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from flexor.core.errors import CheckpointError
-from flexor.train.checkpoint.old_shards import OLD_INDEX
+from flexor.train.checkpoint.old_shards import METADATA, OLD_INDEX, STORAGES, _read_tensor
 from flexor.train.checkpoint.tensors import ShardedTensors
 from support import ranks
+from support.limits import LIMIT_S
 
 TENSORS = {
     "model.a": torch.arange(10.0).reshape(5, 2),
@@ -115,6 +119,78 @@ def test_a_strange_index_is_refused(what, saved):
     rewritten(saved, STRANGE[what])
     with pytest.raises((CheckpointError, OSError, ValueError)):
         ShardedTensors(saved).read("model.")
+
+
+CLASS = b"c%s\nTensorStorageMetadata\n" % METADATA.encode()
+TUPLES = b"K\x01" + 60 * b"q\x00h\x00\x86"  # ((((...), (...)), ...): 2**60 numbers
+BOMBS = {
+    "memory": b"\x80\x02Nr\xff\xff\xff\x07.",
+    "a hash without end": b"\x80\x02}" + TUPLES + b"Ns.",
+    "a text without end": b"\x80\x02" + TUPLES + b".",
+    "a change of torch": b"\x80\x02" + CLASS + b"N}X\x07\x00\x00\x00changedNs\x86b.",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_takes_no_memory_nor_time_and_changes_nothing(bomb, saved):
+    """In a process of its own, which could be killed: no unpickler in C can be interrupted."""
+    code = f"""
+import resource
+from pathlib import Path
+from flexor.train.checkpoint.tensors import ShardedTensors
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    ShardedTensors(Path({str(saved)!r})).read("model.")
+except Exception as error:
+    assert type(error).__name__ in ("CheckpointError", "OSError"), repr(error)
+else:
+    raise AssertionError("it was read")
+assert not hasattr(TensorStorageMetadata, "changed")
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert used * (1 if sys.platform == "darwin" else 1 << 10) < 256 << 20, used
+"""
+    code = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
+    for path in sorted(saved.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(BOMBS[bomb] if path.name == OLD_INDEX else _as_shard(whole, BOMBS[bomb]))
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        path.write_bytes(whole)
+
+
+def _as_shard(whole: bytes, described: bytes) -> bytes:
+    """The shard with tensors that are described by this pickle, each as long as it was."""
+    saved = io.BytesIO()
+    torch.save(torch.zeros(1), saved)
+    changed = io.BytesIO()
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(changed, "w") as copy:
+        for name in archive.namelist():
+            copy.writestr(name, described if name.endswith("data.pkl") else archive.read(name))
+    return changed.getvalue().ljust(len(whole), b"\0")
+
+
+def test_a_compressed_tensor_is_refused():
+    stream, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(1000), stream)
+    with zipfile.ZipFile(stream) as archive, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as copy:
+        for name in archive.namelist():
+            copy.writestr(name, archive.read(name))
+    assert torch.equal(_read_tensor(stream, torch.float32), torch.zeros(1000))
+    with pytest.raises(ValueError, match="compressed"):
+        _read_tensor(packed, torch.float32)
+    with pytest.raises(ValueError, match="float32"):
+        _read_tensor(stream, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", STORAGES.values(), ids=str)
+def test_every_type_and_layout_is_read(dtype):
+    tensor = torch.arange(24).to(dtype).reshape(2, 3, 4).transpose(0, 2)
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    assert torch.equal(_read_tensor(stream, dtype), tensor)
 
 
 def test_no_pickle_leaves_a_mark(saved, tmp_path):

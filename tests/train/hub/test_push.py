@@ -430,8 +430,30 @@ def test_what_the_hub_does_not_have_is_not_called_pushed(server, impatient, trai
     monkeypatch.setattr(HubRepository, "commit", lose)
     assert main(["push", str(run), "--repo_id=ann/run", "--checkpoints"]) == 1
     said = capsys.readouterr().err
-    assert "does not have training_state/rng_state.safetensors of checkpoint 000004" in said
+    assert "does not have checkpoints/000004/training_state/rng_state.safetensors as it was saved" in said
     assert not server.model("ann/run").tags
+
+
+def test_a_policy_alone_is_compared_with_its_manifest_too(server, impatient, train, monkeypatch, capsys):
+    run = train()
+    commit = HubRepository.commit
+    processing = run / "checkpoints/000004/pretrained_model/policy_preprocessor.json"
+
+    def damage(self, files, *rest):  # such as a disk that returns something else
+        changed = processing.read_text()
+        processing.write_text(changed.replace("1", "2"))
+        return commit(self, files, *rest)
+
+    monkeypatch.setattr(HubRepository, "commit", damage)
+    assert main(["push", str(run), "--repo_id=ann/run"]) == 1
+    assert "does not have policy_preprocessor.json as it was saved here" in capsys.readouterr().err
+
+
+def test_no_damaged_checkpoint_is_pushed(server, train, capsys):
+    run = train("--save_freq=2")
+    (run / "checkpoints/000002/training_state/scheduler_state.json").write_text("{}")
+    assert main(["push", str(run), "--repo_id=ann/run", "--checkpoints"]) == 1
+    assert "000002 is damaged: training_state/scheduler_state.json" in capsys.readouterr().err
 
 
 def test_hidden_files_of_a_checkpoint_are_pushed_too(server, train):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexor.policies.hf_transformers import fetch, import_transformers
 from flexor.policies.nn.quick_gelu import QuickGELU
+from flexor.policies.sizes import check_model_sizes
 
 # what differs from the defaults of `transformers`
 KNOWN: dict[str, dict[str, Any]] = {"openai/clip-vit-base-patch16": {"CLIPVisionConfig": {"patch_size": 16}}}
@@ -80,7 +81,9 @@ def _settings(kind: str, name: str) -> Any:
     """The sizes of a published CLIP, for which the default one needs no Hub: a plan has no network."""
     if name in KNOWN:
         return getattr(import_transformers("CLIP"), kind)(**KNOWN[name].get(kind, {}))
-    return fetch(kind, name)
+    settings = fetch(kind, name)
+    check_model_sizes(f"{name}: {kind}", settings.to_dict())
+    return settings
 
 
 def _network(model: nn.Module, inner: str) -> nn.Module:

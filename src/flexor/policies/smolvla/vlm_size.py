@@ -9,6 +9,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
 from flexor.policies.nn.llama import LlamaSize
 from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.sizes import check_model_sizes
 from flexor.policies.smolvla.vlm_files import find_file
 
 # what differs from the defaults below
@@ -97,6 +98,11 @@ def read_size(name: str) -> VlmSize:
                 f"policy.vlm_model_name={name}: its config.json has {where}={found}; Flexor supports only {wanted}."
             )
     vision, text = parts["vision_config"], parts["text_config"]
+    _require_positive(name, vision, VISION)
+    _require_positive(name, text, TEXT)
+    for key in ("num_key_value_heads", "head_dim"):
+        if text.get(key) is not None:
+            _require_positive(name, text, {key: 1})
     return VlmSize(
         SiglipSize(
             width=vision["hidden_size"],
@@ -121,6 +127,16 @@ def read_size(name: str) -> VlmSize:
     )
 
 
+def _require_positive(name: str, sizes: dict[str, Any], usual: dict[str, Any]) -> None:
+    """Refuse sizes that no network has: of those that are integers usually, where they are given."""
+    for key, value in usual.items():
+        size = sizes.get(key, value)
+        if type(value) is int and (type(size) is not int or size < 1):
+            raise ConfigError(
+                f"policy.vlm_model_name={name}: its config.json has {key}={size!r}, which is no size."
+            )
+
+
 def _read(name: str) -> dict[str, Any]:
     file = find_file(name, "config.json")
     try:
@@ -131,4 +147,5 @@ def _read(name: str) -> dict[str, Any]:
             )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} does not describe a vision-language model: {error!r}") from error
+    check_model_sizes(f"{file}: config", described)
     return dict(described)

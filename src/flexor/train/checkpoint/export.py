@@ -64,4 +64,6 @@ def _write_weights(found: Path, target: Path) -> None:
         weights = merged(weights, lora)
     aside = target / f".{WEIGHTS}"
     save_weights(run["config"]["policy"]["type"], weights, aside)
+    if target == found / PRETRAINED:
+        checkpoint.add_exported(found, f"{PRETRAINED}/{WEIGHTS}", aside)
     aside.rename(target / WEIGHTS)

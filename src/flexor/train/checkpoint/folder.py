@@ -20,7 +20,7 @@ from flexor.core.errors import CheckpointError
 from flexor.core.foreign_files import MALFORMED, read_json
 from flexor.core.log import log, warn_once
 from flexor.core.machine import flush_to_disk
-from flexor.core.manifest import difference, hash_file
+from flexor.core.manifest import EXPORTED, difference, hash_file
 from flexor.core.paths import inside
 from flexor.core.run_files import LAST, TRAINING_STATE, numbered_checkpoints
 from flexor.core.run_files import MANIFEST as MANIFEST
@@ -116,6 +116,16 @@ def _write_manifest(folder: Path, step: int, hashes: Mapping[str, str]) -> None:
     flush_to_disk(manifest)
     for subfolder in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         flush_to_disk(subfolder)
+
+
+def add_exported(folder: Path, name: str, path: Path) -> None:
+    """List a file that will be in the checkpoint as `name`, and is now at `path`: whoever loads it compares it."""
+    manifest, aside = folder / MANIFEST, folder / TRAINING_STATE / ".manifest.writing"
+    listed = read_json(manifest)
+    listed.setdefault(EXPORTED, {})[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
+    aside.write_text(json.dumps(listed, indent=2))
+    flush_to_disk(aside)
+    aside.rename(manifest)
 
 
 def read_state(folder: Path, name: str) -> Any:

@@ -1,15 +1,19 @@
 """Reads the shards of earlier runs: torch's distributed checkpoint, whose index is a pickle.
 
-A pickle can run any code when it is loaded. This one is loaded by an unpickler that knows only the classes that such
-an index has, all of which are plain data. The tensors in the shards are loaded with `weights_only`.
+A pickle can run any code when it is loaded. This one is loaded by an unpickler that knows only the classes and
+instructions that such an index has, all of which are plain data. So are the tensors in the shards: torch's own
+unpickler of weights runs no code either, but a hundred bytes keep it busy for years.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle  # nosec B403: only through the class below
+import pickletools
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,20 +33,86 @@ CLASSES = {
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "Size": "torch",
     "_get_layout": "torch.serialization",  # the name of a layout -> torch.strided
-    "OrderedDict": "collections",
+}
+STORAGES = {  # what a tensor's values are, in torch's names
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
 }
 PATHS = {"pathlib", "pathlib._local"}  # where the checkpoint was written; not used
+OPCODES = (
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+    ),
+    *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST"),
+    *("APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
+    *("LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+)
+CODES = {code.name: ord(code.code) for code in pickletools.opcodes}
+PythonUnpickler: Any = pickle._Unpickler
+"""The one that is written in Python: to the one in C, fifteen bytes can say to take gigabytes."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(PythonUnpickler):
+    dispatch: ClassVar[dict[int, Any]] = {
+        CODES[name]: PythonUnpickler.dispatch[CODES[name]] for name in OPCODES
+    }
+
     def find_class(self, module: str, name: str) -> Any:
         if CLASSES.get(name) == module:
             return super().find_class(module, name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict  # its items come later
         if module in PATHS and name in ("PosixPath", "Path", "PurePosixPath"):
             return lambda *_: None
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise ValueError(f"{OLD_INDEX} asks for {module}.{name}, which no checkpoint needs: it is not loaded")
+
+    def load_build(self) -> None:
+        """A state is that of an object: set on a class, it would change torch itself."""
+        if not _is_object(self.stack[-2]):
+            raise ValueError(f"{OLD_INDEX} changes a {type(self.stack[-2]).__name__}")
+        super().load_build()
+
+    def load_binget(self) -> None:
+        super().load_binget()
+        self._check_repeated()
+
+    def load_long_binget(self) -> None:
+        super().load_long_binget()
+        self._check_repeated()
+
+    def _check_repeated(self) -> None:
+        """Numbers, names and classes may be repeated. Repeated lists of lists would stand for billions of values."""
+        value = self.stack[-1]
+        if isinstance(value, list | dict) or type(value) is tuple or _is_object(value):
+            raise ValueError(f"{OLD_INDEX} repeats a {type(value).__name__}")
+
+    for method in (load_build, load_binget, load_long_binget):
+        dispatch[CODES[method.__name__.removeprefix("load_").upper()]] = method
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of one of the classes above, which are dataclasses."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 class OldShards:
@@ -94,16 +164,47 @@ class OldShards:
             stream.seek(offset)
             data = io.BytesIO(stream.read(length))
         try:
-            values: Tensor = torch.load(data, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many types
-            raise OSError(f"{file} is damaged: {str(error).splitlines()[0]}") from error
-        if not isinstance(values, Tensor):
-            raise OSError(f"{file} holds something else than {name}")
+            values = _read_tensor(data, self.tensors[name].dtype)
+        except Exception as error:  # whatever was put there
+            raise OSError(f"{file} is damaged: {(str(error) or repr(error)).splitlines()[0]}") from error
         return values[start:stop] if values.ndim else values
 
 
 def _unpickled(path: Path) -> Any:
     if path.stat().st_size > LARGEST_INDEX:
         raise ValueError(f"{OLD_INDEX} is larger than {LARGEST_INDEX >> 20} MB")
-    with path.open("rb") as file:
-        return _Unpickler(file).load()
+    return _Unpickler(io.BytesIO(path.read_bytes())).load()
+
+
+class _TensorUnpickler(_Unpickler):
+    """Of a tensor that torch saved alone: where its values are in the file."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_Unpickler.dispatch,
+        CODES["BINPERSID"]: PythonUnpickler.load_binpersid,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, size, stride, *_: (storage, offset, size, stride)
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
+        return super().find_class(module, name)
+
+    def persistent_load(self, storage: Any) -> Any:
+        return storage
+
+
+def _read_tensor(stream: io.BytesIO, dtype: torch.dtype) -> Tensor:
+    """A tensor in the format of `torch.save`: an archive with a pickle that describes it, and its values as bytes."""
+    with zipfile.ZipFile(stream) as archive:
+        files = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in files.values()):
+            raise ValueError("it is compressed")  # to a thousandth of what it takes in memory
+        described = _TensorUnpickler(io.BytesIO(archive.read(files["data.pkl"]))).load()
+        (_, saved_dtype, key, *_), offset, size, stride = described
+        values = archive.read(files[f"data/{key}"])
+    if saved_dtype != dtype:
+        raise ValueError(f"it holds {saved_dtype}, not {dtype}")
+    flat = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
+    return flat.as_strided(size, stride, offset)

@@ -23,10 +23,10 @@ from flexor.core.console import Progress
 from flexor.core.errors import CheckpointError
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, HubError, require_token
-from flexor.core.manifest import parse_manifest, read_manifest
+from flexor.core.manifest import EXPORTED, read_manifest
 from flexor.core.paths import files_to_push
 from flexor.core.published import published
-from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
+from flexor.core.run_files import CHECKPOINTS, METRICS, PRETRAINED, RUN_CONFIG, RUN_RECORD, WEIGHTS
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import note, read_record
 from flexor.train.hub.card import model_card
@@ -86,22 +86,19 @@ class RunOnHub:
             files |= {f"{CHECKPOINTS}/{name}/{file}": content for file, content in contents.items()}
         old = [n for n in there if n not in files and _is_replaced(n, name, whole, WEIGHTS in files)]
         commit = self.repository.commit(files, f"Checkpoint {name}", old, progress, stop)
+        self._check_pushed(files, _listed_hashes(folder, name, files), commit)
         if whole:
-            self._check_pushed(contents, name, commit)
             self.repository.tag(name, commit)
         return commit
 
-    def _check_pushed(self, contents: Mapping[str, Content], name: str, commit: str) -> None:
-        """Refuse to call a checkpoint pushed that could not be resumed from: the Hub must have all of its files."""
-        entries, manifest = self.repository.files(commit), contents[MANIFEST]
-        listed = parse_manifest(manifest if isinstance(manifest, bytes) else manifest.read_bytes())
-        for file in (*listed, MANIFEST):
-            entry = entries.get(f"{CHECKPOINTS}/{name}/{file}")
-            sha256 = listed[file].sha256 if file in listed else None
-            if entry is None or not entry.holds(contents[file], sha256):
+    def _check_pushed(self, files: Mapping[str, Content], hashes: Mapping[str, str], commit: str) -> None:
+        """Refuse to call something pushed that the Hub does not have as the manifest says."""
+        entries = self.repository.files(commit)
+        for name, content in files.items():
+            if name not in entries or not entries[name].holds(content, hashes.get(name)):
                 raise HubError(
-                    f"{self.repository.url} does not have {file} of checkpoint {name} as it is here, after it was "
-                    "pushed. Push it again.",
+                    f"{self.repository.url} does not have {name} as it was saved here, after it was pushed. Push it "
+                    "again.",
                     may_help=True,
                 )
 
@@ -166,6 +163,14 @@ def checkpoint_files(folder: Path) -> dict[str, Content]:
         raise CheckpointError(f"{folder} is damaged: {min(missing)} is missing. Push another checkpoint.")
     visible = (name for name in files if not any(part.startswith(".") for part in name.split("/")))
     return with_published_settings({name: files[name] for name in sorted({*visible, *listed})})
+
+
+def _listed_hashes(folder: Path, name: str, files: Mapping[str, Content]) -> dict[str, str]:
+    """The hashes in the manifest of the checkpoint in `folder`, by the names on the Hub. New contents have none."""
+    listed = {**read_manifest(folder), **read_manifest(folder, EXPORTED)}
+    whole = {f"{CHECKPOINTS}/{name}/{file}": entry.sha256 for file, entry in listed.items()}
+    policy = {file.removeprefix(f"{PRETRAINED}/"): entry.sha256 for file, entry in listed.items()}
+    return {n: sha256 for n, sha256 in {**policy, **whole}.items() if isinstance(files.get(n), Path)}
 
 
 def _is_replaced(there: str, name: str, whole: bool, policy: bool) -> bool:
