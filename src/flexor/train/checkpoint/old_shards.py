@@ -47,24 +47,11 @@ STORAGES = {  # what a tensor's values are, in torch's names
     "BoolStorage": torch.bool,
 }
 PATHS = {"pathlib", "pathlib._local"}  # where the checkpoint was written; not used
-OPCODES = (
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-    ),
-    *("BINUNICODE", "SHORT_BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST"),
-    *("APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET"),
-    *("LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
-)
+OPCODES = """
+PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE
+TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
+GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD
+""".split()
 CODES = {code.name: ord(code.code) for code in pickletools.opcodes}
 PythonUnpickler: Any = pickle._Unpickler
 """The one that is written in Python: to the one in C, fifteen bytes can say to take gigabytes."""

@@ -108,9 +108,7 @@ def open_run(folder: Path, resume: bool) -> Iterator[Run]:
     if resume:
         if not (folder / RUN_CONFIG).is_file():
             raise CheckpointError(f"{folder} is not a Flexor run: it has no {RUN_CONFIG}.")
-        refuse_links_out(
-            folder
-        )  # the run may be from elsewhere, and its log, metrics and settings are written
+        refuse_links_out(folder)  # it may be from elsewhere, and its log, metrics and settings are written
     elif folder.exists() and any(p.name not in (LOCK, f".{RUN_CONFIG}") for p in folder.iterdir()):
         raise ConfigError(
             f"output_dir={folder} is not empty. Continue that run with `flexor resume {folder}`, "
