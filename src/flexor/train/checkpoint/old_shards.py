@@ -51,7 +51,7 @@ OPCODES = """
 PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE
 TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET
 GLOBAL STACK_GLOBAL NEWOBJ REDUCE BUILD
-""".split()
+""".split()  # noqa: SIM905  (a list would take a line for each)
 CODES = {code.name: ord(code.code) for code in pickletools.opcodes}
 PythonUnpickler: Any = pickle._Unpickler
 """The one that is written in Python: to the one in C, fifteen bytes can say to take gigabytes."""
