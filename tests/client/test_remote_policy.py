@@ -9,7 +9,6 @@ import time
 
 import numpy as np
 import pytest
-
 from websockets.utils import accept_key
 
 import flexor_client.remote
