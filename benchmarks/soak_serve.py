@@ -2,10 +2,11 @@
 
     python benchmarks/soak_serve.py [--requests 100000] [--processes 2]
 
-Attackers send texts in the place of numbers, images of endless scans, images that are as expensive as is allowed, and
-messages that never end (`tests/support/soaking.py`). Well-behaved robots must get the right answer every time, before
-their deadline, and keep their connection. The memory in use by the model's process must not grow by more than 5 % from
-the first three tenths to the last three. The server runs in a process of its own, or in several.
+Attackers send texts in the place of numbers, images of endless scans, images that are as expensive as is allowed,
+messages that never end, and thousands of pings (`tests/support/soaking.py`). Well-behaved robots must get the right
+answer every time, before their deadline, and keep their connection. The memory in use by the model's process must not
+grow by more than 5 % from the first three tenths to the last three. The server runs in a process of its own, or in
+several.
 """
 
 from __future__ import annotations

@@ -50,6 +50,22 @@ def test_what_is_not_finite_never_leaves(bad, when_exceeded):
         ActionLimits(low=-1, high=1, when_exceeded=when_exceeded)(act(0, bad))
 
 
+@pytest.mark.parametrize("when_exceeded", ["clamp", "error"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_position_that_is_not_finite_makes_no_action(bad, when_exceeded):
+    """A step from there would not be finite either."""
+    limits = ActionLimits(step=0.1, when_exceeded=when_exceeded)
+    with pytest.raises(LimitError, match="position is not finite"):
+        limits(act(0.5, 0.5), last=np.array([bad, 0]))
+
+
+def test_limits_that_an_action_can_not_hold_make_none():
+    with pytest.raises(LimitError, match="an action of float16 can't be"):
+        ActionLimits(low=70_000)(np.zeros(2, np.float16))
+    with pytest.raises(LimitError, match="an action of float32 can't be"):
+        ActionLimits(low=1e39)(act(0, 0))
+
+
 def test_an_action_of_another_robot_is_refused():
     for action in (act(0, 0, 0), np.zeros((1, 2), np.float32), np.zeros(2, int)):
         with pytest.raises(LimitError, match="another robot"):

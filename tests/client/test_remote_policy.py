@@ -9,7 +9,9 @@ import time
 
 import numpy as np
 import pytest
+from websockets.utils import accept_key
 
+import flexor_client.remote
 from flexor_client import (
     ClientError,
     ExpiredError,
@@ -253,6 +255,48 @@ def test_a_server_that_hangs_is_lost_and_its_late_answer_is_not_mistaken(server)
         policy.timeout_s = 5
         other = {"observation.state": np.array([7, 8], np.float32)}
         assert policy.chunk(other)[0].tolist() == [7, 8]
+
+
+@contextlib.contextmanager
+def server_that_does_not_read(then: bytes = b""):
+    """It shakes hands, introduces itself, sends `then` again and again, and reads nothing any more."""
+
+    def answer() -> None:
+        with contextlib.suppress(OSError), listening.accept()[0] as connection:
+            key = connection.recv(10_000).partition(b"Sec-WebSocket-Key: ")[2].partition(b"\r\n")[0].decode()
+            connection.sendall(
+                b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+                b"Sec-WebSocket-Accept: " + accept_key(key).encode() + b"\r\n\r\n\x82\x01\x80"
+            )
+            while not over.wait(0 if then else None):
+                connection.sendall(then)
+
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"ws://127.0.0.1:{listening.getsockname()[1]}"
+        over.set()
+
+
+@pytest.mark.parametrize("then", [b"", (b"\x89\x7d" + bytes(125)) * 100])
+def test_a_server_that_does_not_read_is_lost(then, caplog):
+    """Sending waits for it, and so does saying goodbye, or an answer to its pings: without a limit, for ever."""
+    with server_that_does_not_read(then) as url, RemotePolicy(url, timeout_s=60, reconnect_s=0) as policy:
+        assert policy.metadata == {}
+        policy.timeout_s = 0.2
+        with pytest.raises(ServerLostError, match=r"did not take the observation within 0.2 s"):
+            policy.chunk({**STATE, "eye": np.zeros(2**25, np.uint8)})
+    assert "Traceback" not in caplog.text
+
+
+def test_pings_without_end_do_not_keep_a_robot_from_leaving(monkeypatch):
+    monkeypatch.setattr(flexor_client.remote, "CLOSING_S", 0.1)
+    pings = (b"\x89\x7d" + bytes(125)) * 1000
+    with server_that_does_not_read(pings) as url, RemotePolicy(url, timeout_s=60, reconnect_s=0) as policy:
+        assert policy.metadata == {}
+        policy.timeout_s = 1.0  # until nothing more can be sent
+        with pytest.raises(ServerLostError):
+            policy.chunk(STATE)
 
 
 def test_a_server_that_hangs_up_is_lost(server):

@@ -12,5 +12,5 @@ def test_clients_that_come_go_die_and_attack_cost_others_nothing():
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses and not server.model.batcher.waiting
     assert soak.wrong == []
-    kinds = ("left", "died", "noise", "attacks", "costly", "unfinished")
+    kinds = ("left", "died", "noise", "attacks", "costly", "unfinished", "floods")
     assert soak.counts["answered"] >= 400 and min(soak.counts[kind] for kind in kinds) > 0

@@ -1,15 +1,19 @@
 """Messages that are begun and never end: they are limited for each address, and cost others nothing."""
 
+import logging
 import socket
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame
+from websockets.server import ServerProtocol
 from websockets.sync.client import connect
 
 from flexor.serve import connections
 from flexor.serve.unfinished import UnfinishedMessages
+from flexor_client.wire import pack, unpack
 from support.limits import wait_for
 from support.serving import Talk, expected, numbers, observation, serving
 
@@ -111,3 +115,55 @@ def test_fragments_of_nothing_end(monkeypatch):
             for _ in range(1000):
                 robot.socket.sendall((b"\x00\x80" + bytes(4)) * 1000)
             robot.recv(timeout=60)
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        (b"\x89\x80" + bytes(4)) * 20_000,  # pings
+        (b"\x89\xfd" + bytes(129)) * 20_000,
+        (b"\x8a\x80" + bytes(4)) * 20_000,  # pongs
+        b"\x02\x80" + bytes(4) + (b"\x00\x80" + bytes(4)) * 200_000,  # empty fragments
+    ],
+    ids=["pings", "full pings", "pongs", "fragments"],
+)
+def test_a_flood_of_small_frames_is_not_read(flood, monkeypatch, caplog):
+    """Each takes the event loop longer than its bytes suggest, and all robots with it."""
+    monkeypatch.setattr(connections, "CLOSING_S", 0.2)
+    received: list[int] = []
+    with serving(numbers(), frame_bytes=FRAME) as (url, server), Talk(url) as robot:
+        count_frames(monkeypatch, received)
+        with Talk(url, close_timeout=0.2) as hostile, pytest.raises((ConnectionClosed, OSError)):
+            hostile.socket.socket.sendall(flood)
+            hostile.socket.recv(timeout=60)
+        wait_for(lambda: len(server.model.clients) == 1)
+        assert (robot.ask(observation(1))["actions"] == expected(1)).all()
+    assert len(received) < 5_000
+    assert "socket.send()" not in caplog.text
+
+
+def count_frames(monkeypatch: pytest.MonkeyPatch, received: list[int]) -> None:
+    """How many frames the server handles from now on."""
+    handle = ServerProtocol.recv_frame
+
+    def counted(self: ServerProtocol, frame: Frame) -> None:
+        received.append(len(frame.data))
+        handle(self, frame)
+
+    monkeypatch.setattr(ServerProtocol, "recv_frame", counted)
+
+
+def test_a_robot_may_ping_and_send_small_observations_and_fragments():
+    with serving(numbers()) as (url, _), Talk(url) as robot:
+        for value in range(20):
+            assert robot.socket.ping().wait(60)
+            frame = pack(observation(value))
+            robot.socket.send(frame[at : at + 30] for at in range(0, len(frame), 30))
+            assert (unpack(robot.socket.recv(timeout=60))["actions"] == expected(value)).all()
+
+
+def test_a_client_that_is_gone_costs_no_lines_of_the_log(caplog):
+    with serving(numbers()):
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").warning("something else")
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]

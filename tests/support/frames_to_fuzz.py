@@ -111,9 +111,13 @@ def _changed(rng: np.random.Generator) -> bytes:
     message = msgpack.unpackb(GOOD[0])
     inside = [message, message["flexor"], message["observation.state"]][rng.integers(3)]
     name = [*inside][rng.integers(len(inside))]
-    inside[name] = [_value(rng, 15), FILES[rng.integers(len(FILES))], [0.5] * 7, [FILES[0], FILES[1]]][
-        rng.integers(4)
-    ]
+    inside[name] = [
+        _value(rng, 15),
+        FILES[rng.integers(len(FILES))],
+        [0.5] * 7,
+        [FILES[0], FILES[1]],
+        ["x" * int(rng.integers(60_000))] + [""] * int(rng.integers(4_900)),  # NumPy would make all as long
+    ][rng.integers(5)]
     return msgpack.packb(message)
 
 

@@ -56,6 +56,7 @@ class Soak:
             *[self._attack] * 2,
             self._keep_decoders_busy,
             self._never_finish,
+            self._flood,
         ]
         with ThreadPoolExecutor(len(kinds)) as threads:
             running = [
@@ -169,6 +170,18 @@ class Soak:
             for robot in robots:
                 robot.socket.socket.close()
                 robot.socket.close()
+
+    def _flood(self, rng: np.random.Generator) -> None:
+        """Thousands of frames that are small: pings, and parts of a message that never ends."""
+        floods = [
+            (b"\x89\x80" + bytes(4)) * 40_000,
+            b"\x02\x80" + bytes(4) + (b"\x00\x80" + bytes(4)) * 40_000,
+        ]
+        while not self._over():
+            with suppress(ConnectionClosed, OSError), Talk(self.url, close_timeout=0.1) as stranger:
+                stranger.socket.socket.sendall(floods[rng.integers(len(floods))])
+            self._count("floods")
+            _pause(rng)
 
     def _send(self, frame: bytes) -> None:
         """What it is answered does not matter, even if the server hangs up at once."""

@@ -135,6 +135,8 @@ class ActionLimits:
             raise ClientError(
                 f"low, high and step are for {sorted(s[0] for s in sizes)} parts: make them equal."
             )
+        if (self.low == np.inf).any() or (self.high == -np.inf).any():
+            raise ClientError("low and high must leave finite numbers between them.")
         if not (self.low <= self.high).all():
             raise ClientError(f"low={self.low.tolist()} is above high={self.high.tolist()}.")
 
@@ -147,7 +149,10 @@ class ActionLimits:
         if last is not None:
             last = np.asarray(last, np.float64)
             allowed = np.clip(allowed, last - self.step, last + self.step)
-        allowed = allowed.astype(wanted.dtype)
+        with np.errstate(over="ignore"):
+            allowed = allowed.astype(wanted.dtype)
+        if not np.isfinite(allowed).all():
+            raise LimitError(f"The limits are numbers that an action of {wanted.dtype} can't be.")
         # Bounds and steps are float64, actions float32: what differs only by rounding is not exceeded.
         exceeded = ~np.isclose(allowed, wanted, rtol=1e-5, atol=1e-6)
         if not exceeded.any():
@@ -175,6 +180,10 @@ class ActionLimits:
         check_actions(action, 1)
         if last is not None and np.shape(last) != action.shape:
             raise LimitError(f"An action has {len(action)} parts, the one before it {list(np.shape(last))}.")
+        if last is not None and not np.isfinite(last).all():  # a step from there is none that can be limited
+            raise LimitError(
+                f"The robot's position is not finite: {np.ravel(last).tolist()}. Nothing was sent. Check its sensors."
+            )
 
     def _told(self, wanted: np.ndarray, allowed: np.ndarray, part: int, last: np.ndarray | None) -> str:
         name = _name(self.names, part)

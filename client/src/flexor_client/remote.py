@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TookTooLong
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Callable
@@ -25,6 +28,7 @@ from flexor_client.wire import pack as pack_frame
 log = logging.getLogger("flexor_client")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0  # between two tries to connect
+CLOSING_S = 1.0  # for the server to say goodbye
 
 
 class RemotePolicy:
@@ -64,6 +68,7 @@ class RemotePolicy:
         self._tls = _tls(url, certificate)
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
+        self._sender = ThreadPoolExecutor(1, "flexor_client")
         self._connection: ClientConnection | None = None
         self._stack = ExitStack()  # closes it
         self._metadata: dict[str, Any] = {}
@@ -177,7 +182,8 @@ class RemotePolicy:
                     compression=None,
                     max_size=REPLY_BYTES,
                     open_timeout=self.timeout_s,
-                    close_timeout=1,
+                    close_timeout=CLOSING_S,
+                    logger=_quiet(),
                 )
             )
         except InvalidStatus as error:
@@ -222,11 +228,23 @@ class RemotePolicy:
                 f"The observation has {len(frame):,} bytes, but {self.url} takes {most:,.0f}: send only what the "
                 "policy needs, or compressed images (jpeg=90), or start the server with a larger --max-frame-mb."
             )
+        self._send(connection, frame)
+        return self._received(connection, lambda reply: read_result(reply, self._metadata))
+
+    def _send(self, connection: ClientConnection, frame: bytes) -> None:
+        """In another thread: if the server does not read, it waits for ever, and this one must not."""
+        sending = self._sender.submit(connection.send, frame)
         try:
-            connection.send(frame)
+            sending.result(self.timeout_s)
+        except TookTooLong as error:
+            raise ServerLostError(
+                f"{self.url} did not take the observation within {self.timeout_s:g} s."
+            ) from error
         except (OSError, WebSocketException) as error:
             raise ServerLostError(f"{self.url} is lost: {error}.") from error
-        return self._received(connection, lambda reply: read_result(reply, self._metadata))
+        finally:
+            if not sending.done():  # also if the user ends it
+                _cut(connection)
 
     def _received(
         self, connection: ClientConnection, read: Callable[[bytes], dict[str, Any]]
@@ -250,8 +268,30 @@ class RemotePolicy:
             ) from error
 
     def _hang_up(self) -> None:
-        self._connection = None
-        self._stack.close()
+        """Say goodbye, but not for longer than allowed: a server that does not read could prevent it."""
+        connection, self._connection = self._connection, None
+        stack, self._stack = self._stack, ExitStack()
+        if connection is None:
+            return
+        closing = threading.Thread(target=stack.close, name="flexor_client", daemon=True)
+        closing.start()
+        closing.join(2 * CLOSING_S)
+        if closing.is_alive():
+            _cut(connection)
+            closing.join(CLOSING_S)
+
+
+def _quiet() -> logging.Logger:
+    """The library's log lines: it would print a traceback for what a server does; here it is a ClientError."""
+    logger = logging.getLogger("flexor_client.websockets")
+    logger.setLevel(logging.CRITICAL)
+    return logger
+
+
+def _cut(connection: ClientConnection) -> None:
+    """End a connection at once, and whatever thread is sending or receiving."""
+    with suppress(OSError):
+        connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 def _tls(url: str, certificate: str | Path | None) -> ssl.SSLContext | None:

@@ -20,6 +20,7 @@ from flexor.serve.job import ServeJob
 from flexor.serve.limits import BadRequest, RequestLimits
 from flexor.serve.metrics import Metrics
 from flexor.serve.model import Model
+from flexor.serve.rate_limit import RateLimit
 from flexor.serve.request import CheckedRequest, ObservationReader, PolicyRequest
 from flexor.serve.settings import ServeSettings
 from flexor_client.errors import WireError
@@ -30,22 +31,6 @@ TRY_LATER = 1013
 NOTE_S = 1.0  # at least between two lines in the log about clients
 NOTED = 500  # characters of a line
 DECODERS = 8  # threads for images
-BURST_S = 1.0  # a client may use this much of its rate at once
-
-
-class RateLimit:
-    """So many requests per second on average: a bucket that fills with time."""
-
-    def __init__(self, per_s: float):
-        self.per_s, self.most = per_s, max(1.0, BURST_S * per_s)
-        self.left, self.last = self.most, time.perf_counter()
-
-    def wait_s(self) -> float:
-        """Take one, and say how long to wait before it may be used."""
-        now = time.perf_counter()
-        self.left = min(self.most, self.left + (now - self.last) * self.per_s) - 1
-        self.last = now
-        return max(0.0, -self.left / self.per_s)
 
 
 class Client:

@@ -58,7 +58,7 @@ class Connections:
 
     def listening(self, bound: socket.socket) -> contextlib.AbstractAsyncContextManager[Server]:
         settings = self.settings
-        connect: Any = functools.partial(CountedConnection, self.unfinished)
+        connect: Any = functools.partial(CountedConnection, self.unfinished, settings.requests_per_s)
         return serve(
             self.loop,
             sock=bound,
@@ -151,7 +151,13 @@ class Connections:
 
 
 def _quiet() -> logging.Logger:
-    """The library's log lines: broken handshakes and the like are everyday on an open port."""
+    """The libraries' log lines: broken handshakes and the like are everyday on an open port."""
+    logging.getLogger("asyncio").addFilter(_is_not_about_a_lost_client)
     logger = logging.getLogger("flexor.websockets")
     logger.setLevel(logging.CRITICAL)
     return logger
+
+
+def _is_not_about_a_lost_client(record: logging.LogRecord) -> bool:
+    """asyncio writes a line for every answer to a ping of a client that is gone: thousands, if it wants."""
+    return record.msg != "socket.send() raised exception."

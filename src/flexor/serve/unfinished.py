@@ -1,14 +1,26 @@
-"""Messages that are not complete yet: what they hold is limited for each address, not only for each connection."""
+"""Messages that are not complete yet: what they hold is limited for each address, not only for each connection.
+
+So is the number of small frames on a connection: they are read in the event loop, and thousands would hold it up.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ProtocolError
+from websockets.frames import CTRL_OPCODES, Frame
 from websockets.protocol import State
 
+from flexor.serve.rate_limit import RateLimit
+
 TRY_LATER = 1013
+SMALL_FRAME = 1024  # bytes; of a larger one, the network is the limit
+FRAMES_PER_S = 1000.0  # small ones of a connection, on average
+PINGS_PER_S = 50.0  # and other frames of control
+TOO_MANY = "too many small frames"
 REASON = "too much of unfinished messages from this address"
 GOODBYE_S = 1.0  # for the reason to be sent
 
@@ -42,11 +54,21 @@ class UnfinishedMessages:
 
 
 class CountedConnection(ServerConnection):
-    """A connection whose unfinished message is counted."""
+    """A connection whose unfinished message and small frames are counted."""
 
-    def __init__(self, unfinished: UnfinishedMessages, *args: Any, **settings: Any):
+    def __init__(self, unfinished: UnfinishedMessages, requests_per_s: float, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
         self.unfinished, self.address, self.dropped = unfinished, "unknown", False
+        self.small, self.pings = RateLimit(max(requests_per_s, FRAMES_PER_S)), RateLimit(PINGS_PER_S)
+        protocol: Any = self.protocol
+        protocol.recv_frame = functools.partial(self._receive_frame, protocol.recv_frame)
+
+    def _receive_frame(self, receive: Callable[[Frame], None], frame: Frame) -> None:
+        """A frame has arrived. What follows too many of them is not even read."""
+        rate = self.pings if frame.opcode in CTRL_OPCODES else self.small
+        if len(frame.data) < SMALL_FRAME and rate.wait_s():
+            raise ProtocolError(TOO_MANY)
+        receive(frame)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
