@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from flexor.core.console import progress
 from flexor.serve.web import resident_bytes
 from support.serving import numbers, serving
-from support.soaking import DEADLINE_MS, IMAGE, Soak
+from support.soaking import DEADLINE_S, IMAGE, Soak
 
 MOST_GROWTH = 0.05
 
@@ -75,7 +75,7 @@ def main() -> int:
     print(", ".join(f"{count:,} {kind}" for kind, count in totals.items()), f"in {seconds:,.0f} s")
     print(f"wrong answers, waits beyond a deadline or lost connections: {len(wrong)} {wrong[:3]}")
     print(
-        f"longest wait of a robot: {1e3 * longest_s:,.0f} ms; its deadline: {DEADLINE_MS:,.0f} ms, exceeded "
+        f"longest wait of a robot: {1e3 * longest_s:,.0f} ms; its deadline: {1e3 * DEADLINE_S:,.0f} ms, exceeded "
         f"{totals['late']} times"
     )
     print(

@@ -7,7 +7,8 @@ from support.soaking import IMAGE, Soak
 
 def test_clients_that_come_go_die_and_attack_cost_others_nothing():
     with serving(numbers(image=IMAGE), requests_per_s=1e6) as (url, server):
-        soak = Soak(url, requests=400)
+        # a busy machine holds robots up for seconds; each of the attacks would hold them up for longer than that
+        soak = Soak(url, requests=400, deadline_s=20)
         soak.run()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses and not server.model.batcher.waiting

@@ -23,7 +23,7 @@ from support.hostile_requests import hostile_requests
 from support.serving import CAMERA, STATE, Talk, expected, observation
 
 IMAGE = (240, 320)  # height and width: large enough that an image of many scans would take seconds
-DEADLINE_MS = 2000.0  # of every robot; what it takes by itself is milliseconds
+DEADLINE_S = 2.0  # of every robot; what it takes by itself is milliseconds
 GRACE_S = 1.0  # for the way to the server and back, through this process: the machine may be busy
 PAUSE_S = 0.1  # of everybody else between two deeds, on average: robots shall get their turn here, too
 
@@ -35,8 +35,11 @@ class Soak:
     waited, and "late" counts those that waited longer than their deadline.
     """
 
-    def __init__(self, url: str, requests: int, steady: int = 3, seed: int = 0):
+    def __init__(
+        self, url: str, requests: int, steady: int = 3, seed: int = 0, deadline_s: float = DEADLINE_S
+    ):
         self.url, self.requests, self.steady, self.seed = url, requests, steady, seed
+        self.deadline_s = deadline_s
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.longest_s = 0.0
@@ -79,7 +82,7 @@ class Soak:
     def _ask(self, robot: Talk, rng: np.random.Generator) -> None:
         """One request, and whether its answer is right, and in time."""
         value, image = float(rng.integers(0, 600)), self.images[rng.integers(len(self.images))]
-        frame = pack(observation(value, flexor={"deadline_ms": DEADLINE_MS}) | {CAMERA: image})
+        frame = pack(observation(value, flexor={"deadline_ms": 1e3 * self.deadline_s}) | {CAMERA: image})
         started = time.perf_counter()
         reply = robot.ask_raw(frame)
         waited = time.perf_counter() - started
@@ -88,9 +91,9 @@ class Soak:
             self._count("expired")
         elif isinstance(reply, str) or not np.array_equal(reply["actions"], expected(value)):
             self.wrong.append(f"asked {value}, got {reply}")
-        if waited > DEADLINE_MS / 1e3:
+        if waited > self.deadline_s:
             self._count("late")
-        if waited > DEADLINE_MS / 1e3 + GRACE_S:
+        if waited > self.deadline_s + GRACE_S:
             self.wrong.append(f"waited {waited:.1f} s for {'actions' if 'actions' in reply else reply}")
         self._count("answered")
 

@@ -84,7 +84,8 @@ def test_or_it_comes_from_the_settings_of_fsspec(run, data, lowdim, monkeypatch)
 
 
 def _pushed(server: HubServer) -> dict[str, bytes]:
-    return {name: blob.data for name, blob in server.model("ann/run").files.items()}
+    repository = server.repos.get(("models", "ann/run"))
+    return {name: blob.data for name, blob in repository.files.items()} if repository else {}
 
 
 @pytest.fixture
