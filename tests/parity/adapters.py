@@ -19,10 +19,11 @@ from parity import flexor_side
 from parity.act import cases
 from parity.fill import fill, uniform
 from parity.inputs import shown
+from parity.kinds import cases_of
 from parity.limits import Row
 from parity.records import difference
 
-CASE = cases.CASES["decoder_2"]
+CASE = cases_of("act", Path())["decoder_2"]
 SETTINGS: dict[str, Any] = {
     "r": 3,
     "target_modules": ["linear1", "linear2", "encoder_robot_state_input_proj"],
@@ -41,7 +42,7 @@ def rows(lerobot: Path, folder: Path) -> Iterator[Row]:
     raw = {name: moved(name, tensor) for name, tensor in made.policy.state_dict().items()}
     save_pretrained(folder / "here", made.policy.config, merged(raw, lora), *around)
     save_adapter(folder / "here", raw, lora, str(folder / "base"))
-    seen = shown(CASE["inputs"], cases.STEPS)
+    seen = shown(CASE["robot"], cases.STEPS)
     np.savez(folder / "seen.npz", **seen)
     subprocess.run([lerobot, "-m", "parity.adapters_lerobot", folder], check=True, capture_output=True)
     for name, saved in (("saved here, act there", "here/adapter"), ("saved there, act here", "there")):

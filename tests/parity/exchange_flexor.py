@@ -75,7 +75,7 @@ class Exchange:
         save_pretrained(folder, made.policy.config, weights, made.preprocessor, made.postprocessor)
 
     def shown(self, name: str) -> Observations:
-        return shown(self.cases[name]["inputs"], self.settings.STEPS)
+        return shown(self.cases[name]["robot"], self.settings.STEPS)
 
     def compare(self, checkpoints: dict[Path, Observations]) -> float:
         """The same observations to both programs: how far their actions are apart."""

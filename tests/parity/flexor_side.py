@@ -33,7 +33,7 @@ def make_config(kind: str, case: dict) -> PolicyConfig:
 def make_policy(kind: str, case: dict) -> Pretrained:
     config = make_config(kind, case)
     config.validate()
-    before, after = config.pipelines(statistics(case["inputs"]), "cpu")
+    before, after = config.pipelines(statistics(case["robot"]), "cpu")
     return Pretrained(policy_class(kind)(config), before, after)
 
 
@@ -56,7 +56,7 @@ def measure_policy(kind: str, case: dict) -> dict:
     record["groups"] = [group(policy, each.params, each.overrides) for each in policy.param_groups()]
     record["drop_last"] = policy.config.drop_last_frames
     batch = pretrained.preprocessor({**tensors(cases.training_batch(case)), "task": TASKS})
-    record["batch"] = record_batch(batch, case["inputs"])
+    record["batch"] = record_batch(batch, case["robot"])
 
     policy.train()
     if hasattr(special, "before_step"):
@@ -80,7 +80,7 @@ def measure_policy(kind: str, case: dict) -> dict:
     with torch.no_grad():
         record["eval_loss"] = policy.loss(batch, Draws("training")).per_sample.mean().item()
     if case.get("acts", True):
-        record["actions"] = act(pretrained, shown(case["inputs"], cases.STEPS))
+        record["actions"] = act(pretrained, shown(case["robot"], cases.STEPS))
     return record
 
 

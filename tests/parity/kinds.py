@@ -42,6 +42,7 @@ def cases_of(kind: str, folder: Path) -> dict[str, dict]:
     return {
         name: {
             **case,
+            "robot": case.get("robot", case.get("inputs")),
             "settings": placed(case["settings"], folder),
             "ours": placed(case.get("ours", {}), folder),
             "folder": folder,

@@ -35,7 +35,7 @@ def make_policy(kind: str, case: dict) -> Made:
     config = make_config(kind, case)
     stats = {
         key: {name: torch.from_numpy(value) for name, value in values.items()}
-        for key, values in statistics(case["inputs"]).items()
+        for key, values in statistics(case["robot"]).items()
     }
     return Made(get_policy_class(kind)(config), *make_pre_post_processors(config, dataset_stats=stats))
 
@@ -95,7 +95,7 @@ def measure_policy(kind: str, case: dict) -> dict:
     record["groups"] = getattr(special, "groups", groups)(policy)
     record["drop_last"] = getattr(policy.config, "drop_n_last_frames", 0)
     batch = training_batch(made, tensors(cases.training_batch(case)))
-    record["batch"] = record_batch(batch, case["inputs"])
+    record["batch"] = record_batch(batch, case["robot"])
 
     policy.train()
     if hasattr(special, "before_step"):
@@ -118,7 +118,7 @@ def measure_policy(kind: str, case: dict) -> dict:
     with torch.no_grad(), special.training(policy):
         record["eval_loss"] = policy(with_state(batch))[0].item()
     if case.get("acts", True):
-        record["actions"] = act(kind, made, shown(case["inputs"], cases.STEPS))
+        record["actions"] = act(kind, made, shown(case["robot"], cases.STEPS))
     return record
 
 

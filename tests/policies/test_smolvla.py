@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from flexor.cli.main import main
 from flexor.config.parse import load_config
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
+from flexor.core.log import _warn_once
 from flexor.core.rng import Noise, seed_everything
 from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters
 from flexor.policies.features import Kind, PolicyFeature
@@ -19,6 +20,7 @@ from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.pretrained import load_pretrained, load_weights, save_pretrained
 from flexor.policies.processing.tokenize import TASK_TOKENS, Tokenize
+from flexor.policies.session import Session, act_together
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.policy import SmolVLA
 from flexor.policies.smolvla.vlm_size import KNOWN, read_size
@@ -397,15 +399,28 @@ def test_the_same_robot_is_left_alone(vlms, log_lines):
     assert not log_lines
 
 
-def test_a_missing_camera_is_named(vlms):
-    made, batch = batch_of("two_cameras", vlms)
-    del batch["observation.images.wrist"]
-    with pytest.raises(FlexorError, match=r"observation\.images\.wrist.*policy\.empty_cameras=0"):
-        chunk(made.policy, batch, 1, 2)
-    allowed = SmolVLA(replace(made.policy.config, empty_cameras=1))
-    allowed.load_state_dict(made.policy.state_dict())
-    with pytest.raises(FlexorError, match=r"empty_camera_0"):  # it has one itself, which no robot has
-        chunk(allowed, batch, 1, 2)
+def test_acts_without_a_camera_and_says_so(vlms, log_lines):
+    _warn_once.cache_clear()
+    made, _ = batch_of("two_cameras", vlms)
+    whole, fewer = Session(made), Session(made)
+    images = {f"observation.images.{name}": np.zeros((3, 60, 80), np.uint8) for name in ("wrist", "above")}
+    observation = {"observation.state": np.zeros(4, np.float32), **images}
+    less = {name: value for name, value in observation.items() if "wrist" not in name}
+    actions = act_together([whole, fewer, fewer], [observation, less, less], ["open the drawer"] * 3)
+    assert not np.array_equal(actions[0], actions[1])
+    assert sum("acts without observation.images.wrist" in line for line in log_lines) == 1
+    with pytest.raises(FlexorError, match=r"needs observation\.images\.wrist, observation\.images\.above"):
+        Session(made).act({"observation.state": observation["observation.state"]})
+    with pytest.raises(FlexorError, match=r"needs observation\.state"):
+        Session(made).act(images)
+
+
+def test_without_resizing_images_must_have_their_size(vlms):
+    made, _ = batch_of("right_size", vlms)
+    made.policy.config.resize_imgs_with_padding = None
+    state = {"observation.state": np.zeros(4, np.float32)}
+    with pytest.raises(FlexorError, match=r"top is \[3, 60, 80\] in the environment"):
+        Session(made).act({**state, "observation.images.top": np.zeros((3, 60, 80), np.uint8)})
 
 
 # What is refused.

@@ -3,6 +3,7 @@ actions are padded to a fixed size."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -37,6 +38,28 @@ class AnyRobotConfig(PolicyConfig):
         """The cameras that there are."""
         empty = self.empty_camera_names
         return {name: feature for name, feature in super().images.items() if name not in empty}
+
+    @property
+    def resizes_images(self) -> bool:
+        """Whether images of any size become those that the network reads."""
+        return True
+
+    def can_act_without(self, names: Collection[str]) -> bool:
+        """Without some cameras, as in LeRobot, but not without all."""
+        return {*names} < {*self.images} or not names
+
+    def accepts_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        if name in self.images and self.resizes_images:
+            return len(shape) == 3 and shape[0] == self.images[name].shape[0]
+        return super().accepts_shape(name, shape)
+
+    def fit_statistics(self, sizes: Mapping[str, int]) -> None:
+        """Take the robot's state size from its statistics: LeRobot leaves that of the first robot in config.json."""
+        size = sizes.get(STATE)
+        if size is not None and self.state is not None:
+            self.input_features[STATE] = replace(self.state, shape=(size,))
+            self.check_padding()
+        super().fit_statistics(sizes)
 
     def check_padding(self) -> None:
         """Refuse states and actions that are larger than the weights can take."""

@@ -208,6 +208,25 @@ class PolicyConfig:
         low_dim = {k: f for k, f in self.input_features.items() if k == STATE or f.type is Kind.ENV}
         return {**low_dim, **self.images}
 
+    def can_act_without(self, names: Collection[str]) -> bool:
+        """Whether these inputs may be missing in an observation."""
+        return not names
+
+    def accepts_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether an input may have this shape in an observation."""
+        return shape == self.observed[name].shape
+
+    def fit_statistics(self, sizes: Mapping[str, int]) -> None:
+        """Refuse statistics, {name: number of values}, that were saved for other inputs and outputs."""
+        features = {**self.observed, **self.output_features}
+        for name, size in sizes.items():
+            feature = features.get(name)
+            if feature is not None and feature.shape != (size,):
+                raise ConfigError(
+                    f"The statistics of {name} have {size} values, but the policy was trained on "
+                    f"{list(feature.shape)}."
+                )
+
     @property
     def action(self) -> PolicyFeature:
         if ACTION not in self.output_features:

@@ -45,6 +45,7 @@ from flexor.policies.external import is_code, is_loaded, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
+from flexor.policies.processing.normalize import NormalizationStep
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
 from flexor.policies.processing.rename_and_move import RenameObservations
 from flexor.policies.sizes import check_sizes
@@ -70,6 +71,11 @@ class Pretrained:
     policy: Policy
     preprocessor: Pipeline
     postprocessor: Pipeline
+
+    def __post_init__(self) -> None:
+        for step in (*self.preprocessor.steps, *self.postprocessor.steps):
+            if isinstance(step, NormalizationStep):
+                self.policy.config.fit_statistics(step.sizes())
 
     def chunk(
         self,

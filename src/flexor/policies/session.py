@@ -8,7 +8,7 @@ observations, the rest of the last chunk, the average of overlapping chunks, and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flexor.core.batch import Batch
 from flexor.core.errors import FlexorError
+from flexor.core.log import warn_once
 from flexor.core.rng import Noise
 from flexor.policies.pretrained import Pretrained
 from flexor.policies.processing.rename_and_move import renaming_of
@@ -125,18 +126,27 @@ class Session:
                 f"The environment provides both {', '.join(twice)}, which rename_map gives the same name: set "
                 "--rename_map to the names of this environment, or to {}."
             )
+        self._check_names(renamed.keys(), sorted(observation))
         for name, feature in self.config.observed.items():
-            if name not in renamed:
+            if name in renamed and not self.config.accepts_shape(name, renamed[name].shape):
                 raise FlexorError(
-                    f"The policy needs {name}, but the environment provides only {sorted(observation)}. If it is there "
-                    f"under another name, give --rename_map='{{NAME: {name}}}'."
-                )
-            shape = tuple(renamed[name].shape)
-            if shape != feature.shape:
-                raise FlexorError(
-                    f"{name} is {list(shape)} in the environment, but the policy was trained on "
+                    f"{name} is {list(renamed[name].shape)} in the environment, but the policy was trained on "
                     f"{list(feature.shape)}: set the environment's size with --env.kwargs."
                 )
+
+    def _check_names(self, names: Collection[str], provided: Sequence[str]) -> None:
+        missing = [name for name in self.config.observed if name not in names]
+        if not self.config.can_act_without(missing):
+            raise FlexorError(
+                f"The policy needs {', '.join(missing)}, but the environment provides only {provided}. If it is there "
+                f"under another name, give --rename_map='{{NAME: {missing[0]}}}'."
+            )
+        if missing:
+            warn_once(
+                "the policy acts without %s, which it was trained with: the environment provides only %s. If it is "
+                "there under another name, give --rename_map='{NAME: %s}'",
+                *(", ".join(missing), provided, missing[0]),
+            )
 
 
 @dataclass(frozen=True)
@@ -172,20 +182,24 @@ def predict_together(
     `sizes` are the allowed sizes of a batch: it is filled up to the next one. So a GPU needs few graphs.
     """
     chunks: dict[int, np.ndarray] = {}
-    for rows in _alike(sessions):
+    for rows in _alike(sessions, shown):
         running = [executing[row] if executing else None for row in rows]
         answers = _ask([sessions[row] for row in rows], [shown[row] for row in rows], running, sizes)
         chunks.update(zip(rows, answers))
     return [chunks[row] for row in range(len(sessions))]
 
 
-def _alike(sessions: Sequence[Session]) -> Iterator[list[int]]:
-    """The numbers of sessions that can share a batch: their memories have the same names and shapes."""
+def _alike(sessions: Sequence[Session], shown: Sequence[Observation]) -> Iterator[list[int]]:
+    """The numbers of sessions that can share a batch: what they see and remember has the same names and shapes."""
     groups: dict[object, list[int]] = {}
-    for row, session in enumerate(sessions):
-        shapes = tuple((name, tuple(value.shape)) for name, value in sorted(session.memory.items()))
+    for row, (session, observation) in enumerate(zip(sessions, shown, strict=True)):
+        shapes = (_shapes(observation), _shapes(session.memory))
         groups.setdefault((id(session.pretrained), session.seed, shapes), []).append(row)
     yield from groups.values()
+
+
+def _shapes(values: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(value.shape)) for name, value in sorted(values.items()))
 
 
 def _ask(

@@ -28,10 +28,15 @@ TIMES = {
 }
 
 
-def case(inputs: dict, **settings: object) -> dict:
-    """`ours` are settings that LeRobot has not."""
+def case(inputs: dict, robot: dict | None = None, **settings: object) -> dict:
+    """`ours`: settings that LeRobot has not. `robot`: what is observed, where that differs from the inputs."""
     settings = {**TINY, "normalization_mapping": MODES, **settings}
-    return {"inputs": inputs, "settings": settings, "ours": {"tokenizer_name": FOLDER}}
+    return {
+        "inputs": inputs,
+        "robot": robot or inputs,
+        "settings": settings,
+        "ours": {"tokenizer_name": FOLDER},
+    }
 
 
 ONE = STATE | camera("top")
@@ -41,6 +46,8 @@ TWO = STATE | camera("wrist", 33, 70) | camera("above", 64, 48)
 CASES = {
     "default": case(ONE),
     "two_cameras": case(TWO),
+    # as LeRobot fine-tunes a published policy: its config keeps the cameras and sizes of the first robot
+    "fewer_cameras": case(TWO, robot={"observation.state": ("STATE", (5,))} | camera("above", 48, 72)),
     "empty_camera": case(TWO, empty_cameras=2),
     "expert_only": case(ONE, train_expert_only=True),
     "frozen_vision": case(ONE, freeze_vision_encoder=True),
@@ -67,7 +74,7 @@ STORED = {"actions": 5e-5}  # each step multiplies what rounding did
 def training_batch(case: dict) -> dict[str, np.ndarray]:
     """Observations and actions. Padded ones count like all others."""
     return {
-        **observation(case["inputs"], "training"),
+        **observation(case["robot"], "training"),
         **actions(case["settings"]["chunk_size"], (1, 4)),
     }
 

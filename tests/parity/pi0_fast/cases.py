@@ -82,7 +82,7 @@ def make_fast(folder: Path) -> None:
 def training_batch(case: dict) -> dict[str, np.ndarray]:
     """Observations and actions. Padded ones count like all others."""
     return {
-        **observation(case["inputs"], "training"),
+        **observation(case["robot"], "training"),
         **actions(case["settings"]["chunk_size"], (1, 4)),
     }
 

@@ -24,9 +24,11 @@ TINY = {
 MODES = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 
 
-def case(inputs: dict, acts: bool = True, **settings: object) -> dict:
+def case(inputs: dict, acts: bool = True, robot: dict | None = None, **settings: object) -> dict:
+    """`robot`: what is observed, where it is less or has other sizes than the policy's inputs."""
     return {
         "inputs": inputs,
+        "robot": robot or inputs,
         "settings": {**TINY, "normalization_mapping": MODES, **settings},
         "acts": acts,
     }
@@ -34,6 +36,7 @@ def case(inputs: dict, acts: bool = True, **settings: object) -> dict:
 
 ONE = STATE | camera("top")
 TWO = STATE | camera("wrist", 56, 40) | camera("above")
+OTHER = {"observation.state": ("STATE", (5,))} | camera("above", 48, 72)
 ALL = {"train_expert_only": False, "freeze_vision_encoder": False}
 EDGES = {"add_image_special_tokens": True}
 ALWAYS_CROSS = {"self_attn_every_n_layers": -1}
@@ -62,6 +65,10 @@ CASES = {
     "truncated": case(ONE, tokenizer_max_length=3),
     "large_images": case(ONE, resize_imgs_with_padding=(64, 64)),
     "small_images": case(TWO, resize_imgs_with_padding=(16, 16)),
+    # as LeRobot fine-tunes a published policy: its config keeps the cameras and sizes of the first robot
+    "fewer_cameras": case(TWO, robot=OTHER),
+    "fewer_cameras_one_missing": case(TWO, robot=OTHER, empty_cameras=1, **EDGES),
+    "fewer_cameras_all": case(TWO, robot=OTHER, **EDGES, **ALL),
     "right_size": case(STATE | camera("top", 32, 32)),
 }
 
@@ -70,7 +77,7 @@ make_files = make_vlms
 
 
 def training_batch(case: dict) -> dict[str, np.ndarray]:
-    return {**observation(case["inputs"], "training"), **actions(case["settings"]["chunk_size"], (1, 4))}
+    return {**observation(case["robot"], "training"), **actions(case["settings"]["chunk_size"], (1, 4))}
 
 
 # of the golden numbers (limits.py): the shortest period of the time's sines is 0.004, and each integration step

@@ -143,17 +143,23 @@ class NormalizationStep(ProcessingStep):
         for flat, value in state.items():
             key, name = flat.rsplit(".", 1)
             self.stats.setdefault(key, {})[name] = value.float()
+        if missing := {key: names for key, names in self.missing().items() if key in self.stats}:
+            raise ValueError(f"statistics are missing: {missing}")
+        self.sizes()  # refuses those that do not agree
+
+    def sizes(self) -> dict[str, int]:
+        """By feature, the number of values that its statistics are for. Images, and one value for all, do not count."""
+        sizes: dict[str, int] = {}
         for key, feature in self.features.items():
             for name in required_statistics(self.norm_map.get(feature.type, "IDENTITY")):
-                if key not in self.stats:
+                if key not in self.stats or feature.type is Kind.VISUAL:
                     continue
-                if name not in self.stats[key]:
-                    raise ValueError(f"{name} of {key} is missing")
                 shape = tuple(self.stats[key][name].shape)
-                if feature.type is not Kind.VISUAL and shape not in ((), (1,), feature.shape):
-                    raise ValueError(
-                        f"{name} of {key} has the shape {list(shape)}, not {list(feature.shape)}"
-                    )
+                if shape in ((), (1,)):
+                    continue
+                if len(shape) > 1 or sizes.setdefault(key, shape[0]) != shape[0]:
+                    raise ValueError(f"{name} of {key} has the shape {list(shape)}, which fits no other")
+        return sizes
 
 
 @processing_step("normalizer_processor")

@@ -44,7 +44,8 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     resize_imgs_with_padding: tuple[int, int] | None = (512, 512)
     """Width and height that images are resized to, black at their left and top to keep the aspect ratio."""
     empty_cameras: int = 0
-    """Number of cameras that may be missing, of those that the policy has and of others that no dataset has."""
+    """Number of missing cameras that keep a place, of those that the policy has and of others that no dataset has.
+    They are never seen. With policy.add_image_special_tokens, tokens mark their places."""
     adapt_to_pi_aloha: bool = False
     """Convert the joints of an Aloha to pi0's conventions. Not supported: must be false."""
     use_delta_joint_actions_aloha: bool = False
@@ -130,6 +131,10 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     def cameras(self) -> list[str]:
         """All cameras, those that no dataset has at the end."""
         return [*self.images, *self.empty_camera_names]
+
+    @property
+    def resizes_images(self) -> bool:
+        return self.resize_imgs_with_padding is not None
 
     @property
     def action_deltas(self) -> list[int]:

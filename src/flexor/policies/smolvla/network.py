@@ -26,7 +26,7 @@ class Observed(NamedTuple):
 
     images: list[Tensor]  # [B, 3, H, W] of each camera that is there, in -1..1
     masks: list[Tensor | None]  # [B] of each camera: False where a sample has no image; None: all have one
-    missing: int  # cameras that are not there
+    placeholders: int  # of cameras that are missing
     words: Tensor  # [B, L]
     word_mask: Tensor  # [B, L], False for padding
     state: Tensor  # [B, max_state_dim]
@@ -129,7 +129,7 @@ class SmolVLANetwork(nn.Module):
             parts.append(self._framed(tokens))
             shown = there if mask is None else mask.bool()[:, None] & there
             masks.append(shown if self.image_edges is None else F.pad(shown, (2, 1), value=True))
-        for _ in range(observed.missing if self.image_edges is not None else 0):
+        for _ in range(observed.placeholders if self.image_edges is not None else 0):
             parts.append(self._framed(words[:, :0]))
             masks.append(there[:, :1].expand(-1, 3))
         tokens, valid = torch.cat((*parts, words), 1), torch.cat((*masks, observed.word_mask), 1)

@@ -57,16 +57,16 @@ class SmolVLA(Policy):
         """What the network reads: images [B, 3, H, W] in -1..1, and which of them are there."""
         config = self.config
         present = [camera for camera in config.cameras if camera in batch]
-        missing = [camera for camera in config.cameras if camera not in batch]
-        if not present or len(missing) > config.empty_cameras:
+        if not present:
             raise FlexorError(
-                f"The observation has no image of {', '.join(missing)}: the policy requires all its cameras but "
-                f"policy.empty_cameras={config.empty_cameras}."
+                f"The observation has no image: the policy needs at least one of {', '.join(config.cameras)}."
             )
+        # as in LeRobot: a camera that is missing has a place only if empty_cameras keeps one
+        placeholders = min(len(config.cameras) - len(present), config.empty_cameras)
         images = [self._fit(batch[camera]) for camera in present]
         masks = [batch.get(f"{camera}_padding_mask") for camera in present]
         state = padded(batch[STATE], config.max_state_dim)
-        return Observed(images, masks, len(missing), batch[TASK_TOKENS], batch[TASK_MASK].bool(), state)
+        return Observed(images, masks, placeholders, batch[TASK_TOKENS], batch[TASK_MASK].bool(), state)
 
     def _fit(self, images: Tensor) -> Tensor:
         if self.config.resize_imgs_with_padding is not None:
