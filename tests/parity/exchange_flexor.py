@@ -109,9 +109,13 @@ class Exchange:
         started = self.lerobot_train("started", f"--policy.path={ours}", steps=2)
         self.check_kept(ours, started)
         yield "lerobot-train --policy.path=OURS, acts here", self.compare({started: seen})
-        resumed = self.resume_there()
+        resumed = self.resume_there("ours")
         self.check_kept(ours, resumed)
         yield "lerobot-train --resume of OURS, acts here", self.compare({resumed: seen})
+        if hasattr(self.settings, "OTHER_OPTIMIZER"):
+            other = self.flexor_train("other optimizer", *plain, *self.settings.OTHER_OPTIMIZER)
+            self.check_kept(other, self.resume_there("other optimizer"))
+            yield "lerobot-train --resume of OURS with another optimizer", 0.0
         onwards = self.flexor_train("onwards", f"--policy.path={theirs}", steps=2)
         self.check_kept(theirs, onwards)
         yield "flexor train --policy.path=THEIRS, acts there", self.compare({onwards: seen})
@@ -136,13 +140,14 @@ class Exchange:
     def checkpoint(self, name: str) -> Path:
         return self.folder / name / "checkpoints/last/pretrained_model"
 
-    def resume_there(self) -> Path:
+    def resume_there(self, run: str) -> Path:
         """LeRobot takes a run of ours up where it was, with the optimizer's state and the schedule's."""
-        shutil.copytree(self.folder / "ours", self.folder / "resumed", symlinks=True)
-        self.fit_scheduler(self.folder / "resumed/checkpoints/last/training_state/scheduler_state.json")
-        config = self.checkpoint("resumed") / "train_config.json"
+        copy = f"{run} resumed"
+        shutil.copytree(self.folder / run, self.folder / copy, symlinks=True)
+        self.fit_scheduler(self.folder / copy / "checkpoints/last/training_state/scheduler_state.json")
+        config = self.checkpoint(copy) / "train_config.json"
         steps = self.steps + 2
-        resumed = self.lerobot_train("resumed", f"--config_path={config}", "--resume=true", steps=steps)
+        resumed = self.lerobot_train(copy, f"--config_path={config}", "--resume=true", steps=steps)
         assert resumed.resolve().parent.name == f"{steps:06d}"
         return resumed
 

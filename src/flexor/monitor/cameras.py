@@ -124,7 +124,7 @@ class CameraHealth:
             or not {"mean", "std"} <= step.stats.get(name, {}).keys()
         ):
             return None
-        if step.norm_map.get(step.features[name].type) != "MEAN_STD":
+        if step.mode(name) != "MEAN_STD":
             return None
         mean, std = (step.stats[name][key].reshape(-1) for key in ("mean", "std"))
         return mean.tolist(), (std + step.eps).tolist()

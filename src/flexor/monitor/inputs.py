@@ -137,7 +137,7 @@ def constant(values: EpisodeValues, is_action: bool) -> list[Finding]:
 
 def wrong_statistics(values: EpisodeValues, step: Normalize, key: str, member: int) -> list[Finding]:
     """Statistics in use that are not those of the values: of another dataset, or older than the data."""
-    mode = step.norm_map.get(step.features[key].type, "IDENTITY")
+    mode = step.mode(key)
     scale = _scale(step, key, mode, member)
     if scale is None or scale[0].size not in (1, values.low.shape[1]):
         return []

@@ -208,6 +208,10 @@ class PolicyConfig:
         low_dim = {k: f for k, f in self.input_features.items() if k == STATE or f.type is Kind.ENV}
         return {**low_dim, **self.images}
 
+    def for_lerobot(self) -> Self:
+        """These settings as LeRobot can read them, for the same policy."""
+        return self
+
     def can_act_without(self, names: Collection[str]) -> bool:
         """Whether these inputs may be missing in an observation."""
         return not names

@@ -266,7 +266,8 @@ def save_pretrained(
 
 def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     """The policy's settings as LeRobot writes them."""
-    ours = {name: value for name, value in to_plain(config).items() if name not in config.unknown_to_lerobot}
+    plain = to_plain(config.for_lerobot())
+    ours = {name: value for name, value in plain.items() if name not in config.unknown_to_lerobot}
     return {"type": config.type, **ours, **FOREIGN}
 
 

@@ -78,4 +78,5 @@ TRAINED = {
     "n_vae_encoder_layers": 1,
     "latent_dim": 4,
 }
+OTHER_OPTIMIZER = ("--optimizer.type=sgd", "--optimizer.lr=1e-3", "--optimizer.momentum=0.9")
 TRAINED_OTHERWISE = {"n_action_steps": 1, "temporal_ensemble_coeff": 0.01}

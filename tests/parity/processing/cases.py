@@ -19,7 +19,7 @@ SIZES = {
     "as it is": ((3, 28, 28), 28, 28),
 }
 LENGTHS, CHUNK = (9, 3, 14, 7), 5  # of episodes, of a chunk
-STORED = {"chunk": 1e-5, "pixels": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
+STORED = {"chunk": 1e-5, "pixels": 1e-6, "normalized": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
 
 _SETTINGS: dict[str, dict] = {
     f"{where} {name}": {"shape": shape, "height": height, "width": width, "where": where}
@@ -70,6 +70,22 @@ _SETTINGS |= {
         "what is not there": {"images.none": "images.camera1"},
     }.items()
 }
+_SETTINGS |= {
+    f"normalize {what}": {
+        "eps": 1e-8,
+        "features": {
+            key: {"type": "ACTION" if key == "action" else "STATE", "shape": [4]}
+            for key in ("observation.state", "observation.other", "action")
+        },
+        "norm_map": {"STATE": "MEAN_STD", "ACTION": "MIN_MAX"},
+        **keys,
+    }
+    for what, keys in {
+        "all": {},
+        "one": {"normalize_observation_keys": ["observation.other"]},
+        "none": {"normalize_observation_keys": []},
+    }.items()
+}
 CASES = {name: {"name": name, "settings": settings} for name, settings in _SETTINGS.items()}
 
 
@@ -100,6 +116,19 @@ def left_over(count: int) -> np.ndarray:
 def velocity(x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
     """In place of a network."""
     return torch.sin(2 * x) + time[:, None, None] * x
+
+
+def normalized_values() -> dict[str, dict[str, np.ndarray]]:
+    """Observations and an action, and their statistics, by name."""
+    names = ("observation.state", "observation.other", "action")
+    return {
+        "values": {name: uniform(f"{name} to normalise", (3, 4), -2, 2) for name in names},
+        "stats": {
+            f"{name}.{which}": uniform(f"{name} {which}", (4,), low, low + 0.5)
+            for name in names
+            for which, low in (("mean", 0), ("std", 1), ("min", -3), ("max", 2))
+        },
+    }
 
 
 def actions(*shape: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from parity.processing.cases import (
     chunk_noise,
     images,
     left_over,
+    normalized_values,
     recorded,
     some,
     states,
@@ -40,11 +41,27 @@ def measure(case: dict) -> dict:
         step = STEPS["rename_observations_processor"].from_config(settings)
         assert step.config() == settings
         return {"names": [[new, old] for new, old in step({name: name for name in NAMES}).items()]}
+    if case["name"].startswith("normalize "):
+        return normalize(settings)
     if case["name"].startswith("relative "):
         return relative(RelativeActions(**settings))
     step = STEPS[case["name"]].from_config(settings)
     assert step.config() == settings
     return {"prompts": step({"task": TASKS, "observation.state": torch.from_numpy(states())})["task"]}
+
+
+def normalize(settings: dict) -> dict:
+    given = {
+        part: {k: torch.from_numpy(v) for k, v in named.items()}
+        for part, named in normalized_values().items()
+    }
+    out = {}
+    for name in ("normalizer_processor", "unnormalizer_processor"):
+        step = STEPS[name].from_config(settings)
+        step.load_state(given["stats"])
+        assert step.config() == settings
+        out[name] = {key: values(value) for key, value in step(given["values"]).items()}
+    return {"normalized": out}
 
 
 def relative(step: RelativeActions) -> dict:

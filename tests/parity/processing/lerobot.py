@@ -1,5 +1,7 @@
 """LeRobot's steps."""
 
+import json
+
 import numpy as np
 import torch
 
@@ -11,6 +13,7 @@ from parity.processing.cases import (
     chunk_noise,
     images,
     left_over,
+    normalized_values,
     recorded,
     some,
     states,
@@ -25,6 +28,8 @@ def measure(case: dict) -> dict:
         return {"pixels": some(resize(settings))}
     if case["name"].startswith("rename "):
         return rename(settings)
+    if case["name"].startswith("normalize "):
+        return normalize(settings)
     if case["name"].startswith("relative "):
         return relative(settings)
     if case["name"].startswith("real time "):
@@ -54,6 +59,25 @@ def rename(settings: dict) -> dict:
     assert step.get_config() == settings
     done = step({TransitionKey.OBSERVATION: {name: name for name in NAMES}})[TransitionKey.OBSERVATION]
     return {"names": [[new, old] for new, old in done.items()]}
+
+
+def normalize(settings: dict) -> dict:
+    from lerobot.processor import ProcessorStepRegistry, TransitionKey
+
+    given = {
+        part: {k: torch.from_numpy(v) for k, v in named.items()}
+        for part, named in normalized_values().items()
+    }
+    action = given["values"].pop("action")
+    out = {}
+    for name in ("normalizer_processor", "unnormalizer_processor"):
+        step = ProcessorStepRegistry.get(name)(**settings)
+        step.load_state_dict(given["stats"])
+        assert json.loads(json.dumps(step.get_config())) == settings
+        done = step({TransitionKey.OBSERVATION: given["values"], TransitionKey.ACTION: action})
+        seen = {**done[TransitionKey.OBSERVATION], "action": done[TransitionKey.ACTION]}
+        out[name] = {key: values(value) for key, value in seen.items()}
+    return {"normalized": out}
 
 
 def resize(settings: dict) -> torch.Tensor:

@@ -70,6 +70,11 @@ CASES = {
     "fewer_cameras_one_missing": case(TWO, robot=OTHER, empty_cameras=1, **EDGES),
     "fewer_cameras_all": case(TWO, robot=OTHER, **EDGES, **ALL),
     "right_size": case(STATE | camera("top", 32, 32)),
+    # LeRobot can't read null
+    "not_resized": {
+        **case(STATE | camera("top", 32, 32)),
+        "ours": {"resize_imgs_with_padding": None},
+    },
 }
 
 

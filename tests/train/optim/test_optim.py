@@ -48,7 +48,7 @@ def test_option_without_meaning_for_the_optimizer(given, named):
         (
             ["--optimizer.type=sgd", "--optimizer.lr=1", "--optimizer.momentum=0.5"],
             torch.optim.SGD,
-            {"lr": 1, "momentum": 0.5},
+            {"lr": 1.0, "momentum": 0.5, "dampening": 0.0},
         ),
         (
             ["--optimizer.betas=[0.5,0.6]", "--optimizer.eps=1e-3"],
@@ -71,6 +71,7 @@ def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny
     assert type(state.optimizer) is kind
     group = state.optimizer.param_groups[0]
     assert {name: group[name] for name in expected} == expected
+    assert [type(group[name]) for name in expected] == [*map(type, expected.values())]  # LeRobot's, when it resumes
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -20,7 +20,12 @@ from flexor.policies.processing.rename_and_move import float_image, is_byte_imag
 # the statistics that are mapped to -1 and 1; MEAN_STD is handled separately
 BOUNDS = {"MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "QUANTILE10": ("q10", "q90")}
 
-TYPES = {"features": dict[str, PolicyFeature], "norm_map": dict[Kind, Normalization], "eps": float}
+TYPES = {
+    "features": dict[str, PolicyFeature],
+    "norm_map": dict[Kind, Normalization],
+    "eps": float,
+    "normalize_observation_keys": list[str] | None,
+}
 
 
 def required_statistics(mode: str) -> tuple[str, ...]:
@@ -39,8 +44,11 @@ class NormalizationStep(ProcessingStep):
         norm_map: Mapping[Kind, Normalization] | Mapping[str, str],
         stats: Stats | None = None,
         eps: float = 1e-8,
+        normalize_observation_keys: Sequence[str] | None = None,
     ):
+        """`normalize_observation_keys`: all other observations stay as they are; None: none do."""
         self.features = dict(features)
+        self.normalize_observation_keys = normalize_observation_keys
         self.norm_map: dict[str, str] = {str(kind): mode for kind, mode in norm_map.items()}
         self.eps = eps
         self._tables: dict[tuple[str, torch.device], Tensor] = {}  # of what bytes become, by key and device
@@ -52,12 +60,21 @@ class NormalizationStep(ProcessingStep):
 
     def missing(self) -> dict[str, list[str]]:
         """By feature, the statistics that its normalisation uses and that are not there."""
-        modes = {key: self.norm_map.get(feature.type, "IDENTITY") for key, feature in self.features.items()}
         return {
             key: names
-            for key, mode in modes.items()
-            if (names := [name for name in required_statistics(mode) if name not in self.stats.get(key, {})])
+            for key in self.features
+            if (names := [name for name in self._required(key) if name not in self.stats.get(key, {})])
         }
+
+    def mode(self, key: str) -> str:
+        """How a feature is normalised."""
+        kind, keys = self.features[key].type, self.normalize_observation_keys
+        if keys is not None and key not in keys and kind is not Kind.ACTION:
+            return "IDENTITY"
+        return self.norm_map.get(kind, "IDENTITY")
+
+    def _required(self, key: str) -> tuple[str, ...]:
+        return required_statistics(self.mode(key))
 
     def _check(self) -> None:
         """Refuse now what would otherwise fail during a run."""
@@ -89,7 +106,7 @@ class NormalizationStep(ProcessingStep):
         return look_up(images, self._tables[place])
 
     def _apply(self, x: Tensor, key: str, feature: PolicyFeature) -> Tensor:
-        mode = self.norm_map.get(feature.type, "IDENTITY")
+        mode = self.mode(key)
         if mode == "IDENTITY" or key not in self.stats:
             return x
         if (
@@ -117,18 +134,19 @@ class NormalizationStep(ProcessingStep):
         return found
 
     def config(self) -> dict[str, Any]:
-        return {
+        config: dict[str, Any] = {
             "eps": self.eps,
             "features": {k: {"type": f.type.value, "shape": list(f.shape)} for k, f in self.features.items()},
             "norm_map": self.norm_map,
         }
+        if self.normalize_observation_keys is not None:
+            config["normalize_observation_keys"] = sorted(self.normalize_observation_keys)
+        return config
 
     @classmethod
     def from_config(cls, settings: dict[str, Any]) -> ProcessingStep:
-        settings = {key: value for key, value in settings.items() if key != "normalize_observation_keys"}
-        for key in TYPES.keys() & settings.keys():
-            settings[key] = coerce(settings[key], TYPES[key], key)
-        return cls(**settings)
+        typed = {key: coerce(settings[key], TYPES[key], key) for key in TYPES.keys() & settings.keys()}
+        return cls(**{**settings, **typed})
 
     def state(self) -> dict[str, Tensor]:
         return {
@@ -151,7 +169,7 @@ class NormalizationStep(ProcessingStep):
         """By feature, the number of values that its statistics are for. Images, and one value for all, do not count."""
         sizes: dict[str, int] = {}
         for key, feature in self.features.items():
-            for name in required_statistics(self.norm_map.get(feature.type, "IDENTITY")):
+            for name in self._required(key):
                 if key not in self.stats or feature.type is Kind.VISUAL:
                     continue
                 shape = tuple(self.stats[key][name].shape)
@@ -175,10 +193,12 @@ class NormalizeByDataset(Normalize):
     """
 
     def __init__(self, saved: Normalize, each: Sequence[Normalize]):
-        super().__init__(saved.features, saved.norm_map, saved.stats, saved.eps)
+        super().__init__(
+            saved.features, saved.norm_map, saved.stats, saved.eps, saved.normalize_observation_keys
+        )
         self.each: dict[str, list[Tensor]] = {}
         for key, feature in self.features.items():
-            names = required_statistics(self.norm_map.get(feature.type, "IDENTITY"))
+            names = self._required(key)
             if names and feature.type is not Kind.VISUAL:
                 self.each[key] = [torch.stack([one.stats[key][name] for one in each]) for name in names]
 

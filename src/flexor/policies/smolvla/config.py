@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
 
 from flexor.core.batch import STATE
 from flexor.core.errors import ConfigError
@@ -131,6 +131,25 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
     def cameras(self) -> list[str]:
         """All cameras, those that no dataset has at the end."""
         return [*self.images, *self.empty_camera_names]
+
+    @property
+    def image_side(self) -> int | None:
+        """Height and width of images; None for what the encoder was trained on, if there are no images to ask."""
+        sizes = {self.resize_imgs_with_padding}
+        if self.resize_imgs_with_padding is None:
+            sizes = {(feature.shape[2], feature.shape[1]) for feature in self.images.values()}
+        if len(sizes) > 1 or any(size is not None and size[0] != size[1] for size in sizes):
+            raise ConfigError(
+                f"SmolVLA requires square images of one size, not {', '.join(map(str, sizes))} (width, height): set "
+                "--policy.resize_imgs_with_padding='[512, 512]'."
+            )
+        size = next(iter(sizes), None)
+        return None if size is None else size[0]
+
+    def for_lerobot(self) -> Self:
+        """With a size to resize images to, which LeRobot requires. Images that have it stay as they are."""
+        side = self.image_side
+        return self if side is None else replace(self, resize_imgs_with_padding=(side, side))
 
     @property
     def resizes_images(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
 from flexor.policies.nn.llama import LlamaSize, ReusedPrefix
@@ -61,7 +60,7 @@ class SmolVLANetwork(nn.Module):
         self.used = (depth - 1) * self.apart + 1  # layers of the language model that have an effect
         self.text: LlamaSize = whole.text
         narrow = replace(whole.text.scaled(config.expert_width_multiplier), depth=depth)
-        vlm = SmolVLM(whole, _image_side(config))
+        vlm = SmolVLM(whole, config.image_side)
         freeze_vlm(vlm, self.used, vision=config.freeze_vision_encoder, everything=config.train_expert_only)
         expert = ActionExpert(narrow, whole.text.kv_width, cross, every)
         self.vlm_with_expert = VlmWithExpert(vlm, expert)
@@ -143,20 +142,6 @@ class SmolVLANetwork(nn.Module):
         edges = self.vlm_with_expert.vlm.model.text_model.embed_tokens(self.image_edges)
         before, after = (edge.expand(len(tokens), -1, -1) for edge in (edges[:2], edges[2:]))
         return torch.cat((before, tokens, after), 1)
-
-
-def _image_side(config: SmolVLAConfig) -> int | None:
-    """Height and width of images; None for what the encoder was trained on, if there are no images to ask."""
-    sizes = {config.resize_imgs_with_padding}
-    if config.resize_imgs_with_padding is None:
-        sizes = {(feature.shape[2], feature.shape[1]) for feature in config.images.values()}
-    if len(sizes) > 1 or any(size is not None and size[0] != size[1] for size in sizes):
-        raise ConfigError(
-            f"SmolVLA requires square images of one size, not {', '.join(map(str, sizes))} (width, height): set "
-            "--policy.resize_imgs_with_padding='[512, 512]'."
-        )
-    size = next(iter(sizes), None)
-    return None if size is None else size[0]
 
 
 def _image_edges(name: str) -> Tensor:

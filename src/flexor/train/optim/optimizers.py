@@ -26,10 +26,12 @@ def build_optimizer(
     `make` replaces the class that the settings name.
     """
     assert config.type is not None
-    settings = {name: getattr(config, name) for name in DEFAULTS[config.type]}
+    settings: dict[str, Any] = {name: getattr(config, name) for name in DEFAULTS[config.type]}
     groups = [{"params": g.params, **g.overrides} for g in policy.param_groups() if g.params]
     for group in groups:
         group["lr"] = lr_factor * group.get("lr", settings["lr"])
+    if config.type == "sgd":
+        settings["dampening"] = 0.0  # torch's default is an integer, which LeRobot's resume refuses
     return (make or _class(config.type, policy))(groups, **settings)
 
 
