@@ -13,13 +13,24 @@ from flexor.core.errors import ConfigError
 from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.processing.rename_and_move import with_renaming
+from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.serve.form import ObservationForm
 from flexor.serve.limits import BadRequest, Budget, RequestLimits
 from flexor.serve.request import ObservationReader, PolicyRequest
 from flexor_client.jpeg import encode_jpeg
 from support.frames_to_fuzz import hostile_frame
 from support.handle_requests import handle, reader_for
-from support.serving import CAMERA, SIZE, STATE, Talk, expected, numbers, observation, serving
+from support.serving import (
+    CAMERA,
+    SIZE,
+    STATE,
+    Talk,
+    expected,
+    needs_linux,
+    numbers,
+    observation,
+    serving,
+)
 
 CONFIG = numbers().policy.config
 PIXELS = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), np.uint8)
@@ -162,6 +173,34 @@ def test_a_history_may_be_sent():
         read({CAMERA: np.stack([PIXELS, PIXELS]), STATE: np.ones(3)})
     with pytest.raises(BadRequest, match="must have 2 entries"):
         read({CAMERA: np.stack([PIXELS] * 3), STATE: np.ones((3, 3))})
+
+
+def test_some_policies_act_without_a_camera_but_not_without_all():
+    side = "observation.images.side"
+    cameras = {CAMERA: CONFIG.images[CAMERA], side: PolicyFeature(Kind.VISUAL, (3, 4, 5))}
+    state = {STATE: PolicyFeature(Kind.STATE, (3,))}
+    config = SmolVLAConfig(
+        input_features={**state, **cameras}, output_features={"action": PolicyFeature(Kind.ACTION, (2,))}
+    )
+    assert read(observation(), config).observation.keys() == {CAMERA, STATE}
+    for missing in (CAMERA, STATE):
+        message = {name: value for name, value in observation().items() if name != missing}
+        with pytest.raises(BadRequest, match=f"The policy needs {missing}"):
+            read(message, config)
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
+def test_robots_with_different_cameras_are_served_together(processes, log_lines):
+    pretrained = numbers()
+    config = pretrained.policy.config
+    config.input_features["observation.images.side"] = PolicyFeature(Kind.VISUAL, (3, 4, 5))
+    config.can_act_without = lambda names: {*names} <= {"observation.images.side"}
+    side = {"observation.images.side": np.zeros((4, 5, 3), np.uint8)}
+    with serving(pretrained, processes=processes) as (url, _), Talk(url) as one, Talk(url) as two:
+        for value in (1.0, 2.0):
+            for robot, more in ((one, side), (two, {}), (two, side), (one, {})):
+                reply = robot.ask(observation(value, **more))
+                np.testing.assert_array_equal(reply["actions"], expected(value))
 
 
 def test_only_inputs_of_the_policy_can_be_mapped():

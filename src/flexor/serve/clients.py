@@ -68,7 +68,7 @@ class ClientLoop:
         self.model, self.metrics, self.metadata = model, metrics, metadata
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
-        self.cameras = [name for name, wanted in form.inputs.items() if wanted.image]
+        self.cameras = {name for name, wanted in form.inputs.items() if wanted.image}
         self.next_note, self.unsaid = 0.0, 0  # when the log may have another line, and how many it has not
 
     async def __call__(self, connection: ServerConnection) -> None:
@@ -148,7 +148,7 @@ class ClientLoop:
             if len(client.sessions) >= self.settings.max_sessions:
                 raise BadRequest(f"A connection can have at most {self.settings.max_sessions} sessions.")
             client.sessions[name] = self.model.session()
-        for camera in self.cameras if asked.observation else ():
+        for camera in self.cameras & asked.observation.keys():
             image = asked.observation[camera]
             client.images[camera] = image[-1] if asked.stacked else image
         client.task = asked.task

@@ -76,7 +76,16 @@ class RemoteModel:
             options = None if asked.options is None else vars(asked.options)
             job.take(
                 await self.link.ask(
-                    "submit", number, job.session, job.arrived, asked.stacked, asked.task, options
+                    "submit",
+                    *(
+                        number,
+                        [*asked.observation],
+                        job.session,
+                        job.arrived,
+                        asked.stacked,
+                        asked.task,
+                        options,
+                    ),
                 )
             )
         finally:

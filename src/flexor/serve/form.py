@@ -25,6 +25,8 @@ class Input:
     """The clients' name of it."""
     own_too: bool
     """Whether the policy's own name is good too."""
+    optional: bool = False
+    """Whether an observation may lack it. If all cameras are optional, it must have one."""
 
     @property
     def bytes(self) -> int:
@@ -62,6 +64,7 @@ class ObservationForm:
                 name in config.images,
                 theirs[name],
                 name not in names and name not in theirs.values(),
+                config.can_act_without([name]),
             )
             for name, feature in config.observed.items()
         }

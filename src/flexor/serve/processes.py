@@ -170,6 +170,7 @@ class RemoteConnections:
     async def _submit(
         self,
         place: int,
+        names: list[str],
         number: int,
         arrived: float,
         stacked: bool,
@@ -181,7 +182,8 @@ class RemoteConnections:
             self.sessions[number] = self.sessions.get(number) or self.model.session()
         except BadRequest as error:
             return ServeJob(PolicyRequest({}, stacked, task, None), None, arrived, error=str(error)).answer()
-        seen = self.observations.at(place, stacked)
+        places = self.observations.at(place, stacked)
+        seen = {name: places[name] for name in names}
         if self.form.steps is not None and not stacked:  # the session keeps it
             seen = {name: array.copy(order="K") for name, array in seen.items()}
         asked = PolicyRequest(seen, stacked, task, None if options is None else RequestOptions(**options))

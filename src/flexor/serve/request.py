@@ -85,11 +85,14 @@ class ObservationReader:
         values: dict[str, Image | list[Image]] = {}
         for name, form in self.inputs.items():
             value = self._find(message, name)
-            if value is None:
+            if value is not None:
+                read = self._images if form.image else self._numbers
+                values[name] = read(value, form, budget)
+            elif not form.optional:
                 raise BadRequest(self._missing(name, message))
-            values[name] = (
-                self._images(value, form, budget) if form.image else self._numbers(value, form, budget)
-            )
+        cameras = [name for name, form in self.inputs.items() if form.image]
+        if cameras and values.keys().isdisjoint(cameras):
+            raise BadRequest(self._missing(cameras[0], message))
         return CheckedRequest(values, self._stacked(values), task, options)
 
     def _find(self, message: Mapping[Any, Any], name: str) -> Any:

@@ -33,8 +33,9 @@ class SharedObservations:
         self.known: dict[tuple[int, bool], dict[str, np.ndarray]] = {}
 
     def write(self, number: int, observation: Mapping[str, np.ndarray], stacked: bool) -> None:
-        for name, place in self.at(number, stacked).items():
-            np.copyto(place, observation[name])
+        places = self.at(number, stacked)
+        for name, array in observation.items():
+            np.copyto(places[name], array)
 
     def at(self, number: int, stacked: bool) -> dict[str, np.ndarray]:
         """The observation with this number, as `PolicyRequest.observation`. It is not copied."""

@@ -19,7 +19,14 @@ SIZES = {
     "as it is": ((3, 28, 28), 28, 28),
 }
 LENGTHS, CHUNK = (9, 3, 14, 7), 5  # of episodes, of a chunk
-STORED = {"chunk": 1e-5, "pixels": 1e-6, "normalized": 1e-6, "relative": 1e-7, "absolute": 1e-7, "stats": 1e-6}
+STORED = {
+    "chunk": 1e-5,
+    "pixels": 1e-6,
+    "normalized": 1e-6,
+    "relative": 1e-7,
+    "absolute": 1e-7,
+    "stats": 1e-6,
+}
 
 _SETTINGS: dict[str, dict] = {
     f"{where} {name}": {"shape": shape, "height": height, "width": width, "where": where}

@@ -71,7 +71,9 @@ def test_settings_are_what_the_optimizer_uses(more, kind, expected, lowdim, tiny
     assert type(state.optimizer) is kind
     group = state.optimizer.param_groups[0]
     assert {name: group[name] for name in expected} == expected
-    assert [type(group[name]) for name in expected] == [*map(type, expected.values())]  # LeRobot's, when it resumes
+    assert [type(group[name]) for name in expected] == [
+        *map(type, expected.values())
+    ]  # LeRobot's, when it resumes
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
