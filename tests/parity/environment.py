@@ -61,10 +61,11 @@ def torch_index() -> list[str]:
 
 def find_python312() -> str:
     """$PYTHON312, python3.12 on the path, or one that pyenv built."""
-    given = os.environ.get("PYTHON312") or shutil.which("python3.12")
-    built = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python3.12"))
-    if given or built:
-        return given or str(built[-1])
+    built = sorted(Path.home().glob(".pyenv/versions/3.12*/bin/python3.12"), reverse=True)
+    for python in (os.environ.get("PYTHON312"), shutil.which("python3.12"), *built):
+        # pyenv has a python3.12 on the path that only says that another version is in use
+        if python and subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
+            return str(python)
     raise FlexorError(
         "LeRobot 0.6.1 needs Python 3.12, and there is none here: install it, or name one with PYTHON312=..., "
         "or name a Python that has lerobot installed with LEROBOT_PYTHON=..."

@@ -1,15 +1,23 @@
 """Reading the folders of other programs' policies."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flexor.bench.policy import untrained
+from flexor.cli.main import main
+from flexor.core.errors import CheckpointError
 from flexor.core.rng import Noise
 from flexor.plan.data.imagined_robot import Robot
 from flexor.policies.act.config import ACTConfig
-from flexor.policies.pretrained import read_config
+from flexor.policies.pretrained import load_pretrained, read_config
+from support import runs
+from support.damage import edit_json
 
 
 def test_reads_a_switch_that_lerobot_wrote_as_a_number(tmp_path):
@@ -36,3 +44,51 @@ def test_the_order_in_memory_of_what_a_robot_sees_changes_nothing():
         )
     ]
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+# Files of LeRobot that Flexor can't use: each message says what to do.
+
+
+@pytest.fixture
+def act(lowdim, tiny_act, tmp_path):
+    run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=1")
+    return Path(shutil.copytree(run / "checkpoints/last/pretrained_model", tmp_path / "act"))
+
+
+def test_policies_of_old_versions_say_how_to_convert_them(act, lowdim, capsys):
+    weights = load_file(act / "model.safetensors")
+    save_file(
+        {**weights, "normalize_inputs.buffer_observation_state.mean": torch.zeros(3)},
+        act / "model.safetensors",
+    )
+    flags = [f"--policy.path={act}", f"--dataset.root={lowdim}", f"--output_dir={act}/new"]
+    assert main(["train", *flags]) == 1
+    assert "migrate_policy_normalization" in capsys.readouterr().err
+    for file in ("policy_preprocessor.json", "policy_postprocessor.json"):  # those versions have none either
+        with pytest.raises(CheckpointError, match="migrate_policy_normalization"):
+            load_pretrained(str(act))
+        (act / file).unlink()
+
+
+def test_weights_in_several_files_are_named(act):
+    (act / "model.safetensors").rename(act / "model-00001-of-00002.safetensors")
+    (act / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"several files \(model.safetensors.index.json\).*save_pretrained"
+    ):
+        load_pretrained(str(act))
+
+
+def test_a_setting_that_is_not_known_is_named_with_its_file(act):
+    edit_json(act / "config.json", lambda config: config.update(flash_mode=3))
+    with pytest.raises(CheckpointError, match=r"act/config.json has settings .* not know: flash_mode\."):
+        load_pretrained(str(act))
+
+
+def test_resuming_a_run_of_lerobots_points_to_its_weights(act, tmp_path, capsys):
+    theirs = tmp_path / "theirs"
+    shutil.copytree(act, theirs / "checkpoints/000010/pretrained_model")
+    assert main(["resume", str(theirs)]) == 1
+    assert f"flexor train --policy.path={theirs}" in capsys.readouterr().err
+    assert main(["resume", str(tmp_path)]) == 1
+    assert "LeRobot" not in capsys.readouterr().err

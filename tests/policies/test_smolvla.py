@@ -343,6 +343,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(vlms, tmp_path):
     assert "model.state_proj.bias: (7,) in the file, (24,) in the policy" in said
 
 
+def test_a_batch_that_does_not_say_has_no_padding(vlms):
+    made, batch = batch_of("frozen", vlms)
+    batch["action_is_pad"] = torch.zeros_like(batch["action_is_pad"])
+    whole = made.policy.loss(batch, noise(1, 2)).per_sample
+    del batch["action_is_pad"]
+    assert torch.equal(made.policy.loss(batch, noise(1, 2)).per_sample, whole)
+
+
 # Other robots than it was trained on.
 
 
@@ -441,6 +449,7 @@ def test_without_resizing_images_must_have_their_size(vlms):
         ({"resize_imgs_with_padding": None}, "square images"),
         ({"adapt_to_pi_aloha": True}, "not supported"),
         ({"num_steps": 0}, "at least 1"),
+        ({"expert_width_multiplier": 0.55}, "which must be even"),
     ],
 )
 def test_refuses_what_cant_be(settings, said, vlms):

@@ -12,7 +12,7 @@ from flexor.config.optimizer import resolve_optimizer, resolve_scheduler
 from flexor.config.schema import GROUPS, TrainConfig, validate
 from flexor.core.errors import CheckpointError, ConfigError
 from flexor.core.foreign_files import read_text, read_yaml
-from flexor.core.run_files import RUN_CONFIG
+from flexor.core.run_files import CHECKPOINTS, POLICY_CONFIG, PRETRAINED, RUN_CONFIG, newest_checkpoints
 from flexor.core.trust import require_trust, settled, trust
 from flexor.core.typed import (
     Partial,
@@ -251,11 +251,24 @@ def _read_list_of_datasets(flat: dict[str, Any]) -> None:
     del flat["dataset.repo_id"]
 
 
+def _of_lerobot(folder: Path) -> str:
+    """What to do with a run or checkpoint of LeRobot's."""
+    folders = [folder, *newest_checkpoints(folder / CHECKPOINTS)]
+    if not any((each / PRETRAINED / POLICY_CONFIG).is_file() for each in folders):
+        return ""
+    return (
+        " It looks like one of LeRobot's, whose optimizer and data order Flexor does not continue. Start a new run "
+        f"from its weights: flexor train --policy.path={folder} --dataset.repo_id=... --output_dir=..."
+    )
+
+
 def read_run(folder: Path) -> dict[str, Any]:
     """The settings a run was started with, as nested plain data."""
     path = folder / RUN_CONFIG
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.")
+        raise CheckpointError(
+            f"{folder} is not a run of Flexor: it has no {RUN_CONFIG}.{_of_lerobot(folder)}"
+        )
     try:
         data = read_yaml(path)
     except (OSError, ValueError) as error:

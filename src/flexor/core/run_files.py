@@ -18,6 +18,7 @@ VIDEOS = "videos"
 PRETRAINED = "pretrained_model"  # of a checkpoint: the policy in LeRobot's format
 POLICY_CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+SPLIT_WEIGHTS = "model.safetensors.index.json"  # of other programs: which file has which weight
 TRAINING_STATE = "training_state"  # of a checkpoint: what resuming needs besides the policy
 SHARDS = "sharded"  # of the training state: each rank's part of the tensors
 MANIFEST = (

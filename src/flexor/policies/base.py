@@ -333,6 +333,12 @@ def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return error * (there * (most / length[:, None]))[:, None].to(error.dtype)
 
 
+def action_padding(batch: Mapping[str, Any]) -> Tensor:
+    """[B, H] which actions lie outside of their episode. A batch that does not say has none."""
+    is_pad: Tensor | None = batch.get(f"{ACTION}_is_pad")
+    return torch.zeros_like(batch[ACTION][..., 0], dtype=torch.bool) if is_pad is None else is_pad
+
+
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """error [B, H, A] -> [B], whose mean over the global batch is the mean over its unpadded steps."""
     valid = ~is_pad  # [B, H]

@@ -14,6 +14,12 @@ from flexor.core.tensors import described_in
 from flexor.policies.base import Policy
 
 Shape = tuple[int, ...]
+OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+MIGRATE = (
+    "LeRobot before 0.4 kept statistics among the weights: convert the policy with its migrate_policy_normalization "
+    "script."
+)
+CHECK = "Check for overridden settings that change the network."
 
 
 def names_in_file(policy: Policy, own: Mapping[str, Tensor], file: Path) -> dict[str, str]:
@@ -33,7 +39,7 @@ def names_in_file(policy: Policy, own: Mapping[str, Tensor], file: Path) -> dict
                 f"Missing: {listed(missing)}.",
                 f"Unexpected: {listed(unexpected)}.",
                 f"Different shape: {_reshaped(other)}.",
-                "Check for overridden settings that change the network.",
+                MIGRATE if any(name.startswith(OLD_STATISTICS) for name in unexpected) else CHECK,
             )
         )
     return names

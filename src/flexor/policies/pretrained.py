@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,6 +27,7 @@ from flexor.core.run_files import (
     POLICY_CONFIG,
     PRETRAINED,
     SHARDS,
+    SPLIT_WEIGHTS,
     TRAINING_STATE,
     WEIGHTS,
     find_last,
@@ -222,12 +223,23 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
         if isinstance(value, Partial):
             changed[key] = {**settings.get(key, {}), **value}
     try:
+        _check_known(folder, cls, settings)
         config = from_plain(cls, {**settings, **changed}, "policy")
         check_sizes(config)
         config.validate()
     except MALFORMED as error:
         raise CheckpointError(f"{folder / POLICY_CONFIG} makes no {cls.type} policy: {error!r}") from error
     return config
+
+
+def _check_known(folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that the policy does not have, with the file that has them."""
+    known = {field.name for field in fields(cls)}
+    if unknown := [name for name in settings if name not in known]:
+        raise CheckpointError(
+            f"{folder / POLICY_CONFIG} has settings that Flexor does not know: {', '.join(unknown)}. They may be of "
+            "another version of LeRobot. If the policy works without them, delete them from the file."
+        )
 
 
 def _agreed_type(folder: Path, said: str, named: str | None) -> str:
@@ -282,13 +294,13 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     folder = find_folder(path)
     verify(folder)
     config = read_config(str(folder), overrides)
+    before = Pipeline.load(folder, PREPROCESSOR).to(device)
+    after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     with to_be_filled(config):
         policy = make_policy(config)
     check_weights(policy, folder)
     with_memory(policy, device)
     load_weights(policy, folder)
-    before = Pipeline.load(folder, PREPROCESSOR).to(device)
-    after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
     return Pretrained(policy.eval(), before, after)
 
 
@@ -331,6 +343,11 @@ def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
     if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
+        )
+    if not file.is_file() and (folder / SPLIT_WEIGHTS).is_file():
+        raise CheckpointError(
+            f"The weights in {folder} are in several files ({SPLIT_WEIGHTS}). Put them into one {WEIGHTS}: load the "
+            "policy in LeRobot and save it again with `policy.save_pretrained(FOLDER)`."
         )
     with _readable(file):
         return names_in_file(policy, _weights_of(policy), file)

@@ -70,7 +70,8 @@ def test_offline_the_error_says_which_files_to_put_where(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     said = (
-        rf"hf download google/paligemma tokenizer.json tokenizer_config.json.*{tmp_path}/models--google--paligemma.*"
+        r"hf download google/paligemma config.json tokenizer.json tokenizer_config.json"
+        rf".*{tmp_path}/models--google--paligemma.*"
         r"hf auth login.*into any folder and use its path instead of 'google/paligemma'"
     )
     with pytest.raises(ConfigError, match=said):
@@ -78,5 +79,7 @@ def test_offline_the_error_says_which_files_to_put_where(monkeypatch, tmp_path):
 
 
 def test_a_folder_without_a_tokenizer_is_named_with_what_it_lacks(tmp_path):
-    with pytest.raises(ConfigError, match=rf"{tmp_path}.*must hold tokenizer.json, tokenizer_config.json"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}.*must hold config.json, tokenizer.json, tokenizer_config.json"
+    ):
         Tokenize(str(tmp_path)).prepare()

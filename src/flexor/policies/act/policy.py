@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flexor.core.batch import ACTION, ENV_STATE, STATE, Batch
 from flexor.core.rng import NoiseSource
 from flexor.policies.act.config import ACTIVATIONS, ACTConfig
-from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid
+from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid
 from flexor.policies.nn.attention import Attention, sinusoidal_positions, sinusoidal_positions_2d
 from flexor.policies.nn.resnet import FrozenBatchNorm2d, ResNet
 
@@ -41,7 +41,7 @@ class ACT(Policy):
 
         predicted = self.model(batch, latent)
         error = F.l1_loss(predicted, batch[ACTION], reduction="none")
-        l1 = mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch)
+        l1 = mean_over_valid(error, action_padding(batch), batch)
         if mean is None or log_variance is None:
             return Loss(l1, {"l1_loss": l1})
         kl = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(-1)
@@ -129,7 +129,7 @@ class ACTModel(nn.Module):
         tokens = [self.vae_encoder_cls_embed.weight.expand(len(actions), 1, -1)]
         if self.config.state:
             tokens.append(self.vae_encoder_robot_state_input_proj(batch[STATE])[:, None])
-        attend = ~batch[f"{ACTION}_is_pad"]  # [B, H]
+        attend = ~action_padding(batch)  # [B, H]
         attend = F.pad(attend, (len(tokens), 0), value=True)
         tokens.append(self.vae_encoder_action_input_proj(actions))
         encoded = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, attend)

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
-from flexor.policies.base import Loss, Policy, PolicyConfig, mean_over_valid
+from flexor.policies.base import Loss, Policy, PolicyConfig, action_padding, mean_over_valid
 from flexor.policies.features import Kind, Normalization
 from flexor.policies.nn.adam import AdamSettings
 from flexor.policies.nn.diffusion import DiffusionSettings, Network
@@ -111,7 +111,7 @@ class DenoisingPolicy(Policy):
         network = partial(self.denoise, observed=self.observe(batch, noise))
         error = self.objective.error(network, batch[ACTION], noise)
         if self.config.do_mask_loss_for_padding:
-            return Loss(mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch), {})
+            return Loss(mean_over_valid(error, action_padding(batch), batch), {})
         return Loss(error.mean((1, 2)), {})
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:

@@ -20,7 +20,11 @@ TASK_TOKENS = "observation.language.tokens"
 TASK_MASK = "observation.language.attention_mask"
 
 
-FILES = ("tokenizer.json", "tokenizer_config.json")  # what most repositories describe a tokenizer with
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)  # what most repositories describe a tokenizer with
 
 
 @processing_step("tokenizer_processor")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
 from flexor.policies.nn.llama import LlamaSize, ReusedPrefix
@@ -60,6 +61,11 @@ class SmolVLANetwork(nn.Module):
         self.used = (depth - 1) * self.apart + 1  # layers of the language model that have an effect
         self.text: LlamaSize = whole.text
         narrow = replace(whole.text.scaled(config.expert_width_multiplier), depth=depth)
+        if narrow.width % 2:  # half of the time's embedding are sines, half cosines
+            raise ConfigError(
+                f"policy.expert_width_multiplier={config.expert_width_multiplier} makes an expert of width "
+                f"{narrow.width}, which must be even."
+            )
         vlm = SmolVLM(whole, config.image_side)
         freeze_vlm(vlm, self.used, vision=config.freeze_vision_encoder, everything=config.train_expert_only)
         expert = ActionExpert(narrow, whole.text.kv_width, cross, every)

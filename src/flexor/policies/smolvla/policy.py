@@ -18,7 +18,7 @@ from flexor.core.errors import ConfigError, FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.adapters import is_adapter
-from flexor.policies.base import Loss, ParamGroup, Policy, mean_over_valid, without_padding
+from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import held_in
 from flexor.policies.nn.resize import padded, resize_with_padding
@@ -43,7 +43,7 @@ class SmolVLA(Policy):
         context = self.model.read(self._observe(batch))
         error = self.flow.error(partial(self.model.velocity, context=context), actions, noise)
         error = without_padding(error[..., : self.config.action.shape[0]], batch)
-        return Loss(mean_over_valid(error, batch[f"{ACTION}_is_pad"], batch), {})
+        return Loss(mean_over_valid(error, action_padding(batch), batch), {})
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
