@@ -1,5 +1,6 @@
 """`flexor launch hf-jobs` with the real client of the Hub, against a Hub on this machine."""
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,8 +20,10 @@ import yaml
 from flexor import __version__
 from flexor.config.parse import load_config
 from flexor.core.errors import ConfigError, FlexorError
+from flexor.launch.hf import jobs
 from flexor.launch.hf.jobs import launch_hf_jobs
 from flexor.launch.hf.request import MOUNT, WORK, read_seconds
+from flexor.launch.hf.wheel import flexor_wheel
 from support import environment
 from support.jobs_server import JOB_ID, TOKEN, JobsServer, logged_in
 from support.limits import LIMIT_S, wait_for
@@ -36,8 +39,12 @@ NO_UPLOAD = (
 GIVEN = ("--flavor=l4x1", "--timeout=1h")  # so that nothing is planned; `test_hf_plan.py` leaves them out
 
 
+one_wheel = functools.cache(flexor_wheel)  # half a second each; `test_wheel.py` makes more
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
+    monkeypatch.setattr(jobs, "flexor_wheel", one_wheel)
     with logged_in(monkeypatch, tmp_path) as server:
         yield server
 
