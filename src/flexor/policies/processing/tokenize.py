@@ -20,11 +20,8 @@ TASK_TOKENS = "observation.language.tokens"
 TASK_MASK = "observation.language.attention_mask"
 
 
-FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)  # what most repositories describe a tokenizer with
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""What most repositories describe a tokenizer with."""
 
 
 @processing_step("tokenizer_processor")
