@@ -161,8 +161,9 @@ class NormalizationStep(ProcessingStep):
         for flat, value in state.items():
             key, name = flat.rsplit(".", 1)
             self.stats.setdefault(key, {})[name] = value.float()
-        if missing := {key: names for key, names in self.missing().items() if key in self.stats}:
-            raise ValueError(f"statistics are missing: {missing}")
+        for key, names in self.missing().items():
+            if key in self.stats:
+                raise ValueError(f"{', '.join(names)} of {key} is missing")
         self.sizes()  # refuses those that do not agree
 
     def sizes(self) -> dict[str, int]:
