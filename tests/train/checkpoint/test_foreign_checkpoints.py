@@ -206,6 +206,18 @@ def test_a_flipped_bit_of_exported_weights_is_found(sharded, tmp_path):
     load_pretrained(str(run))
 
 
+@pytest.mark.ranks
+def test_listing_exported_weights_writes_through_no_link(sharded, tmp_path):
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(sharded, run, symlinks=True)
+    (run / POLICY / "model.safetensors").unlink(missing_ok=True)
+    settle_without(run, "pretrained_model/model.safetensors")
+    mine.write_text("precious")
+    (run / "checkpoints/000004/training_state/.manifest.writing").symlink_to(mine)
+    assert main(["export", str(run)]) == 0
+    assert mine.read_text() == "precious"
+
+
 def settle_without(run: Path, name: str) -> None:
     manifest = run / "checkpoints/000004/training_state/manifest.json"
     edit_json(manifest, lambda listed: listed["files"].pop(name, None))

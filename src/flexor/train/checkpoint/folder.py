@@ -123,6 +123,7 @@ def add_exported(folder: Path, name: str, path: Path) -> None:
     manifest, aside = folder / MANIFEST, folder / TRAINING_STATE / ".manifest.writing"
     listed = read_json(manifest)
     listed.setdefault(EXPORTED, {})[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
+    aside.unlink(missing_ok=True)  # a link, perhaps: the checkpoint may be a stranger's
     aside.write_text(json.dumps(listed, indent=2))
     flush_to_disk(aside)
     aside.rename(manifest)
