@@ -43,7 +43,7 @@ def use(root: Path) -> None:
     except FlexorError as error:
         assert "Error" not in str(error), error  # no exception's name stands for a reason
     report = check_dataset(root, deep=False)
-    assert not any("KeyError" in problem.message for problem in report.problems)
+    assert not any("KeyError" in problem.evidence for problem in report.findings)
     with suppress(FlexorError):
         render(describe(root))
 

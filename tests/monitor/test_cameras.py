@@ -47,8 +47,8 @@ def test_statistics_of_episodes_say_it_at_once(unplugged):
     assert blank_by_statistics(dataset, [TOP, WRIST]) == {WRIST: [2, 5, 6, 7]}
     assert blank_by_statistics(dataset.select([0, 1, 7]), [WRIST]) == {WRIST: [7]}
     (blank,) = CameraHealth(dataset, CAMERAS, {}, None).findings()
-    assert blank["evidence"] == f"{WRIST} is blank (one colour) in episodes 2, 5 to 7"
-    assert "--dataset.exclude_episodes=2,5:8" in blank["change"]
+    assert blank.evidence == f"{WRIST} is blank (one colour) in episodes 2, 5 to 7"
+    assert "--dataset.exclude_episodes=2,5:8" in blank.fix
 
 
 def test_without_them_the_images_say_it(unplugged, tmp_path, device="cpu"):
@@ -62,7 +62,7 @@ def test_without_them_the_images_say_it(unplugged, tmp_path, device="cpu"):
         assert health.findings() == []  # one image of an episode: it may be a start-up
         health.look([batch_of(dataset, [2 * LENGTH + 3, 2 * LENGTH + 9, 20], device, deltas)])
         (blank,) = health.findings()
-        assert (blank["what"], dict(health.blank)) == ("blank camera", {WRIST: {2}})
+        assert (blank.what, dict(health.blank)) == ("blank camera", {WRIST: {2}})
 
 
 @pytest.mark.gpu
@@ -78,7 +78,7 @@ def test_a_camera_that_a_dataset_does_not_have_is_black_by_choice(unplugged, tmp
     health.look([batch_of(mixed, np.arange(8 * LENGTH, 8 * LENGTH + 4))])
     assert health.findings() == []
     health.look([batch_of(mixed, np.arange(5 * LENGTH, 5 * LENGTH + 4))])
-    assert "blank (one colour) in episode 5 of a" in health.findings()[0]["evidence"]
+    assert "blank (one colour) in episode 5 of a" in health.findings()[0].evidence
 
 
 def test_statistics_of_values_up_to_255(tmp_path):
@@ -93,4 +93,4 @@ def test_statistics_of_values_up_to_255(tmp_path):
     health.look([batch_of(dataset, [0, 20, 40])])
     health.look([batch_of(dataset, [1, 21, 41])])
     (wrong,) = health.findings()
-    assert wrong["what"] == "wrong image statistics" and wrong["evidence"].startswith(f"{TOP} has images")
+    assert wrong.what == "wrong image statistics" and wrong.evidence.startswith(f"{TOP} has images")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.runs.health import LearningHealth, findings, told
+from flexor.runs.health import LearningHealth, findings, from_record, to_json
 from support.run_folders import report
 
 
@@ -27,7 +27,7 @@ def falling(count, seed=0, noise=0.1):
 
 
 def names(found):
-    return [one["what"] for one in found]
+    return [one.what for one in found]
 
 
 @given(
@@ -61,9 +61,9 @@ def test_a_spike_is_found_with_its_figures_and_only_once():
     for line in run[:60] + run[61:]:
         line |= {"l1_loss": 0.1, "kld_loss": 0.02}
     (spike,) = findings(run, {"optimizer": {"grad_clip_norm": 10.0}})
-    assert spike["what"] == "loss spike"
-    assert "loss 5 at step 12200, usually 0.601, most of all kld_loss: 40, usually 0.02" in spike["evidence"]
-    assert "--optimizer.lr (now 0.0001) or lower --optimizer.grad_clip_norm (now 10)" in spike["change"]
+    assert spike.what == "loss spike"
+    assert "loss 5 at step 12200, usually 0.601, most of all kld_loss: 40, usually 0.02" in spike.evidence
+    assert "--optimizer.lr (now 0.0001) or lower --optimizer.grad_clip_norm (now 10)" in spike.fix
 
 
 def test_many_spikes_are_few_findings():
@@ -77,8 +77,8 @@ def test_many_spikes_are_few_findings():
 def test_a_loss_that_stays_up_has_exploded():
     found = findings(lines(falling(60) + [30.0] * 40), {"optimizer": {"grad_clip_norm": 0}})
     assert names(found) == ["loss spike", "loss exploded"]
-    assert "high for 5 log lines" in found[1]["evidence"]
-    assert "--optimizer.grad_clip_norm=1" in found[1]["change"]
+    assert "high for 5 log lines" in found[1].evidence
+    assert "--optimizer.grad_clip_norm=1" in found[1].fix
 
 
 def test_a_loss_that_explodes_at_once_or_slowly():
@@ -100,12 +100,12 @@ def test_gradients():
     losses, usual = falling(100), [10.0, 12.0, 9.0, 11.0] * 25
     assert findings(lines(losses, [*usual[:70], 4000.0, *usual[:29]])) == []  # one is normal
     (explodes,) = findings(lines(losses, usual[:70] + [4000.0] * 30))
-    assert explodes["what"] == "gradients explode"
-    assert "gradient norm 4,000 at step 14600, usually 10" in explodes["evidence"]
+    assert explodes.what == "gradients explode"
+    assert "gradient norm 4,000 at step 14600, usually 10" in explodes.evidence
     (vanish,) = findings(lines([1.0] * 100, usual[:50] + [1e-5] * 50))
-    assert vanish["what"] == "gradients vanish" and "at step 11000" in vanish["evidence"]
+    assert vanish.what == "gradients vanish" and "at step 11000" in vanish.evidence
     (dead,) = findings(lines([1.0] * 20, [0.0] * 20))
-    assert dead["what"] == "gradients vanish" and "at step 1000" in dead["evidence"]
+    assert dead.what == "gradients vanish" and "at step 1000" in dead.evidence
     learned = [math.exp(-n / 5) + 1e-6 for n in range(100)]
     assert findings(lines(learned, [10 * loss for loss in learned])) == []  # there is nothing left to learn
 
@@ -120,13 +120,13 @@ def held_out(values, every=1000):
 def test_a_held_out_loss_that_rises():
     values = [1.0, 0.6, 0.5, 0.46, 0.5, 0.56, 0.62, 0.7, 0.8, 0.9]
     (rises,) = findings(held_out(values), checkpoints=[2000, 4000, 6000])
-    assert rises["what"] == "held-out loss rises"
-    assert "the lowest was 0.46 at step 4000; the training loss went from" in rises["evidence"]
-    assert "use checkpoint 004000, which has the lowest held-out loss" in rises["change"]
+    assert rises.what == "held-out loss rises"
+    assert "the lowest was 0.46 at step 4000; the training loss went from" in rises.evidence
+    assert "use checkpoint 004000, which has the lowest held-out loss" in rises.fix
     (rises,) = findings(held_out(values), checkpoints=[3000, 6000])
-    assert "use checkpoint 003000, the nearest to the lowest held-out loss" in rises["change"]
+    assert "use checkpoint 003000, the nearest to the lowest held-out loss" in rises.fix
     (rises,) = findings(held_out(values))
-    assert "--save_freq" in rises["change"]
+    assert "--save_freq" in rises.fix
     assert findings(held_out([1.0, 0.6, 0.5, 0.46, 0.45, 0.46, 0.45, 0.46])) == []
     assert len(findings(held_out([*values, 0.4, 0.3, 0.3, 0.5, 0.7, 0.8, 0.9]))) == 2  # a new lowest one
 
@@ -153,9 +153,9 @@ def test_the_rest_of_a_run_finds_what_the_whole_run_finds():
 
 @pytest.mark.parametrize("record", [None, "x", 3, [1, None, "a"], [{"evidence": "x"}], {"what": "x"}])
 def test_a_record_that_nobody_wrote(record):
-    assert told(record) == []
+    assert from_record(record) == []
 
 
 def test_texts_of_a_record_are_one_line():
-    (one,) = told([{"what": "a\x1b[2J", "evidence": "b\nc", "step": 3}])
-    assert one == {"what": "a [2J", "evidence": "b c", "change": "", "step": 3.0}
+    (finding,) = from_record([{"what": "a\x1b[2J", "evidence": "b\nc", "step": 3}])
+    assert to_json(finding) == {"what": "a [2J", "evidence": "b c", "change": "", "step": 3.0}

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from flexor.cli import main as cli
-from flexor.runs.diagnosis.findings import Diagnosis
 from flexor.runs.diagnosis.read import diagnose_run
+from flexor.runs.diagnosis.verdict import Diagnosis, for_line
 from flexor.runs.state import is_alarm
 from support import ranks, runs, slow_runs
 from support.file_server import FileServer
@@ -68,7 +68,7 @@ def _last_line(run: Path) -> str:
 def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
     """It is all that was found, apart from neighbours that the test did not start."""
     found = diagnose_run(run).diagnosis
-    names = [finding.verdict for finding in found.findings]
+    names = [finding.what for finding in found.findings]
     if others and slow_runs.others_use(run) > 0.3:
         names = [name for name in names if name != STARVED] or [verdict] * (not is_alarm(verdict))
     assert names == [verdict], found.to_json()
@@ -80,7 +80,7 @@ def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     slow = functools.partial(slow_runs.slow_disk, 0.15)
     run = train(tmp_path, dataset, tiny_act, *UNCACHED, before=slow)
     found = assert_named(run, "data-bound (disk)")
-    assert any(change.flag == "--num_workers=2" for one in found.findings for change in one.changes)
+    assert any(fix.flag == "--num_workers=2" for one in found.findings for fix in one.fixes)
     # and so say the log, the record, the lines of the metrics, and the command
     last = runs.metrics(run)[-1]
     assert last["loader"]["read_s"] > last["loader"]["decode_s"]
@@ -89,7 +89,7 @@ def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     assert f"diagnosis: {last['verdict']['verdict']}" in (run / "train.log").read_text()
     assert cli.main(["diagnose", str(run), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert told["verdict"] == found.findings[0].verdict and told["evidence"] and told["figures"]
+    assert told["verdict"] == found.findings[0].what and told["evidence"] and told["figures"]
 
 
 @pytest.mark.ranks(waits=True)
@@ -126,8 +126,8 @@ def test_decoding(tiny_act, tmp_path):
     flags = (*UNCACHED, "--dataset.cache.size=32x32")
     run = train(tmp_path, data, tiny_act, *flags)
     found = assert_named(run, "data-bound (decode)")
-    (decoding,) = [one for one in found.findings if one.verdict == "data-bound (decode)"]
-    assert "--dataset.cache.tier=ram" in [change.flag for change in decoding.changes]
+    (decoding,) = [one for one in found.findings if one.what == "data-bound (decode)"]
+    assert "--dataset.cache.tier=ram" in [fix.flag for fix in decoding.fixes]
     assert runs.metrics(run)[-1]["loader"]["frames_decoded"] > 0
 
 
@@ -154,7 +154,7 @@ def stop_for_a_while(process: runs.Forked) -> None:
 def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
     found = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
-    names = [one.verdict for one in found.findings if one.verdict != STARVED]
+    names = [one.what for one in found.findings if one.what != STARVED]
     assert names[:1] == ["starved by its CPU limit"], found.to_json()
 
 
@@ -172,8 +172,8 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
 )
 def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags, before):
     run = train(tmp_path, lowdim, tiny_act, *flags, before=before)
-    found = {finding.verdict: finding for finding in assert_named(run, verdict).findings}
-    assert flags[-1].replace("=1", "=") in found[verdict].for_line()["change"]
+    found = {finding.what: finding for finding in assert_named(run, verdict).findings}
+    assert flags[-1].replace("=1", "=") in for_line(found[verdict])["change"]
 
 
 @pytest.mark.ranks(waits=True)
@@ -222,4 +222,4 @@ def test_on_a_gpu(dataset, tmp_path, flags, verdict):
     found = diagnose_run(run).diagnosis
     if found.verdict is not None and "compute on its GPU" in found.verdict.evidence:
         pytest.skip(f"this GPU is not free: {found.verdict.evidence}")
-    assert found.verdict is not None and found.verdict.verdict == verdict, found.to_json()
+    assert found.verdict is not None and found.verdict.what == verdict, found.to_json()

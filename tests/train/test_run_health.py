@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexor.cli.main import main
-from flexor.runs.health import findings
+from flexor.runs.health import findings, to_json
 from flexor.runs.reader import RunReader
 from flexor.runs.watch.screen import Screen
 from support import runs
@@ -48,7 +48,7 @@ def test_faults_of_the_data_are_named_with_joint_camera_and_episodes(faulty):
 def test_those_who_read_a_run_show_them(faulty):
     reader = RunReader(faulty)
     reader.poll()
-    assert [one["what"] for one in reader.state().health] == [one["what"] for one in said(faulty)]
+    assert [finding.what for finding in reader.state().health] == [one["what"] for one in said(faulty)]
     assert not any("health" in name for name in reader.series)
     shown = [line.plain for line in Screen([reader]).lines(200, 40)]
     (row,) = [line for line in shown if line.startswith("health")]
@@ -72,7 +72,8 @@ def test_a_learning_rate_that_is_far_too_large(lowdim, tiny_act, tmp_path):
     run = runs.train(lowdim, tmp_path / "run", tiny_act, "--steps=6", "--optimizer.lr=0.2", "--save_freq=6")
     (exploded,) = said(run)
     assert exploded["what"] == "loss exploded" and "(now 0.2)" in exploded["change"]
-    assert findings(runs.metrics(run), {"optimizer": {"grad_clip_norm": 10}}) == [exploded]  # from the file
+    (from_file,) = findings(runs.metrics(run), {"optimizer": {"grad_clip_norm": 10}})
+    assert to_json(from_file) == exploded
 
 
 def test_a_held_out_loss_that_was_lower_before_a_resume(lowdim, tiny_act, tmp_path):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from flexor.core.batch import Batch
+from flexor.core.findings import Finding, Fix
 from flexor.data.dataset import Dataset
 from flexor.data.format.metadata import read_episode_stats
 from flexor.data.frames.clips import BlankClip
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.monitor.inputs import exclude, in_words
 from flexor.policies.processing.normalize import Normalize
-from flexor.runs.health import Finding
 from flexor.runs.text import figure
 
 BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
@@ -130,20 +130,24 @@ class CameraHealth:
         return mean.tolist(), (std + step.eps).tolist()
 
     def _blank(self, camera: str, episodes: list[int]) -> Finding:
-        return {
-            "what": "blank camera",
-            "evidence": f"{camera} is blank (one colour) in {in_words(self.dataset, episodes)}",
-            "change": f"leave them out: {exclude(self.dataset, episodes)}; `flexor data show DIR` shows them",
-        }
+        return Finding(
+            "blank camera",
+            f"{camera} is blank (one colour) in {in_words(self.dataset, episodes)}",
+            [Fix(f"leave them out: {exclude(self.dataset, episodes)}; `flexor data show DIR` shows them")],
+        )
 
     def _wrong(self, camera: str, mean: float, std: float) -> Finding:
-        return {
-            "what": "wrong image statistics",
-            "evidence": f"{camera} has images with a mean of {figure(mean)} and a standard deviation of {figure(std)} "
+        return Finding(
+            "wrong image statistics",
+            f"{camera} has images with a mean of {figure(mean)} and a standard deviation of {figure(std)} "
             "after normalisation, instead of about 0 and 1",
-            "change": "the statistics are those of other images, or of values up to 255: compute them with "
-            "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true",
-        }
+            [
+                Fix(
+                    "the statistics are those of other images, or of values up to 255: compute them with "
+                    "`flexor data stats DIR --write`, or use --dataset.use_imagenet_stats=true"
+                )
+            ],
+        )
 
 
 @torch.no_grad()

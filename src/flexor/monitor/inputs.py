@@ -14,6 +14,7 @@ from itertools import groupby
 import numpy as np
 
 from flexor.core.batch import ACTION
+from flexor.core.findings import Finding, Fix
 from flexor.data.dataset import Dataset
 from flexor.data.format.flat_names import flat_names
 from flexor.data.mixture.mixed import MixedDataset
@@ -22,7 +23,6 @@ from flexor.policies.processing.normalize import Normalize, NormalizeByDataset, 
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.policies.processing.relative_actions import RelativeActions
 from flexor.policies.rename import in_dataset
-from flexor.runs.health import Finding
 from flexor.runs.text import figure
 
 SAMPLED = 100_000  # rows that quantiles and deviations are computed of
@@ -126,12 +126,12 @@ def constant(values: EpisodeValues, is_action: bool) -> list[Finding]:
     if not is_action:
         change = "if it can change on the robot, remove it: normalisation divides any change by almost zero"
     return [
-        {
-            "what": "dead action dimension" if is_action else "state never changes",
-            "evidence": f"{values.dimensions(which)} {'is' if len(which) == 1 else 'are'} constant in all {count} "
+        Finding(
+            "dead action dimension" if is_action else "state never changes",
+            f"{values.dimensions(which)} {'is' if len(which) == 1 else 'are'} constant in all {count} "
             f"episodes{one}",
-            "change": change,
-        }
+            [Fix(change)],
+        )
     ]
 
 
@@ -157,13 +157,17 @@ def wrong_statistics(values: EpisodeValues, step: Normalize, key: str, member: i
     far = np.flatnonzero(reach > FAR_MEAN) if extent[worst] > FAR_MEAN else np.arange(len(reach))
     expected = "about 0 and 1" if mode == "MEAN_STD" else "values between -1 and 1"
     return [
-        {
-            "what": "wrong statistics",
-            "evidence": f"{values.dimensions(np.flatnonzero(wrong).tolist())}: normalised, {values.dimension(worst)} "
+        Finding(
+            "wrong statistics",
+            f"{values.dimensions(np.flatnonzero(wrong).tolist())}: normalised, {values.dimension(worst)} "
             f"has a mean of {figure(float(mean[worst]))} and a standard deviation of {figure(float(std[worst]))} "
             f"instead of {expected}, in {_which(values.dataset, far)}",
-            "change": "the statistics are those of other data: compute them with `flexor data stats DIR --write`",
-        }
+            [
+                Fix(
+                    "the statistics are those of other data: compute them with `flexor data stats DIR --write`"
+                )
+            ],
+        )
     ]
 
 
@@ -244,14 +248,18 @@ def _unit_finding(
     several = len(numbers) > 1
     subject = f"{values.dimension(first)}{f' and {len(numbers) - 1} more' if several else ''}"
     all_of_them = f". All of them: {values.dimensions(numbers)}" if several else ""
-    return {
-        "what": "mixed units",
-        "evidence": f"{subject} {'are' if several else 'is'} about {factor:.0f} times {size} in "
+    return Finding(
+        "mixed units",
+        f"{subject} {'are' if several else 'is'} about {factor:.0f} times {size} in "
         f"{_which(dataset, which)} than in the others (up to {figure(own)}, usually {figure(others)}). It looks like "
         f"{units}{all_of_them}",
-        "change": f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
-        f"them out: {exclude(dataset, dataset.episodes.index[which].tolist())}",
-    }
+        [
+            Fix(
+                f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
+                f"them out: {exclude(dataset, dataset.episodes.index[which].tolist())}"
+            )
+        ],
+    )
 
 
 def outliers(values: EpisodeValues, known: np.ndarray) -> list[Finding]:
@@ -274,15 +282,19 @@ def outliers(values: EpisodeValues, known: np.ndarray) -> list[Finding]:
     some = np.flatnonzero((far > OUTLIER).any(1))
     others = f"; also in {_which(dataset, some[some != episode])}" if len(some) > 1 else ""
     return [
-        {
-            "what": "values out of range",
-            "evidence": f"{values.dimension(int(number))} is {figure(float(value))} in "
+        Finding(
+            "values out of range",
+            f"{values.dimension(int(number))} is {figure(float(value))} in "
             f"{_which(dataset, np.array([episode]))}, frame {frame}; 98 % of its values are between "
             f"{figure(float(low[number]))} and {figure(float(high[number]))}{others}",
-            "change": "look at it with `flexor data show DIR`; repair it and compute statistics with "
-            "`flexor data stats DIR --write`, or leave it out: "
-            + exclude(dataset, dataset.episodes.index[some].tolist()),
-        }
+            [
+                Fix(
+                    "look at it with `flexor data show DIR`; repair it and compute statistics with "
+                    "`flexor data stats DIR --write`, or leave it out: "
+                    + exclude(dataset, dataset.episodes.index[some].tolist())
+                )
+            ],
+        )
     ]
 
 

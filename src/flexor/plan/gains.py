@@ -7,13 +7,14 @@ from pathlib import Path
 
 from flexor.config.schema import TrainConfig
 from flexor.core.errors import FlexorError
+from flexor.core.findings import Finding, Fix
 from flexor.plan.data.from_dataset import open_for_plan
 from flexor.plan.data.host import Data, Loading, host_memory
 from flexor.plan.plan import Plan, Site, make_plan, site_of
 from flexor.plan.site.hardware import GPU, Hardware, load_hardware
 from flexor.plan.trace.traces import Traces
 from flexor.runs.diagnosis.figures import Figures, mapping
-from flexor.runs.diagnosis.findings import WORTH, Diagnosis, Finding, Suggestion
+from flexor.runs.diagnosis.verdict import WORTH, Diagnosis
 from flexor.runs.state import GPU_BOUND
 from flexor.train.checkpoint.resume import resumed_config
 from flexor.train.ranks.split import split_batch
@@ -26,9 +27,9 @@ LARGER = (2, 4, 8)  # times the batch size
 
 def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None:
     """Replace the gains of changes that the planner can compute. Returns why it can't, if so."""
-    names = {one.verdict for one in diagnosis.findings}
+    names = {one.what for one in diagnosis.findings}
     steps = figures.on_gpu and names & {LAUNCH, GPU_BOUND, EXCHANGE, MEMORY}
-    cached = any(change.flag == IN_RAM for one in diagnosis.findings for change in one.changes)
+    cached = any(fix.flag == IN_RAM for finding in diagnosis.findings for fix in finding.fixes)
     if not (steps or cached):
         return None
     try:
@@ -36,8 +37,8 @@ def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None
     except (FlexorError, OSError) as error:
         return f"the planner can't open the run's dataset, so gains are estimates: {error}"
     for finding in diagnosis.findings:
-        finding.changes = [
-            one for one in finding.changes if one.flag != IN_RAM or _in_memory(config, data, figures)
+        finding.fixes = [
+            one for one in finding.fixes if one.flag != IN_RAM or _in_memory(config, data, figures)
         ]
     if not steps:
         return None
@@ -97,9 +98,9 @@ class GainPlanner:
             return None
         return _rate(plan) / _rate(self.now)
 
-    def larger_batch(self) -> Suggestion | None:
+    def larger_batch(self) -> Fix | None:
         """The batch size that trains on the most samples per second."""
-        best: Suggestion | None = None
+        best: Fix | None = None
         config, split = self.now.config, self.now.split
         for times in LARGER:
             size = times * split.batch_size
@@ -108,27 +109,27 @@ class GainPlanner:
             if gain is None or gain < WORTH * (best.speedup if best and best.speedup else 1.0):
                 break
             why = "trains on more samples per second; it changes the training"
-            best = Suggestion(why, f"--batch_size={size}", gain, planned=True)
+            best = Fix(why, f"--batch_size={size}", gain, planned=True)
         return best
 
-    def graph(self) -> Suggestion | None:
+    def graph(self) -> Fix | None:
         if self.config.step != "eager" or not self.now.capturable:
             return None
         gain = self.gain(replace(self.config, step="auto"), same_pass=True)
         if gain is None or gain < WORTH:
             return None
-        return Suggestion("launches a step as one CUDA graph", "--step=auto", gain, planned=True)
+        return Fix("launches a step as one CUDA graph", "--step=auto", gain, planned=True)
 
-    def precision(self) -> Suggestion | None:
+    def precision(self) -> Fix | None:
         if self.now.config.precision != "no" or "bf16" not in self.gpu.tflops:
             return None
         gain = self.gain(replace(self.config, precision="bf16"))
         if gain is None or gain < WORTH:
             return None
         why = "computes matrix products in bf16; it rounds differently"
-        return Suggestion(why, "--precision=bf16", gain, planned=True)
+        return Fix(why, "--precision=bf16", gain, planned=True)
 
-    def smaller_passes(self) -> Suggestion | None:
+    def smaller_passes(self) -> Fix | None:
         config, size = self.now.config, self.now.split.batch_size
         if size % 2:
             return None
@@ -142,7 +143,7 @@ class GainPlanner:
         if gain is None:
             return None
         why = "computes the same step in smaller passes"
-        return Suggestion(why, f"--batch_size={size // 2}", gain, planned=True)
+        return Fix(why, f"--batch_size={size // 2}", gain, planned=True)
 
 
 def _rate(plan: Plan) -> float:
@@ -156,10 +157,10 @@ def _replace(finding: Finding, planner: GainPlanner) -> None:
         GPU_BOUND: (planner.precision, planner.larger_batch, planner.graph),
         EXCHANGE: (planner.larger_batch,),
         MEMORY: (planner.smaller_passes,),
-    }.get(finding.verdict, ())
-    estimated = [one for one in finding.changes if (one.flag or "").startswith(PLANNED)]
-    if not kinds or (finding.verdict == MEMORY and not estimated):  # or it is about the host's memory
+    }.get(finding.what, ())
+    estimated = [one for one in finding.fixes if (one.flag or "").startswith(PLANNED)]
+    if not kinds or (finding.what == MEMORY and not estimated):  # or it is about the host's memory
         return
     planned = [found for make in kinds if (found := make()) is not None]
-    others = [one for one in finding.changes if one not in estimated]
-    finding.changes = sorted(planned, key=lambda one: -(one.speedup or 0.0)) + others
+    others = [one for one in finding.fixes if one not in estimated]
+    finding.fixes = sorted(planned, key=lambda one: -(one.speedup or 0.0)) + others

@@ -1,6 +1,6 @@
 """Learning health: what the figures of a run say about its learning, when it happens.
 
-    findings(lines of metrics.jsonl, config, checkpoints) -> [{"what", "evidence", "change"}, ...]
+    findings(lines of metrics.jsonl, config, checkpoints) -> [Finding(what, evidence, fixes), ...]
 
 Each rule follows one series and compares a value with the usual level: the median of recent values, and their median
 distance from it. Both are of logarithms, because losses and gradient norms differ by factors. A finding is made once,
@@ -16,10 +16,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+from flexor.core.findings import Finding, Fix
 from flexor.core.text import one_line
 from flexor.runs.text import figure
 
-Finding = dict[str, str]
 Line = Mapping[str, Any]
 
 LEVEL, RECENT = 20, 200  # lines that make up the usual level, and the noise around it
@@ -46,14 +46,22 @@ def findings(
     return [found for line in lines for found in health.see(line)]
 
 
-def told(record: object) -> list[dict[str, Any]]:
-    """The findings in a run's record, however it was written: what, evidence, change, and the step if it is known."""
-    found = []
-    for one in record if isinstance(record, list) else []:
-        if isinstance(one, Mapping) and one.get("what"):
-            texts = {name: one_line(str(one.get(name) or "")) for name in ("what", "evidence", "change")}
-            found.append({**texts, "step": _number(one.get("step"))})
-    return found
+def to_json(finding: Finding) -> dict[str, Any]:
+    """A finding about learning as it is in a line of the metrics; with its step, as in a run's record."""
+    texts = {"what": finding.what, "evidence": finding.evidence, "change": finding.fix}
+    return texts if finding.step is None else {**texts, "step": finding.step}
+
+
+def from_record(record: object) -> list[Finding]:
+    """The findings in a run's record, whoever wrote it."""
+    findings = []
+    for entry in record if isinstance(record, list) else []:
+        if isinstance(entry, Mapping) and entry.get("what"):
+            what, evidence, change = (
+                one_line(str(entry.get(name) or "")) for name in ("what", "evidence", "change")
+            )
+            findings.append(Finding(what, evidence, [Fix(change)], step=_number(entry.get("step"))))
+    return findings
 
 
 class LearningHealth:
@@ -166,20 +174,28 @@ class _Loss:
 
     def _spike(self, line: Line, loss: float, usual: str) -> Finding:
         count = f", the {self.spikes}th spike" if self.spikes > 1 else ""
-        return {
-            "what": "loss spike",
-            "evidence": f"loss {figure(loss)} at step {line.get('step')}, {usual}{count}",
-            "change": "a single spike does no harm if the loss comes back; if spikes repeat, lower --optimizer.lr"
-            f"{_rate(line)} or {_clipping(self.config)}",
-        }
+        return Finding(
+            "loss spike",
+            f"loss {figure(loss)} at step {line.get('step')}, {usual}{count}",
+            [
+                Fix(
+                    "a single spike does no harm if the loss comes back; if spikes repeat, lower --optimizer.lr"
+                    f"{_rate(line)} or {_clipping(self.config)}"
+                )
+            ],
+        )
 
     def _exploded(self, line: Line, loss: float, usual: str) -> Finding:
-        return {
-            "what": "loss exploded",
-            "evidence": f"loss {figure(loss)} at step {line.get('step')}, {usual}",
-            "change": f"stop, and start again with a lower --optimizer.lr{_rate(line)}, a longer warm-up "
-            f"(--scheduler.num_warmup_steps) or {_clipping(self.config)}",
-        }
+        return Finding(
+            "loss exploded",
+            f"loss {figure(loss)} at step {line.get('step')}, {usual}",
+            [
+                Fix(
+                    f"stop, and start again with a lower --optimizer.lr{_rate(line)}, a longer warm-up "
+                    f"(--scheduler.num_warmup_steps) or {_clipping(self.config)}"
+                )
+            ],
+        )
 
     def _parts(self, line: Line) -> str:
         """The part of the loss that has risen most, if there are several."""
@@ -225,12 +241,12 @@ class _Gradient:
             self.level, self.high = _Level(), 0
         if self.high != BURST_STAYS:
             return None
-        return {
-            "what": "gradients explode",
-            "evidence": f"gradient norm {figure(norm)} at step {line.get('step')}, usually "
+        return Finding(
+            "gradients explode",
+            f"gradient norm {figure(norm)} at step {line.get('step')}, usually "
             f"{figure(self.level.usual)}, and high for {BURST_STAYS} log lines",
-            "change": f"{_clipping(self.config)}, or lower --optimizer.lr{_rate(line)}",
-        }
+            [Fix(f"{_clipping(self.config)}, or lower --optimizer.lr{_rate(line)}")],
+        )
 
     def _vanishes(self, line: Line, norm: float, loss: float) -> Finding | None:
         if len(self.first) < LEAST:
@@ -245,13 +261,17 @@ class _Gradient:
         if self.low < STAYS or self.told:
             return None
         self.told = True
-        return {
-            "what": "gradients vanish",
-            "evidence": f"gradient norm {figure(norm)} at step {line.get('step')} for {STAYS} log lines, "
+        return Finding(
+            "gradients vanish",
+            f"gradient norm {figure(norm)} at step {line.get('step')} for {STAYS} log lines, "
             f"{figure(norm_then)} at the beginning; the loss is still {figure(loss)}",
-            "change": "nothing is learned any more: lower --optimizer.lr"
-            f"{_rate(line)}, and check that the parts to be trained are not frozen",
-        }
+            [
+                Fix(
+                    "nothing is learned any more: lower --optimizer.lr"
+                    f"{_rate(line)}, and check that the parts to be trained are not frozen"
+                )
+            ],
+        )
 
 
 class _HeldOut:
@@ -287,13 +307,17 @@ class _HeldOut:
             return None
         self.told = turned
         best, lowest = min(self.points, key=lambda point: point[1])
-        return {
-            "what": "held-out loss rises",
-            "evidence": f"held-out loss {figure(value)} at step {step:.0f}, the lowest was {figure(lowest)} at step "
+        return Finding(
+            "held-out loss rises",
+            f"held-out loss {figure(value)} at step {step:.0f}, the lowest was {figure(lowest)} at step "
             f"{best}{self._trained_since(best)}",
-            "change": f"{self._use(best)}; longer training needs more episodes, image augmentation "
-            "(--dataset.image_transforms.enable=true) or a higher --optimizer.weight_decay",
-        }
+            [
+                Fix(
+                    f"{self._use(best)}; longer training needs more episodes, image augmentation "
+                    "(--dataset.image_transforms.enable=true) or a higher --optimizer.weight_decay"
+                )
+            ],
+        )
 
     def _trained_since(self, best: int) -> str:
         then = [loss for step, loss in self.trained if step <= best][-STAYS:]

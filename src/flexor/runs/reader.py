@@ -13,7 +13,7 @@ from typing import Any
 from flexor.core.foreign_files import MALFORMED, parse_json, parse_yaml, read_json, read_text
 from flexor.core.run_files import CHECKPOINTS, MANIFEST, METRICS, RUN_CONFIG, RUN_RECORD, VIDEOS
 from flexor.runs.find import is_run
-from flexor.runs.health import told
+from flexor.runs.health import from_record
 from flexor.runs.jsonl import GrowingLines
 from flexor.runs.process import is_alive
 from flexor.runs.series import STEP, TIME, AllSeries, Series
@@ -113,7 +113,7 @@ class RunReader:
             checkpoints=self.checkpoints,
             videos=[relative(path, self.folder) for path in self.videos],
             verdict=self._verdict(),
-            health=told(self.record.get("health")),
+            health=from_record(self.record.get("health")),
             log_line=_last_log_line(self.folder),
             damaged_lines=sum(lines.damaged for lines, _ in self._files.values()),
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexor.core.findings import Finding
+from flexor.runs.health import to_json
 from flexor.runs.series import STEP, Series
 
 RATE = "samples_per_s"
@@ -64,10 +66,16 @@ class RunState:
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     videos: list[str] = field(default_factory=list)
     verdict: str | None = None
-    health: list[dict[str, Any]] = field(default_factory=list)
-    """What was found about its learning: what, evidence, change, step."""
+    health: list[Finding] = field(default_factory=list)
+    """What was found about its learning."""
     log_line: str | None = None
     damaged_lines: int = 0
+
+    def health_json(self) -> list[dict[str, Any]]:
+        return [{**to_json(finding), "step": finding.step} for finding in self.health]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "health": self.health_json()}
 
 
 def status_of(

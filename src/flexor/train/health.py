@@ -6,10 +6,12 @@ Only rank 0 looks. Each finding is logged once, when it begins, and is in the `h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from flexor.core.batch import Batch
+from flexor.core.findings import Finding
 from flexor.core.log import log
 from flexor.core.run_files import METRICS
 from flexor.data.loader.loader import Loader
@@ -17,7 +19,7 @@ from flexor.monitor.cameras import CameraHealth
 from flexor.monitor.inputs import value_findings
 from flexor.policies.processing.normalize import Normalize
 from flexor.policies.rename import in_dataset
-from flexor.runs.health import Finding, LearningHealth
+from flexor.runs.health import LearningHealth, from_record, to_json
 from flexor.runs.jsonl import GrowingLines
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_folder import Run
@@ -41,43 +43,50 @@ class Health:
         named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
         cameras = {name: own for name, own in named if name in loader.cameras}
         self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize)
-        known = read_record(run.folder).get(HEALTH) or []
-        self.found = [one for one in known if one.get("step", 0) <= state.step]
+        recorded = from_record(read_record(run.folder).get(HEALTH))
+        self.findings = [finding for finding in recorded if (finding.step or 0) <= state.step]
         self.new: list[Finding] = []
-        self._keep(state.step, value_findings(dataset, state.preprocessor, config.rename_map))
-        self._keep(state.step, self.cameras.findings())
-        if self.found != known:
-            note(run.folder, health=self.found)
+        self._merge(state.step, value_findings(dataset, state.preprocessor, config.rename_map))
+        self._merge(state.step, self.cameras.findings())
+        if self.findings != recorded:
+            self._record()
 
     def look(self, step: int, batches: Sequence[Batch]) -> None:
-        """See the images of a step."""
+        """Check the images of a step."""
         self.cameras.look(batches)
-        self._keep(step, self.cameras.findings())
+        self._merge(step, self.cameras.findings())
 
     def see(self, step: int, values: dict[str, Any]) -> None:
-        """See a line of the metrics before it is written, and add to it what begins with it."""
+        """Check a line of the metrics before it is written, and add the findings that begin with it."""
         for finding in self.rules.see({"step": step, **values}):
             self._begin(step, finding)
         if self.new:
-            values[HEALTH], self.new = self.new, []
-            note(self.run.folder, health=self.found)
+            values[HEALTH], self.new = [to_json(finding) for finding in self.new], []
+            self._record()
 
-    def _keep(self, step: int, findings: Sequence[Finding]) -> None:
-        """Findings about data last. One whose episodes have become more is the same one."""
+    def _merge(self, step: int, findings: Sequence[Finding]) -> None:
+        """Add findings about data, which last. One that concerns more episodes than before is updated."""
+        subjects = [_subject(finding) for finding in self.findings]
         for finding in findings:
-            same = next((one for one in self.found if _subject(one) == _subject(finding)), None)
-            if same is None:
+            if _subject(finding) not in subjects:
                 self._begin(step, finding)
-            elif same["evidence"] != finding["evidence"]:
-                same |= finding
-                note(self.run.folder, health=self.found)
+                continue
+            index = subjects.index(_subject(finding))
+            if self.findings[index].evidence != finding.evidence:
+                self.findings[index] = replace(finding, step=self.findings[index].step)
+                self._record()
 
     def _begin(self, step: int, finding: Finding) -> None:
-        self.found.append({**finding, "step": step})
+        self.findings.append(replace(finding, step=step))
         self.new.append(finding)
-        log.warning("%s: %s. What to do: %s", *(finding[name] for name in ("what", "evidence", "change")))
+        log.warning("%s: %s. What to do: %s", finding.what, finding.evidence, finding.fix)
+
+    def _record(self) -> None:
+        """Write all findings to the run's record."""
+        entries = [{**to_json(finding), "step": int(finding.step or 0)} for finding in self.findings]
+        note(self.run.folder, **{HEALTH: entries})
 
 
-def _subject(finding: Mapping[str, Any]) -> tuple[str, str]:
-    """What it is about: the evidence begins with the name of a feature."""
-    return finding["what"], finding["evidence"].partition(" ")[0]
+def _subject(finding: Finding) -> tuple[str, str]:
+    """Its name and the feature that it concerns: the evidence begins with it."""
+    return finding.what, finding.evidence.partition(" ")[0]

@@ -14,7 +14,7 @@ import pytest
 
 from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset
-from flexor.data.check.problems import CheckReport, ranges
+from flexor.data.check.report import CheckReport, ranges
 from flexor.data.check.scan import scan_video
 from flexor.data.dataset import open_dataset
 from support.damage import (
@@ -56,14 +56,14 @@ def copy(originals, tmp_path):
 
 
 def found(report: CheckReport) -> set[tuple]:
-    return {(p.severity, p.kind, p.episode, p.feature) for p in report.problems}
+    return {(p.severity, p.what, p.episode, p.feature) for p in report.findings}
 
 
 @pytest.mark.parametrize("name", ["one", "many", "still", "gop30", "v2.1", "v2.0"])
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_good_dataset_is_ok(originals, name, deep):
     report = check_dataset(originals / name, deep=deep)
-    assert report.problems == []
+    assert report.findings == []
     assert report.ok and report.good_episodes == ALL
     assert "OK: no problems found" in str(report)
 
@@ -172,9 +172,9 @@ def test_a_damaged_picture_is_found_by_decoding_only(copy, name, at_least):
     assert check_dataset(root, deep=False).ok
     report = check_dataset(root, deep=True)
     assert found(report) == {("error", "video-undecodable", 1, TOP)}
-    count, _, total = report.errors[0].message.split()[:3]
+    count, _, total = report.errors[0].evidence.split()[:3]
     assert int(count) >= at_least and int(total) == LENGTHS[1]
-    assert "the first is frame 4" in report.errors[0].message
+    assert "the first is frame 4" in report.errors[0].evidence
     assert report.good_episodes == [0, 2, 3]
 
 
@@ -215,7 +215,7 @@ def test_lost_rows(copy, name):
     pq.write_table(table.take(sorted(keep + rows[:-2])), path)
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "length", 2, None)}
-    assert "5 rows, but the metadata says 7" in report.errors[0].message
+    assert "5 rows, but the metadata says 7" in report.errors[0].evidence
     assert report.good_episodes == [0, 1, 3]
 
 
@@ -234,7 +234,7 @@ def test_indices_that_are_not_contiguous(copy, column):
     edit_table(root / DATA, **{column: set_rows(15, 16, 999)})
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "index", 1, column)}
-    assert "after frame 2" in report.errors[0].message
+    assert "after frame 2" in report.errors[0].evidence
 
 
 def test_indices_that_start_wrong(copy):
@@ -268,7 +268,7 @@ def test_rows_of_unknown_episodes(copy):
     edit_json(root / "meta/info.json", lambda i: i.update(total_episodes=3, total_frames=28, total_tasks=3))
     edit_json(root / "meta/info.json", lambda i: i.update(splits={}))
     report = check_dataset(root, deep=False)
-    assert report.ok and {p.kind for p in report.warnings} == {"stray-files"}
+    assert report.ok and {p.what for p in report.warnings} == {"stray-files"}
 
 
 # --- numbers
@@ -283,7 +283,7 @@ def test_not_finite(copy, bad, name):
     edit_table(path, action=set_rows(row, row + 1, [bad, 0.0]))
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "not-finite", 1, "action")}
-    assert "1 of 18 values" in report.errors[0].message and "frame 2" in report.errors[0].message
+    assert "1 of 18 values" in report.errors[0].evidence and "frame 2" in report.errors[0].evidence
     assert report.good_episodes == [0, 2, 3]
 
 
@@ -301,7 +301,7 @@ def test_dropped_frames_show_as_drift(copy):
     report = check_dataset(root, deep=False)
     assert ("warning", "clock-drift", 1, "timestamp") in found(report)
     assert ("warning", "clock-video", 1, TOP) in found(report)
-    assert "up to 0.300 s (3.0 frames)" in report.warnings[0].message
+    assert "up to 0.300 s (3.0 frames)" in report.warnings[0].evidence
     assert report.good_episodes == [0, 1, 2, 3]
 
 
@@ -312,7 +312,7 @@ def test_clock_that_starts_late_is_read_anyway(copy, name):
     edit_table(path, timestamp=set_rows(0, 12, lambda v, i: v + 0.1))
     report = check_dataset(root, deep=False)
     assert found(report) == {("warning", "clock-video", 0, TOP), ("warning", "clock-video", 0, SIDE)}
-    assert "up to 0.100 s from the video" in report.warnings[0].message
+    assert "up to 0.100 s from the video" in report.warnings[0].evidence
 
 
 def test_unsteady_clock(copy):
@@ -320,7 +320,7 @@ def test_unsteady_clock(copy):
     edit_table(root / DATA, timestamp=set_rows(12, 21, lambda v, i: v + 0.01 * (i % 2)))
     report = check_dataset(root, deep=False)
     assert found(report) == {("warning", "clock-jitter", 1, TOP), ("warning", "clock-jitter", 1, SIDE)}
-    assert "up to 10.00 ms" in report.warnings[0].message
+    assert "up to 10.00 ms" in report.warnings[0].evidence
 
 
 def test_wrong_place_in_the_video(copy):
@@ -391,13 +391,13 @@ def test_wrong_picture_size(copy):
     edit_json(root / "meta/info.json", lambda info: info["features"][TOP].update(shape=[64, 48, 3]))
     report = check_dataset(root, deep=False)
     assert found(report) == {("error", "video-size", e, TOP) for e in ALL}
-    assert "images are 32x48, but 64x48 is declared" in report.errors[0].message
+    assert "images are 32x48, but 64x48 is declared" in report.errors[0].evidence
 
 
 def test_wrong_frame_rate(copy):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda info: info.update(fps=20))
-    kinds = {p.kind for p in check_dataset(root, deep=False).problems}
+    kinds = {p.what for p in check_dataset(root, deep=False).findings}
     assert {"video-fps", "clock-drift"} <= kinds
 
 
@@ -407,7 +407,7 @@ def test_damaged_pictures_in_the_table(copy):
     assert check_dataset(root, deep=False).ok
     report = check_dataset(root)
     assert found(report) == {("error", "image-undecodable", 0, STILL)}
-    assert "1 of 12 images" in report.errors[0].message
+    assert "1 of 12 images" in report.errors[0].evidence
 
 
 # --- whatever may happen to a file
@@ -460,7 +460,7 @@ def test_good_episodes_can_all_be_read(copy, name, fault):
     root = copy(name)
     fault(root)
     report = check_dataset(root)
-    assert report.problems and report.good_episodes
+    assert report.findings and report.good_episodes
     dataset = open_dataset(root=root, episodes=report.good_episodes)
     batch = dataset.read(np.arange(len(dataset)))
     assert np.isfinite(batch["action"]).all()
@@ -474,7 +474,7 @@ def test_several_faults_are_all_found(copy, tmp_path):
     edit_json(root / "meta/info.json", lambda info: info.update(total_frames=1))
     seen = []
     report = check_dataset(root, progress=lambda done, total: seen.append((done, total)))
-    kinds = {p.kind for p in report.errors}
+    kinds = {p.what for p in report.errors}
     assert kinds == {"data-missing", "video-missing"}
     assert seen[-1] == (2 * sum(LENGTHS), 2 * sum(LENGTHS))
     text = str(report)

@@ -82,7 +82,7 @@ def repair(root: Path, **options) -> RepairReport:
     report = repair_dataset(root, out, **options)
     assert contents(root) == before, "the original was touched"
     checked = check_dataset(out)
-    assert checked.problems == [], str(checked)
+    assert checked.findings == [], str(checked)
     json.dumps(report.to_json())
     return report
 
@@ -594,7 +594,7 @@ def test_depth_maps_are_copied_though_they_are_not_read(originals, broken):
     out = root.with_name("repaired")
     report = repair_dataset(root, out)
     # A depth map of three channels, which training leaves out.
-    assert {p.kind for p in check_dataset(out).problems} == {"stats-missing", "depth-scale"} and report.ok
+    assert {p.what for p in check_dataset(out).findings} == {"stats-missing", "depth-scale"} and report.ok
     copied = decoded(out / f"videos/{SIDE}/chunk-000/file-000.mp4")
     assert np.array_equal(copied, decoded(originals / f"one/videos/{SIDE}/chunk-000/file-000.mp4"))
     assert SIDE in open_dataset(root=out).absent

@@ -13,7 +13,7 @@ import pytest
 
 from flexor.cli import main as cli
 from flexor.core.errors import ConfigError, DatasetError
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.dataset import Dataset, Episodes, open_dataset
 from flexor.data.format.writer import DatasetWriter
 from flexor.data.show.budget import PAGE_BYTES, TEXT_BYTES, page_budget

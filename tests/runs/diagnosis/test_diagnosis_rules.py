@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexor.runs.diagnosis.figures import Reports, figures_of
-from flexor.runs.diagnosis.findings import Diagnosis
 from flexor.runs.diagnosis.live import LiveDiagnosis
 from flexor.runs.diagnosis.rules import diagnose_lines
+from flexor.runs.diagnosis.verdict import Diagnosis
 
 H200 = {
     "machine": {"device": "NVIDIA H200", "processes": 1, "precision": "bf16"},
@@ -110,8 +110,8 @@ def verdict_of(line: dict[str, Any], record: dict[str, Any] = H200, **settings: 
 
 
 def assert_names(found: Diagnosis, verdict: str, *flags: str) -> None:
-    assert found.verdict is not None and found.verdict.verdict == verdict, found.to_json()
-    given = [change.flag or "" for change in found.verdict.changes]
+    assert found.verdict is not None and found.verdict.what == verdict, found.to_json()
+    given = [fix.flag or "" for fix in found.verdict.fixes]
     assert all(any(flag in one for one in given) for flag in flags), given
     assert found.verdict.evidence and found.verdict.figures
     assert found.verdict.cost == 0 or not found.healthy
@@ -153,7 +153,7 @@ def test_decoding():
     )
     found = verdict_of(line)
     assert_names(found, "data-bound (decode)", "--num_workers=")
-    (threads,) = [change for change in found.verdict.changes if "num_workers" in (change.flag or "")]
+    (threads,) = [change for change in found.verdict.fixes if "num_workers" in (change.flag or "")]
     assert threads.flag == "--num_workers=14" and threads.speedup == pytest.approx(2.5)
     stream = {"dataset": {"cache": {"tier": "stream"}}}
     assert_names(verdict_of(line, **stream), "data-bound (decode)", "--dataset.cache.tier=ram")
@@ -171,7 +171,7 @@ def test_more_threads_are_no_help_without_cores():
     )
     found = verdict_of(line)
     assert_names(found, "data-bound (decode)")
-    assert not any("num_workers" in (change.flag or "") for change in found.verdict.changes)
+    assert not any("num_workers" in (fix.flag or "") for fix in found.verdict.fixes)
 
 
 def test_a_slow_disk():
@@ -217,7 +217,7 @@ def test_the_first_epoch_fills_the_cache():
     )
     found = verdict_of(line)
     assert_names(found, "data-bound (decode)")
-    assert "first epoch" in found.verdict.changes[0].text
+    assert "first epoch" in found.verdict.fixes[0].text
 
 
 def test_an_old_run_that_says_little():
@@ -240,7 +240,7 @@ def test_starved_by_neighbours():
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={**DECODING, "decode_cpu_s": 2.0}, system=hogs
     )
     assert_names(verdict_of(decoding), "starved by neighbours")
-    assert [one.verdict for one in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
+    assert [one.what for one in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
     reading = changed(
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={"read_s": 7.5, "decode_s": 0.1}, system=hogs
     )
@@ -264,7 +264,7 @@ def test_launching():
     assert_names(verdict_of(line, step="eager"), "host-launch-bound", "--step=auto", "--batch_size=16")
     found = verdict_of(line)
     assert_names(found, "host-launch-bound", "--batch_size=16")
-    assert not any("--step" in (change.flag or "") for change in found.verdict.changes)
+    assert not any("--step" in (fix.flag or "") for fix in found.verdict.fixes)
     # a full queue makes launching as slow as the GPU is: that is no reason
     assert verdict_of(changed(HEALTHY, launch_s=0.099)).healthy
     # without the time of launching: the GPU idles within steps
@@ -372,7 +372,7 @@ def test_evaluating_all_the_time():
     assert_names(found, "evaluation-bound", "--eval_steps=1000 --env_eval_freq=5000")
     live = LiveDiagnosis({**CONFIG, "eval_steps": 20}, H200)
     told = [one for line in lines if (one := live.add(line))]
-    assert [one.verdict.verdict for one in told] == ["evaluation-bound"]
+    assert [one.verdict.what for one in told] == ["evaluation-bound"]
 
 
 # --- which lines count, and no flapping
@@ -403,7 +403,7 @@ def test_first_lines_evaluations_and_checkpoints_do_not_count():
 def test_a_run_that_logs_every_step():
     live = LiveDiagnosis(CONFIG, H200)
     told = [live.add({"step": step, **HEALTHY}) for step in range(1, 2001)]
-    assert [one.verdict.verdict for one in told if one] == ["GPU-bound"]
+    assert [one.verdict.what for one in told if one] == ["GPU-bound"]
     assert len(live.reports.kept) < 70 and live.reports.seconds < 70
 
 
@@ -417,7 +417,7 @@ def test_verdicts_do_not_flap():
         for line in lines:
             step += 20
             if found := live.add({"step": step, **line}):
-                told.append(found.verdict.verdict)
+                told.append(found.verdict.what)
 
     train(*[HEALTHY] * 40)
     train(waits)  # one report is not enough

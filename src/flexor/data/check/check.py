@@ -18,12 +18,10 @@ import numpy as np
 from flexor.core.console import Progress
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
-from flexor.data.check.problems import CheckReport, Problem
+from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import OWN_COLUMNS, Tables, check_tables
 from flexor.data.check.videos import check_videos
 from flexor.data.format.metadata import Feature
-
-__all__ = ["CheckReport", "Problem", "check_dataset"]
 
 NEEDED_STATS = ("mean", "std", "min", "max")
 COMPUTE = "compute them with `flexor data stats DIR --write`"

@@ -15,7 +15,7 @@ import numpy as np
 
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import Layout, read_layout
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import OWN_COLUMNS
 from flexor.data.format.metadata import Feature
@@ -36,8 +36,8 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
     report = CheckReport(root, deep=False)
     layout = read_layout(root, report)
     if not layout.info:
-        problem = report.problems[0]
-        raise DatasetError(f"{root}: {problem.file}: {problem.message}. To fix it: {problem.fix}.")
+        problem = report.findings[0]
+        raise DatasetError(f"{root}: {problem.file}: {problem.evidence}. To fix it: {problem.fix}.")
     cameras = {f.name: _camera(layout, f) for f in layout.features.values() if f.is_camera}
     frames = sum(episode.length for episode in layout.episodes)
     lengths = [episode.length for episode in layout.episodes]
@@ -62,7 +62,7 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
         },
         "statistics": _statistics(layout, cameras),
     }
-    result["notes"] = [problem.message for problem in report.errors] + _notes(layout, result)
+    result["notes"] = [problem.evidence for problem in report.errors] + _notes(layout, result)
     result["train"] = _train_line(root, result)
     return result
 

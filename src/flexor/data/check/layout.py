@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from flexor.core.errors import DatasetError
 from flexor.core.foreign_files import LARGEST_LINES, MALFORMED, parse_json, read_json, read_text
 from flexor.core.paths import inside
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.format import stats as statistics
 from flexor.data.format.file_names import FileNames
 from flexor.data.format.metadata import LARGEST_INDEX, Feature, declared_feature
@@ -93,7 +93,7 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
         raise DatasetError(f"{root} is not a folder. Give the folder that contains meta/, data/ and videos/.")
     info = _read_json(layout.root, "meta/info.json", report)
     if not isinstance(info, dict):
-        if not report.problems:
+        if not report.findings:
             what = f"the file contains a {type(info).__name__}, not a JSON object"
             report.error("info-unreadable", what, FETCH_META, file="meta/info.json")
         return layout

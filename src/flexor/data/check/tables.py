@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.format.metadata import Feature
 from flexor.data.format.table import flat_numbers
 from flexor.data.frames.clips import image_frame

@@ -11,7 +11,7 @@ import numpy as np
 
 from flexor.core.console import Progress
 from flexor.data.check.layout import FETCH_AGAIN, EpisodeEntry, Layout
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.check.scan import VideoScan, scan_video
 from flexor.data.check.tables import REPAIR_CLOCK
 from flexor.data.format.metadata import Feature

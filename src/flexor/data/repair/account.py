@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flexor.data.check.layout import EpisodeEntry
-from flexor.data.check.problems import CheckReport, ranges
+from flexor.data.check.report import CheckReport, ranges
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from flexor.core.errors import DatasetError
 from flexor.data.check.layout import VERSIONS, Layout
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.repair.account import EpisodePlan
 from flexor.data.repair.tables import Columns, find_rows, plan_columns
 from flexor.data.repair.videos import find_clips, read_index, settle_sizes, share_whole_files
@@ -84,11 +84,11 @@ def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None
 
 def _refuse_hopeless(layout: Layout, found: CheckReport) -> None:
     """Raise an error for problems in meta/ that make a repair impossible."""
-    fatal = [p for p in found.errors if p.kind.startswith("info") and p.feature is None]
-    fatal += [p for p in found.errors if p.kind == "version-unknown" and layout.version not in VERSIONS]
+    fatal = [p for p in found.errors if p.what.startswith("info") and p.feature is None]
+    fatal += [p for p in found.errors if p.what == "version-unknown" and layout.version not in VERSIONS]
     fatal += found.errors if not layout.episodes else []
     if fatal:
-        what = f"{fatal[0].file or 'meta/'}: {fatal[0].message}. This can't be repaired: {fatal[0].fix}"
+        what = f"{fatal[0].file or 'meta/'}: {fatal[0].evidence}. This can't be repaired: {fatal[0].fix}"
         raise DatasetError(f"{layout.root}: {what}.")
     if not layout.episodes:
         raise DatasetError(f"{layout.root} has no episodes, so there is nothing to repair.")

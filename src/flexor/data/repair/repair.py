@@ -29,7 +29,7 @@ from flexor.core.output_paths import check_output_folder
 from flexor.core.paths import inside
 from flexor.data.check.check import check_dataset, check_episodes, check_stray_files, check_totals
 from flexor.data.check.layout import EpisodeEntry, Layout, read_layout
-from flexor.data.check.problems import CheckReport
+from flexor.data.check.report import CheckReport
 from flexor.data.check.tables import numbers
 from flexor.data.format.dataset_files import DatasetFiles, FileClip, PacketClip, check_new_folder
 from flexor.data.format.metadata import Feature
@@ -130,18 +130,18 @@ def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairRepor
     check_totals(layout, found)
     check_stray_files(layout, found)
     notes = [] if layout.version == "v3.0" else [f"converted from {layout.version} to v3.0"]
-    for problem in found.problems:
-        if problem.episode is None and problem.kind in MENDED:
+    for problem in found.findings:
+        if problem.episode is None and problem.what in MENDED:
             where = ", ".join(part for part in (problem.feature, problem.file) if part)
-            notes.append(f"{where or 'meta/'}: {problem.message}: {MENDED[problem.kind]}")
+            notes.append(f"{where or 'meta/'}: {problem.evidence}: {MENDED[problem.what]}")
     report.notes[:0] = notes
     plans = {plan.episode.index: plan for plan in report.episodes}
-    for problem in found.problems:
-        if problem.kind == "row-range" and problem.episode in plans:
+    for problem in found.findings:
+        if problem.what == "row-range" and problem.episode in plans:
             plans[problem.episode].done.append("its row range recomputed")
-        if problem.kind == "episode-metadata":
+        if problem.what == "episode-metadata":
             index = problem.episode if isinstance(problem.episode, int) else -1
-            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.message))
+            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.evidence))
 
 
 class _Repair:

@@ -13,7 +13,7 @@ from flexor.core.console import Progress
 from flexor.core.errors import ConfigError
 from flexor.core.machine import usable_cores
 from flexor.data.check.check import check_dataset
-from flexor.data.check.problems import CheckReport, group_problems, ranges
+from flexor.data.check.report import CheckReport, group_findings, ranges
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import PAGE_BYTES, PageBudget, Sheet, page_budget, sheet_layout
 from flexor.data.show.curves import CurveFeature, curve_features, episode_curves, frames_per_point
@@ -167,13 +167,13 @@ def _notes(dataset: Dataset, budget: PageBudget, features: list[CurveFeature]) -
 
 def _problems(report: CheckReport) -> dict[str, Any]:
     groups = []
-    for group in group_problems(report.problems)[:MOST_GROUPS]:
+    for group in group_findings(report.findings)[:MOST_GROUPS]:
         first = group[0]
-        messages = list(dict.fromkeys(problem.message for problem in group))
+        messages = list(dict.fromkeys(problem.evidence for problem in group))
         groups.append(
             {
                 "severity": first.severity,
-                "kind": first.kind,
+                "kind": first.what,
                 "feature": _short(first.feature or ""),
                 "file": _short(first.file or ""),
                 "episodes": sorted({p.episode for p in group if p.episode is not None})[

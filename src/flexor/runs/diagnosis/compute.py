@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.figures import Figures, mapping, number
-from flexor.runs.diagnosis.findings import ALARM, Finding, Suggestion, faster, percent
+from flexor.runs.diagnosis.verdict import ALARM, faster, percent
 
 NOTICED = 0.1
 SLOW_CLOCK = 0.6  # of the highest: so much lower is never usual, whatever the reason
@@ -38,19 +39,19 @@ def launch_bound(f: Figures) -> list[Finding]:
         evidence += (
             f": the host takes {1e3 * f.of('launch_s'):.3g} ms to queue a step of {1e3 * f.step_s:.3g} ms"
         )
-    return [Finding("host-launch-bound", cost, evidence, figures, _launch_changes(f, cost))]
+    return [Finding("host-launch-bound", evidence, _launch_fixes(f, cost), cost=cost, figures=figures)]
 
 
-def _launch_changes(f: Figures, cost: float) -> list[Suggestion]:
-    changes = []
+def _launch_fixes(f: Figures, cost: float) -> list[Fix]:
+    fixes = []
     if f.setting("step") == "eager" and not f.setting("compile"):
-        changes.append(Suggestion("launches a step as one CUDA graph", "--step=auto", faster(1 - cost)))
+        fixes.append(Fix("launches a step as one CUDA graph", "--step=auto", faster(1 - cost)))
     batch = number(f.setting("batch_size"))
     if batch:
-        why = "gives the GPU more work per launch; samples per second, and it changes the training"
+        why = "gives the GPU more work per launch; samples per second, and it fixes the training"
         # twice the samples in the time that one launch takes, while the GPU idles
-        changes.append(Suggestion(why, f"--batch_size={int(2 * batch)}", min(2.0, faster(1 - cost) or 1.0)))
-    return changes
+        fixes.append(Fix(why, f"--batch_size={int(2 * batch)}", min(2.0, faster(1 - cost) or 1.0)))
+    return fixes
 
 
 def ranks_wait(f: Figures) -> list[Finding]:
@@ -73,10 +74,12 @@ def ranks_wait(f: Figures) -> list[Finding]:
                 ("own time of the others", f"{1e3 * others:.3g} ms"),
                 ("it is the slowest", f"{percent(f.slow_ranks[rank])} of the time"),
             ]
-            change = Suggestion(
-                f"look at the machine of rank {rank}{on}, or run without it", None, faster(1 - late)
+            change = Fix(f"look at the machine of rank {rank}{on}, or run without it", None, faster(1 - late))
+            found.append(
+                Finding(
+                    f"straggler rank {rank}", evidence, [change], cost=late, figures=figures, is_cause=True
+                )
             )
-            found.append(Finding(f"straggler rank {rank}", late, evidence, figures, [change], cause=True))
     exchange = max((f.share("communication_s") or 0.0) - late, 0.0)
     if f.processes > 1 and exchange >= NOTICED:
         evidence = f"exchanging gradients takes {percent(exchange)} of the time"
@@ -84,21 +87,21 @@ def ranks_wait(f: Figures) -> list[Finding]:
             ("exchanging gradients", f"{1e3 * f.of('communication_s'):.3g} ms of {1e3 * f.step_s:.3g} ms")
         ]
         found.append(
-            Finding("communication-bound", exchange, evidence, figures, _exchange_changes(f, exchange))
+            Finding(
+                "communication-bound", evidence, _exchange_fixes(f, exchange), cost=exchange, figures=figures
+            )
         )
     return found
 
 
-def _exchange_changes(f: Figures, share: float) -> list[Suggestion]:
-    changes, batch = [], number(f.setting("batch_size"))
+def _exchange_fixes(f: Figures, share: float) -> list[Fix]:
+    fixes, batch = [], number(f.setting("batch_size"))
     if batch:
-        why = "exchanges gradients half as often per sample; it changes the training"
-        changes.append(Suggestion(why, f"--batch_size={int(2 * batch)}", faster(1 - share / 2)))
+        why = "exchanges gradients half as often per sample; it fixes the training"
+        fixes.append(Fix(why, f"--batch_size={int(2 * batch)}", faster(1 - share / 2)))
     if f.setting("parallel.strategy") in ("fsdp", "hsdp"):
-        changes.append(
-            Suggestion("exchanges gradients only, if the model fits on one GPU", "--parallel.strategy=ddp")
-        )
-    return changes
+        fixes.append(Fix("exchanges gradients only, if the model fits on one GPU", "--parallel.strategy=ddp"))
+    return fixes
 
 
 def throttled(f: Figures) -> list[Finding]:
@@ -138,7 +141,12 @@ def throttled(f: Figures) -> list[Finding]:
     evidence = f"the GPU runs at {clock:.0f} of {highest:.0f} MHz: {reason}"
     return [
         Finding(
-            "throttled", cost, evidence, figures, [Suggestion(change, None, faster(1 - cost))], cause=True
+            "throttled",
+            evidence,
+            [Fix(change, None, faster(1 - cost))],
+            cost=cost,
+            figures=figures,
+            is_cause=True,
         )
     ]
 
@@ -151,8 +159,8 @@ def shared_gpu(f: Figures) -> list[Finding]:
     memory = f.of("system.gpu_vram_others_gb")
     evidence = f"other processes compute on its GPU {percent(others)} of the time and use {memory:.3g} GB of its memory"
     figures = [("GPU in use by others", percent(others)), ("its memory in use by others", f"{memory:.3g} GB")]
-    change = Suggestion("stop the other processes, or use another GPU", None, faster(1 - others))
-    return [Finding("starved by neighbours", others, evidence, figures, [change], cause=True)]
+    change = Fix("stop the other processes, or use another GPU", None, faster(1 - others))
+    return [Finding("starved by neighbours", evidence, [change], cost=others, figures=figures, is_cause=True)]
 
 
 def memory_pressure(f: Figures) -> list[Finding]:
@@ -174,16 +182,14 @@ def _gpu_memory(f: Figures) -> list[Finding]:
     if others > 0:
         figures.append(("in use by others", f"{others:.3g} GB"))
         evidence += f"; other processes use {others:.3g} GB of it"
-    changes = []
+    fixes = []
     batch = number(f.setting("batch_size"))
     if batch and batch >= 2 and batch % 2 == 0:
         why = "computes the same step in smaller passes"
-        changes.append(Suggestion(why, f"--batch_size={int(batch // 2)}"))  # the global batch stays
+        fixes.append(Fix(why, f"--batch_size={int(batch // 2)}"))  # the global batch stays
     if not f.setting("activation_checkpointing"):
-        changes.append(
-            Suggestion("recomputes activations instead of keeping them", "--activation_checkpointing=true")
-        )
-    return [Finding("memory-pressure", FULL_COST, evidence, figures, changes, cause=True)]
+        fixes.append(Fix("recomputes activations instead of keeping them", "--activation_checkpointing=true"))
+    return [Finding("memory-pressure", evidence, fixes, cost=FULL_COST, figures=figures, is_cause=True)]
 
 
 def _host_memory(f: Figures) -> list[Finding]:
@@ -211,19 +217,19 @@ def _host_memory(f: Figures) -> list[Finding]:
     if stalled >= NOTICED:
         evidence += f", and processes wait {percent(stalled)} of the time for memory"
     cost = max(stalled, ALARM if full else 0.0)
-    return [Finding("memory-pressure", cost, evidence, figures, _host_memory_changes(f), cause=True)]
+    return [
+        Finding("memory-pressure", evidence, _host_memory_fixes(f), cost=cost, figures=figures, is_cause=True)
+    ]
 
 
-def _host_memory_changes(f: Figures) -> list[Suggestion]:
-    changes = []
+def _host_memory_fixes(f: Figures) -> list[Fix]:
+    fixes = []
     if f.last.get("loader.cache") == "ram":
         decoded = number(mapping(f.record.get("dataset")).get("decoded_gb"))
         size = f" ({decoded:.2g} GB)" if decoded else ""
-        changes.append(
-            Suggestion(f"caches decoded frames{size} on disk, not in memory", "--dataset.cache.tier=disk")
-        )
+        fixes.append(Fix(f"caches decoded frames{size} on disk, not in memory", "--dataset.cache.tier=disk"))
     pool = number(f.setting("dataset.cache.pool_gb"))
     if f.last.get("loader.cache") == "none" and (pool is None or pool > 0.5):
-        changes.append(Suggestion("keeps fewer decoded frames ready", "--dataset.cache.pool_gb=0.5"))
-    changes.append(Suggestion("stop other processes, or use a machine with more memory"))
-    return changes
+        fixes.append(Fix("keeps fewer decoded frames ready", "--dataset.cache.pool_gb=0.5"))
+    fixes.append(Fix("stop other processes, or use a machine with more memory"))
+    return fixes

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.figures import Figures
-from flexor.runs.diagnosis.findings import Finding, Suggestion, faster, percent
+from flexor.runs.diagnosis.verdict import faster, percent
 
 LEAST_THROTTLED = 0.1  # share of the time: less is noise
 LEAST_HELD = 0.3
@@ -77,12 +78,12 @@ def starved(f: Figures, needs_cores: float) -> list[Finding]:
     return [
         Finding(
             "starved by neighbours",
-            cost,
             f"other processes use {cores.others:.1f} of {cores.allowed:.4g} cores, and {cores.waiting:.1f} of its "
             f"threads wait for one on average: it gets {percent(1 - cores.lost)} of the computing that it could use",
-            figures,
-            [Suggestion("stop the other processes, or give the run cores of its own", None, speedup)],
-            cause=True,
+            [Fix("stop the other processes, or give the run cores of its own", None, speedup)],
+            cost=cost,
+            figures=figures,
+            is_cause=True,
         )
     ]
 
@@ -90,12 +91,12 @@ def starved(f: Figures, needs_cores: float) -> list[Finding]:
 def _by_limit(cores: Cores, throttled: float, cost: float, figures: list[tuple[str, str]]) -> Finding:
     return Finding(
         "starved by its CPU limit",
-        cost,
         f"the container or job may use {cores.usable:.3g} of {cores.allowed:.4g} cores, had used them up "
         f"{percent(throttled)} of the time, and {cores.waiting:.1f} of the run's threads wait for one on average",
-        [*figures, ("limit reached", percent(throttled))],
-        [Suggestion("give the container or job more cores", None, faster(1 - cost))],
-        cause=True,
+        [Fix("give the container or job more cores", None, faster(1 - cost))],
+        cost=cost,
+        figures=[*figures, ("limit reached", percent(throttled))],
+        is_cause=True,
     )
 
 
@@ -115,10 +116,10 @@ def _held(f: Figures, cores: Cores) -> float:
 def _held_back(cores: Cores, held: float, figures: list[tuple[str, str]]) -> Finding:
     return Finding(
         "starved by its CPU limit",
-        held,
         f"{percent(held)} of the time the run neither computes nor waits for a core or a file: something stops its "
         f"processes again and again, such as cpulimit or SIGSTOP",
-        figures,
-        [Suggestion("let the processes of the run run", None, faster(1 - held))],
-        cause=True,
+        [Fix("let the processes of the run run", None, faster(1 - held))],
+        cost=held,
+        figures=figures,
+        is_cause=True,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.cores import cores_of
 from flexor.runs.diagnosis.figures import Figures, mapping, number
-from flexor.runs.diagnosis.findings import Finding, Suggestion, faster, percent
+from flexor.runs.diagnosis.verdict import faster, percent
 
 NOTICED = 0.1  # share of the time: less waiting is not looked at
 MOST_THREADS = 64
@@ -70,7 +71,9 @@ def data_bound(f: Figures) -> list[Finding]:
             f"it waits for data {percent(wait)} of the time; this run does not report what its loader does"
         )
         figures = [("waiting for data", percent(wait))]
-        return [Finding(f"data-bound ({kind})" if kind else "data-bound", wait, evidence, figures)]
+        return [
+            Finding(f"data-bound ({kind})" if kind else "data-bound", evidence, cost=wait, figures=figures)
+        ]
     source = f.last.get("loader.source")
     doing = time.largest
     reads_from = "network" if source in ("hub", "bucket") and f.of("loader.read_s") > 0 else "disk"
@@ -86,8 +89,8 @@ def data_bound(f: Figures) -> list[Finding]:
         evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"
     if doing == ROOM:
         evidence += f"; {percent(time.room)} of the time there is no room for more decoded frames"
-    changes = [one for one in _changes(f, wait, time) if one.speedup is None or one.speedup > 1]
-    return [Finding(f"data-bound ({kind})", wait, evidence, figures, changes)]
+    fixes = [one for one in _fixes(f, wait, time) if one.speedup is None or one.speedup > 1]
+    return [Finding(f"data-bound ({kind})", evidence, fixes, cost=wait, figures=figures)]
 
 
 def copy_bound(f: Figures) -> list[Finding]:
@@ -95,13 +98,13 @@ def copy_bound(f: Figures) -> list[Finding]:
     share = f.share("copy_s") or 0.0
     if not f.on_gpu or share < NOTICED:
         return []
-    changes = []
+    fixes = []
     if f.setting("dataset.cache.tier") != "gpu" and _fits_on_gpu(f):
         why = "keeps decoded frames on the GPU"
-        changes.append(Suggestion(why, "--dataset.cache.tier=gpu", faster(1 - share)))
+        fixes.append(Fix(why, "--dataset.cache.tier=gpu", faster(1 - share)))
     evidence = f"copying batches to the GPU takes {percent(share)} of a step"
     figures = [("copying to the GPU", f"{1e3 * f.of('copy_s'):.3g} ms of {1e3 * f.step_s:.3g} ms")]
-    return [Finding("data-bound (memory copy)", share, evidence, figures, changes)]
+    return [Finding("data-bound (memory copy)", evidence, fixes, cost=share, figures=figures)]
 
 
 def _kind_by_system(f: Figures) -> str | None:
@@ -133,30 +136,30 @@ def _figures(f: Figures, wait: float, time: LoaderTime) -> list[tuple[str, str]]
     return rows
 
 
-def _changes(f: Figures, wait: float, time: LoaderTime) -> list[Suggestion]:
+def _fixes(f: Figures, wait: float, time: LoaderTime) -> list[Fix]:
     """The most helpful first. A step takes at least what it computes: 1 - wait."""
     least = 1 - wait
     doing = time.largest
-    changes: list[Suggestion] = []
+    fixes: list[Fix] = []
     if doing == ROOM:
         pool = number(f.setting("dataset.cache.pool_gb"))
         flag = f"--dataset.cache.pool_gb={2 * pool if pool else 4:g}"
-        return [Suggestion("makes room for more decoded frames", flag, faster(least))]
-    changes += _cached(f, least, time)
-    changes += _downloaded(f, least, time)
-    changes += _more_threads(f, least, time)
+        return [Fix("makes room for more decoded frames", flag, faster(least))]
+    fixes += _cached(f, least, time)
+    fixes += _downloaded(f, least, time)
+    fixes += _more_threads(f, least, time)
     if doing == DECODING and f.on_gpu and f.setting("dataset.decoder") == "cpu":
-        changes.append(Suggestion("decodes on the GPU", "--dataset.decoder=nvdec", faster(least)))
+        fixes.append(Fix("decodes on the GPU", "--dataset.decoder=nvdec", faster(least)))
     cores = cores_of(f)
     if doing == DECODING and cores and cores.own > 0.85 * cores.usable:
         why = f"give the run more cores: it uses all {cores.usable:.4g} that it may"
-        changes.append(Suggestion(why, None, faster(least)))
-    if not changes:
-        changes = _otherwise(f, least, doing)
-    return sorted(changes, key=lambda one: -(one.speedup or 0.0))
+        fixes.append(Fix(why, None, faster(least)))
+    if not fixes:
+        fixes = _otherwise(f, least, doing)
+    return sorted(fixes, key=lambda one: -(one.speedup or 0.0))
 
 
-def _cached(f: Figures, least: float, time: LoaderTime) -> list[Suggestion]:
+def _cached(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     """Frames that are cached are neither read nor decoded again."""
     cache, tier = f.last.get("loader.cache"), f.setting("dataset.cache.tier")
     after = max(least, time.copying / time.busy)
@@ -170,33 +173,33 @@ def _cached(f: Figures, least: float, time: LoaderTime) -> list[Suggestion]:
     if cache == "none" and tier == "stream":
         if in_ram:
             why = f"caches decoded frames in memory{need}, from the second epoch on"
-            return [Suggestion(why, "--dataset.cache.tier=ram", speedup)]
+            return [Fix(why, "--dataset.cache.tier=ram", speedup)]
         why = f"caches decoded frames on disk{need}, from the second epoch on"
-        return [Suggestion(why, "--dataset.cache.tier=disk", speedup)]
+        return [Fix(why, "--dataset.cache.tier=disk", speedup)]
     if cache == "none" and f.setting("dataset.cache.format") == "raw":
         why = (
             f"makes decoded frames{need} a fifth as large: if they fit in memory or on disk, they are cached"
         )
-        return [Suggestion(why, "--dataset.cache.format=jpeg")]
+        return [Fix(why, "--dataset.cache.format=jpeg")]
     if cache == "disk" and time.largest == READING and decoded is not None and in_ram:
         why = f"caches decoded frames in memory{need}"
-        return [Suggestion(why, "--dataset.cache.tier=ram", speedup)]
+        return [Fix(why, "--dataset.cache.tier=ram", speedup)]
     epoch = number(f.last.get("epoch"))
     if cache in ("ram", "disk", "gpu") and time.largest != COPYING and epoch is not None and epoch < 1:
         why = "is filled in the first epoch: wait for its end, or fill it with `flexor data cache` before the next run"
-        return [Suggestion(f"the cache ({cache}) {why}", None, speedup)]
+        return [Fix(f"the cache ({cache}) {why}", None, speedup)]
     return []
 
 
-def _downloaded(f: Figures, least: float, time: LoaderTime) -> list[Suggestion]:
+def _downloaded(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     if f.last.get("loader.source") == "hub" and time.largest == READING:
         why = "downloads the videos before training"
         after = max(least, (time.decoding + time.copying) / time.busy)
-        return [Suggestion(why, "--dataset.streaming=false", faster(after))]
+        return [Fix(why, "--dataset.streaming=false", faster(after))]
     return []
 
 
-def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Suggestion]:
+def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     """Threads that wait for files need no cores; those that decode do."""
     ranks, cores = f.processes, cores_of(f)
     now = f.of("loader.threads") / ranks
@@ -215,22 +218,16 @@ def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Suggestion
     speedup = faster(after)
     if speedup is None:
         return []
-    return [
-        Suggestion(
-            f"loads with {more:.0f} threads instead of {now:.0f}", f"--num_workers={more:.0f}", speedup
-        )
-    ]
+    return [Fix(f"loads with {more:.0f} threads instead of {now:.0f}", f"--num_workers={more:.0f}", speedup)]
 
 
-def _otherwise(f: Figures, least: float, doing: str) -> list[Suggestion]:
+def _otherwise(f: Figures, least: float, doing: str) -> list[Fix]:
     if doing == READING:
-        return [Suggestion("copy the dataset to a faster disk", None, faster(least))]
+        return [Fix("copy the dataset to a faster disk", None, faster(least))]
     if doing == DECODING:
-        return [Suggestion("give the run more cores", None, faster(least))]
+        return [Fix("give the run more cores", None, faster(least))]
     if f.setting("dataset.cache.size") is None:
-        return [
-            Suggestion("trains on smaller images, which are faster to copy", "--dataset.cache.size=224x224")
-        ]
+        return [Fix("trains on smaller images, which are faster to copy", "--dataset.cache.size=224x224")]
     return []
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexor.runs.diagnosis.findings import ALARM
+from flexor.runs.diagnosis.verdict import ALARM
 
 RATE = "samples_per_s"
 WINDOW_S = 60.0  # how far back reports count

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexor.runs.diagnosis.figures import Reports, figures_of, number
-from flexor.runs.diagnosis.findings import Diagnosis
 from flexor.runs.diagnosis.rules import diagnose
+from flexor.runs.diagnosis.verdict import Diagnosis, for_line
 
 LOOK_EVERY_S = 2.0  # of training, between two looks at the figures
 LOOKS = 2  # in a row that must find the same new verdict
@@ -28,19 +28,19 @@ class LiveDiagnosis:
         if not self.reports.enough or self._trained < LOOK_EVERY_S:
             return None
         self._trained = 0.0
-        known = self.now.verdict.verdict if self.now.verdict else None
+        known = self.now.verdict.what if self.now.verdict else None
         found = diagnose(figures_of(self.reports, self.config, self.record), known)
         assert found.verdict is not None
-        if found.verdict.verdict == known:
+        if found.verdict.what == known:
             self.now, self._candidate = found, ("", 0)
             return None
         name, looks = self._candidate
-        looks = looks + 1 if name == found.verdict.verdict else 1
-        self._candidate = found.verdict.verdict, looks
+        looks = looks + 1 if name == found.verdict.what else 1
+        self._candidate = found.verdict.what, looks
         if looks < LOOKS:
             return None
         self.now, self._candidate = found, ("", 0)
         return found
 
     def for_line(self) -> dict[str, str] | None:
-        return self.now.verdict.for_line() if self.now.verdict else None
+        return for_line(self.now.verdict) if self.now.verdict else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.figures import Figures, number
-from flexor.runs.diagnosis.findings import Finding, Suggestion, faster, percent
+from flexor.runs.diagnosis.verdict import faster, percent
 
 NOTICED = 0.1
 WANTED = 0.02  # share of the time that is suggested
@@ -35,15 +36,17 @@ def paused(f: Figures) -> list[Finding]:
             ("a step without it", f"{1e3 * f.pauses.step_s:.4g} ms"),
             *((setting, f"{steps:,}") for setting, steps in every.items()),
         ]
-        found.append(Finding(verdict, share, evidence, figures, _rarer(f, every, per_step, share)))
+        found.append(
+            Finding(verdict, evidence, _rarer(f, every, per_step, share), cost=share, figures=figures)
+        )
     return found
 
 
-def _rarer(f: Figures, every: dict[str, int], per_step: float, share: float) -> list[Suggestion]:
+def _rarer(f: Figures, every: dict[str, int], per_step: float, share: float) -> list[Fix]:
     """How often it would cost little."""
     times = per_step / max(WANTED * f.pauses.step_s, 1e-9)  # as rare
     flags = [f"--{setting}={_round_up(min(steps * times, MOST))}" for setting, steps in every.items()]
-    return [Suggestion("does it less often", " ".join(flags), faster(1 - share + WANTED))] if flags else []
+    return [Fix("does it less often", " ".join(flags), faster(1 - share + WANTED))] if flags else []
 
 
 def _round_up(steps: float) -> int:

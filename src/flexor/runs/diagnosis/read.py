@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.console import table
+from flexor.core.findings import Finding
 from flexor.core.run_files import METRICS
 from flexor.core.text import one_line
 from flexor.runs.diagnosis.figures import LEAST_REPORTS, LEAST_S, Figures, Reports
-from flexor.runs.diagnosis.findings import Diagnosis, Finding
 from flexor.runs.diagnosis.rules import diagnose_lines
+from flexor.runs.diagnosis.verdict import Diagnosis
 from flexor.runs.jsonl import GrowingLines
 from flexor.runs.reader import RunReader
 from flexor.runs.state import STATUS, RunState
@@ -33,7 +34,7 @@ class DiagnosedRun:
         found = {**about, "step": self.state.step, **self.diagnosis.to_json()}
         if self.diagnosis.verdict is None:
             found["why_not"] = why_not(self.reports)
-        found["health"] = self.state.health
+        found["health"] = self.state.health_json()
         return found | ({"note": self.note} if self.note else {})
 
 
@@ -79,20 +80,19 @@ def _health_lines(state: RunState) -> list[str]:
     if not state.health:
         return []
     found = [
-        f"  {one_line(one['what'])}: {one_line(one['evidence'])}. {one_line(one['change'])}."
-        for one in state.health
+        f"  {one_line(one.what)}: {one_line(one.evidence)}. {one_line(one.fix)}." for one in state.health
     ]
     return ["\nLearning:", *found]
 
 
 def _finding_lines(finding: Finding) -> list[str]:
-    lines = [f"{finding.verdict}: {one_line(finding.evidence)}."]
+    lines = [f"{finding.what}: {one_line(finding.evidence)}."]
     if finding.figures:
         rows = table([(f"  {name}", one_line(value)) for name, value in finding.figures])
         lines += ["", rows]
-    if finding.changes:
+    if finding.fixes:
         title = (
             "What would make it faster still:" if finding.cost == 0 else "What helps, the most helpful first:"
         )
-        lines += ["", title, *(f"  {one_line(change.text)}" for change in finding.changes)]
+        lines += ["", title, *(f"  {one_line(fix.text)}" for fix in finding.fixes)]
     return lines

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flexor.core.findings import Finding, Fix
 from flexor.runs.diagnosis.compute import launch_bound, memory_pressure, ranks_wait, shared_gpu, throttled
 from flexor.runs.diagnosis.cores import starved
 from flexor.runs.diagnosis.data import copy_bound, data_bound, loader_time
 from flexor.runs.diagnosis.figures import Figures, Reports, figures_of, mapping, number
-from flexor.runs.diagnosis.findings import ALARM, Diagnosis, Finding, Suggestion, percent
 from flexor.runs.diagnosis.pauses import paused
+from flexor.runs.diagnosis.verdict import ALARM, Diagnosis, percent, weight
 from flexor.runs.state import CPU_BOUND, GPU_BOUND
 
 LEAVE = 0.1  # a verdict of before stays until it costs less than this
@@ -35,8 +36,8 @@ def diagnose(f: Figures, before: str | None = None) -> Diagnosis:
         *paused(f),
         *starved(f, _needs_cores(f, sum(one.cost for one in launch))),
     ]
-    alarms = [one for one in found if one.cost >= (LEAVE if one.verdict == before else ALARM)]
-    alarms.sort(key=lambda one: -one.weight)
+    alarms = [one for one in found if one.cost >= (LEAVE if one.what == before else ALARM)]
+    alarms.sort(key=weight, reverse=True)
     if not f.steps:  # of ordinary ones, because of the pauses
         return Diagnosis(alarms, f.pauses.seconds, round(f.pauses.steps))
     return Diagnosis(alarms or [_healthy(f)], f.seconds, round(f.steps))
@@ -54,9 +55,9 @@ def _healthy(f: Figures) -> Finding:
     if not f.on_gpu:
         evidence = f"it computes most of the time and waits for data {wait} of it"
         why = "train on a GPU: `flexor plan` with the same flags compares them"
-        changes = [Suggestion(why)]
+        fixes = [Fix(why)]
         figures = [("waiting for data", wait), *_step_rows(f)]
-        return Finding(CPU_BOUND, 0.0, evidence, figures, changes)
+        return Finding(CPU_BOUND, evidence, fixes, cost=0.0, figures=figures)
     busy = f.get("system.gpu_util") if f.get("system.gpu_util") is not None else f.get("gpu_busy")
     evidence = f"the GPU is busy {percent(busy or 0.0)} of the time, and waits for data {wait} of it"
     figures = [("GPU busy", percent(busy or 0.0)), ("waiting for data", wait), *_step_rows(f)]
@@ -64,7 +65,7 @@ def _healthy(f: Figures) -> Finding:
     if ceiling is not None:
         evidence += f"; it reaches {percent(ceiling)} of its measured arithmetic ceiling"
         figures.append(("of its arithmetic ceiling", percent(ceiling)))
-    return Finding(GPU_BOUND, 0.0, evidence, figures, _still_faster(f))
+    return Finding(GPU_BOUND, evidence, _still_faster(f), cost=0.0, figures=figures)
 
 
 def _step_rows(f: Figures) -> list[tuple[str, str]]:
@@ -75,16 +76,14 @@ def _step_rows(f: Figures) -> list[tuple[str, str]]:
     return [("step", f"{1e3 * f.step_s:.4g} ms"), *rows]
 
 
-def _still_faster(f: Figures) -> list[Suggestion]:
+def _still_faster(f: Figures) -> list[Fix]:
     precision = mapping(f.record.get("machine")).get("precision") or f.setting("precision")
-    changes = []
+    fixes = []
     if precision == "no":
-        changes.append(
-            Suggestion("computes matrix products in bf16; it rounds differently", "--precision=bf16")
-        )
+        fixes.append(Fix("computes matrix products in bf16; it rounds differently", "--precision=bf16"))
     if f.setting("compile") is False:
-        changes.append(Suggestion("compiles the policy", "--compile=true"))
-    return changes
+        fixes.append(Fix("compiles the policy", "--compile=true"))
+    return fixes
 
 
 def diagnose_lines(

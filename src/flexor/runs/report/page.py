@@ -173,7 +173,7 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "step": state.step,
         "facts": _facts(reader, state),
         "verdict": state.verdict,
-        "health": state.health,
+        "health": state.health_json(),
         "alarm": bool(state.verdict and is_alarm(state.verdict)),
         "diagnosis": _diagnosis(reader),
         "damaged": state.damaged_lines,
@@ -191,10 +191,10 @@ def _diagnosis(reader: RunReader) -> list[dict[str, Any]]:
     found = diagnose_lines(lines, reader.config, reader.record)[0].findings
     return [
         {
-            "verdict": one.verdict,
+            "verdict": one.what,
             "evidence": one_line(one.evidence),
             "figures": [[name, one_line(value)] for name, value in one.figures],
-            "changes": [one_line(change.text) for change in one.changes],
+            "changes": [one_line(fix.text) for fix in one.fixes],
         }
         for one in found
     ]

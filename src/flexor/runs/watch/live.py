@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class WatchedRuns:
             reader.name = name
 
     def to_json(self) -> dict[str, Any]:
-        return {"runs": [asdict(reader.state()) for reader in self.readers]}
+        return {"runs": [reader.state().to_json() for reader in self.readers]}
 
 
 def print_once(runs: WatchedRuns) -> None:

@@ -244,7 +244,7 @@ def _foot(state: RunState) -> list[Text]:
         lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
     for number, one in enumerate(state.health[-MOST_HEALTH:]):
         line = Text(f"{'' if number else 'health':12}", style="yellow")
-        lines.append(line.append(one["what"], style="bold").append(f": {one['evidence']}", style="not bold"))
+        lines.append(line.append(one.what, style="bold").append(f": {one.evidence}", style="not bold"))
     if len(state.health) > MOST_HEALTH:
         more = len(state.health) - MOST_HEALTH
         lines.append(Text(f"{'':12}and {more} more: see train.log, or `flexor report`", style="yellow"))

@@ -1,58 +1,40 @@
-"""The result of a check: a list of problems, and the episodes without errors."""
+"""The result of a check: its findings, and the episodes without errors."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexor.core.findings import ERROR, WARNING, Finding, Fix
 from flexor.core.output_paths import make_parents
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One problem, with its severity and how to fix it."""
-
-    severity: str
-    """An "error" makes training fail or learn from wrong data; with a "warning", training is possible."""
-
-    kind: str
-    """A short, stable name for scripts, such as video-missing or not-finite."""
-
-    message: str
-    fix: str
-    episode: int | None = None
-    """The affected episode; None if the problem concerns the whole dataset."""
-
-    feature: str | None = None
-    file: str | None = None
 
 
 @dataclass
 class CheckReport:
-    """All problems found, and the episodes that were checked."""
+    """All findings, and the episodes that were checked."""
 
     root: Path
     deep: bool
     version: str = "unknown"
     checked: list[int] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     def error(self, kind: str, message: str, fix: str, **where: Any) -> None:
-        self.problems.append(Problem("error", kind, message, fix, **where))
+        self.findings.append(Finding(kind, message, [Fix(fix)], ERROR, **where))
 
     def warning(self, kind: str, message: str, fix: str, **where: Any) -> None:
-        self.problems.append(Problem("warning", kind, message, fix, **where))
+        self.findings.append(Finding(kind, message, [Fix(fix)], WARNING, **where))
 
     @property
-    def errors(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.severity == "error"]
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
-    def warnings(self) -> list[Problem]:
-        return [problem for problem in self.problems if problem.severity == "warning"]
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == WARNING]
 
     @property
     def ok(self) -> bool:
@@ -61,7 +43,7 @@ class CheckReport:
     @property
     def good_episodes(self) -> list[int]:
         """The checked episodes without errors of their own."""
-        bad = {problem.episode for problem in self.errors}
+        bad = {finding.episode for finding in self.errors}
         return [episode for episode in self.checked if episode not in bad]
 
     def write_good_episodes(self, path: str | Path) -> None:
@@ -78,7 +60,7 @@ class CheckReport:
             "warnings": len(self.warnings),
             "episodes_checked": len(self.checked),
             "good_episodes": self.good_episodes,
-            "problems": [asdict(problem) for problem in self.problems],
+            "problems": [_to_json(finding) for finding in self.findings],
         }
 
     def __str__(self) -> str:
@@ -87,7 +69,7 @@ class CheckReport:
     def _lines(self) -> Iterable[str]:
         depth = "every frame decoded" if self.deep else "only packets read, nothing decoded"
         yield f"{self.root}: {self.version}, {len(self.checked)} episodes checked ({depth})"
-        for group in group_problems(self.problems):
+        for group in group_findings(self.findings):
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
@@ -99,27 +81,39 @@ class CheckReport:
         yield f"`flexor data repair {self.root} NEW_FOLDER` repairs what it can and leaves out the other episodes"
 
 
-def group_problems(problems: list[Problem]) -> list[list[Problem]]:
-    """Group problems by kind and feature, errors first: one broken file may affect 200 episodes."""
-    groups: dict[tuple, list[Problem]] = {}
-    for problem in sorted(problems, key=lambda problem: problem.severity):
-        whole = problem.message if problem.episode is None else None
-        file = problem.file if whole else None
-        key = (problem.severity, problem.kind, problem.feature, file, whole)
-        groups.setdefault(key, []).append(problem)
+def _to_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "severity": finding.severity,
+        "kind": finding.what,
+        "message": finding.evidence,
+        "fix": finding.fix,
+        "episode": finding.episode,
+        "feature": finding.feature,
+        "file": finding.file,
+    }
+
+
+def group_findings(findings: list[Finding]) -> list[list[Finding]]:
+    """Group findings by name and feature, errors first: one broken file may affect 200 episodes."""
+    groups: dict[tuple, list[Finding]] = {}
+    for finding in sorted(findings, key=lambda finding: finding.severity):
+        whole = finding.evidence if finding.episode is None else None
+        file = finding.file if whole else None
+        key = (finding.severity, finding.what, finding.feature, file, whole)
+        groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
 
-def _group_lines(group: list[Problem]) -> Iterable[str]:
+def _group_lines(group: list[Finding]) -> Iterable[str]:
     first = group[0]
-    episodes = sorted({problem.episode for problem in group if problem.episode is not None})
+    episodes = sorted({finding.episode for finding in group if finding.episode is not None})
     place = [f"episode{'s' if len(episodes) > 1 else ''} {ranges(episodes)}"] if episodes else []
-    files = list(dict.fromkeys(problem.file for problem in group if problem.file))
+    files = list(dict.fromkeys(finding.file for finding in group if finding.file))
     place += [first.feature] if first.feature else []
     place += [f"{len(files)} files"] if len(files) > 1 else files
     where = ", ".join(place) or "dataset"
-    yield f"  {first.severity.upper():7} [{first.kind}] {where}"
-    messages = list(dict.fromkeys(problem.message for problem in group))
+    yield f"  {first.severity.upper():7} [{first.what}] {where}"
+    messages = list(dict.fromkeys(finding.evidence for finding in group))
     for message in messages[:3]:
         yield f"          {message}"
     if len(messages) > 3:
