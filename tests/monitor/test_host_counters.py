@@ -4,8 +4,10 @@ import os
 import sys
 import time
 
+import numpy as np
+import psutil
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexor.core import cgroups
@@ -19,8 +21,6 @@ cpu1 972428 288509 111886 310022 6860 0 1610 20373 0 0
 intr 14627924 0 0 0 1 16
 ctxt 30979489
 """
-# of a kernel before 2.6.11, which knew no stolen time
-OLD_STAT = "cpu  100 0 50 800 50\ncpu0 100 0 50 800 50\n"
 DISKS = """\
    7       0 loop0 5 0 40 0 0 0 0 0 0 0 0 0 0 0 0 0 0
  254       0 vda 464611 41964 28685074 2560397 140449 491754 198279224 1634177 1 296632 4241082 299832 36 5 4 7 2
@@ -50,43 +50,67 @@ SwapTotal:        999420 kB
 SwapFree:         999420 kB
 HugePages_Total:       0
 """
-# a name with spaces and brackets, as a thread's may be
-PROCESS = (
-    "3403 (py (thon) 3) S 1 3403 3403 0 -1 4194560 175309 0 0 0 5708 214 0 0 20 0 9 0 9461 "
-    "2306867200 130859 18446744073709551615 1 1 0"
-)
+FILES = {
+    "stat": STAT,
+    "meminfo": MEMORY,
+    "diskstats": DISKS,
+    "net/dev": NETWORK,
+    "vmstat": "pswpin 0\npswpout 0\n",
+}
 READERS = (
-    host.read_cores,
-    host.read_memory,
-    host.read_disks,
-    host.read_network,
     host.read_pressure,
     host.read_core_wait,
     cgroups.read_throttled,
     cgroups.read_cores,
     cgroups.read_files,
-    host.read_process,
 )
-TEXTS = (STAT, OLD_STAT, DISKS, NETWORK, PRESSURE, MEMORY, PROCESS)
+TEXTS = (PRESSURE, *FILES.values())
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """A folder that psutil reads instead of /proc."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("no other system has a /proc")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    (tmp_path / "net").mkdir()
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "_names", lambda folder: {"vda", "sda", "loop0", "zram0", "dm-0"})
+    return tmp_path
+
+
+def test_counters_of_a_real_machine(proc):
+    seconds = host.read_cores() * os.sysconf("SC_CLK_TCK")
+    assert seconds.shape == (2, 4)
+    assert seconds[0].tolist() == pytest.approx([873404 + 243345 + 100652 + 1492, 7637, 20327, 1711705])
+    total, available, _ = host.read_memory()
+    assert (total, available) == (24682416 * 1024, 22821936 * 1024)
+    assert host.read_disks() == ((28685074 + 1000) * 512, (198279224 + 2000) * 512)  # whole disks only
+    assert host.read_network() == (5381077238 + 10, 5936402 + 20)
+
+
+def test_a_core_that_is_switched_off_between_two_readings(proc):
+    before = HostCounters(cores=host.read_cores())
+    (proc / "stat").write_text("\n".join(STAT.split("\n")[:2]) + "\n")
+    assert "cpu" not in HostCounters(cores=host.read_cores()).since(before)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.sampled_from(["stat", "meminfo", "diskstats", "net/dev"]), st.data())
+def test_a_damaged_proc_leaves_figures_out(proc, name, data):
+    text = FILES[name]
+    cut = data.draw(st.integers(0, len(text)))
+    (proc / name).write_text(text[:cut] + data.draw(st.text(max_size=20)))
+    host.count([os.getpid()]).since(host.count([os.getpid()]))
+    (proc / name).write_text(text)
 
 
 def test_texts_of_a_real_machine():
-    cores = host.read_cores(STAT)
-    assert list(cores) == ["cpu", "cpu0", "cpu1"]
-    assert cores["cpu0"].stolen == 20327 and cores["cpu0"].waiting == 7637
-    assert cores["cpu0"].busy == 873404 + 243345 + 100652 + 1492
-    assert host.read_cores(OLD_STAT)["cpu"] == host.CoreTicks(150, 1000, 50, 0)
-    assert host.read_memory(MEMORY)["MemAvailable"] == 22821936 * 1024
-    assert host.read_disks(DISKS, {"vda", "sda", "loop0", "zram0", "dm-0"}) == (
-        (28685074 + 1000) * 512,
-        (198279224 + 2000) * 512,
-    )
-    assert host.read_network(NETWORK) == (5381077238 + 10, 5936402 + 20)
     assert host.read_pressure(PRESSURE) == {"some": 153465198, "full": 87027594}
     assert cgroups.read_throttled("nr_periods 5\nnr_throttled 2\nthrottled_usec 1500000\n") == 1.5
     assert cgroups.read_throttled("nr_periods 5\nnr_throttled 2\nthrottled_time 1500000000\n") == 1.5
     assert cgroups.read_throttled("usage_usec 5\n") is None
-    assert host.read_process(PROCESS) == (pytest.approx(5922 / host.TICKS), 130859 * host.PAGE)
 
 
 @given(st.sampled_from(READERS), st.sampled_from(TEXTS), st.data())
@@ -100,8 +124,8 @@ def test_damaged_texts_are_no_error(read, text, data):
 def test_figures_of_the_time_between():
     before = HostCounters(
         100.0,
-        {"cpu": host.CoreTicks(0, 0, 0, 0), "cpu0": host.CoreTicks(0, 0, 0, 0)},
-        {},
+        np.zeros((2, 4)),
+        None,
         (0, 0),
         (1000, 0),
         {"io": {"some": 0, "full": 0}},
@@ -111,8 +135,8 @@ def test_figures_of_the_time_between():
     )
     after = HostCounters(
         110.0,
-        {"cpu": host.CoreTicks(500, 1000, 100, 50), "cpu0": host.CoreTicks(990, 1000, 0, 0)},
-        {"MemTotal": 8 * 10**9, "MemAvailable": 2 * 10**9},
+        np.array([[9.9, 0.0, 0.0, 10.0], [0.1, 2.0, 1.0, 10.0]]),
+        (8 * 10**9, 2 * 10**9, 10**8),
         (50_000_000, 0),
         (0, 20_000_000),
         {"io": {"some": 2_500_000, "full": 11_000_000}, "cpu": {"some": 5}},
@@ -127,9 +151,10 @@ def test_figures_of_the_time_between():
         "cpu": 0.5,
         "cpu_io_wait": 0.1,
         "cpu_stolen": 0.05,
-        "cpu_cores": [0.99],
+        "cpu_cores": [0.99, 0.01],
         "ram_total_gb": 8.0,
         "ram_used_gb": 6.0,
+        "swap_used_gb": 0.1,
         "disk_read_mb_s": 5.0,
         "disk_write_mb_s": 0.0,
         "net_in_mb_s": 0.0,
@@ -142,7 +167,7 @@ def test_figures_of_the_time_between():
         "cpu_usable": 1.5,
         "cpu_allowed": 2.0,
         "cpu_wait": 1.0,  # of the threads that are in both
-        "cpu_others": 0.0,  # the one core that both know was less busy than the run's own two
+        "cpu_others": 0.0,  # both cores together were less busy than the run's own two
         "ram_limit_gb": 5.0,
         "ram_limit_used_gb": 4.0,
     }
@@ -184,14 +209,10 @@ def test_this_machine():
         assert len(figures["cpu_cores"]) >= len(os.sched_getaffinity(0))
 
 
-def test_a_system_without_proc(monkeypatch):
-    monkeypatch.setattr(host.sys, "platform", "darwin")
-    before = host.count([os.getpid()])
-    sum(i * i for i in range(300_000))
-    assert host.count([os.getpid()]).since(before).keys() == {"cpu_own", "ram_own_gb"}
-
-
-def test_a_system_whose_proc_is_empty(monkeypatch):
+def test_a_system_that_counts_nothing(tmp_path, monkeypatch):
     for module in (host, cgroups):
         monkeypatch.setattr(module, "_text", lambda path: "")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda **_: {})  # it looks for them in /sys too
+    monkeypatch.setattr(host, "_names", lambda folder: None)
     assert host.count([1]).since(host.count([1])) == {}

@@ -1,97 +1,84 @@
 """What the host of a run does: processors, memory, disks, network, and what waits for them.
 
-Counters of Linux's /proc are read twice, and their differences are shares and rates. The functions that read texts are
-pure, and ignore lines that they do not understand. A file that is not there (another system, a container) leaves its
-figures out. macOS has the load average and this process's own share.
+Counters are read twice, and their differences are shares and rates. What a system does not count, or a container hides,
+is left out. psutil reads what every system has; pressure and the time that threads wait for a core are Linux's.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import resource
-import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
 
 from flexor.core import cgroups
 
-SECTOR = 512  # bytes, in /proc/diskstats, whatever the disk has
 # Disks and networks made of others, whose bytes would count twice, or that are memory
 NO_DISK = re.compile(r"(loop|ram|zram|dm-|md|sr|fd)\d")
 NO_NETWORK = re.compile(r"(lo|ifb\d|docker|veth|br-|virbr|cni|flannel|cali|tun|tap|bond|dummy|vnet)")
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+T = TypeVar("T")
 PRESSURES = ("cpu", "io", "memory")
 
 
-@dataclass(frozen=True)
-class CoreTicks:
-    """Time of one core, or of all of them, since the start of the machine."""
-
-    busy: int
-    total: int
-    waiting: int  # idle, while something waits for a disk
-    stolen: int  # taken by other machines of the same hypervisor
-
-    def since(self, before: CoreTicks) -> tuple[float, float, float]:
-        """Shares of the time: busy, waiting for a disk, stolen."""
-        total = max(self.total - before.total, 1)
-        shares = (
-            (self.busy - before.busy) / total,
-            (self.waiting - before.waiting) / total,
-            (self.stolen - before.stolen) / total,
-        )
-        busy, waiting, stolen = (min(max(share, 0.0), 1.0) for share in shares)
-        return busy, waiting, stolen
+def read_cores() -> np.ndarray:
+    """Seconds of each core since the start: busy, idle while something waits for a disk, stolen by other virtual
+    machines, and all. [C, 4]
+    """
+    rows = []
+    for times in psutil.cpu_times(percpu=True):
+        waiting, stolen = getattr(times, "iowait", 0.0), getattr(times, "steal", 0.0)
+        total = sum(times[:8])  # what follows, the time of guests, is in `user` already
+        rows.append((total - times.idle - waiting - stolen, waiting, stolen, total))
+    return np.array(rows)
 
 
-def read_cores(text: str) -> dict[str, CoreTicks]:
-    """/proc/stat: `cpu` is all cores, `cpu0` the first one."""
-    found = {}
-    for line in text.splitlines():
-        name, *words = line.split() or [""]
-        if not re.fullmatch(r"cpu\d*", name) or len(words) < 4 or not all(word.isdigit() for word in words):
-            continue
-        ticks = [*map(int, words[:8]), *[0] * 8][:8]  # user nice system idle iowait irq softirq steal
-        total, idle, stolen = sum(ticks), ticks[3] + ticks[4], ticks[7]
-        found[name] = CoreTicks(total - idle - stolen, total, ticks[4], stolen)
-    return found
+def read_memory() -> tuple[int, int, int]:
+    """Bytes of memory, those available, and those swapped to disk."""
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available, psutil.swap_memory().used
 
 
-def read_memory(text: str) -> dict[str, int]:
-    """/proc/meminfo, in bytes."""
-    pairs = re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)
-    return {name: int(count) * 1024 for name, count in pairs}
+def read_disks() -> tuple[int, int] | None:
+    """Bytes read and written since the start, by whole disks."""
+    disks = psutil.disk_io_counters(perdisk=True, nowrap=False)
+    return _total(disks, NO_DISK, ("read_bytes", "write_bytes"), _names("/sys/block"))
 
 
-def read_disks(text: str, disks: Collection[str] | None = None) -> tuple[int, int]:
-    """/proc/diskstats: bytes read and written since the start. `disks`: names of whole disks, without partitions."""
-    read = written = 0
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) < 10 or NO_DISK.match(words[2]) or (disks is not None and words[2] not in disks):
-            continue
-        if words[5].isdigit() and words[9].isdigit():
-            read, written = read + int(words[5]) * SECTOR, written + int(words[9]) * SECTOR
-    return read, written
+def read_network() -> tuple[int, int] | None:
+    """Bytes received and sent since the start."""
+    return _total(psutil.net_io_counters(pernic=True, nowrap=False), NO_NETWORK, ("bytes_recv", "bytes_sent"))
 
 
-def read_network(text: str) -> tuple[int, int]:
-    """/proc/net/dev: bytes received and sent since the start."""
-    received = sent = 0
-    for line in text.splitlines():
-        name, colon, rest = line.strip().partition(":")
-        words = rest.split()
-        if not colon or NO_NETWORK.match(name) or len(words) < 9:
-            continue
-        if words[0].isdigit() and words[8].isdigit():
-            received, sent = received + int(words[0]), sent + int(words[8])
-    return received, sent
+def _total(
+    counters: Mapping[str, Any],
+    ignored: re.Pattern,
+    fields: tuple[str, str],
+    names: Collection[str] | None = None,
+) -> tuple[int, int] | None:
+    counted = [
+        device
+        for name, device in counters.items()
+        if not ignored.match(name) and (names is None or name in names)
+    ]
+    if not counters:
+        return None
+    first, second = (sum(getattr(device, field) for device in counted) for field in fields)
+    return first, second
+
+
+def read_process(pid: int) -> tuple[float, int]:
+    """Seconds on processors, and bytes of memory."""
+    process = psutil.Process(pid)
+    with process.oneshot():
+        times = process.cpu_times()
+        return times.user + times.system, process.memory_info().rss
 
 
 def read_pressure(text: str) -> dict[str, int]:
@@ -107,21 +94,13 @@ def read_core_wait(text: str) -> float | None:
     return int(words[1]) / 1e9 if len(words) >= 2 and words[1].isdigit() else None
 
 
-def read_process(text: str) -> tuple[float, int] | None:
-    """/proc/PID/stat: seconds on processors, and bytes of memory. The name in it may contain anything."""
-    words = text.rpartition(")")[2].split()
-    if len(words) < 22 or not all(re.fullmatch(r"-?\d+", words[i]) for i in (11, 12, 21)):
-        return None
-    return (int(words[11]) + int(words[12])) / TICKS, int(words[21]) * PAGE
-
-
 @dataclass
 class HostCounters:
     """All counters at one time."""
 
     time: float = field(default_factory=time.monotonic)
-    cores: dict[str, CoreTicks] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
+    cores: np.ndarray | None = None  # [C, 4], as of `read_cores`
+    memory: tuple[int, int, int] | None = None  # all, available, swapped
     disks: tuple[int, int] | None = None
     network: tuple[int, int] | None = None
     pressure: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -135,7 +114,13 @@ class HostCounters:
     def since(self, before: HostCounters) -> dict[str, Any]:
         """Figures of the time between two readings: what is in a line of `system.jsonl`."""
         span = max(self.time - before.time, 1e-6)
-        figures: dict[str, Any] = {**_of_cores(self.cores, before.cores), **_of_memory(self.memory)}
+        figures: dict[str, Any] = {}
+        seconds = self._core_seconds(before)
+        if seconds is not None:
+            shares = _core_shares(seconds.sum(0)).round(4).tolist()
+            figures |= dict(zip(("cpu", "cpu_io_wait", "cpu_stolen"), shares))
+            figures["cpu_cores"] = _core_shares(seconds)[:, 0].round(2).tolist()
+        figures |= _of_memory(self.memory)
         for names, now, then in (
             (("disk_read_mb_s", "disk_write_mb_s"), self.disks, before.disks),
             (("net_in_mb_s", "net_out_mb_s"), self.network, before.network),
@@ -159,6 +144,11 @@ class HostCounters:
             figures["ram_own_gb"] = round(sum(size for _, size in self.processes.values()) / 1e9, 3)
         return figures | self._share_of_cores(before, span, figures.get("cpu_own"))
 
+    def _core_seconds(self, before: HostCounters) -> np.ndarray | None:
+        if self.cores is None or before.cores is None or not 0 < self.cores.size == before.cores.size:
+            return None  # a core was switched on or off
+        return self.cores - before.cores
+
     def _share_of_cores(self, before: HostCounters, span: float, own: float | None) -> dict[str, float]:
         """How many cores the run may use, how many more its threads could use now, and how many others use."""
         figures: dict[str, float] = {}
@@ -169,13 +159,12 @@ class HostCounters:
         if same:
             waited = sum(self.core_wait[thread] - before.core_wait[thread] for thread in same)
             figures["cpu_wait"] = round(max(waited, 0.0) / span, 3)
-        names = [
-            f"cpu{core}" for core in self.usable if f"cpu{core}" in self.cores.keys() & before.cores.keys()
-        ]
-        if names and own is not None:
-            shares = [self.cores[name].since(before.cores[name]) for name in names]
-            taken = sum(busy + stolen for busy, _, stolen in shares)
-            figures["cpu_others"] = round(max(taken - own, 0.0), 3)
+        seconds = self._core_seconds(before)
+        if seconds is not None and self.usable and own is not None:
+            # without some cores that are off, their numbers are not their positions
+            cores = range(len(seconds)) if len(self.usable) >= len(seconds) else sorted(self.usable)
+            shares = _core_shares(seconds[[core for core in cores if core < len(seconds)]])
+            figures["cpu_others"] = round(max(float(shares[:, [0, 2]].sum()) - own, 0.0), 3)
         if self.memory_limit is not None:
             limit_bytes, used = self.memory_limit
             figures |= {
@@ -185,52 +174,52 @@ class HostCounters:
         return figures
 
 
-def _of_cores(now: dict[str, CoreTicks], before: dict[str, CoreTicks]) -> dict[str, Any]:
-    shares = {name: ticks.since(before[name]) for name, ticks in now.items() if name in before}
-    figures: dict[str, Any] = {}
-    if "cpu" in shares:
-        names = ("cpu", "cpu_io_wait", "cpu_stolen")
-        figures |= {name: round(share, 4) for name, share in zip(names, shares.pop("cpu"))}
-    if shares:
-        figures["cpu_cores"] = [round(busy, 2) for busy, _, _ in shares.values()]
-    return figures
+def _core_shares(seconds: np.ndarray) -> np.ndarray:
+    """[..., 4] -> shares of the time [..., 3]: busy, waiting for a disk, stolen."""
+    return np.clip(seconds[..., :3] / np.maximum(seconds[..., 3:], 0.01), 0, 1)
 
 
-def _of_memory(memory: dict[str, int]) -> dict[str, float]:
-    figures = {}
-    if "MemTotal" in memory and "MemAvailable" in memory:
-        figures["ram_total_gb"] = round(memory["MemTotal"] / 1e9, 3)
-        figures["ram_used_gb"] = round((memory["MemTotal"] - memory["MemAvailable"]) / 1e9, 3)
-    if "SwapTotal" in memory and "SwapFree" in memory:
-        figures["swap_used_gb"] = round((memory["SwapTotal"] - memory["SwapFree"]) / 1e9, 3)
-    return figures
+def _of_memory(memory: tuple[int, int, int] | None) -> dict[str, float]:
+    if memory is None:
+        return {}
+    total, available, swapped = (size / 1e9 for size in memory)
+    return {
+        "ram_total_gb": round(total, 3),
+        "ram_used_gb": round(total - available, 3),
+        "swap_used_gb": round(swapped, 3),
+    }
 
 
 def _share(value: float) -> float:
     return round(min(max(value, 0.0), 1.0), 4)
 
 
-def count(pids: Iterable[int]) -> HostCounters:
+def count(pids: Collection[int]) -> HostCounters:
     """Read all counters of this machine, and those of the run's processes."""
-    if not sys.platform.startswith("linux"):
-        return _count_self()
     pressure = {kind: read_pressure(_text(f"/proc/pressure/{kind}")) for kind in PRESSURES}
-    disks, network = _text("/proc/diskstats"), _text("/proc/net/dev")
-    processes = {pid: read_process(_text(f"/proc/{pid}/stat")) for pid in pids}
-    memory = read_memory(_text("/proc/meminfo"))
+    processes = {pid: _try(read_process, pid) for pid in pids}
+    memory = _try(read_memory)
     return HostCounters(
-        cores=read_cores(_text("/proc/stat")),
+        cores=_try(read_cores),
         memory=memory,
-        disks=read_disks(disks, _names("/sys/block")) if disks else None,
-        network=read_network(network) if network else None,
+        disks=_try(read_disks),
+        network=_try(read_network),
         pressure={kind: totals for kind, totals in pressure.items() if totals},
         quota=cgroups.throttled_s(),
-        processes={pid: found for pid, found in processes.items() if found is not None},
-        core_wait=_core_wait(processes),
-        usable=_usable(pid for pid, found in processes.items() if found is not None),
+        processes={pid: used for pid, used in processes.items() if used is not None},
+        core_wait=_core_wait(pids),
+        usable=_usable(pid for pid, used in processes.items() if used is not None),
         cores_limit=cgroups.cores_limit(),
-        memory_limit=cgroups.memory_limit(memory.get("MemTotal", 0)),
+        memory_limit=cgroups.memory_limit(memory[0] if memory else 0),
     )
+
+
+def _try(read: Callable[..., T], *arguments: Any) -> T | None:
+    """None if it can't be read: psutil raises many types of errors where /proc is hidden, partial or damaged."""
+    try:
+        return read(*arguments)
+    except Exception:
+        return None
 
 
 def _core_wait(pids: Iterable[int]) -> dict[tuple[int, int], float]:
@@ -246,16 +235,9 @@ def _core_wait(pids: Iterable[int]) -> dict[tuple[int, int], float]:
 def _usable(pids: Iterable[int]) -> frozenset[int]:
     cores: set[int] = set()
     for pid in pids:
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # macOS has no such call
             cores |= os.sched_getaffinity(pid)
     return frozenset(cores)
-
-
-def _count_self() -> HostCounters:
-    """What every Unix has: this process only, and its memory at its peak."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return HostCounters(processes={os.getpid(): (used.ru_utime + used.ru_stime, peak)})
 
 
 class ThreadTime:
