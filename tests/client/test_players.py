@@ -15,6 +15,7 @@ from flexor_client import (
     ServerLostError,
 )
 from flexor_client.players import in_background
+from support.limits import LIMIT_S
 
 FPS = 10
 FLEXOR = {"action_steps": 6, "continues_chunks": False}
@@ -293,13 +294,13 @@ def test_settings_that_make_no_sense(settings, message):
 def test_requests_run_in_a_thread_and_the_first_chunk_can_be_waited_for():
     policy, go = CountingPolicy(), threading.Event()
     answered = policy.chunk
-    policy.chunk = lambda *a, **k: (go.wait(5), answered(*a, **k))[1]
+    policy.chunk = lambda *a, **k: (go.wait(LIMIT_S), answered(*a, **k))[1]
     player = RealTimePlayer(policy, FPS)
     observation = {"at": np.zeros(1, np.float32)}
     assert player.act(observation) is None  # it does not wait
     go.set()
     player.reset()
-    player.wait(observation)
+    player.wait(observation, timeout_s=LIMIT_S)
     assert player.act(observation).tolist() == [0]
     answer = in_background(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

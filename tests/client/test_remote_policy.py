@@ -5,7 +5,7 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from flexor_client import (
 )
 from flexor_client.jpeg import is_jpeg, open_jpeg
 from flexor_client.replies import REPLY_BYTES
+from support.limits import LIMIT_S
 from support.policy_server import FakePolicyServer, echo
 
 STATE = {"observation.state": np.array([1, 2], np.float32)}
@@ -34,7 +35,7 @@ def server():
 
 
 def remote(server: FakePolicyServer, **settings) -> RemotePolicy:
-    return RemotePolicy(server.url, **{"timeout_s": 5.0, "reconnect_s": 0.0, **settings})
+    return RemotePolicy(server.url, **{"timeout_s": LIMIT_S, "reconnect_s": 0.0, **settings})
 
 
 def test_chunks_come_back_and_nothing_is_added(server):
@@ -190,7 +191,9 @@ def test_what_is_no_policy_server_is_an_error_of_this_package(reply):
                         connection.sendall(reply)
 
         threading.Thread(target=answer, daemon=True).start()
-        policy = RemotePolicy(f"ws://127.0.0.1:{listening.getsockname()[1]}", reconnect_s=0, timeout_s=5)
+        policy = RemotePolicy(
+            f"ws://127.0.0.1:{listening.getsockname()[1]}", reconnect_s=0, timeout_s=LIMIT_S
+        )
         with pytest.raises(ClientError) as error:
             policy.chunk(STATE)
         assert str(error.value).isprintable()
@@ -244,15 +247,25 @@ def test_a_server_that_stays_away_is_lost():
     assert 8 < now[0] <= 10
 
 
-def test_a_server_that_hangs_is_lost_and_its_late_answer_is_not_mistaken(server):
-    server.answer = lambda message: (time.sleep(0.5), echo(message))[1]
+def test_a_server_that_hangs_is_lost_and_its_late_answer_is_not_mistaken(server, monkeypatch):
+    over = threading.Event()
+    server.answer = lambda message: (over.wait(LIMIT_S), echo(message))[1]
     with remote(server) as policy:
-        policy.metadata  # noqa: B018
-        policy.timeout_s = 0.1
-        with pytest.raises(ServerLostError, match=r"did not answer within 0.1 s"):
+        send = policy._send
+
+        def send_then_hurry(*frame: Any) -> None:
+            send(*frame)
+            policy.timeout_s = 0.1
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ServerLostError, match=r"did not answer within 0.1 s"),
+        ):
+            patch.setattr(policy, "_send", send_then_hurry)
             policy.chunk(STATE)
+        over.set()
         server.answer = echo
-        policy.timeout_s = 5
+        policy.timeout_s = LIMIT_S
         other = {"observation.state": np.array([7, 8], np.float32)}
         assert policy.chunk(other)[0].tolist() == [7, 8]
 
@@ -281,7 +294,10 @@ def server_that_does_not_read(then: bytes = b""):
 @pytest.mark.parametrize("then", [b"", (b"\x89\x7d" + bytes(125)) * 100])
 def test_a_server_that_does_not_read_is_lost(then, caplog):
     """Sending waits for it, and so does saying goodbye, or an answer to its pings: without a limit, for ever."""
-    with server_that_does_not_read(then) as url, RemotePolicy(url, timeout_s=60, reconnect_s=0) as policy:
+    with (
+        server_that_does_not_read(then) as url,
+        RemotePolicy(url, timeout_s=LIMIT_S, reconnect_s=0) as policy,
+    ):
         assert policy.metadata == {}
         policy.timeout_s = 0.2
         with pytest.raises(ServerLostError, match=r"did not take the observation within 0.2 s"):
@@ -292,7 +308,10 @@ def test_a_server_that_does_not_read_is_lost(then, caplog):
 def test_pings_without_end_do_not_keep_a_robot_from_leaving(monkeypatch):
     monkeypatch.setattr(flexor_client.remote, "CLOSING_S", 0.1)
     pings = (b"\x89\x7d" + bytes(125)) * 1000
-    with server_that_does_not_read(pings) as url, RemotePolicy(url, timeout_s=60, reconnect_s=0) as policy:
+    with (
+        server_that_does_not_read(pings) as url,
+        RemotePolicy(url, timeout_s=LIMIT_S, reconnect_s=0) as policy,
+    ):
         assert policy.metadata == {}
         policy.timeout_s = 1.0  # until nothing more can be sent
         with pytest.raises(ServerLostError):

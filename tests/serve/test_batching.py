@@ -10,6 +10,7 @@ from flexor.serve import batching
 from flexor.serve.batching import RequestBatcher, RobotPauses
 from flexor.serve.job import ServeJob
 from flexor.serve.request import PolicyRequest
+from support.limits import FOREVER_S, LIMIT_S
 
 PREDICTION_S = 0.01
 
@@ -84,18 +85,22 @@ def test_robots_that_ask_again_at_once_are_predicted_for_together():
     def answer(jobs: list[ServeJob]) -> None:
         sizes.append(len(jobs))
 
-    async def robot(batcher: RequestBatcher, name: str, begins: float) -> None:
-        await asyncio.sleep(begins)
-        for _ in range(20):
+    async def robot(batcher: RequestBatcher, name: str, begins: int) -> None:
+        while len(sizes) < begins:
+            await asyncio.sleep(0.001)
+        while True:
             await batcher.submit(job(name))
             await asyncio.sleep(0.02)
 
     async def run() -> None:
         batcher = RequestBatcher(answer, 8, None)
-        batcher.fastest = lambda: 0.5  # type: ignore[method-assign]
-        worker = asyncio.create_task(batcher.run())
-        await asyncio.gather(*(robot(batcher, str(n), 0.05 * n) for n in range(3)))
-        worker.cancel()
+        batcher.fastest = lambda: LIMIT_S  # type: ignore[method-assign]
+        tasks = [asyncio.create_task(robot(batcher, str(n), n)) for n in range(3)]
+        tasks.append(asyncio.create_task(batcher.run()))
+        while sizes.count(3) < 10 and len(sizes) < 50:
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
         batcher.thread.shutdown()
 
     asyncio.run(run())
@@ -104,13 +109,13 @@ def test_robots_that_ask_again_at_once_are_predicted_for_together():
 
 def test_nobody_waits_for_others_beyond_a_deadline():
     async def run() -> ServeJob:
-        batcher = RequestBatcher(lambda jobs: None, 8, window_s=60)
-        batcher.fastest = lambda: 0.5  # type: ignore[method-assign]
+        batcher = RequestBatcher(lambda jobs: None, 8, window_s=FOREVER_S)
+        batcher.fastest = lambda: LIMIT_S  # type: ignore[method-assign]
         batcher.pauses["other"] = RobotPauses()
-        batcher.pauses["other"].answer(time.perf_counter() + 60)  # active, and never asks
+        batcher.pauses["other"].answer(time.perf_counter() + FOREVER_S)  # active, and never asks
         worker = asyncio.create_task(batcher.run())
         hasty = job("hasty")
-        hasty.due = time.perf_counter() + 1.5
+        hasty.due = time.perf_counter() + 2 * LIMIT_S + 0.5  # leaves half a second to wait for others
         await batcher.submit(hasty)
         worker.cancel()
         batcher.thread.shutdown()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,11 +25,23 @@ from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
 from flexor.serve import processes
 from flexor.serve.form import Input, ObservationForm
+from flexor.serve.processes import RemoteConnections
 from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
 from flexor_client.jpeg import encode_jpeg
 from support.limits import LIMIT_S, wait_for
-from support.serving import CAMERA, STATE, Talk, expected, get, needs_linux, numbers, observation, serving
+from support.serving import (
+    CAMERA,
+    STATE,
+    Talk,
+    ask_at_once,
+    expected,
+    get,
+    needs_linux,
+    numbers,
+    observation,
+    serving,
+)
 from support.soaking import IMAGE, Soak
 
 pytestmark = needs_linux
@@ -82,7 +96,7 @@ def test_a_process_that_dies_costs_only_its_own_clients():
             assert counted % 1 in get(url, "/metrics")[1].splitlines()
             dying.process.send_signal(signal.SIGKILL)
             with pytest.raises(ConnectionClosed):
-                other.socket.recv(timeout=30)
+                other.socket.recv(timeout=LIMIT_S)
             np.testing.assert_array_equal(one.ask(observation(2))["actions"], expected(2))
             with Talk(url) as again:
                 np.testing.assert_array_equal(again.ask(observation(3))["actions"], expected(3))
@@ -94,20 +108,38 @@ def test_a_process_that_dies_costs_only_its_own_clients():
     assert all(child.returncode == 0 for child in children)
 
 
-def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(monkeypatch):
-    monkeypatch.setattr(processes, "FROZEN_S", 5.0)
+@pytest.fixture
+def frozen(monkeypatch):
+    """Only the process that is put here may be taken for one that does not answer, and is ended once `over` is set."""
+    frozen, is_alive = types.SimpleNamespace(process=None, over=False), RemoteConnections.is_alive
+
+    async def patient(remote: RemoteConnections, timeout_s: float) -> bool:
+        while remote.process.poll() is None:
+            if await is_alive(remote, 0.5):
+                return True
+            if remote is frozen.process and (timeout_s < processes.FROZEN_S or frozen.over):
+                return False
+            await asyncio.sleep(0.01)
+        return False
+
+    monkeypatch.setattr(RemoteConnections, "is_alive", patient)
+    return frozen
+
+
+def test_a_process_that_is_frozen_gets_no_robots_and_is_replaced(frozen):
     with serving(numbers(), processes=2) as (url, server), ExitStack() as stack:
         first, stuck = (stack.enter_context(Talk(url)) for _ in range(2))
-        frozen = next(process for process in server.processes.running if process.clients)
-        frozen.process.send_signal(signal.SIGSTOP)
+        stopped = frozen.process = next(process for process in server.processes.running if process.clients)
+        stopped.process.send_signal(signal.SIGSTOP)
         for value in range(4):  # these may not wait until it is replaced
-            robot = stack.enter_context(Talk(url, open_timeout=LIMIT_S))
+            robot = stack.enter_context(Talk(url))
             np.testing.assert_array_equal(robot.ask(observation(value))["actions"], expected(value))
-        assert len(frozen.clients) == 1
+        assert len(stopped.clients) == 1
+        frozen.over = True
         with pytest.raises(ConnectionClosed):  # and can connect again
             stuck.socket.recv(timeout=LIMIT_S)
-        wait_for(lambda: len(server.processes.running) == 2 and frozen not in server.processes.running)
-        assert frozen.process.wait(LIMIT_S) == -signal.SIGKILL
+        wait_for(lambda: len(server.processes.running) == 2 and stopped not in server.processes.running)
+        assert stopped.process.wait(LIMIT_S) == -signal.SIGKILL
         for talk in (first, robot, stack.enter_context(Talk(url))):
             np.testing.assert_array_equal(talk.ask(observation(7))["actions"], expected(7))
 
@@ -166,22 +198,16 @@ def test_one_that_does_not_start_is_said(monkeypatch):
 
 def test_robots_of_different_processes_share_a_batch():
     policy = numbers()
-    with (
-        serving(policy, processes=2, batch_window_ms=200) as (url, _),
-        Talk(url) as one,
-        Talk(url) as other,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        for value in range(5):
-            replies = [threads.submit(robot.ask, observation(value)) for robot in (one, other)]
-            for reply in replies:
-                np.testing.assert_array_equal(reply.result()["actions"], expected(value))
-    assert 2 in policy.policy.batches
+    with serving(policy, processes=2) as (url, server):
+        replies = ask_at_once(url, server, [1, 2])
+    for value, reply in zip([1, 2], replies):
+        np.testing.assert_array_equal(reply["actions"], expected(value))
+    assert policy.policy.batches[-1] == 2
 
 
 def test_a_soak():
     with serving(numbers(image=IMAGE), processes=2, requests_per_s=1e6) as (url, server):
-        soak = Soak(url, requests=300)
+        soak = Soak(url, requests=300, deadline_s=LIMIT_S)
         soak.run()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses and not server.model.batcher.waiting

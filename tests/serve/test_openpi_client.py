@@ -12,6 +12,7 @@ from flexor.evaluate.envs import make_env, observation_to_batch
 from flexor.policies.pretrained import Pretrained, load_pretrained
 from flexor.policies.session import Session
 from support import runs
+from support.limits import LIMIT_S
 from support.openpi_environment import openpi_python
 from support.serving import serving
 from support.small_policies import small_flags
@@ -48,7 +49,7 @@ class Robot:
 
     def end(self) -> int:
         self.process.stdin.close()
-        return self.process.wait(60)
+        return self.process.wait(LIMIT_S)
 
 
 def episodes(act) -> np.ndarray:
@@ -111,6 +112,6 @@ def test_the_published_client_reports_an_error_and_needs_the_key(openpi, policy)
             (("secret",), "The policy needs observation.state"),
         ):
             done = subprocess.run(
-                [str(openpi), "-c", code, port, *more], capture_output=True, text=True, timeout=60
+                [str(openpi), "-c", code, port, *more], capture_output=True, text=True, timeout=LIMIT_S
             )
             assert done.returncode == 1 and words in done.stderr, done.stderr

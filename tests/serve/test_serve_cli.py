@@ -19,6 +19,7 @@ from flexor.serve.open import open_predictor
 from flexor.serve.request import PolicyRequest
 from flexor.serve.settings import ServeSettings
 from support import runs
+from support.limits import LIMIT_S
 from support.serving import Talk, get
 from support.small_policies import small_flags
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_is_served(run):
             421,
         ]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
     finally:
         process.kill()
         process.communicate()

@@ -1,8 +1,10 @@
 """A server and its clients: answers, batches, deadlines, sessions; nobody pays for what another one does."""
 
+import asyncio
+import functools
 import socket
 import threading
-import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, ConnectionClosedError
 from websockets.sync.client import connect
 
 from flexor.core.errors import ConfigError
+from flexor.serve import clients, connections, rate_limit
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import bind
 from flexor_client.jpeg import encode_jpeg
@@ -25,6 +28,7 @@ from support.serving import (
     SIZE,
     STATE,
     Talk,
+    ask_at_once,
     expected,
     get,
     needs_linux,
@@ -49,7 +53,7 @@ def test_a_plain_client_gets_metadata_and_chunks(url):
     assert first.keys() == {"actions", "server_timing", "policy_timing"}
     assert first["server_timing"].keys() == {"infer_ms", "decode_ms", "queue_ms", "model_ms"}
     assert second["server_timing"].keys() - first["server_timing"].keys() == {"prev_total_ms", "encode_ms"}
-    assert 0 < second["policy_timing"]["infer_ms"] <= second["server_timing"]["infer_ms"] < 30e3
+    assert 0 < second["policy_timing"]["infer_ms"] <= second["server_timing"]["infer_ms"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_an_error_is_text_then_close_1011_and_only_for_that_client(url, frame):
         assert other.ask(observation(1))["actions"].shape == (CHUNK, 2)
         assert isinstance(robot.ask_raw(frame), str)
         with pytest.raises(ConnectionClosedError) as closed:
-            robot.socket.recv(timeout=30)
+            robot.socket.recv(timeout=LIMIT_S)
         assert closed.value.rcvd.code == 1011
         np.testing.assert_array_equal(other.ask(observation(2))["actions"], expected(2))
 
@@ -156,77 +160,36 @@ def test_a_chunk_that_is_being_executed_fades_into_the_new_one(url):
         np.testing.assert_array_equal(reset["actions"], expected(10))
 
 
-def ask_at_once(url: str, values: list[float], **options: object) -> list[object]:
-    talks = [Talk(url) for _ in values]
-    barrier = threading.Barrier(len(values))
-
-    def ask(talk: Talk, value: float) -> object:
-        talk.ask(observation(value))  # from now on it is expected
-        barrier.wait(30)
-        return talk.ask(observation(value, flexor=dict(options)))
-
-    with ThreadPoolExecutor(len(values)) as threads:
-        got = list(threads.map(ask, talks, values))
-    for talk in talks:
-        talk.socket.close()
-    return got
-
-
 def test_robots_that_ask_together_are_predicted_together():
     policy = numbers()
-    with serving(policy, batch_window_ms=1000) as (url, _):
-        got = ask_at_once(url, [1, 2, 3, 4])
-    assert max(policy.policy.batches) >= 3  # the four meet within a second, unless the machine sleeps
+    with serving(policy) as (url, server):
+        got = ask_at_once(url, server, [1, 2, 3, 4])
+    assert policy.policy.batches[-1] == 4
     for value, reply in zip([1, 2, 3, 4], got):
         np.testing.assert_array_equal(reply["actions"], expected(value))
-    assert max(reply["flexor"]["batch"] for reply in got) >= 3
+        assert reply["flexor"]["batch"] == 4
 
 
 def test_batches_have_few_sizes_where_each_needs_a_graph():
     policy = numbers()
     predictor = Predictor(policy, fixed_sizes=True, max_batch=6)
-    with serving(predictor, batch_window_ms=1000, max_batch=6) as (url, _):
+    with serving(predictor, max_batch=6) as (url, server):
         assert {*policy.policy.batches} == {1, 2, 4, 6}  # warm
-        got = ask_at_once(url, [1, 2, 3])
-    assert {*policy.policy.batches} == {1, 2, 4, 6}
+        got = ask_at_once(url, server, [1, 2, 3])
+    assert {*policy.policy.batches} == {1, 2, 4, 6} and policy.policy.batches[-1] == 4
     for value, reply in zip([1, 2, 3], got):
         np.testing.assert_array_equal(reply["actions"], expected(value))
 
 
 def test_in_a_batch_only_the_one_who_broke_it_gets_the_error():
-    with serving(numbers(), batch_window_ms=1000) as (url, _), Talk(url) as good, Talk(url) as bad:
-        good.ask(observation(1))
-        bad.ask(observation(1))
-        with ThreadPoolExecutor(2) as threads:
-            replies = [
-                threads.submit(good.ask, observation(5)),
-                threads.submit(bad.ask, observation(666)),
-            ]
-        np.testing.assert_array_equal(replies[0].result()["actions"], expected(5))
-        assert "ZeroDivisionError" in replies[1].result()
-        np.testing.assert_array_equal(good.ask(observation(6))["actions"], expected(6))
-
-
-def test_an_observation_that_is_too_old_is_said_to_be():
-    slow = threading.Event()
-    with (
-        serving(numbers(lambda size: time.sleep(0.3 if slow.is_set() else 0))) as (url, _),
-        Talk(url) as robot,
-        Talk(url) as other,
-    ):
-        late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
-        assert "actions" not in late and late["flexor"]["id"] == 4
-        assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
-        assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 30e3}))
-        slow.set()
-        with ThreadPoolExecutor(1) as threads:
-            busy = threads.submit(other.ask, observation(2))
-            time.sleep(0.05)
-            waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
-            assert "expired" in waited and "actions" not in waited
-            assert "actions" in busy.result()
-        slow.clear()
-        np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
+    policy = numbers()
+    with serving(policy) as (url, server):
+        good, bad = ask_at_once(url, server, [5, 666])
+        assert policy.policy.batches[-3:] == [2, 1, 1]  # together, then each alone
+        np.testing.assert_array_equal(good["actions"], expected(5))
+        assert "ZeroDivisionError" in bad
+        with Talk(url) as robot:
+            np.testing.assert_array_equal(robot.ask(observation(6))["actions"], expected(6))
 
 
 @contextmanager
@@ -237,6 +200,30 @@ def held_up(event: threading.Event) -> Iterator[None]:
         yield
     finally:
         event.set()
+
+
+def test_an_observation_that_is_too_old_is_said_to_be():
+    go = threading.Event()
+    go.set()
+    policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])
+    with (
+        serving(policy) as (url, _),
+        Talk(url) as robot,
+        Talk(url) as other,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        late = robot.ask(observation(1, flexor={"deadline_ms": 50, "age_ms": 60, "id": 4}))
+        assert "actions" not in late and late["flexor"]["id"] == 4
+        assert late["expired"]["age_ms"] >= 60 and late["expired"]["deadline_ms"] == 50
+        assert "actions" in robot.ask(observation(1, flexor={"deadline_ms": 1e3 * LIMIT_S}))
+        policy.policy.batches.clear()
+        with held_up(go):
+            busy = threads.submit(other.ask, observation(2))
+            wait_for(lambda: policy.policy.batches)  # the model is at it
+            waited = robot.ask(observation(1, flexor={"deadline_ms": 100}))
+            assert "expired" in waited and "actions" not in waited
+        assert "actions" in busy.result(LIMIT_S)
+        np.testing.assert_array_equal(robot.ask(observation(3))["actions"], expected(3))
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=needs_linux)])
@@ -305,36 +292,39 @@ def test_hostile_requests_are_refused_and_robots_notice_nothing(processes):
 
 def test_a_slow_model_is_tried_again():
     """What is known of its speed must not refuse requests for ever."""
-    slow = threading.Event()
-    slow.set()
-    with (
-        serving(numbers(lambda size: time.sleep(0.2 if slow.is_set() else 0))) as (url, _),
-        Talk(url) as robot,
-    ):
-        robot.ask(observation(1))
-        slow.clear()
-        replies = (robot.ask(observation(1, flexor={"deadline_ms": 150})) for _ in range(50))
-        assert any("actions" in reply for reply in replies)
+    with serving(numbers()) as (url, server), Talk(url) as robot:
+        server.model.batcher.took.clear()
+        server.model.batcher.took.append(2 * LIMIT_S)  # it has been slow
+        replies = [robot.ask(observation(1, flexor={"deadline_ms": 1e3 * LIMIT_S})) for _ in range(20)]
+    assert "expired" in replies[0] and "actions" in replies[-1]
 
 
-def test_connections_are_kept_alive_while_the_model_is_busy():
+def test_connections_are_kept_alive_while_the_model_is_busy(monkeypatch):
     """As long as it compiles, pings of both sides are answered."""
-    busy = threading.Event()
+    monkeypatch.setattr(connections, "serve", functools.partial(_serve_patiently, connections.serve))
+    go = threading.Event()
+    go.set()
+    policy = numbers(lambda size: (go.wait(LIMIT_S), None)[1])
     with (
-        serving(numbers(lambda size: time.sleep(2.5 if busy.is_set() else 0)), ping_s=0.5) as (url, _),
-        Talk(url, ping_interval=0.3, ping_timeout=0.8) as robot,
-        Talk(url) as other,
+        serving(policy, ping_s=0.1) as (url, server),
+        Talk(url) as robot,
+        ThreadPoolExecutor(1) as threads,
     ):
-        busy.set()
-        with ThreadPoolExecutor(1) as threads:
+        (client,) = server.connections.loop.clients.values()
+        policy.policy.batches.clear()
+        with held_up(go):
             waiting = threads.submit(robot.ask, observation(4))
-            time.sleep(0.3)
-            started = time.perf_counter()
-            assert other.socket.ping().wait(10)
-            assert time.perf_counter() - started < 1
-            np.testing.assert_array_equal(waiting.result()["actions"], expected(4))
-        busy.clear()
-        np.testing.assert_array_equal(other.ask(observation(4))["actions"], expected(4))
+            wait_for(lambda: policy.policy.batches)  # the model is at it
+            for _ in range(2):
+                assert robot.socket.ping().wait(LIMIT_S)
+                last = client.connection.latency
+                wait_for(lambda last=last: client.connection.latency != last)  # another ping was answered
+            assert not waiting.done()
+        np.testing.assert_array_equal(waiting.result(LIMIT_S)["actions"], expected(4))
+
+
+def _serve_patiently(serve, *arguments, **settings):
+    return serve(*arguments, **{**settings, "ping_timeout": LIMIT_S})
 
 
 def test_the_port_opens_when_the_policy_is_warm():
@@ -353,16 +343,24 @@ def test_the_port_opens_when_the_policy_is_warm():
     assert seen == [False, True]
 
 
-def test_faster_than_allowed_is_answered_later():
+def test_faster_than_allowed_is_answered_later(monkeypatch):
+    monkeypatch.setattr(
+        rate_limit, "time", types.SimpleNamespace(perf_counter=lambda: 100.0)
+    )  # it stands still
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
     with serving(numbers(), requests_per_s=4) as (url, server), Talk(url) as robot, Talk(url) as other:
-        started = time.perf_counter()
-        for _ in range(8):  # 4 at once, then 4 per second
+        monkeypatch.setattr(clients, "asyncio", types.SimpleNamespace(**{**vars(asyncio), "sleep": recorded}))
+        for _ in range(6):  # 4 at once, then 4 per second
             assert "actions" in robot.ask(observation(1))
-        assert time.perf_counter() - started > 0.4
-        started = time.perf_counter()
+        assert waits == [0.25, 0.5] and server.connections.metrics.delayed == 2
         other.ask(observation(1))
-        assert time.perf_counter() - started < 0.4 + 1
-        assert server.connections.metrics.delayed >= 1
+        assert len(waits) == 2
 
 
 def test_limits_on_frames_and_clients():
@@ -372,7 +370,7 @@ def test_limits_on_frames_and_clients():
                 Talk(url)
             one.socket.send(b"\x00" * 2**17)
             with pytest.raises(ConnectionClosed) as closed:
-                one.socket.recv(timeout=30)
+                one.socket.recv(timeout=LIMIT_S)
             assert closed.value.rcvd.code == 1009
             assert "actions" in other.ask(observation(1))
         wait_for(lambda: not server.model.clients)

@@ -1,14 +1,13 @@
 """A short version of benchmarks/soak_serve.py."""
 
-from support.limits import wait_for
+from support.limits import LIMIT_S, wait_for
 from support.serving import numbers, serving
 from support.soaking import IMAGE, Soak
 
 
 def test_clients_that_come_go_die_and_attack_cost_others_nothing():
     with serving(numbers(image=IMAGE), requests_per_s=1e6) as (url, server):
-        # a busy machine holds robots up for seconds; each of the attacks would hold them up for longer than that
-        soak = Soak(url, requests=400, deadline_s=20)
+        soak = Soak(url, requests=400, deadline_s=LIMIT_S)
         soak.run()
         wait_for(lambda: not server.model.clients)
         assert not server.model.batcher.pauses and not server.model.batcher.waiting

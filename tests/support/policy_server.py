@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from flexor_client.wire import pack, unpack
+from support.limits import LIMIT_S
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -43,7 +44,9 @@ class FakePolicyServer:
             compression=None,
             max_size=None,
             process_request=self._admit,
+            open_timeout=LIMIT_S,
             close_timeout=0.2,
+            ping_interval=None,
         )
         self.port = self._server.socket.getsockname()[1]
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

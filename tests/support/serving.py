@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +21,13 @@ from flexor.policies.act.config import ACTConfig
 from flexor.policies.base import Policy
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.pretrained import Pretrained
+from flexor.serve import background, batching, processes
 from flexor.serve.background import in_background
 from flexor.serve.predictor import Predictor
 from flexor.serve.server import PolicyServer
 from flexor.serve.settings import ServeSettings
 from flexor_client.wire import pack, unpack
+from support.limits import FOREVER_S, LIMIT_S
 
 CAMERA, STATE = "observation.images.top", "observation.state"
 SIZE, CHUNK = 8, 4
@@ -79,12 +84,18 @@ def expected(value: float) -> np.ndarray:
 def serving(
     pretrained: Pretrained | Predictor, names: Mapping[str, str] | None = None, **settings: Any
 ) -> Iterator[tuple[str, PolicyServer]]:
-    """A server on a free port: its address and itself."""
-    given = ServeSettings(**{"port": 0, "processes": 0, **settings})
+    """A server on a free port: its address and itself. A busy machine reaches none of its time limits."""
+    patience = {"port": 0, "processes": 0, "opening_s": LIMIT_S, "ping_s": LIMIT_S}
+    given = ServeSettings(**{**patience, **settings})
     if isinstance(pretrained, Pretrained):
         pretrained = Predictor(pretrained, reply=given.reply, max_batch=given.max_batch)
     server = PolicyServer(given, pretrained, names)
-    with in_background(server) as url:
+    limits = dict.fromkeys(("START_S", "END_S", "FIGURES_S", "ANSWER_S"), LIMIT_S)
+    with (
+        mock.patch.multiple(processes, FROZEN_S=FOREVER_S, **limits),
+        mock.patch.object(background, "STOP_S", LIMIT_S),
+        in_background(server) as url,
+    ):
         yield url, server
 
 
@@ -92,7 +103,7 @@ def get(url: str, path: str, **headers: str) -> tuple[int, str]:
     """What a browser gets: status and text."""
     request = urllib.request.Request(url.replace("ws", "http", 1) + path, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -102,9 +113,10 @@ class Talk:
     """A client that says exactly what it is told to."""
 
     def __init__(self, url: str, **settings: Any):
-        self.connecting = connect(url, compression=None, max_size=None, **settings)
+        patience = {"open_timeout": LIMIT_S, "ping_interval": None}
+        self.connecting = connect(url, compression=None, max_size=None, **{**patience, **settings})
         self.socket: ClientConnection = self.connecting.__enter__()
-        self.metadata = unpack(self.socket.recv(timeout=30))
+        self.metadata = unpack(self.socket.recv(timeout=LIMIT_S))
 
     def ask(self, message: Any) -> Any:
         return self.ask_raw(pack(message))
@@ -112,7 +124,7 @@ class Talk:
     def ask_raw(self, frame: bytes | str) -> Any:
         """The result; of an error, its text."""
         self.socket.send(frame)
-        reply = self.socket.recv(timeout=30)
+        reply = self.socket.recv(timeout=LIMIT_S)
         return reply if isinstance(reply, str) else unpack(reply)
 
     def __enter__(self) -> Talk:
@@ -120,3 +132,27 @@ class Talk:
 
     def __exit__(self, *_: object) -> None:
         self.socket.close()
+
+
+def ask_at_once(url: str, server: PolicyServer, values: Sequence[float]) -> list[Any]:
+    """The replies to robots that ask together. The server waits for all of them, however long each takes."""
+    batcher = server.model.batcher
+
+    def expect_all() -> None:
+        batcher.window_s = LIMIT_S
+
+    talks = [Talk(url) for _ in values]
+    barrier = threading.Barrier(len(values), expect_all)
+
+    def ask(talk: Talk, value: float) -> Any:
+        talk.ask(observation(1))  # from now on the batcher knows this robot
+        barrier.wait(LIMIT_S)
+        return talk.ask(observation(value, flexor={}))
+
+    window = batcher.window_s
+    with mock.patch.object(batching, "ACTIVE_S", LIMIT_S), ThreadPoolExecutor(len(values)) as threads:
+        replies = list(threads.map(ask, talks, values))
+    batcher.window_s = window
+    for talk in talks:
+        talk.socket.close()
+    return replies

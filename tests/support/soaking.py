@@ -20,6 +20,7 @@ from flexor_client.jpeg import encode_jpeg
 from flexor_client.wire import pack
 from support.frames_to_fuzz import hostile_frame
 from support.hostile_requests import hostile_requests
+from support.limits import LIMIT_S
 from support.serving import CAMERA, STATE, Talk, expected, observation
 
 IMAGE = (240, 320)  # height and width: large enough that an image of many scans would take seconds
@@ -131,7 +132,7 @@ class Soak:
         at = urlsplit(self.url)
         while not self._over():
             if rng.random() < 0.3:  # not even a WebSocket
-                with socket.create_connection((at.hostname, at.port), 30) as raw:
+                with socket.create_connection((at.hostname, at.port), LIMIT_S) as raw:
                     raw.sendall(rng.bytes(rng.integers(1, 300)) + b"\r\n\r\n")
             else:
                 self._send(hostile_frame(rng))
@@ -153,7 +154,7 @@ class Soak:
             for robot in robots:
                 robot.socket.send(frames[rng.integers(len(frames))])
             for robot in robots:
-                robot.socket.recv(timeout=60)
+                robot.socket.recv(timeout=LIMIT_S)
                 self._count("costly")
             _pause(rng)
         for robot in robots:

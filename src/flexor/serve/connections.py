@@ -32,7 +32,6 @@ from flexor.serve.model import Model
 from flexor.serve.settings import ServeSettings
 from flexor.serve.unfinished import REASON, CountedConnection, UnfinishedMessages
 
-OPENING_S = 4.0  # for a request: browsers open connections in reserve, and the server's end waits for them
 CLOSING_S = 4.0  # for a client to say goodbye
 BUFFERED_FRAMES = 1  # of a client that sends without waiting for its answers
 
@@ -68,7 +67,7 @@ class Connections:
             create_connection=connect,
             max_size=self.limits.frame.frame_bytes,
             max_queue=BUFFERED_FRAMES,
-            open_timeout=OPENING_S,
+            open_timeout=settings.opening_s,
             close_timeout=CLOSING_S,
             ping_interval=settings.ping_s,
             ping_timeout=settings.ping_s,

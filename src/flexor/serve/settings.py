@@ -44,6 +44,8 @@ class ServeSettings:
     """Of one request. None: derived from the policy's inputs, see limits.py."""
     allow_hosts: tuple[str, ...] = ()
     """Names of this server besides those that it knows: see access.py."""
+    opening_s: float = 4.0
+    """How long a handshake may take. Browsers open spare connections, and a server that stops waits for them."""
     ping_s: float = 20.0
     """Clients that are silent get a ping this often, and are disconnected if they do not answer in the same time."""
 
