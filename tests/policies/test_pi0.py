@@ -15,8 +15,8 @@ from flexor.core.rng import Noise
 from flexor.policies import policy_class
 from flexor.policies.base import without_padding
 from flexor.policies.features import Kind, PolicyFeature
-from flexor.policies.nn.gemma import GemmaDecoder
 from flexor.policies.nn.siglip import SiglipVision
+from flexor.policies.nn.transformer import Transformer
 from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
 from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
 from flexor.policies.pretrained import load_pretrained, load_weights, read_config, save_pretrained
@@ -404,6 +404,6 @@ def test_times_are_of_the_beta_distribution():
 def test_blocks_are_all_layers():
     policy = make_policy()
     blocks = policy.shard_units()
-    layers = [m for m in policy.modules() if isinstance(m, GemmaDecoder)]
+    layers = [m for m in policy.modules() if isinstance(m, Transformer)]
     assert len(blocks) == 2 + 1 + sum(len(each.layers) for each in layers)
     assert len({id(block) for block in blocks}) == len(blocks)

@@ -5,10 +5,9 @@ Known to processes that import this: the tests' own, and those that are forked f
 
 import json
 
-from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.pi0 import paligemma
-from flexor.policies.pi0.paligemma import PaliGemmaSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
 
 READER, EXPERT = "gemma_small", "gemma_smaller"
 VOCABULARY = 100
@@ -39,8 +38,8 @@ def as_flags(config: dict) -> list[str]:
 
 SETTINGS, FAST_SETTINGS = as_flags(CONFIG), as_flags(FAST_CONFIG)
 
-paligemma.GEMMA[READER] = GemmaSize(width=16, depth=2, mlp_width=24, heads=2, head_dim=8)
-paligemma.GEMMA[EXPERT] = GemmaSize(width=12, depth=2, mlp_width=20, heads=2, head_dim=8)
+paligemma.GEMMA[READER] = gemma(width=16, depth=2, mlp_width=24, heads=2, head_dim=8)
+paligemma.GEMMA[EXPERT] = gemma(width=12, depth=2, mlp_width=20, heads=2, head_dim=8)
 paligemma.GEMMA[WRITER] = paligemma.GEMMA[READER]
 for name, words in ((READER, VOCABULARY), (EXPERT, VOCABULARY), (WRITER, WRITTEN)):
     paligemma.PALIGEMMA[name] = PaliGemmaSize(

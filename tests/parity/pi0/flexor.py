@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
-from flexor.policies.pi0.paligemma import PaliGemmaSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
 from flexor.policies.pretrained import as_lerobot, save_weights
 from parity import flexor_side
 from parity.inputs import BATCH
@@ -20,7 +19,7 @@ from parity.records import saved_weights
 def prepared(folder: Path) -> Iterator[None]:
     """Inside, policies are small."""
     rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
-    sizes = {name: GemmaSize(width, *rest) for name, width in WIDTHS.items()}
+    sizes = {name: gemma(width, *rest) for name, width in WIDTHS.items()}
     vision = SiglipSize(*VISION.values())
     whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (

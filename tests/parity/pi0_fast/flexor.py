@@ -8,9 +8,8 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from flexor.policies.nn.gemma import GemmaSize
 from flexor.policies.nn.siglip import SiglipSize
-from flexor.policies.pi0.paligemma import PaliGemmaSize
+from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
 from flexor.policies.pi0_fast.action_tokens import TokenizeActions
 from flexor.policies.pretrained import as_lerobot, save_weights
 from parity import flexor_side
@@ -29,7 +28,7 @@ def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:
 def prepared(folder: Path) -> Iterator[None]:
     """Inside, policies are small."""
     rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
-    sizes = {name: GemmaSize(width, *rest) for name, width in WIDTHS.items()}
+    sizes = {name: gemma(width, *rest) for name, width in WIDTHS.items()}
     vision = SiglipSize(*VISION.values())
     whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flexor.policies.nn import fused_inference as module
 from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm, rotate
-from flexor.policies.nn.rotary import rotation
+from flexor.policies.nn.rope import make_rope
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -49,7 +49,7 @@ def test_rotation(shape, dtype, plain):
     x = torch.randn(shape).to("cuda", dtype)
     for batch in {1, shape[0]}:
         positions = torch.randint(0, 700, (batch, shape[1]), device="cuda")
-        given = x, *rotation(positions, shape[-1])
+        given = x, *make_rope(positions, shape[-1])
         assert far(rotate(*given), plain(rotate, *given)) < CLOSE[dtype]
 
 

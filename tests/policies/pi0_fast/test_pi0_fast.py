@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexor.core.log import _warn_once
 from flexor.core.rng import Noise
 from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters
-from flexor.policies.nn.rotary import rotation
+from flexor.policies.nn.rope import make_rope
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKENS, ActionWords, TokenizeActions
 from flexor.policies.pi0_fast.policy import ASKED_EVERY, mean_of_tokens
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
@@ -85,12 +85,12 @@ def as_before(policy, batch: dict, noise: Noise) -> torch.Tensor:
     word = torch.full((len(there),), policy.words.beginning)
     ended, written = torch.zeros(len(there), dtype=torch.bool), []
     for step in range(policy.config.max_decoding_steps):
-        turn = rotation(there.sum(1, keepdim=True), language.size.head_dim)
+        rope = make_rope(there.sum(1, keepdim=True), language.size.head_dim)
         there = torch.cat((there, torch.ones(len(there), 1, dtype=torch.bool)), 1)
         x, grown = language.embed_tokens(word[:, None]), []
         for layer, before in zip(language.layers, layers, strict=True):
-            x, own = layer(x, turn, there[:, None, None], before)
-            grown.append(before.then(own))
+            x, new = layer(x, rope, there[:, None, None], before)
+            grown.append(before.append(new))
         layers = grown
         logits = writer.logits(language.norm(x)[0][:, 0]).float()
         word = logits.argmax(-1)

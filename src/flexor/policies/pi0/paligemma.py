@@ -12,19 +12,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.nn.gemma import GemmaDecoder, GemmaSize
-from flexor.policies.nn.rotary import KeysValues
+from flexor.policies.nn.kv_cache import KVCache
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
+from flexor.policies.nn.transformer import Transformer, TransformerSize
+
+
+def gemma(
+    width: int, depth: int, mlp_width: int, heads: int = 8, kv_heads: int = 1, head_dim: int = 256
+) -> TransformerSize:
+    """The size of a Gemma (Gemma Team 2024, https://arxiv.org/abs/2403.08295)."""
+    family = TransformerSize(width, depth, mlp_width, heads, kv_heads, head_dim)
+    return replace(family, norm_offset=1.0, activation="gelu", embed_scale=width**0.5)
+
 
 GEMMA = {
-    "gemma_300m": GemmaSize(width=1024, depth=18, mlp_width=4096),
-    "gemma_2b": GemmaSize(width=2048, depth=18, mlp_width=16_384),
+    "gemma_300m": gemma(width=1024, depth=18, mlp_width=4096),
+    "gemma_2b": gemma(width=2048, depth=18, mlp_width=16_384),
 }
 
 
 @dataclass(frozen=True)
 class PaliGemmaSize:
-    language: GemmaSize
+    language: TransformerSize
     vision: SiglipSize = field(default_factory=SiglipSize)
     vocabulary: int = 257_152
 
@@ -38,7 +47,7 @@ EXACT = ("vision_tower", "multi_modal_projector", "input_layernorm", "post_atten
 class Prompt(NamedTuple):
     """What PaliGemma has read: keys and values of every layer, and which tokens are there, [B, P]."""
 
-    layers: list[KeysValues]
+    layers: list[KVCache]
     there: Tensor
 
 
@@ -51,8 +60,8 @@ class PaliGemma(nn.Module):
         self.vision_tower = nn.ModuleDict({"vision_model": vision})
         projector = nn.Linear(size.vision.width, size.language.width)
         self.multi_modal_projector = nn.ModuleDict({"linear": projector})
-        self.language_model = GemmaDecoder(size.language, size.vocabulary)
-        self.language_model.freeze_unused()
+        self.language_model = Transformer(size.language, size.vocabulary)
+        self.language_model.freeze_unused_by_prefill()
 
     def see(self, images: Tensor) -> Tensor:
         """Images [B, N, 3, H, W] in -1..1 -> [B, N * patches, D]."""
@@ -70,25 +79,25 @@ class PaliGemma(nn.Module):
         if cameras is not None:
             shown = cameras.to(mask.dtype).repeat_interleave(seen.shape[1] // cameras.shape[1], dim=1)
         there = torch.cat((shown, mask), dim=1)
-        positions = there.cumsum(1) - 1
-        return Prompt(self.language_model.read(x, positions, there[:, None, None]), there)
+        language = self.language_model
+        rope = language.rope(there.cumsum(1) - 1)
+        return Prompt(language.prefill(x.to(language.dtype), rope, there[:, None, None]), there)
 
 
 class PaliGemmaWithExpert(nn.Module):
     """PaliGemma reads, the expert acts. With a condition, the norms of the expert depend on it."""
 
-    def __init__(self, size: PaliGemmaSize, expert: GemmaSize, image: int, conditioned: bool):
+    def __init__(self, size: PaliGemmaSize, expert: TransformerSize, image: int):
         super().__init__()
         self.paligemma = nn.ModuleDict({"model": PaliGemma(size, image)})
-        condition = expert.width if conditioned else None
-        self.gemma_expert = nn.ModuleDict({"model": GemmaDecoder(expert, condition_dim=condition)})
+        self.gemma_expert = nn.ModuleDict({"model": Transformer(expert)})
 
     @property
     def reader(self) -> PaliGemma:
         return self.paligemma["model"]  # type: ignore[return-value]
 
     @property
-    def expert(self) -> GemmaDecoder:
+    def expert(self) -> Transformer:
         return self.gemma_expert["model"]  # type: ignore[return-value]
 
     def act(self, x: Tensor, among: Tensor, prompt: Prompt, condition: Tensor | None = None) -> Tensor:
@@ -97,7 +106,8 @@ class PaliGemmaWithExpert(nn.Module):
         prompted = prompt.there[:, None].expand(-1, rows, -1)
         mask = torch.cat((prompted, among.expand(batch, -1, -1)), dim=2)[:, None]  # [B, 1, S or 1, P + S]
         positions = prompt.there.sum(1, keepdim=True) + torch.arange(x.shape[1], device=x.device)
-        return self.expert(x, positions, mask, prompt.layers, condition)
+        expert = self.expert
+        return expert(x.to(expert.dtype), expert.rope(positions), mask, prompt.layers, condition)
 
     def blocks(self) -> list[nn.Module]:
         reader = self.reader

@@ -8,6 +8,7 @@ the prompt, and tells the expert the time through its norms.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -43,8 +44,10 @@ class PiNetwork(nn.Module):
         super().__init__()
         self.config = config
         expert = GEMMA[config.action_expert_variant]
+        if self.conditioned:
+            expert = replace(expert, condition_dim=expert.width)
         self.paligemma_with_expert = PaliGemmaWithExpert(
-            PALIGEMMA[config.paligemma_variant], expert, config.image_resolution[0], self.conditioned
+            PALIGEMMA[config.paligemma_variant], expert, config.image_resolution[0]
         )
         self.action_in_proj = nn.Linear(config.max_action_dim, expert.width)
         self.action_out_proj = nn.Linear(expert.width, config.max_action_dim)

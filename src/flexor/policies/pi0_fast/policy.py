@@ -21,10 +21,10 @@ from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup
 from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
-from flexor.policies.nn.gemma import GemmaDecoder
+from flexor.policies.nn.kv_cache import StaticKVCache
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.nn.rotary import RoomForMore, rotation
 from flexor.policies.nn.siglip import SiglipVision
+from flexor.policies.nn.transformer import Transformer
 from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
 from flexor.policies.pi0.policy import camera_images, camera_mask, name_in_openpis_files
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
@@ -48,7 +48,7 @@ class WritingPaliGemma(nn.Module):
         self.model.language_model.requires_grad_(True)  # unlike pi0, it uses all of it
 
     @property
-    def language(self) -> GemmaDecoder:
+    def language(self) -> Transformer:
         return self.model.language_model
 
     def losses(self, prompt: Prompt, tokens: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ class WritingPaliGemma(nn.Module):
         among = causal.expand(len(tokens), -1, -1)
         mask = torch.cat((prompt.there[:, None].expand(-1, steps, -1), among), dim=2)[:, None]
         positions = prompt.there.sum(1, keepdim=True) + torch.arange(steps, device=tokens.device)
-        written = self.language(self.language.embed_tokens(tokens[:, :-1]), positions, mask, prompt.layers)
+        x = self.language.embed_tokens(tokens[:, :-1]).to(self.language.dtype)
+        written = self.language(x, self.language.rope(positions), mask, prompt.layers)
         pairs = zip(written.flatten(0, 1).split(AT_ONCE), tokens[:, 1:].flatten().split(AT_ONCE))
         # recomputed in the backward pass: the logits of a batch take more memory than all else
         parts = [
@@ -77,19 +78,16 @@ class WritingPaliGemma(nn.Module):
     def next(self, written: Written) -> Tensor:
         """The logits [B, V] of what follows the last word, which is added to what is read."""
         written.there.index_fill_(1, written.place, True)
-        turn = rotation(written.positions, self.language.size.head_dim)
-        x = self.language.embed_tokens(written.word[:, None])
-        x = x.to(self.language.get_parameter("layers.0.self_attn.k_proj.weight").dtype)
-        for layer, before in zip(self.language.layers, written.layers, strict=True):
-            x, _ = layer(x, turn, written.there[:, None, None], before)
-        return self.logits(self.language.norm(x)[0][:, 0])
+        x = self.language.embed_tokens(written.word[:, None]).to(self.language.dtype)
+        rope = self.language.rope(written.positions)
+        return self.logits(self.language(x, rope, written.there[:, None, None], written.layers)[:, 0])
 
 
 @dataclass
 class Written:
     """What was read and written so far, in memory for the longest chunk. Only `next` and `add` change it, in place."""
 
-    layers: list[RoomForMore]
+    layers: list[StaticKVCache]
     there: Tensor
     """What has been read and written, [B, P + T]."""
     word: Tensor
@@ -112,7 +110,7 @@ class Written:
         rows, read = there.shape
         place = torch.full((1,), read, device=there.device)
         return cls(
-            layers=[RoomForMore.after(layer, room, place) for layer in prompt.layers],
+            layers=[StaticKVCache.allocate(layer, room, place) for layer in prompt.layers],
             there=torch.cat((there, there.new_zeros(rows, room)), 1),
             word=torch.full((rows,), beginning, device=there.device),
             words=torch.zeros(rows, room, dtype=torch.int64, device=there.device),

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.policies.hf_transformers import fetch
 from flexor.policies.nn.flow import time_embedding
-from flexor.policies.nn.llama import LlamaSize, ReusedPrefix
-from flexor.policies.nn.rotary import KeysValues, rotation
+from flexor.policies.nn.kv_cache import KVCache
+from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.smolvla.config import SmolVLAConfig
-from flexor.policies.smolvla.expert import ActionExpert, Chunk, layers_apart, place_chunk
-from flexor.policies.smolvla.vlm import Prefix, SmolVLM, freeze_vlm
+from flexor.policies.smolvla.expert import ActionExpert, Chunk, ReusedPrefix, layers_apart, place_chunk
+from flexor.policies.smolvla.vlm import SmolVLM, freeze_vlm
 from flexor.policies.smolvla.vlm_size import read_size
 
 
@@ -35,7 +35,7 @@ class Observed(NamedTuple):
 class Context(NamedTuple):
     """What the language model made of an observation, for the expert. Computed once."""
 
-    prefix: Sequence[KeysValues | ReusedPrefix]  # of each layer of the expert
+    prefix: Sequence[KVCache | ReusedPrefix]  # of each layer of the expert
     chunk: Chunk
 
 
@@ -59,7 +59,7 @@ class SmolVLANetwork(nn.Module):
         every = config.self_attn_every_n_layers
         depth, self.apart = layers_apart(whole.text.depth, config.num_expert_layers, cross, every)
         self.used = (depth - 1) * self.apart + 1  # layers of the language model that have an effect
-        self.text: LlamaSize = whole.text
+        self.text: TransformerSize = whole.text
         narrow = replace(whole.text.scaled(config.expert_width_multiplier), depth=depth)
         if narrow.width % 2:  # half of the time's embedding are sines, half cosines
             raise ConfigError(
@@ -93,16 +93,19 @@ class SmolVLANetwork(nn.Module):
         last = torch.ones_like(valid[:, :1])
         whole = torch.cat((valid, last), 1)
         language = self.vlm_with_expert.vlm.model.text_model
-        turn = rotation(whole.cumsum(1) - 1, self.text.head_width)
+        rope = language.rope(whole.cumsum(1) - 1)
         if self.config.train_expert_only:
-            before = language(seen, turn.of(slice(None, -1)), valid[:, None, None], self.used)
-            after = language(state, turn.of(slice(-1, None)), whole[:, None, None], self.used, before)
-            layers: Prefix = [early.then(late) for early, late in zip(before, after)]
+            before = language.prefill(
+                seen, rope.slice(slice(None, -1)), valid[:, None, None], depth=self.used
+            )
+            after = language.prefill(
+                state, rope.slice(slice(-1, None)), whole[:, None, None], before, self.used
+            )
+            layers = [early.append(late) for early, late in zip(before, after)]
         else:
             sees_state = torch.arange(whole.shape[1], device=whole.device) == valid.shape[1]
             attend = whole[:, None, None] & (sees_state[:, None] | ~sees_state)
-            rows = attend.repeat(1, 1, self.text.shared, 1)
-            layers = language(torch.cat((seen, state), 1), turn, rows, self.used)
+            layers = language.prefill(torch.cat((seen, state), 1), rope, attend, depth=self.used)
         prefix = layers[:: self.apart]
         return Context(
             self.vlm_with_expert.lm_expert.reused(prefix) if reused else prefix,

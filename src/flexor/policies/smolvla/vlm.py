@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
-from flexor.policies.nn.llama import LlamaLayer, LlamaNorm, LlamaSize, start_llama
-from flexor.policies.nn.rotary import KeysValues, Rotation
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
+from flexor.policies.nn.transformer import Transformer, TransformerLayer, init_decoder
 from flexor.policies.smolvla.vlm_size import VlmSize
-
-Prefix = list[KeysValues]  # of each layer
 
 
 class SmolVLM(nn.Module):
@@ -26,7 +23,7 @@ class SmolVLM(nn.Module):
         self.size = size
         self.model = SmolVLMModel(size, image)
         self.lm_head = nn.Linear(size.text.width, size.vocabulary, bias=False)
-        start_llama(self.lm_head)
+        init_decoder(self.lm_head)
 
     def see(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in -1..1 -> tokens [B, T, width], scaled as words are."""
@@ -45,7 +42,7 @@ class SmolVLMModel(nn.Module):
         super().__init__()
         self.vision_model = SmolVLMVision(size.vision, image or size.vision.image, size.shuffle)
         self.connector = Connector(size)
-        self.text_model = LanguageModel(size.text, size.vocabulary)
+        self.text_model = Transformer(size.text, size.vocabulary)
 
 
 class SmolVLMVision(SiglipVision):
@@ -95,7 +92,7 @@ class Connector(nn.Module):
         self.shuffle = size.shuffle
         projection = nn.Linear(size.vision.width * size.shuffle**2, size.text.width, bias=False)
         self.modality_projection = nn.ModuleDict({"proj": projection})
-        start_llama(projection)
+        init_decoder(projection)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[B, patches, width] -> [B, patches / shuffle^2, text width]."""
@@ -103,28 +100,6 @@ class Connector(nn.Module):
         blocks = side // self.shuffle
         grid = patches.unflatten(1, (blocks, self.shuffle, blocks, self.shuffle))
         return self.modality_projection["proj"](grid.transpose(2, 3).flatten(3).flatten(1, 2))
-
-
-class LanguageModel(nn.Module):
-    """The first layers of a Llama."""
-
-    def __init__(self, size: LlamaSize, vocabulary: int):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(vocabulary, size.width)
-        self.layers = nn.ModuleList(LlamaLayer(size) for _ in range(size.depth))
-        self.norm = LlamaNorm(size.width, eps=size.eps)
-        start_llama(self)
-
-    def forward(
-        self, x: Tensor, turn: Rotation, attend: Tensor, used: int, before: Prefix | None = None
-    ) -> Prefix:
-        """Tokens [B, S, width] -> keys and values of the first `used` layers; `before` has those of earlier tokens."""
-        made = []
-        for number in range(used):
-            earlier = before[number] if before else None
-            x, own = self.layers[number](x, turn, attend, earlier, only_keys=number + 1 == used)
-            made.append(own)
-        return made
 
 
 def freeze_vlm(vlm: SmolVLM, used: int, *, vision: bool, everything: bool) -> None:
@@ -143,7 +118,7 @@ def freeze_vlm(vlm: SmolVLM, used: int, *, vision: bool, everything: bool) -> No
     depth = len(text.layers)
     for number in range(depth):
         layer = text.layers[number]
-        assert isinstance(layer, LlamaLayer)
+        assert isinstance(layer, TransformerLayer)
         if number >= used or number == depth - 1 or (used != depth and number == depth - 2):
             layer.requires_grad_(False)
         elif number == used - 1:

@@ -7,8 +7,8 @@ from typing import Any
 
 from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
-from flexor.policies.nn.llama import LlamaSize
 from flexor.policies.nn.siglip import SiglipSize
+from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.sizes import check_model_sizes
 from flexor.policies.smolvla.vlm_files import find_file
 
@@ -68,7 +68,7 @@ class VlmSize:
     """The size of a vision-language model."""
 
     vision: SiglipSize
-    text: LlamaSize
+    text: TransformerSize
     vocabulary: int
     shuffle: int
     """Blocks of so many patches, squared, become one token of the language model."""
@@ -112,15 +112,16 @@ def read_size(name: str) -> VlmSize:
             image=vision["image_size"],
             patch=vision["patch_size"],
         ),
-        LlamaSize(
+        TransformerSize(
             width=text["hidden_size"],
             depth=text["num_hidden_layers"],
             mlp_width=text["intermediate_size"],
             heads=text["num_attention_heads"],
             kv_heads=text.get("num_key_value_heads") or text["num_attention_heads"],
-            head_width=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
-            eps=text["rms_norm_eps"],
-            bias=text["attention_bias"],
+            head_dim=text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"],
+            norm_eps=text["rms_norm_eps"],
+            qkv_bias=text["attention_bias"],
+            o_bias=text["attention_bias"],
         ),
         vocabulary=text["vocab_size"],
         shuffle=given.get("scale_factor", 2),
