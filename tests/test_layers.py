@@ -15,6 +15,7 @@ LAYERS = {
             "pages",
             "runs",
             "data",
+            "kernels",
             "policies",
             "config",
             "sim",

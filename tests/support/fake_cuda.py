@@ -28,12 +28,12 @@ from torch.utils import _foreach_utils as foreach
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexor.config.schema import EMAConfig, TrainConfig
+from flexor.kernels import available
 from flexor.plan.trace import rehearsal
 from flexor.plan.trace.ops import NOTHING, is_view, operator_name
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.rehearsal import policy_on as planned_policy_on
 from flexor.plan.trace.trace import OperationTracker
-from flexor.policies.nn import level_table, norm_mish
 from support.plans import settings
 from support.torch_functions import types
 
@@ -164,8 +164,7 @@ def fake_cuda(recorder: OnFakeCuda) -> Iterator[None]:
             (torch.autograd, "_engine_run_backward", run),
             (rehearsal, "_values", lambda shape, dtype, _: torch.empty(shape, dtype=dtype)),
             (rehearsal, "policy_on", policy_on),
-            (norm_mish, "kernels_compile", lambda _: True),
-            (level_table, "kernels_compile", lambda _: True),
+            (available, "can_compile", lambda _: True),
             (
                 rehearsal.WatchedEngine,
                 "captures",

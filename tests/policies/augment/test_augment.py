@@ -14,6 +14,7 @@ from flexor.core.batch import IMAGE_PREFIX
 from flexor.core.errors import ConfigError
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
 from flexor.data.settings import ImageTransformConfig, ImageTransformsConfig, default_transforms
+from flexor.kernels import triton as triton_folder
 from flexor.policies.act.config import ACTConfig
 from flexor.policies.augment import plain
 from flexor.policies.augment import step as module
@@ -21,7 +22,6 @@ from flexor.policies.augment.draw import Draw
 from flexor.policies.augment.operations import ImageOp, read_transforms
 from flexor.policies.augment.step import AugmentImages, augmentation, augmented
 from flexor.policies.features import Kind, PolicyFeature
-from flexor.policies.nn import augment as operator_module
 from flexor.policies.processing.pipeline import Pipeline, StepContext
 from parity import augment_flexor
 from parity.augment_cases import CASES, DRAWN
@@ -209,7 +209,7 @@ def test_each_camera_has_its_own_choice():
 
 
 def as_kernels(monkeypatch, yes: bool) -> None:
-    monkeypatch.setattr(module, "can_fuse", lambda _: yes)
+    monkeypatch.setattr(module, "has_kernels", lambda _: yes)
 
 
 @pytest.mark.gpu
@@ -234,7 +234,7 @@ from test_augment import ALL, images, made, training
 step, batch, ids = made(*[name for name in ALL if name != "jitter"], count=2), images(12, frames=1), torch.arange(12)
 found = {}
 for fused in (True, False):
-    module.can_fuse = lambda _: fused
+    module.has_kernels = lambda _: fused
     found[fused] = step(batch, training(ids))
 for key in batch:
     assert ((found[True][key] - found[False][key]).abs() > 2e-5).float().mean() < 1e-3
@@ -257,7 +257,7 @@ def test_kernels_compute_the_same_in_tritons_interpreter():
 
 
 def test_kernels_know_the_numbers_of_the_operations():
-    source = Path(operator_module.__file__).with_name("augment_kernels.py")
+    source = Path(triton_folder.__file__).with_name("augment.py")
     numbers: dict[str, int] = {}
     for line in source.read_text().splitlines():
         left, _, right = line.partition(" = (tl.constexpr(n) for n in (")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.kernels.available import can_compile
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.policies.nn import fused_norm
 from flexor.policies.nn.batchnorm import BatchNorm2d
@@ -192,8 +193,8 @@ def test_a_plan_sees_the_shapes_of_the_kernels(name, kind):
 
 def test_without_a_compiler_for_the_kernels_one_warning_says_so(log_lines):
     cpu = torch.device("cpu")  # which Triton does not compile for
-    fused_norm.kernels_compile.cache_clear()
-    assert not fused_norm.kernels_compile(cpu) and not fused_norm.kernels_compile(cpu)
+    can_compile.cache_clear()
+    assert not can_compile(cpu) and not can_compile(cpu)
     assert len([line for line in log_lines if "Triton can't compile Flexor's kernels" in line]) == 1
 
 
@@ -202,6 +203,6 @@ def test_without_kernels_torchs_are_used(monkeypatch):
     x = maps((2, 32, 8, 8), torch.float32)
     norm = made("batch", 32, "cuda")
     expected = plain(copy.deepcopy(norm), x, None, True)
-    monkeypatch.setattr(fused_norm, "kernels_compile", lambda device: False)
+    monkeypatch.setattr(fused_norm, "has_kernels", lambda device: False)
     used = kernels_used(monkeypatch)
     assert far(norm_relu(norm, x), expected) < 1e-5 and not used

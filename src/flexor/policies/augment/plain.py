@@ -1,4 +1,4 @@
-"""The operations in torch: what they compute, on any device. `nn/augment_kernels.py` does the same on NVIDIA GPUs.
+"""The operations in torch: what they compute, on any device. `kernels/augment.py` does the same on NVIDIA GPUs.
 
 Images are float [B, T, C, H, W] in [0, 1], with one or three channels. Formulas are torchvision's. Every image is
 computed by itself, so the result does not depend on the others in the batch.

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import flexor.policies.nn.augment  # noqa: F401 (defines the operators)
+import flexor.kernels.augment  # noqa: F401 (defines the operators)
 from flexor.core.batch import Batch
 from flexor.core.errors import ConfigError
 from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
+from flexor.kernels.available import has_kernels
 from flexor.policies.augment.arguments import WHERE
 from flexor.policies.augment.draw import Draw, Drawn
 from flexor.policies.augment.operations import ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
-from flexor.policies.nn.augment import can_fuse
 from flexor.policies.processing.pipeline import ACTING, Pipeline, ProcessingStep, StepContext
 from flexor.policies.processing.rename_and_move import ToDevice, float_image, is_byte_image
 
@@ -63,7 +63,7 @@ class AugmentImages(ProcessingStep):
     def _augmented(self, images: Tensor, drawn: Drawn, camera: int) -> Tensor:
         shape = images.shape
         images = images.reshape(shape[0], -1, *shape[-3:]).contiguous()  # [B, T, C, H, W]
-        apply = self._fused if can_fuse(images) else self._plain
+        apply = self._fused if has_kernels(images.device) else self._plain
         for slot in range(self.draw.slots):
             images = apply(images, drawn, camera, slot)
         return (float_image(images) if images.dtype == torch.uint8 else images).view(shape)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.policies.nn.norm_mish import norm_mish
+from flexor.kernels.norm_mish import norm_mish
 
 
 class ConditionalUnet1d(nn.Module):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexor.kernels.quick_gelu import QuickGELU
 from flexor.policies.hf_transformers import fetch, import_transformers
-from flexor.policies.nn.quick_gelu import QuickGELU
 from flexor.policies.sizes import check_model_sizes
 
 # what differs from the defaults of `transformers`

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexor.policies.nn.fused_inference import rotate
+from flexor.kernels.language_model import rotate
 
 
 class Rope(NamedTuple):

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.kernels.language_model import attend_few, can_attend_few, gated, rms_norm
 from flexor.policies.nn.autocast import autocast_type
-from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm
 from flexor.policies.nn.kv_cache import KVCache, StaticKVCache
 from flexor.policies.nn.rope import Rope, apply_rope, make_rope
 

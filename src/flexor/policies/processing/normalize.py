@@ -12,8 +12,8 @@ from torch import Tensor
 from flexor.core.batch import DATASET_NUMBER, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.typed import coerce
+from flexor.kernels.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.features import Kind, Normalization, PolicyFeature
-from flexor.policies.nn.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.processing.pipeline import ACTING, ProcessingStep, Stats, StepContext, processing_step
 from flexor.policies.processing.rename_and_move import float_image, is_byte_image
 

@@ -18,20 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.nn.fused_norm import kernels_compile
+import flexor.kernels.adam  # noqa: F401 (defines the operator)
+from flexor.kernels.available import has_kernels
 from flexor.policies.nn.lower_weights import CAST
-from flexor.policies.nn.triton_operator import define_operator
 
 DEVICES = ("cuda", "meta")
 LARGE = 1 << 16  # values of a tensor from which on it is worth a kernel launch of its own
-
-define_operator(
-    "adam_with_copies",
-    "(Tensor(a!)[] weights, Tensor[] gradients, Tensor(b!)[] averages, Tensor(c!)[] squares, Tensor(d!)[] copies, "
-    "Tensor factors, Tensor? scale, float new1, float new2, float eps, float decay) -> ()",
-    lambda *_: None,
-    "flexor.train.optim.adam_kernels",
-)
 
 
 class Bf16Copies:
@@ -82,10 +74,10 @@ class Bf16Copies:
         small: list[nn.Parameter] = []
         for group in optimizer.param_groups:
             own = [p for p in group["params"] if p in self.copies and self.copies[p].grad is not None]
-            large = [p for p in own if p.numel() >= LARGE and _has_kernel(p.device)]
+            large = [p for p in own if p.numel() >= LARGE and has_kernels(p.device)]
             if large:
                 self._update(optimizer, group, large)
-            small += [p for p in own if p.numel() < LARGE or not _has_kernel(p.device)]
+            small += [p for p in own if p.numel() < LARGE or not has_kernels(p.device)]
         wide = [torch.empty_like(p) for p in small]
         if small:
             torch._foreach_copy_(wide, [self._gradient(p) for p in small])
@@ -127,11 +119,6 @@ class Bf16Copies:
 def _rest(beta: float) -> float:
     """1 - beta in float32, as torch's fused kernel has it: of 0.999, five digits are those of the exact value."""
     return float(1 - torch.tensor(beta, dtype=torch.float32))
-
-
-def _has_kernel(device: torch.device) -> bool:
-    """On the meta device, a plan asks what a GPU does."""
-    return device.type == "meta" or (device.type == "cuda" and kernels_compile(device))
 
 
 def _state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Tensor]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.triton_operator import define_operator
+from flexor.kernels.operator import define_operator
 
 SUMMED = 4096  # pixels of a program that sums up
 
@@ -30,23 +29,18 @@ define_operator(
     "augment_gray_sums",  # of the images that change their contrast, in parts
     "(Tensor images, Tensor ops, int camera, int slot) -> Tensor",
     lambda images, *_: images.new_empty(*images.shape[:2], parts_of(images), dtype=torch.float32),
-    "flexor.policies.nn.augment_kernels",
+    "augment",
 )
 define_operator(
     "augment_blur_rows",  # the images that are blurred, blurred along their rows
     "(Tensor images, Tensor ops, Tensor numbers, int camera, int slot, int reach) -> Tensor",
     _floats,
-    "flexor.policies.nn.augment_kernels",
+    "augment",
 )
 define_operator(
     "augment_slot",
     "(Tensor images, Tensor ops, Tensor numbers, Tensor? seeds, Tensor? sums, Tensor? rows, int camera, int slot, "
     "int reach) -> Tensor",
     _floats,
-    "flexor.policies.nn.augment_kernels",
+    "augment",
 )
-
-
-def can_fuse(images: Tensor) -> bool:
-    """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
-    return images.device.type == "meta" or (images.is_cuda and kernels_compile(images.device))

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_shapes import empty_film_gradient, empty_group_statistics, empty_parts
+from flexor.kernels.norm_shapes import empty_film_gradient, empty_group_statistics, empty_parts
 
 LINEAR = tl.constexpr(20.0)  # from here on mish(x) is x, in float32
 

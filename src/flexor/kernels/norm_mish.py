@@ -1,7 +1,7 @@
 """Group normalisation of sequences, Mish, and what stands next to them in a U-Net, in one pass on NVIDIA GPUs.
 
 `norm_mish` computes what `plain` below says. torch takes a kernel for each operation and three for the normalisation,
-all in float32 under autocast. The Triton kernels of `norm_mish_kernels.py` read and write each sequence once. They
+all in float32 under autocast. The Triton kernels of `triton/norm_mish.py` read and write each sequence once. They
 compute in float32 too, and round the result to its type at the end. They take sequences in any memory layout.
 Everything else, such as a group that is too large for one program, runs the plain version.
 """
@@ -14,10 +14,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import flexor.policies.nn.fused_norm_ops  # noqa: F401 (defines the operators)
-from flexor.policies.nn.fused_norm import TYPES, kernels_compile
+from flexor.kernels.available import DTYPES, has_kernels
+from flexor.kernels.norm_shapes import empty_film_gradient, empty_group_statistics, empty_parts
+from flexor.kernels.operator import define_operator
 
 LARGEST = 16384  # values of a group, which a program keeps in registers
+
+define_operator(
+    "norm_mish",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor? film, Tensor? residual, int groups, float eps, "
+    "ScalarType dtype) -> (Tensor, Tensor)",
+    lambda x, weight, bias, film, residual, groups, eps, dtype: (
+        torch.empty_like(x, dtype=dtype),
+        empty_group_statistics(x, groups),
+    ),
+    "norm_mish",
+)
+define_operator(
+    "norm_mish_backward",
+    "(Tensor gradient, Tensor x, Tensor statistics, Tensor weight, Tensor bias, Tensor? film) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda gradient, x, statistics, weight, bias, film: (
+        torch.empty_like(x),
+        empty_parts(x),
+        empty_film_gradient(x, film),
+    ),
+    "norm_mish",
+)
 
 
 def norm_mish(
@@ -53,16 +76,16 @@ def plain(norm: nn.GroupNorm, x: Tensor, film: Tensor | None, residual: Tensor |
 
 
 def _fused(norm: nn.GroupNorm, x: Tensor, film: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the kernels can do it. On the meta device, a plan asks what a GPU does."""
-    if x.device.type not in ("cuda", "meta") or not norm.affine:
+    """Whether the kernels can be used."""
+    if not norm.affine:
         return False
-    if any(each is not None and each.dtype not in TYPES for each in (x, film, residual)):
+    if any(tensor is not None and tensor.dtype not in DTYPES for tensor in (x, film, residual)):
         return False
     if residual is not None and residual.shape != x.shape:
         return False
     if _power_of_two(x.shape[2]) * _power_of_two(x.shape[1] // norm.num_groups) > LARGEST:
         return False
-    return not x.is_cuda or torch.compiler.is_compiling() or kernels_compile(x.device)
+    return has_kernels(x.device)
 
 
 def _power_of_two(value: int) -> int:

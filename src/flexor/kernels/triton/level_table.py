@@ -1,4 +1,4 @@
-"""The Triton kernel of the operator in `level_table.py`."""
+"""The Triton kernel of the operator in `kernels/level_table.py`."""
 
 # mypy: disable-error-code="no-untyped-def"
 

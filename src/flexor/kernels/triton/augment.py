@@ -1,4 +1,4 @@
-"""The Triton kernels of the operators in `augment.py`."""
+"""The Triton kernels of the operators in `kernels/augment.py`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.augment import SUMMED, parts_of
+from flexor.kernels.augment import SUMMED, parts_of
 
 # Pixels of a program, and its warps: two pixels per thread, because some operations need many registers for each.
 PIXELS, WARPS = 512, 8

@@ -1,6 +1,6 @@
 """Triton kernels of normalisation, ReLU and the pooling after them, which is the start of a ResNet.
 
-Layout and statistics are as in `fused_norm_kernels.py`. Windows have 3 by 3 pixels, at every second pixel.
+Layout and statistics are as in `norm.py`. Windows have 3 by 3 pixels, at every second pixel.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_shapes import channel_block, empty_map, empty_pooled, stride
+from flexor.kernels.norm_shapes import channel_block, empty_map, empty_pooled, stride
 
 PIXELS = 32  # of a row of the pooled map, per program
 NO_TAP = tl.constexpr(9)  # no pixel of a window is positive

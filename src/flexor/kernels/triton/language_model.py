@@ -1,4 +1,4 @@
-"""The Triton kernels of the operators in `fused_inference.py`."""
+"""The Triton kernels of the operators in `kernels/language_model.py`."""
 
 # mypy: disable-error-code="no-untyped-def"
 

@@ -1,5 +1,5 @@
-"""Triton kernels of the operators in `fused_norm_ops.py` for the forward pass. Those for the backward pass are in
-`fused_norm_backward_kernels.py`, those with pooling in `fused_pool_kernels.py`.
+"""Triton kernels of the operators in `kernels/norm.py` for the forward pass. Those for the backward pass are in
+`norm_backward.py`, those with pooling in `norm_pool.py`.
 
 A feature map is [N, C, H, W] in channels-last layout: for each image, pixels are rows of C values. A program works on a
 block of channels of some rows of one image. What depends on the statistics is [S, C]: S is 1 if all images share
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_shapes import (
+from flexor.kernels.norm_shapes import (
     ROWS,
     empty_statistics,
     shape_of,

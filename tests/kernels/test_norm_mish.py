@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flexor.kernels import norm_mish as module
+from flexor.kernels.norm_mish import norm_mish, plain
 from flexor.plan.trace.cuda_on_meta import CudaOnMeta
 from flexor.policies.diffusion.unet import ConditionalUnet1d, Conv1d, ConvTranspose1d
-from flexor.policies.nn import norm_mish as module
-from flexor.policies.nn.norm_mish import norm_mish, plain
 
 # batch, channels, steps; groups
 SHAPES = [((2, 512, 16), 8), ((3, 48, 5), 4), ((2, 8, 1), 8), ((1, 128, 200), 2)]
@@ -181,7 +181,7 @@ def test_a_unet_is_that_of_float64(dtype, film_scale, last, used, monkeypatch, w
     y = run_unet(to_channels_last(ours) if last else ours, "cuda", dtype)
     assert len(used) == 2 * len(ours.blocks()) + 1
     used.clear()
-    monkeypatch.setattr(module, "kernels_compile", lambda device: False)
+    monkeypatch.setattr(module, "has_kernels", lambda device: False)
     torchs = run_unet(theirs, "cuda", dtype)
     assert not used
     errors = [[spread(found, expected)] for found in (y, torchs)]  # of the output, then of each gradient

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexor.policies.nn import quick_gelu as module
-from flexor.policies.nn.quick_gelu import QuickGELU, plain
+from flexor.kernels import quick_gelu as module
+from flexor.kernels.quick_gelu import QuickGELU, plain
 
 CLOSE = {
     torch.float32: 5e-6,

@@ -1,4 +1,4 @@
-"""The Triton kernel of the operator `adam_with_copies` in `bf16_copies.py`.
+"""The Triton kernel of the operator `adam_with_copies` in `kernels/adam.py`.
 
 A tensor has a launch of its own. Each of its values is read and written once, which is what the time goes to. Values of
 the tensors are in the same order in memory, whatever their layout. Everything is computed in float32.

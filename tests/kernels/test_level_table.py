@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from flexor.kernels import level_table
+from flexor.kernels.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.features import Kind, PolicyFeature
-from flexor.policies.nn import level_table
-from flexor.policies.nn.level_table import all_levels, as_table, can_look_up, look_up
 from flexor.policies.processing import normalize
 from flexor.policies.processing.normalize import Normalize
 from flexor.policies.processing.pipeline import Pipeline

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexor.policies.nn import fused_inference as module
-from flexor.policies.nn.fused_inference import attend_few, can_attend_few, gated, rms_norm, rotate
+from flexor.kernels import language_model as module
+from flexor.kernels.language_model import attend_few, can_attend_few, gated, rms_norm, rotate
 from flexor.policies.nn.rope import make_rope
 
 CLOSE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -1,4 +1,4 @@
-"""Triton kernels of the operators in `fused_norm_ops.py` for the backward pass; layout as in `fused_norm_kernels.py`.
+"""Triton kernels of the operators in `kernels/norm.py` for the backward pass; layout as in `norm.py`.
 
 Of y = relu(x * scale + shift + residual), with g = dy where y > 0:
   dx = a * g + b * x + d      [S, C] each; b and d are 0 if the statistics are fixed
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm_shapes import (
+from flexor.kernels.norm_shapes import (
     ROWS,
     empty_factors,
     empty_sums,

@@ -1,4 +1,4 @@
-"""The Triton kernels of the operators in `quick_gelu.py`."""
+"""The Triton kernels of the operators in `kernels/quick_gelu.py`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexor.policies.nn.quick_gelu import SLOPE as quick_gelu_slope
+from flexor.kernels.quick_gelu import SLOPE as quick_gelu_slope
 
 BLOCK = 4096  # values of a program
 SLOPE = tl.constexpr(quick_gelu_slope)

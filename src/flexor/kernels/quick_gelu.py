@@ -1,6 +1,6 @@
 """CLIP's activation function, x * sigmoid(1.702 * x), in one kernel on NVIDIA GPUs.
 
-torch has eight kernels for it, forward and backward. The Triton kernels of `quick_gelu_kernels.py` read and write each
+torch has eight kernels for it, forward and backward. The Triton kernels of `triton/quick_gelu.py` read and write each
 value once, compute in float32, and round the result. Everywhere else torch computes it.
 """
 
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexor.policies.nn.fused_norm import TYPES, kernels_compile
-from flexor.policies.nn.triton_operator import define_operator
+from flexor.kernels.available import DTYPES, has_kernels
+from flexor.kernels.operator import define_operator
 
 SLOPE = 1.702
-KERNELS = "flexor.policies.nn.quick_gelu_kernels"
 
-define_operator("quick_gelu", "(Tensor x) -> Tensor", torch.empty_like, KERNELS)
+define_operator("quick_gelu", "(Tensor x) -> Tensor", torch.empty_like, "quick_gelu")
 define_operator(
     "quick_gelu_backward",
     "(Tensor gradient, Tensor x) -> Tensor",
     lambda gradient, x: torch.empty_like(x),
-    KERNELS,
+    "quick_gelu",
 )
 
 
@@ -36,10 +35,10 @@ def plain(x: Tensor) -> Tensor:
 
 
 def _fused(x: Tensor) -> bool:
-    """Whether the kernels can do it. On the meta device, a plan asks what a GPU does. A compiler fuses by itself."""
-    if x.device.type not in ("cuda", "meta") or x.dtype not in TYPES or torch.compiler.is_compiling():
+    """Whether the kernels can be used. torch.compile fuses the operations itself."""
+    if x.dtype not in DTYPES or torch.compiler.is_compiling():
         return False
-    return x.is_contiguous() and (not x.is_cuda or kernels_compile(x.device))
+    return x.is_contiguous() and has_kernels(x.device)
 
 
 class _QuickGELU(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What language models do between matrix products, in one kernel each: norm, rotation, gate, attention of few tokens.
 
 A chunk of actions is some 50 tokens that go through the same layers ten times: then the many small kernels of torch
-take longer than the matrix products. The Triton kernels of `fused_inference_kernels.py` have no backward pass, so they
+take longer than the matrix products. The Triton kernels of `triton/language_model.py` have no backward pass, so they
 are used only where no gradient is wanted. Everywhere else, and on other devices, torch computes the same.
 """
 
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.triton_operator import define_operator
+from flexor.kernels.available import can_compile
+from flexor.kernels.operator import define_operator
 
-KERNELS = "flexor.policies.nn.fused_inference_kernels"
+MODULE = "language_model"
 LOW = (torch.bfloat16, torch.float16)
 FEW = 128  # tokens that attend: more of them keep torch's kernels busy
 
@@ -24,22 +24,22 @@ define_operator(
     "rms_norm",
     "(Tensor x, Tensor weight, float plus, float eps, ScalarType dtype) -> Tensor",
     lambda x, weight, plus, eps, dtype: torch.empty_like(x, dtype=dtype),
-    KERNELS,
+    MODULE,
 )
 define_operator(
-    "rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: torch.empty_like(x), KERNELS
+    "rotate", "(Tensor x, Tensor cos, Tensor sin) -> Tensor", lambda x, *_: torch.empty_like(x), MODULE
 )
 define_operator(
     "gate",
     "(Tensor gate, Tensor up, bool gelu) -> Tensor",
     lambda gate, *_: torch.empty_like(gate),
-    KERNELS,
+    MODULE,
 )
 define_operator(
     "attend_few",
     "(Tensor queries, Tensor keys, Tensor values, Tensor mask) -> Tensor",
     lambda queries, *_: torch.empty_like(queries),
-    KERNELS,
+    MODULE,
 )
 
 
@@ -48,7 +48,7 @@ def _fuses(*tensors: Tensor) -> bool:
     x = tensors[0]
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return all(each.is_contiguous() for each in tensors) and kernels_compile(x.device)
+    return all(each.is_contiguous() for each in tensors) and can_compile(x.device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, plus: float, eps: float, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Images of bytes -> floats by a table: a byte has 256 levels, so any map of single values is a table of 256 values.
 
-The Triton kernel of `level_table_kernels.py` reads each byte and writes its float, in one pass over the images. The
+The Triton kernel of `triton/level_table.py` reads each byte and writes its float, in one pass over the images. The
 values are those of the table, bit by bit.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexor.policies.nn.fused_norm import kernels_compile
-from flexor.policies.nn.triton_operator import define_operator
+from flexor.kernels.available import has_kernels
+from flexor.kernels.operator import define_operator
 
 LEVELS = 256
 
@@ -18,15 +18,13 @@ define_operator(
     "look_up_levels",
     "(Tensor images, Tensor table) -> Tensor",
     lambda images, table: torch.empty_like(images, dtype=table.dtype),
-    "flexor.policies.nn.level_table_kernels",
+    "level_table",
 )
 
 
 def can_look_up(images: Tensor) -> bool:
-    """Whether the kernel can do it. On the meta device, a plan asks what a GPU does."""
-    if images.device.type not in ("cuda", "meta") or not images.is_contiguous():
-        return False
-    return not images.is_cuda or kernels_compile(images.device)
+    """Whether the kernel can be used."""
+    return images.is_contiguous() and has_kernels(images.device)
 
 
 def look_up(images: Tensor, table: Tensor) -> Tensor:

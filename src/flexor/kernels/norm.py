@@ -1,0 +1,197 @@
+"""Normalisation, ReLU and what stands next to them in a ResNet, in one pass over a feature map.
+
+A plan runs the operators on the meta device, on machines that have neither a GPU nor Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexor.kernels.norm_shapes import empty_factors, empty_map, empty_pooled, empty_statistics, empty_sums
+from flexor.kernels.operator import define_operator
+
+define_operator(
+    "norm_statistics",
+    "(Tensor x, Tensor weight, Tensor bias, int groups, float eps) -> Tensor",
+    lambda x, weight, bias, groups, eps: empty_statistics(x, groups),
+    "norm",
+)
+define_operator(  # one of its own: torch.compile fails on one that may change arguments and is given None for them
+    "norm_running_statistics",
+    "(Tensor x, Tensor weight, Tensor bias, float eps, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "float momentum) -> Tensor",
+    lambda x, *_: empty_statistics(x, 0),
+    "norm",
+)
+define_operator(
+    "norm_apply",
+    "(Tensor x, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+    "norm",
+)
+define_operator(
+    "norm_pool",
+    "(Tensor x, Tensor scale, Tensor shift) -> (Tensor, Tensor)",
+    lambda x, *_: empty_pooled(x),
+    "norm_pool",
+)
+define_operator(
+    "norm_sums",
+    "(Tensor gradient, Tensor x, Tensor mean, Tensor? scale, Tensor? shift) -> Tensor",
+    lambda gradient, x, *_: empty_sums(x),
+    "norm_backward",
+)
+define_operator(
+    "norm_sums_residual",
+    "(Tensor gradient, Tensor x, Tensor y, Tensor mean) -> (Tensor, Tensor)",
+    lambda gradient, x, *_: (torch.empty_like(gradient), empty_sums(x)),
+    "norm_backward",
+)
+define_operator(
+    "norm_pool_sums",
+    "(Tensor gradient, Tensor index, Tensor x, Tensor mean) -> Tensor",
+    lambda gradient, *_: gradient.new_empty(
+        (2, gradient.shape[0], gradient.shape[2], gradient.shape[1]), dtype=torch.float32
+    ),
+    "norm_pool",
+)
+define_operator(
+    "norm_factors",
+    "(Tensor sums, Tensor weight, Tensor mean, Tensor rstd, int groups, int pixels) -> Tensor",
+    lambda sums, weight, mean, rstd, groups, pixels: empty_factors(sums, groups),
+    "norm_backward",
+)
+define_operator(
+    "norm_backward",
+    "(Tensor gradient, Tensor? y, Tensor? x, Tensor a, Tensor? b, Tensor? d, Tensor? scale, Tensor? shift) "
+    "-> Tensor",
+    lambda gradient, *_: torch.empty_like(gradient),
+    "norm_backward",
+)
+define_operator(
+    "norm_backward_residual",
+    "(Tensor gradient, Tensor y, Tensor a) -> (Tensor, Tensor)",
+    lambda gradient, *_: (torch.empty_like(gradient), torch.empty_like(gradient)),
+    "norm_backward",
+)
+define_operator(
+    "norm_pool_backward",
+    "(Tensor gradient, Tensor index, Tensor? x, Tensor a, Tensor? b, Tensor? d, int height, int width) "
+    "-> Tensor",
+    lambda gradient, index, x, a, b, d, height, width: empty_map(gradient, height, width),
+    "norm_pool",
+)
+
+
+class AffineRelu(torch.autograd.Function):
+    """relu(x * scale + shift + residual), with scale and shift [1, C] that are not trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, relu: bool, pool: bool
+    ) -> Tensor:
+        ctx.pool, ctx.size = pool, x.shape[2:]
+        if pool:
+            y, index = torch.ops.flexor.norm_pool(x, scale, shift)
+            ctx.save_for_backward(scale, index)
+            return y
+        y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
+        ctx.save_for_backward(scale, y if relu else None)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        if ctx.pool:
+            scale, index = ctx.saved_tensors
+            dx = torch.ops.flexor.norm_pool_backward(gradient, index, None, scale, None, None, *ctx.size)
+            return dx, None, None, None, None, None
+        scale, y = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3]
+        if wanted and y is not None:
+            dx, masked = torch.ops.flexor.norm_backward_residual(gradient, y, scale)
+        else:
+            dx = torch.ops.flexor.norm_backward(gradient, y, None, scale, None, None, None, None)
+            masked = gradient if wanted else None
+        return dx, None, None, masked, None, None
+
+
+class NormRelu(torch.autograd.Function):
+    """The same with scale and shift from the statistics of x: over the batch, or over groups of channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        residual: Tensor | None,
+        relu: bool,
+        pool: bool,
+        groups: int,  # 0: over the batch
+        eps: float,
+        *running: Any,  # running_mean, running_var and momentum, if they are kept
+    ) -> Tensor:
+        ctx.relu, ctx.pool, ctx.groups, ctx.residual = relu, pool, groups, residual is not None
+        if running:
+            statistics = torch.ops.flexor.norm_running_statistics(x, weight, bias, eps, *running)
+        else:
+            statistics = torch.ops.flexor.norm_statistics(x, weight, bias, groups, eps)
+        mean, rstd, scale, shift = statistics
+        if pool:
+            y, index = torch.ops.flexor.norm_pool(x, scale, shift)
+            ctx.save_for_backward(x, weight, mean, rstd, index)
+            return y
+        y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
+        # without a residual, x says where ReLU was zero
+        ctx.save_for_backward(x, weight, mean, rstd, scale, shift, y if relu and ctx.residual else None)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradient = gradient.contiguous(memory_format=torch.channels_last)
+        if ctx.pool:
+            dx, dweight, dbias = _pool_backward(gradient, ctx.groups, *ctx.saved_tensors)
+            return dx, dweight, dbias, *[None] * (len(ctx.needs_input_grad) - 3)
+        x, weight, mean, rstd, scale, shift, y = ctx.saved_tensors
+        masked = gradient
+        relu = ctx.relu
+        if y is not None:
+            masked, sums = torch.ops.flexor.norm_sums_residual(gradient, x, y, mean)
+            relu = False
+        else:
+            sums = torch.ops.flexor.norm_sums(gradient, x, mean, scale if relu else None, shift)
+        *factors, dweight, dbias = torch.ops.flexor.norm_factors(
+            sums, weight, mean, rstd, ctx.groups, x[0, 0].numel()
+        )
+        dx = torch.ops.flexor.norm_backward(masked, None, x, *factors, scale if relu else None, shift)
+        wanted = ctx.residual and ctx.needs_input_grad[3]
+        trained = _total(dweight, weight), _total(dbias, weight)
+        return dx, *trained, masked if wanted else None, *[None] * (len(ctx.needs_input_grad) - 4)
+
+
+def _pool_backward(
+    gradient: Tensor,
+    groups: int,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    index: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = torch.ops.flexor.norm_pool_sums(gradient, index, x, mean)
+    *factors, dweight, dbias = torch.ops.flexor.norm_factors(
+        sums, weight, mean, rstd, groups, x[0, 0].numel()
+    )
+    dx = torch.ops.flexor.norm_pool_backward(gradient, index, x, *factors, *x.shape[2:])
+    return dx, _total(dweight, weight), _total(dbias, weight)
+
+
+def _total(per_set: Tensor, like: Tensor) -> Tensor:
+    """The gradient [C] of a parameter, from that of each set of statistics [S, C]."""
+    return (per_set[0] if len(per_set) == 1 else per_set.sum(0)).to(like.dtype)
