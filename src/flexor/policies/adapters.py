@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from flexor.core.errors import ConfigError
 from flexor.core.rng import key_of
 from flexor.core.tensors import copy_part
 from flexor.core.typed import closest, setting
+from flexor.policies.weight_names import shared_parameters, tied_names
 
 ALL_LINEAR = "all-linear"
 M = TypeVar("M")
@@ -93,22 +94,25 @@ def add_adapters(
     `default` are the layers that get an adapter if the settings name none.
     """
     modules = dict(policy.named_modules())
+    fully_trained = modules_named(modules, config.full_training_modules, "lora.full_training_modules")
+    _refuse_alias(policy, fully_trained)
     whole = {
         parameter
-        for module in modules_named(
-            modules, config.full_training_modules, "lora.full_training_modules"
-        ).values()
+        for module in fully_trained.values()
         for parameter in module.parameters()
         if parameter.requires_grad
     }
+    shared = shared_parameters(policy)
     layers = {
         name: module
         for name, module in modules.items()
         # no subclasses: their weight may be read directly, as torch's attention does
-        if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in whole
+        if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in whole | shared
     }
-    wanted = default if config.target_modules is None else config.target_modules
-    targets = modules_named(layers, wanted, "lora.target_modules")
+    requested = default if config.target_modules is None else config.target_modules
+    if isinstance(requested, list):
+        _refuse_tied(modules, requested, shared)
+    targets = modules_named(layers, requested, "lora.target_modules")
     policy.requires_grad_(False)
     for parameter in whole:
         parameter.requires_grad_(True)
@@ -116,6 +120,30 @@ def add_adapters(
         layer.__class__ = LoraLinear  # in place: several modules may share it
         assert isinstance(layer, LoraLinear)
         layer.adapt(config, key_of("lora", seed, name) >> 1)  # torch's seeds have 63 bits
+
+
+def _refuse_tied(
+    modules: Mapping[str, nn.Module], requested: list[str], shared: Collection[nn.Parameter]
+) -> None:
+    """Refuse to adapt a layer whose weight another one has too: merging the adapter would change both."""
+    tied = {name: module for name, module in modules.items() if getattr(module, "weight", None) in shared}
+    for name in requested:
+        if any(re.fullmatch(rf"(.*\.)?{re.escape(name)}", each) for each in tied):
+            raise ConfigError(
+                f"lora.target_modules={name}: another module has the same weight, so it can't have an adapter. "
+                "Leave it out, or train it fully with --lora.full_training_modules."
+            )
+
+
+def _refuse_alias(policy: nn.Module, fully_trained: Collection[str]) -> None:
+    """Refuse modules that have a tied weight, but not under the name that files have."""
+    inside = tuple(f"{module}." for module in fully_trained)
+    for alias, name in tied_names(policy).items():
+        if alias.startswith(inside) and not name.startswith(inside):
+            raise ConfigError(
+                f"lora.full_training_modules: {alias} is the same weight as {name}, under which it is saved: name the "
+                f"module {name.rpartition('.')[0]}."
+            )
 
 
 def modules_named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> dict[str, M]:

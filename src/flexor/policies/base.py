@@ -20,6 +20,7 @@ from flexor.policies.features import Kind, Normalization, PolicyFeature
 from flexor.policies.processing.normalize import Normalize, Unnormalize
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, ProcessingStep, Stats
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice, with_renaming
+from flexor.policies.weight_names import WeightNames
 
 MOST_DROPOUT = 0.99  # dropout of 1 would leave nothing to learn from
 
@@ -265,6 +266,8 @@ class Policy(nn.Module):
     Config: ClassVar[type[PolicyConfig]]
     continues_chunks: ClassVar[bool] = False
     """Whether `predict` can continue the last chunk: see `nn/real_time.py`."""
+    weight_names: ClassVar[WeightNames] = WeightNames()
+    """How the names of its weights in files differ from those here."""
 
     def __init__(self, config: PolicyConfig):
         super().__init__()
@@ -294,23 +297,6 @@ class Policy(nn.Module):
         Asked after `begin_step`, which is never part of the graph. A policy that has one must say.
         """
         return "step" if type(self).begin_step is Policy.begin_step else None
-
-    def name_in_file(self, name: str, there: Collection[str]) -> str:
-        """The name of a weight in a file with the names `there`, where that may differ from its own."""
-        return name
-
-    @classmethod
-    def dead_weights(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What LeRobot's file has besides these weights, without any use. It is written, and ignored when it is read.
-
-        `weights` may be on the meta device, if only names and shapes are asked for.
-        """
-        return {}
-
-    @classmethod
-    def names_in_optimizer(cls, names: list[str]) -> list[str]:
-        """The names of the optimizer's parameters as LeRobot numbers them, with those of weights that have no use."""
-        return names
 
     def load_backbone(self) -> None:
         """Load pretrained parts of a new policy; not called when a checkpoint is loaded."""

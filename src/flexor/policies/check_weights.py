@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from flexor.core.errors import CheckpointError
 from flexor.core.name_ranges import ON_ONE_LINE, grouped, listed
 from flexor.core.tensors import described_in
 from flexor.policies.base import Policy
+from flexor.policies.weight_names import aliases_of, tied_names
 
 Shape = tuple[int, ...]
 OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
@@ -22,15 +24,18 @@ MIGRATE = (
 CHECK = "Check for overridden settings that change the network."
 
 
-def names_in_file(policy: Policy, own: Mapping[str, Tensor], file: Path) -> dict[str, str]:
+def names_in_file(policy: Policy, weights: Mapping[str, Tensor], file: Path) -> dict[str, str]:
     """The name in the file of each of the policy's weights. Refuses a file with others."""
-    there = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
-    names = {name: policy.name_in_file(name, there) for name in own}
-    dead = policy.dead_weights({name: torch.empty_like(t, device="meta") for name, t in own.items()})
-    unused = {policy.name_in_file(name, there) for name in dead}
-    missing = {name for name in own if names[name] not in there}
-    unexpected = there.keys() - {*names.values()} - unused
-    shapes = {name: (there[names[name]], tuple(own[name].shape)) for name in own.keys() - missing}
+    present = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
+    ties = aliases_of(policy)
+    adapter = policy.weight_names
+    names = {name: adapter.name_in_file(name, present, ties.get(name, ())) for name in weights}
+    described = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    unused = {adapter.name_in_file(name, present) for name in adapter.unused_weights(described)}
+    unused |= {adapter.name_in_file(alias, present) for aliases in ties.values() for alias in aliases}
+    missing = {name for name in weights if names[name] not in present}
+    unexpected = present.keys() - {*names.values()} - unused
+    shapes = {name: (present[names[name]], tuple(weights[name].shape)) for name in weights.keys() - missing}
     other = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
     if missing or unexpected or other:
         raise CheckpointError(
@@ -43,6 +48,21 @@ def names_in_file(policy: Policy, own: Mapping[str, Tensor], file: Path) -> dict
             )
         )
     return names
+
+
+def check_ties(policy: Policy, names: Mapping[str, str], file: Path) -> None:
+    """Refuse a file with other values under another name of a tied weight. `names` are those it is loaded from."""
+    with safe_open(file, "pt") as source:
+        present = {*source.keys()}
+        for alias, name in tied_names(policy).items():
+            stored = policy.weight_names.name_in_file(alias, present)
+            if stored not in present or stored == names[name]:
+                continue
+            if not torch.equal(source.get_tensor(stored), source.get_tensor(names[name])):
+                raise CheckpointError(
+                    f"{file} has different values for {stored} and {names[name]}, which are one weight in this "
+                    f"{policy.config.type} policy. The checkpoint was trained with two."
+                )
 
 
 def _paragraphs(*sentences: str) -> str:

@@ -41,7 +41,7 @@ from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
 from flexor.policies.base import Policy, PolicyConfig
-from flexor.policies.check_weights import names_in_file
+from flexor.policies.check_weights import check_ties, names_in_file
 from flexor.policies.external import is_code, is_loaded, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
 from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
@@ -50,6 +50,7 @@ from flexor.policies.processing.normalize import NormalizationStep
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
 from flexor.policies.processing.rename_and_move import RenameObservations
 from flexor.policies.sizes import check_sizes
+from flexor.policies.weight_names import unique_state
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
 FOREIGN = {
@@ -286,7 +287,7 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
     """Write the weights of a policy of this type as LeRobot's file has them."""
     weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file({**weights, **policy_class(kind).dead_weights(weights)}, file)
+    save_file({**weights, **policy_class(kind).weight_names.unused_weights(weights)}, file)
 
 
 def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | None = None) -> Pretrained:
@@ -362,12 +363,13 @@ def load_weights(policy: Policy, folder: Path) -> None:
         return
     names, file = check_weights(policy, folder), inside(folder, WEIGHTS)
     with _readable(file):
+        check_ties(policy, names, file)
         fill(_weights_of(policy), file, names)
         start_adapters(policy)
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in policy.state_dict().items() if not is_adapter(name)}
+    return {name: tensor for name, tensor in unique_state(policy).items() if not is_adapter(name)}
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from flexor.evaluate.rollout import PolicyActor, summarize
 from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of
 from flexor.policies.pretrained import Pretrained
+from flexor.policies.weight_names import unique_state
 from flexor.train.checkpoint.run_folder import Run
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import not_compiled
@@ -37,7 +38,7 @@ def exported_weights(state: TrainState) -> Iterator[None]:
     state.policy.eval()
     raw: dict[str, Tensor] = {}
     if state.ema:
-        raw = {name: local(value).detach().clone() for name, value in state.policy.state_dict().items()}
+        raw = {name: local(value).detach().clone() for name, value in unique_state(state.policy).items()}
         _replace(state.policy, state.ema.average)
     try:
         with (
@@ -54,7 +55,7 @@ def exported_weights(state: TrainState) -> Iterator[None]:
 @torch.no_grad()
 def _replace(policy: Policy, values: dict[str, Tensor]) -> None:
     """Copy values into the policy. Each rank copies its own shard of each tensor."""
-    for name, own in policy.state_dict().items():
+    for name, own in unique_state(policy).items():
         local(own).copy_(local(values[name]))
 
 

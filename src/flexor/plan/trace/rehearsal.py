@@ -31,6 +31,7 @@ from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import base_policy
 from flexor.policies.processing.pipeline import Pipeline
+from flexor.policies.weight_names import unique_state
 from flexor.train.build import build_augmentation, captures_steps, keep_copies, make_policy
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.compile import compile_blocks
@@ -190,11 +191,11 @@ class Rehearsal:
 
     def saved(self) -> SavedWeights:
         """What `checkpoint.state` writes of the weights."""
-        config, raw = self.config, self.policy.state_dict()
+        config, raw = self.config, unique_state(self.policy)
         average = self.state.ema.average if self.state.ema else {}
         exported = {name: weight for name, weight in (average or raw).items() if not is_adapter(name)}
         with torch.device(self.device):
-            unused = type(self.policy).dead_weights(exported)
+            unused = self.policy.weight_names.unused_weights(exported)
         beside = config.lora.r and base_policy(config.policy_path)
         return SavedWeights(
             total(raw.values()),

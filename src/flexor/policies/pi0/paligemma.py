@@ -1,7 +1,7 @@
 """PaliGemma (Beyer et al. 2024, https://arxiv.org/abs/2407.07726), and the expert that acts on what it reads.
 
 Parameter names are those of LeRobot's checkpoints. These also have two language heads, which nothing uses: see
-`PiPolicy.dead_weights`.
+`PI_NAMES` in policy.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ the prompt, and tells the expert the time through its norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -27,12 +27,28 @@ from flexor.policies.nn.resize import padded, resize_with_padding
 from flexor.policies.pi0.config import PaliGemmaConfig, Pi0Config, Pi05Config, PiConfig
 from flexor.policies.pi0.paligemma import GEMMA, PALIGEMMA, PaliGemmaWithExpert, Prompt, lower
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.weight_names import UnusedWeight, WeightNames
 
-LANGUAGE_MODEL = "model.paligemma_with_expert.paligemma.model.language_model"
+PALIGEMMA_MODULE = "model.paligemma_with_expert.paligemma"
+LANGUAGE_MODEL = f"{PALIGEMMA_MODULE}.model.language_model"
 EMBEDDING = f"{LANGUAGE_MODEL}.embed_tokens.weight"
 EXPERT = "model.paligemma_with_expert.gemma_expert"
-LANGUAGE_HEAD = "model.paligemma_with_expert.paligemma.lm_head.weight"
+LANGUAGE_HEAD = f"{PALIGEMMA_MODULE}.lm_head.weight"
 EXPERT_HEAD = f"{EXPERT}.lm_head.weight"
+OPENPI_NAMES = WeightNames(optional_prefix="model.", aliases={EMBEDDING: [LANGUAGE_HEAD]})
+"""openpi's files lack the first part of a name. Where embedding and head are tied, they have only the head."""
+PI_NAMES = replace(
+    OPENPI_NAMES,
+    unused=[  # the language heads: PaliGemma's is its embedding, and the expert never predicts tokens
+        UnusedWeight(LANGUAGE_HEAD, torch.clone, [EMBEDDING], before=f"{PALIGEMMA_MODULE}."),
+        UnusedWeight(
+            EXPERT_HEAD,
+            lambda embedding, keys: keys.new_zeros(len(embedding), keys.shape[1]),
+            [EMBEDDING, f"{EXPERT}.model.layers.0.self_attn.k_proj.weight"],
+            before=f"{EXPERT}.",
+        ),
+    ],
+)
 
 
 class PiNetwork(nn.Module):
@@ -137,6 +153,7 @@ class PiPolicy(Policy):
     Network: ClassVar[type[PiNetwork]]
     config: PiConfig
     continues_chunks = True
+    weight_names = PI_NAMES
 
     def __init__(self, config: PiConfig):
         super().__init__(config)
@@ -191,32 +208,6 @@ class PiPolicy(Policy):
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup(list(self.parameters()))]  # frozen ones too: LeRobot's optimizer numbers them
 
-    def name_in_file(self, name: str, there: Collection[str]) -> str:
-        return name_in_openpis_files(name, there)
-
-    @classmethod
-    def dead_weights(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The language heads. PaliGemma's is its embedding; the expert never had a use for one."""
-        if EMBEDDING not in weights:
-            return {}
-        embedding = weights[EMBEDDING]
-        expert = weights[f"{EXPERT}.model.layers.0.self_attn.k_proj.weight"]
-        return {
-            LANGUAGE_HEAD: embedding.clone(),
-            EXPERT_HEAD: expert.new_zeros(len(embedding), expert.shape[1]),
-        }
-
-    @classmethod
-    def names_in_optimizer(cls, names: list[str]) -> list[str]:
-        """LeRobot's optimizer counts the language heads. Each comes before the other weights of its model."""
-        names = list(names)
-        for head in (LANGUAGE_HEAD, EXPERT_HEAD):
-            model = head.removesuffix("lm_head.weight")
-            first = next((n for n, name in enumerate(names) if name.startswith(model)), None)
-            if first is not None:
-                names.insert(first, head)
-        return names
-
 
 class Pi0(PiPolicy):
     Config = Pi0Config
@@ -226,10 +217,3 @@ class Pi0(PiPolicy):
 class Pi05(PiPolicy):
     Config = Pi05Config
     Network = Pi05Network
-
-
-def name_in_openpis_files(name: str, there: Collection[str]) -> str:
-    """openpi's files lack the first part of a name. Where embedding and head are one, only the head is there."""
-    heads = [LANGUAGE_HEAD] if name == EMBEDDING else []
-    candidates = [each.removeprefix(prefix) for each in (name, *heads) for prefix in ("", "model.")]
-    return next((each for each in candidates if each in there), name)

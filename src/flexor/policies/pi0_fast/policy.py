@@ -6,7 +6,6 @@ after the other, each of which sees what was read and what is written before it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,7 +25,7 @@ from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.nn.transformer import Transformer
 from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
-from flexor.policies.pi0.policy import camera_images, camera_mask, name_in_openpis_files
+from flexor.policies.pi0.policy import OPENPI_NAMES, camera_images, camera_mask
 from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
 from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
@@ -135,6 +134,7 @@ class Written:
 
 class Pi0Fast(StepwisePolicy):
     Config = Pi0FastConfig
+    weight_names = OPENPI_NAMES
     config: Pi0FastConfig
 
     def __init__(self, config: Pi0FastConfig):
@@ -231,9 +231,6 @@ class Pi0Fast(StepwisePolicy):
 
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup(list(self.parameters()))]
-
-    def name_in_file(self, name: str, there: Collection[str]) -> str:
-        return name_in_openpis_files(name, there)
 
 
 def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from flexor.policies.base import Policy
 from flexor.policies.pretrained import base_policy, save_pretrained
 from flexor.policies.processing.normalize import NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
+from flexor.policies.weight_names import unique_parameters, unique_state
 from flexor.train.checkpoint import lerobot
 from flexor.train.checkpoint.folder import read_state
 from flexor.train.checkpoint.tensors import EMA_STATE, OPTIMIZER, RAW_MODEL, ShardedTensors, open_tensors
@@ -71,7 +72,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes, by name; this rank's shards if the run is sharded."""
-        named = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        named = {f"model.{name}": tensor for name, tensor in unique_state(self.policy).items()}
         if self.ema:
             named |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
         names, state = self.parameter_names(), self.optimizer.state_dict()["state"]
@@ -83,12 +84,12 @@ class TrainState:
 
     def parameter_names(self) -> list[str]:
         """The names of the optimizer's parameters. Its state is numbered in this order."""
-        names = {id(p): name for name, p in self.policy.named_parameters()}
+        names = {id(p): name for name, p in unique_parameters(self.policy).items()}
         return [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
 
     def names_in_file(self) -> list[str]:
         """The same as LeRobot numbers them: there may be more, which have no state."""
-        return self.policy.names_in_optimizer(self.parameter_names())
+        return self.policy.weight_names.optimizer_names(self.parameter_names())
 
     def snapshot(self, export: bool) -> Snapshot:
         """The contents of a checkpoint. All ranks must call this. `export`: include the weights for inference."""
@@ -166,10 +167,10 @@ class TrainState:
         counted = sum(len(group["params"]) for group in groups)
         # runs before LeRobot's numbers were used count only what there is
         there = open_tensors(folder, names if counted == len(names) else self.names_in_file())
-        tensors = {f"model.{name}": tensor for name, tensor in self.policy.state_dict().items()}
+        tensors = {f"model.{name}": tensor for name, tensor in unique_state(self.policy).items()}
         if self.ema:
             tensors |= {f"ema.{name}": tensor for name, tensor in self.ema.average.items()}
-        parameters = dict(self.policy.named_parameters())
+        parameters = unique_parameters(self.policy)
         numbered: dict[int, dict[str, Tensor]] = {}
         for name, saved in there.described().items():
             if name.startswith("optimizer."):

@@ -23,10 +23,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 
 from flexor.core.errors import ConfigError
 from flexor.policies.base import Policy
-from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.meta_init import apply_keeping_ties, parameters_without_memory
 from flexor.policies.pretrained import load_weights
 from flexor.train.engine.base import DTYPES, Engine
 from flexor.train.engine.fsdp import ShardedEngine, gather_once
+from flexor.train.engine.shard_units import shared_between
 from flexor.train.ranks.split import hsdp_sizes
 
 try:
@@ -164,7 +165,7 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
         """
         with parameters_without_memory():
             policy: Policy = make()
-        policy._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
+        apply_keeping_ties(policy, lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
         self._make, self._weights = make, weights
         return policy
 
@@ -174,6 +175,11 @@ class AccelerateShardedEngine(ShardedEngine, AccelerateEngine):
                 "weights_dtype=bf16 or policy.dtype=bfloat16: Accelerate can't shard trained weights of several "
                 f"dtypes. Use `flexor train --gpus={self.world_size} --parallel.strategy={self.strategy}` or "
                 "torchrun instead, train adapters (--lora.r=16), or use ddp."
+            )
+        if shared := shared_between(policy, [*policy.shard_units(), policy]):
+            raise ConfigError(
+                f"Accelerate can't shard a weight that two blocks share ({', '.join(shared)}). Leave one of the blocks "
+                "out of the policy's shard_units(), or use ddp."
             )
         self._name_units(policy)
         AccelerateEngine.prepare(self, policy, optimizer)

@@ -30,8 +30,9 @@ from torch.distributed.fsdp import (
 from flexor.core.errors import ConfigError
 from flexor.core.tensors import as_part, copy_part, is_sharded, local, make_contiguous
 from flexor.policies.base import Policy
-from flexor.policies.meta_init import parameters_without_memory
+from flexor.policies.meta_init import apply_keeping_ties, parameters_without_memory
 from flexor.policies.pretrained import load_weights
+from flexor.policies.weight_names import unique_state
 from flexor.train.engine.base import DTYPES, Engine
 from flexor.train.engine.shard_units import sharding_of
 from flexor.train.ranks.split import hsdp_sizes
@@ -72,7 +73,9 @@ class ShardedEngine(Engine):
         self._shard(policy)
         parameters_at = torch.device("cpu") if self.parallel.cpu_offload else self.device
         # parameters have no memory yet; buffers already have their values, and are moved
-        policy._apply(lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device))
+        apply_keeping_ties(
+            policy, lambda t: torch.empty_like(t, device=parameters_at) if t.is_meta else t.to(self.device)
+        )
         for name in self.whole:  # nobody brings them to the device later
             parameter = policy.get_parameter(name)
             parameter.data = parameter.data.to(self.device)
@@ -120,9 +123,9 @@ class ShardedEngine(Engine):
             whole: Policy = make()
             make_contiguous(whole)
             whole.load_backbone()
-            source = whole.state_dict()
+            source = unique_state(whole)
         self.processes.barrier()  # downloading may take longer than a collective's timeout
-        for name, own in policy.state_dict().items():
+        for name, own in unique_state(policy).items():
             if self.processes.is_main:
                 tensor = source.pop(name).to(self.device)
             else:

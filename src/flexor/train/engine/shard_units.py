@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flexor.policies.base import Policy
+from flexor.policies.weight_names import shared_parameters
 
 
 @dataclass
@@ -19,8 +20,8 @@ class Sharding:
     units: list[nn.Module] = field(default_factory=list)
     """Inner ones first. A parameter belongs to the first that holds it; the policy itself, the last, has the rest."""
     whole: dict[str, nn.Parameter] = field(default_factory=dict)
-    """What has another dtype than the rest of its unit and is not in a linear layer, such as norms in float32 among
-    bfloat16 matrices: a few megabytes in all, which every process has whole."""
+    """What every process has whole: what has another dtype than the rest of its unit and is not in a linear layer, such
+    as norms in float32 among bfloat16 matrices, a few megabytes in all; and weights that two units share."""
 
 
 def sharding_of(policy: Policy) -> Sharding:
@@ -30,18 +31,34 @@ def sharding_of(policy: Policy) -> Sharding:
     read the weights itself.
     """
     names = {id(parameter): name for name, parameter in policy.named_parameters()}
+    tied = {id(parameter) for parameter in shared_parameters(policy)}
     found = Sharding()
     for block in [*policy.shard_units(), policy]:
         owners = list(_owners(block, found.units))
         apart = _other_dtypes([p for owner in owners for p in owner.parameters(recurse=False)])
         for owner in owners:
             own = [p for p in owner.parameters(recurse=False) if p.requires_grad]
-            if type(owner) is nn.Linear and own and all(id(p) in apart for p in own):
+            if type(owner) is nn.Linear and own and all(id(p) in apart and id(p) not in tied for p in own):
                 found.units.append(owner)
             else:
                 found.whole |= {names[id(p)]: p for p in own if id(p) in apart}
         found.units.append(block)
+    found.whole |= shared_between(policy, found.units)
     return found
+
+
+def shared_between(policy: Policy, units: list[nn.Module]) -> dict[str, nn.Parameter]:
+    """Tied weights whose modules are in different units: FSDP gathers a weight with one unit only."""
+    tied = shared_parameters(policy)
+    if not tied:
+        return {}
+    units_of: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in tied}
+    for number, unit in enumerate(units):
+        for owner in _owners(unit, units[:number]):
+            for parameter in owner.parameters(recurse=False):
+                if parameter in tied:
+                    units_of[parameter].add(number)
+    return {name: p for name, p in policy.named_parameters() if len(units_of.get(p, ())) > 1}
 
 
 def _owners(module: nn.Module, taken: list[nn.Module]) -> Iterator[nn.Module]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import flexor.kernels.adam  # noqa: F401 (defines the operator)
 from flexor.kernels.available import has_kernels
 from flexor.policies.nn.lower_weights import CAST
+from flexor.policies.weight_names import parameters_only_in
 
 DEVICES = ("cuda", "meta")
 LARGE = 1 << 16  # values of a tensor from which on it is worth a kernel launch of its own
@@ -31,6 +32,7 @@ class Bf16Copies:
 
     def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
         trained = {p for group in optimizer.param_groups for p in group["params"]}
+        trained &= parameters_only_in(policy, CAST)
         layers = [module for module in policy.modules() if isinstance(module, CAST)]
         self.places = [
             (layer, name, weight)

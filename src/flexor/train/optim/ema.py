@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from flexor.core.tensors import local
+from flexor.policies.weight_names import unique_state
 
 
 class EMA:
@@ -17,7 +18,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float):
         self.decay = decay
         self.updates = 0
-        self.average = {k: _exact(v.detach()).clone() for k, v in model.state_dict().items()}
+        self.average = {k: _exact(v.detach()).clone() for k, v in unique_state(model).items()}
         self.weight: float | torch.Tensor = 0.0  # of the model in this step; on a GPU a tensor
         device = next(iter(self.average.values())).device
         if device.type in ("cuda", "meta"):
@@ -36,7 +37,8 @@ class EMA:
         """Move the average towards the model by the weight of this step."""
         averages, values = [], []
         state = model.state_dict(keep_vars=True)  # not detached: detaching takes longer than the rest
-        for name, value in state.items():
+        for name in self.average:
+            value = state[name]
             if value.is_floating_point():
                 averages.append(local(self.average[name]))
                 values.append(_exact(local(value)))
