@@ -239,5 +239,30 @@ def test_damaged_float_images_are_errors():
             damaged[place] = rng.integers(256)
         with contextlib.suppress(ValueError):
             float_tiff(bytes(damaged))
+    huge = data.replace(struct.pack("<HHII", 256, 4, 1, 40), struct.pack("<HHII", 256, 4, 1, 1 << 27))
+    for damaged in (b"II*\0" + struct.pack("<I", 1 << 30), huge):
+        with pytest.raises(ValueError, match="damaged"):
+            float_tiff(damaged)
+    assert huge != data
+
+
+@pytest.mark.parametrize("order", ["<f4", ">f4"])
+def test_float_images_of_both_byte_orders_and_several_strips(order: str):
+    depths = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+    depths[0] = np.nan, np.inf, -np.inf, -0.0, 1e-42
+    mark = order[0]
+    tags = {256: 5, 257: 7, 258: 32, 259: 1, 262: 1, 277: 1, 278: 3, 339: 3}
+    strips = [depths[row : row + 3].astype(order).tobytes() for row in range(0, 7, 3)]
+    entries = len(tags) + 2
+    lists = 8 + 2 + 12 * entries + 4
+    place = lists + 2 * 4 * len(strips)
+    offsets = [place + sum(map(len, strips[:number])) for number in range(len(strips))]
+    values = {tag: struct.pack(f"{mark}HHII", tag, 4, 1, value) for tag, value in tags.items()}
+    values[273] = struct.pack(f"{mark}HHII", 273, 4, len(strips), lists)
+    values[279] = struct.pack(f"{mark}HHII", 279, 4, len(strips), lists + 4 * len(strips))
+    head = (b"II*\0" if mark == "<" else b"MM\0*") + struct.pack(f"{mark}IH", 8, entries)
+    head += b"".join(values[tag] for tag in sorted(values)) + struct.pack(f"{mark}I", 0)
+    head += struct.pack(f"{mark}6I", *offsets, *map(len, strips))
+    assert float_tiff(head + b"".join(strips)).tobytes() == depths.tobytes()
     with pytest.raises(ValueError, match="damaged"):
-        float_tiff(b"II*\0" + struct.pack("<I", 1 << 30))
+        float_tiff(head + b"".join(strips)[:-4])
