@@ -21,8 +21,8 @@ from support import environment
 HOME = environment.prepare()
 
 import numpy as np  # noqa: E402
-from fuzzing import Make, fuzz  # noqa: E402
 
+from fuzzing import Make, fuzz  # noqa: E402
 from support import foreign_checkpoints, ranks, runs, small_policies  # noqa: E402
 from support.samples import write_lowdim  # noqa: E402
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fuzzing import Make, fuzz
 
+from fuzzing import Make, fuzz
 from support import foreign_datasets, legacy, written
 
 

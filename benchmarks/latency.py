@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from flexor.core.console import progress, table
-from flexor.evaluate.real_time import score_in_real_time
 from flexor.sim.record import EVAL_SEED_START
 from flexor_client import RemotePolicy
+from real_time import score_in_real_time
 
 FLEXOR = [sys.executable, "-m", "flexor"]
 STATE = "environment_state_agent_pos"

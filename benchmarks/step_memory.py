@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from step_speed import CASES, WAYS, Case
-
 from flexor.config.parse import load_config
 from flexor.plan.memory.allocator import replay
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.trace.trace import trace_step
+from step_speed import CASES, WAYS, Case
 
 DEFAULT = Path(__file__).parent / "results" / "step_speed_h200_2026-11-18.json"
 

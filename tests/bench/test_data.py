@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_verdict import bar_lines
 from flexor.bench.figures import EpochMeasurement, bound, make_report
 from flexor.bench.limits import Limits, Player, decode_limit, memory_limit
 from flexor.bench.memory import PeakMemory, process_tree
@@ -275,10 +276,7 @@ def test_peak_memory_includes_shared_memory_that_nobody_has_looked_at():
 # --- bars
 
 
-def test_bars_are_held_against_the_fastest_setting(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from data_verdict import bar_lines
-
+def test_bars_are_held_against_the_fastest_setting():
     slow, fast = "lerobot, map-style, 2 workers, uint8", "lerobot, streaming, 4 workers, uint8"
     memory = {"imported_bytes": 1e9}
     found = {

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexor.evaluate.real_time import score_in_real_time
 from flexor.sim.expert import expert_action
 from flexor.sim.record import EVAL_SEED_START
 from flexor.sim.robot import PlaceRobot
 from flexor.sim.task import GRASP_RADIUS, RELEASE_OPENING, TIME_LIMIT, State, advance
+from real_time import score_in_real_time
 
 SEEDS = range(EVAL_SEED_START, EVAL_SEED_START + 12)
 STATE = "environment_state_agent_pos"

@@ -13,7 +13,6 @@ from flexor.evaluate.film import write_video
 from flexor.evaluate.rollout import (
     Episode,
     ExpertActor,
-    RandomActor,
     rollout,
     succeeded,
     summarize,
@@ -40,6 +39,21 @@ class QueueActor:
                 np.stack([np.sin(column + k), np.cos(column * k), np.sin(k * column)], 1) for k in range(5)
             ]
         return self.queue.pop()
+
+
+class RandomActor:
+    """Random actions, uniform over the environment's action space."""
+
+    def attach(self, envs, seeds) -> None:
+        self.space = envs[0].action_space
+        self.rngs = [np.random.default_rng([0xAC70, seed]) for seed in seeds]
+
+    def reset(self, num_envs: int) -> None:
+        assert num_envs == len(self.rngs)
+
+    def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
+        low, high = self.space.low, self.space.high
+        return np.stack([rng.uniform(low, high).astype(np.float32) for rng in self.rngs])
 
 
 @pytest.mark.parametrize("actor", [ExpertActor(), RandomActor(), QueueActor()])

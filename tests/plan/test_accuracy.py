@@ -23,10 +23,9 @@ CASES = [
 def test_a_plan_is_as_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the description of a CLIP
-    from plan_accuracy import Case, planned
-
     from flexor.plan.site.hardware import load_hardware
     from flexor.plan.speed.speeds import assumed
+    from plan_accuracy import Case, planned
 
     results = json.loads(MEASURED.read_text())
     rows = {row["case"]: row["measured"] for row in results["rows"]}

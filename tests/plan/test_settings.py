@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from flexor.config.schema import EMAConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from flexor.plan.memory.memory import plan_memory
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.trace import trace_step
 from flexor.policies.adapters import LoraConfig
 from support.own_policy import own_policy
-from support.plans import H200, settings
+from support.plans import H200, plan_memory, settings
 
 # 6 -> 100 -> 100 -> 6: matrices of 600, 10 000 and 600 numbers, vectors of 100, 100, 100 and 6
 MATRICES, VECTORS = 600 + 10_000 + 600, 3 * 100 + 6

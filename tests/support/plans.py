@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexor.config.schema import TrainConfig
+from flexor.plan.memory.memory import MemoryPlan, MemoryPlanner
+from flexor.plan.trace.cuda_on_meta import Card
+from flexor.plan.trace.trace import trace_step
 from flexor.policies import policy_class
 from flexor.policies.features import Kind, PolicyFeature
+from flexor.train.ranks.split import split_batch
 from support import small_pi, small_resnet
 
 PLAIN: dict[str, Any] = {"precision": "no", "step": "eager", "channels_last": False}
@@ -62,3 +66,21 @@ def settings(
         **{**SMALL.get(kind, {}), **(policy or {})},
     )
     return TrainConfig(policy=made, **(PLAIN | more))
+
+
+def plan_memory(
+    config: TrainConfig,
+    gpu: Card,
+    batch_size: int | None = None,
+    *,
+    world_size: int = 1,
+    local_world_size: int | None = None,
+    expandable: bool = True,
+) -> MemoryPlan:
+    """The memory of a run on one of its GPUs, from a single trace."""
+    planner = MemoryPlanner(
+        config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
+    )
+    batch_size = batch_size or split_batch(replace(config), world_size).batch_size
+    accumulation = planner.accumulation(batch_size)
+    return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation, world_size))

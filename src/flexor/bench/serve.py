@@ -30,7 +30,7 @@ from flexor.serve.server import PolicyServer
 from flexor.serve.settings import ServeSettings
 
 PARTS = ("network", "decode", "queue", "model", "encode")
-ENCODINGS = ("raw", "jpeg")
+
 PERCENTILES = (50, 95, 99)
 WARM_UP = 5
 RATE_HZ = 30  # for which the bandwidth is reported

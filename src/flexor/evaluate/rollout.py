@@ -227,23 +227,6 @@ class ExpertActor:
         return np.stack([expert_action(env.state) for env in self._envs])
 
 
-class RandomActor:
-    """Random actions, uniform over the environment's action space: a baseline that any policy must beat."""
-
-    def attach(self, envs: Sequence[Env], seeds: Sequence[int]) -> None:
-        space = envs[0].action_space
-        if not isinstance(space, gymnasium.spaces.Box) or not space.is_bounded():
-            raise ConfigError(f"random actions need a bounded Box action space, not {space}")
-        self._low, self._high = space.low, space.high
-        self._rngs = [np.random.default_rng([0xAC70, seed]) for seed in seeds]
-
-    def reset(self, num_envs: int) -> None:
-        assert num_envs == len(self._rngs)
-
-    def act(self, batch: dict[str, np.ndarray], task: list[str]) -> np.ndarray:
-        return np.stack([rng.uniform(self._low, self._high).astype(np.float32) for rng in self._rngs])
-
-
 @dataclass(frozen=True)
 class Summary:
     """The results of a set of episodes."""

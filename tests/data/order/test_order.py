@@ -137,7 +137,7 @@ def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
     pool_of_unit: dict[int, tuple[int, int]] = {}
     for lane in range(lanes):
         of_lane = picks[picks.lane == lane]
-        plans = [order.pool_of(epoch, lane, number) for number in range(order.pools(epoch, lane))]
+        plans = order.pools_of(epoch, [(lane, number) for number in range(order.pools(epoch, lane))])
         for number, plan in enumerate(plans):
             taken = of_lane[of_lane.pool == number]
             assert np.array_equal(plan.sample, taken.sample)
@@ -199,7 +199,7 @@ def test_blocks_of_positions_leave_no_seam(size):
 def test_a_pool_of_everything_is_uniform_inside_of_a_lane():
     order = StreamingOrder(runs([100] * 40), 1, lanes=4, pool=1000)
     assert [order.pools(0, lane) for lane in range(4)] == [1] * 4
-    delivered = order.pool_of(0, 0, 0)
+    delivered = order.pools_of(0, [(0, 0)])[0]
     rank_of = np.argsort(np.argsort(delivered.sample))
     assert abs(np.corrcoef(rank_of, np.arange(1000))[0, 1]) < 0.1
     assert abs(np.corrcoef(rank_of[:-1], rank_of[1:])[0, 1]) < 0.1

@@ -10,11 +10,11 @@ from flexor.config.schema import EMAConfig, ParallelConfig
 from flexor.core.errors import ConfigError
 from flexor.data.settings import DatasetConfig, ImageTransformsConfig
 from flexor.plan.memory.allocator import MIB, CachingAllocator, replay
-from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, is_captured, plan_memory, usable
+from flexor.plan.memory.memory import SPARE, MemoryPlanner, context_of, is_captured, usable
 from flexor.plan.trace.events import Event, StepEvents, Trace
 from flexor.plan.trace.trace import trace_step
 from support.own_policy import own_policy
-from support.plans import H200, Gpu, settings
+from support.plans import H200, Gpu, plan_memory, settings
 
 
 def by_hand(events: list[tuple], *, built: int, loaded: int) -> Trace:

@@ -197,7 +197,7 @@ def test_offers_begin_with_the_cheapest(hardware: Hardware) -> None:
     assert len({o.cloud for o in offers}) > 1
     flavor = hardware.flavor("hf-jobs/h200x8")
     assert flavor == hardware.flavor("h200x8")
-    assert (flavor.gpu, flavor.gpus, flavor.usd_per_gpu_hour) == ("H200", 8, 5.0)
+    assert (flavor.gpu, flavor.gpus, flavor.usd_per_hour) == ("H200", 8, 40.0)
 
 
 # A user's file.

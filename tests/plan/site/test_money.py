@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexor.plan.site.hardware import GPU, Flavor, Prices, Purchase, load_hardware
-from flexor.plan.site.money import Purchased, buy, buy_or_rent, energy, rent, rent_for_gpus
+from flexor.plan.site.money import Purchased, buy, buy_or_rent, energy, rent
 
 PRICES = Prices(kwh=0.25, workstation=1500, resale=0.4, years=3)
 CARD = GPU("card", 24, 1000, {"fp32": 10}, tdp_w=400)
@@ -43,12 +43,6 @@ def test_rent_is_by_what_is_begun() -> None:
 def test_rent_is_the_hours_and_less_than_a_unit_more(hours: float, unit: int) -> None:
     paid = rent(flavor(3600.0, billed_by_s=unit), hours)  # a dollar a second
     assert hours * 3600 - 1e-3 <= paid <= hours * 3600 + unit + 1e-3
-
-
-def test_several_machines() -> None:
-    assert rent_for_gpus(flavor(10, gpus=8), 8, 1) == 10
-    assert rent_for_gpus(flavor(10, gpus=8), 9, 1) == 20
-    assert rent_for_gpus(flavor(1), 4, 2) == 8
 
 
 def test_buying() -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexor.plan.site.network import Exchange, delay, exchange, jpeg_bytes, mbit_for
+from flexor.plan.site.network import Exchange, delay, exchange, jpeg_bytes
 
 VGA = (480, 640)
 
@@ -48,7 +48,6 @@ def test_delay() -> None:
     assert delay(
         one, up_mbit=100, down_mbit=10, round_trip_s=0.02, inference_s=0.05, jpeg=True
     ).upload == pytest.approx(0.01)
-    assert mbit_for(one, 0.1, jpeg=False) == pytest.approx(100)
 
 
 def test_without_cameras() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flexor.plan.data.imagined_robot import Robot
-from flexor.plan.memory.memory import Share, plan_memory
+from flexor.plan.memory.memory import Share
 from flexor.plan.site.hardware import GPU, load_hardware
 from flexor.plan.speed import calibrate
 from flexor.plan.speed.calibrate import merged, per_operation
@@ -30,7 +30,7 @@ from flexor.plan.speed.time import step_time, steps_ops
 from flexor.plan.trace.events import Trace
 from flexor.plan.trace.ops import Op
 from flexor.plan.trace.trace import trace_step
-from support.plans import settings
+from support.plans import plan_memory, settings
 
 PHASES = ("load", "batch", "forward", "backward", "clip", "optimizer")
 FREE = {"any": {"step": 0.0, **dict.fromkeys(PHASES, 0.0)}}

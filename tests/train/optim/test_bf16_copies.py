@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from flexor.cli.main import main
 from flexor.config.schema import OptimizerConfig, TrainConfig
 from flexor.core.errors import FlexorError
-from flexor.plan.memory.memory import plan_memory
 from flexor.plan.speed.measure import Stopwatch
 from flexor.plan.trace.rehearsal import Rehearsal
 from flexor.plan.trace.trace import trace_step
@@ -25,7 +24,7 @@ from flexor.train.optim import bf16_copies
 from flexor.train.optim.bf16_copies import Bf16Copies
 from flexor.train.ranks.split import Split
 from support import runs, small_resnet
-from support.plans import H200, settings
+from support.plans import H200, plan_memory, settings
 from support.small_policies import small_flags
 
 STEPS = 4

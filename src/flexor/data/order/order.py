@@ -252,10 +252,6 @@ class StreamingOrder:
         first = self._table(epoch).lane_pools
         return int(first[lane + 1] - first[lane])
 
-    def pool_of(self, epoch: int, lane: int, pool: int) -> PoolPlan:
-        """All samples of one pool; pools are numbered from 0 in their lane and epoch."""
-        return self.pools_of(epoch, [(lane, pool)])[0]
-
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         """All samples of some pools (lane, number); many pools cost little more than one."""
         table = self._table(epoch)

@@ -16,10 +16,10 @@ def float_tiff(data: bytes) -> np.ndarray | None:
 
     Raise a ValueError if it is damaged.
     """
-    from PIL import Image
+    from PIL import TiffImagePlugin
 
     try:
-        with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
+        with TiffImagePlugin.TiffImageFile(io.BytesIO(data)) as image:
             tags, (width, height) = image.tag_v2, image.size
             if tags.get(FORMAT, (1,))[0] != FLOAT:
                 return None
@@ -29,10 +29,10 @@ def float_tiff(data: bytes) -> np.ndarray | None:
                 raise ValueError(f"{height}x{width}, but the file has {len(data)} bytes")
             order = "<f4" if data[:2] == b"II" else ">f4"
             # strips of whole rows, one below the other; read here, because Pillow takes four times as long
-            strips = [(box[3] - box[1], offset) for _, box, offset, _ in image.tile if box[::2] == (0, width)]
+            strips = [(box[3] - box[1], at) for _, box, at, _ in image.tile if box and box[::2] == (0, width)]
             if sum(rows for rows, _ in strips) != height:
                 raise ValueError("it has tiles, or lacks rows")
-            parts = [np.frombuffer(data, order, rows * width, offset) for rows, offset in strips]
+            parts = [np.frombuffer(data, order, rows * width, at) for rows, at in strips]
             return np.concatenate(parts).astype("<f4", copy=False).reshape(height, width)
     except Exception as error:  # Pillow raises many types for damaged files
         raise ValueError(f"the TIFF is damaged ({error})") from error

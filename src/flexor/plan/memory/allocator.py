@@ -109,9 +109,6 @@ class CachingAllocator:
         """`torch.cuda.empty_cache`."""
         self._give_back()
 
-    def forget_peaks(self) -> None:
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
     # Blocks.
 
     def _best_fit(self, pool: tuple[int, bool], size: int) -> MemoryBlock | None:

@@ -18,7 +18,6 @@ from flexor.plan.memory.allocator import MIB, OutOfMemory, Peak, replay
 from flexor.plan.memory.bound import LeastMemory, least_memory
 from flexor.plan.trace.cuda_on_meta import Card
 from flexor.plan.trace.events import Category, Event, Trace
-from flexor.plan.trace.trace import trace_step
 from flexor.plan.trace.traces import Traces
 from flexor.train.build import captures_steps
 from flexor.train.graph import WARM_UP, wants_graph, why_not
@@ -208,24 +207,6 @@ class MemoryPlanner:
         while guess - width > 0 and not self.fits(guess - width, accumulation):
             guess, width = guess - width, 2 * width
         return max(0, guess - width), guess
-
-
-def plan_memory(
-    config: TrainConfig,
-    gpu: Card,
-    batch_size: int | None = None,
-    *,
-    world_size: int = 1,
-    local_world_size: int | None = None,
-    expandable: bool = True,
-) -> MemoryPlan:
-    """The memory of a run on one of its GPUs, from a single trace; for many batch sizes use a `MemoryPlanner`."""
-    planner = MemoryPlanner(
-        config, gpu, world_size=world_size, local_world_size=local_world_size, expandable=expandable
-    )
-    batch_size = batch_size or split_batch(replace(config), world_size).batch_size
-    accumulation = planner.accumulation(batch_size)
-    return planner.plan(trace_step(planner.config, batch_size, gpu, accumulation, world_size))
 
 
 def context_of(gpu: Card, world_size: int = 1) -> int:

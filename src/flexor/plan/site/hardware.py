@@ -115,10 +115,6 @@ class Flavor:
     as_of: str = ""
     source: str = ""
 
-    @property
-    def usd_per_gpu_hour(self) -> float:
-        return self.usd_per_hour / self.gpus
-
 
 @dataclass(frozen=True)
 class Purchase:

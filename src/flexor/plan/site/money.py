@@ -44,11 +44,6 @@ def rent_of(usd_per_hour: float, hours: float, billed_by_s: int = 1) -> float:
     return begun * billed_by_s / 3600 * usd_per_hour
 
 
-def rent_for_gpus(flavor: Flavor, gpus: int, hours: float) -> float:
-    """The rent if several such machines are needed, all for the whole time."""
-    return -(-gpus // flavor.gpus) * rent(flavor, hours)
-
-
 @dataclass(frozen=True)
 class Purchased:
     """Your own machine: its price, its resale value, and the energy cost per hour."""

@@ -94,8 +94,3 @@ def delay(
     """How old an observation is when the robot acts on it."""
     sent = one.jpeg if jpeg else one.raw
     return Delay(sent * 8e-6 / up_mbit, round_trip_s, inference_s, one.answer * 8e-6 / down_mbit)
-
-
-def mbit_for(one: Exchange, within_s: float, jpeg: bool) -> float:
-    """Mbit/s required to send an observation to the server within this time."""
-    return (one.jpeg if jpeg else one.raw) * 8e-6 / within_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -190,9 +190,3 @@ def _alike(ours: list[tuple], theirs: list[tuple]) -> Iterator[tuple[list, list]
         some, others = ([x for at, x in both if at == shape] for both in (ours, theirs))
         if len(some) == len(others):
             yield some, others
-
-
-def unpaired(ops: list[Op], paired: list[tuple[Op, float]]) -> Counter[str]:
-    """Names and numbers of operations that could not be paired with a profile."""
-    known = {id(op) for op, _ in paired}
-    return Counter(op.name for op in ops if op.kind != "view" and id(op) not in known)
