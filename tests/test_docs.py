@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -249,25 +250,25 @@ def test_files_named_exist(page):
         assert "NAME" in name or (ROOT / name).exists(), f"{name_of(page)}: {name}"
 
 
-def test_house_is_there():
-    house = next(b for b in blocks(ROOT / "docs/design.md", "text") if b.startswith("src/flexor/"))
-    folder = "."
-    for line in house.splitlines()[1:]:
-        words = re.findall(r"[\w/]+\.(?:py|yaml)|^  \w+/", line.split("   ")[0] if line[2] != " " else line)
-        if line[2] != " ":
-            folder = "."
-        for word in words:
-            if word.endswith("/"):
-                folder = word.strip()
-                continue
-            assert (ROOT / "src/flexor" / folder / word).is_file(), line
+def test_the_map_is_what_the_modules_say():
+    """`python scripts/make_map.py` writes it."""
+    command = [sys.executable, ROOT / "scripts/make_map.py", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_verb_has_a_page():
     assert {verb for verb in cli.VERBS if not (ROOT / "docs" / f"{verb}.md").is_file()} == set()
-    assert {
-        page for page in PAGES if page.parent.name == "docs" and name_of(page) not in README.read_text()
-    } == set()
+    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"}
+    for listing, prefix in ((README, "docs/"), (ROOT / "docs/index.md", "")):
+        text = listing.read_text()
+        assert {page for page in pages if f"]({prefix}{page})" not in text} == set(), name_of(listing)
+
+
+def test_readme_and_index_have_the_same_groups():
+    links = README.read_text().partition("## Documentation\n")[2].partition("\nTo change the code")[0]
+    groups = links.strip().replace("](docs/", "](")
+    assert groups and groups in (ROOT / "docs/index.md").read_text()
 
 
 def test_train_page_names_every_group():

@@ -1,1 +1,1 @@
-
+"""A LeRobot dataset: opened, checked, decoded, and delivered as batches."""

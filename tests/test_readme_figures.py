@@ -1,0 +1,48 @@
+"""The README's table of measured results has the figures of the files in `benchmarks/results`."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+README = (ROOT / "README.md").read_text()
+
+
+def newest(name: str) -> str:
+    return sorted(RESULTS.glob(name))[-1].read_text()
+
+
+def test_step_times():
+    rows = re.findall(
+        r"^\| .*training step, batch 8 \| ([\d.]+) ms \| \*\*([\d.]+) ms\*\*", README, re.MULTILINE
+    )
+    measured = set()
+    for file in RESULTS.glob("step_speed*.json"):
+        for case in json.loads(file.read_text())["cases"]:
+            ways = case["ways"]
+            lerobot = min(ways[f"LeRobot, {precision}"]["ms"] for precision in ("float32", "bf16"))
+            flexor = ways.get("graph, bf16, channels last") or ways["graph, bf16"]
+            measured.add((f"{lerobot:.1f}", f"{flexor['ms']:.1f}"))
+    assert len(rows) == 5 and {*rows} <= measured
+
+
+def test_pusht():
+    results = json.loads(newest("pusht*.json"))
+    minutes = sum(seed["training_minutes"] for seed in results["seeds"]) / len(results["seeds"])
+    text = f"**{results['mean_best_reward']:.3f}** after {minutes:.0f} minutes, mean of three seeds"
+    assert len(results["seeds"]) == results["trained_at_once"] == 3 and text in README
+
+
+def test_video_streaming():
+    page = (RESULTS / "2026-11-15_data_vs_lerobot.md").read_text()
+    lerobot, flexor = re.search(
+        r"^\| av1_gop2-single, streaming, frames/s \| ([\d,]+) .*?\| ([\d,]+) \|", page, re.M
+    ).groups()
+    cached = re.search(r"^\| av1_gop2-single, second epoch, frames/s \|.*?\| ([\d,]+) \|", page, re.M)[1]
+    assert f"| {lerobot} | **{flexor}**; {cached} once cached |" in README
+
+
+def test_planned_memory():
+    summary = json.loads(newest("plan_accuracy*.json"))["summary"]
+    assert f"planned against measured | | within **{100 * summary['allocated']['median']:.2f} %**" in README
