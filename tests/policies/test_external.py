@@ -16,8 +16,9 @@ import yaml
 from flexor.cli.main import main
 from flexor.config.help import train_help
 from flexor.config.parse import build_config, load_config
+from flexor.core import model_files
 from flexor.core.errors import CheckpointError, ConfigError
-from flexor.policies import POLICIES, policy_class, pretrained
+from flexor.policies import POLICIES, policy_class
 from flexor.policies import external as own
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.policies.processing.pipeline import STEPS
@@ -338,7 +339,7 @@ def test_code_that_a_policy_from_the_hub_names_is_not_run(kind, downloaded, proj
     settings["type"] = kind.format(project=project)
     (downloaded / "config.json").write_text(json.dumps(settings))
     monkeypatch.syspath_prepend(project)
-    monkeypatch.setattr(pretrained, "_download", lambda name, files: downloaded)
+    monkeypatch.setattr(model_files, "download", lambda *_, **options: downloaded)
     for command in (
         ["eval", "somebody/policy", "--env.type=place"],
         ["train", "--policy.path=somebody/policy"],

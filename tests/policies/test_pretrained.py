@@ -70,12 +70,26 @@ def test_policies_of_old_versions_say_how_to_convert_them(act, lowdim, capsys):
         (act / file).unlink()
 
 
-def test_weights_in_several_files_are_named(act):
-    (act / "model.safetensors").rename(act / "model-00001-of-00002.safetensors")
-    (act / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"several files \(model.safetensors.index.json\).*save_pretrained"
-    ):
+def test_weights_in_several_files_load(act):
+    expected = load_pretrained(str(act)).policy.state_dict()
+    weights = load_file(act / "model.safetensors")
+    (act / "model.safetensors").unlink()
+    parts = {f"model-{number}-of-2.safetensors": [*weights][number::2] for number in range(2)}
+    for file, names in parts.items():
+        save_file({name: weights[name] for name in names}, act / file)
+    weight_map = {name: file for file, names in parts.items() for name in names}
+    index = act / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    loaded = load_pretrained(str(act)).policy.state_dict()
+    assert [name for name in expected if not torch.equal(loaded[name], expected[name])] == []
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.more": "model-0-of-2.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"index\.json: .* do not have model\.more"):
+        load_pretrained(str(act))
+    index.write_text(json.dumps({"weight_map": {**weight_map, "model.more": "../other.safetensors"}}))
+    with pytest.raises(CheckpointError, match="which file holds which weights"):
+        load_pretrained(str(act))
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="which file holds which weights"):
         load_pretrained(str(act))
 
 

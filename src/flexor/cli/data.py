@@ -364,7 +364,7 @@ def _local(root: str) -> Path:
 
 def _address(root: str) -> dict[str, Any]:
     """The arguments of `open_dataset` for a folder, a URL or a Hub repository."""
-    from flexor.data.storage.source import is_repo_id
+    from flexor.core.model_files import is_repo_id
     from flexor.sim.record import BUILTIN, builtin_dataset
 
     if root in BUILTIN:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flexor.core.errors import ConfigError
+from flexor.core.model_files import is_repo_id
 from flexor.core.secrets import redacted_values
 from flexor.core.typed import check_values, field_types, setting, to_plain
 from flexor.data.mixture.entries import check_entries
 from flexor.data.settings import DatasetConfig, SampleWeightingConfig, parse_image_size
-from flexor.data.storage.source import is_repo_id
 from flexor.policies import PolicyConfig
 from flexor.policies.adapters import LoraConfig
 from flexor.policies.augment.operations import read_transforms

@@ -41,3 +41,8 @@ class SourceError(DatasetError):
 
 class CheckpointError(FlexorError):
     """A checkpoint is missing, damaged or does not belong to this run."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; of one without text, how Python writes it."""
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from flexor.core.errors import FlexorError
+from flexor.core.errors import FlexorError, first_line
 from flexor.core.http_errors import http_status, retry_after
 from flexor.core.log import log
 from flexor.core.secret_scan import find_secret
@@ -122,11 +122,11 @@ def explain(error: Exception, url: str) -> HubError:
     answer = next((e for e in chain if isinstance(e, HfHubHTTPError)), None)
     if answer is not None:
         return _rejected(
-            http_status(answer) or 0, answer.server_message or _first_line(answer), url, retry_after(answer)
+            http_status(answer) or 0, answer.server_message or first_line(answer), url, retry_after(answer)
         )
     if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
         return HubError("HF_HUB_OFFLINE is set, so the Hub can't be used. Unset it.", offline=True)
-    said = without_token(_first_line(chain[-1]))
+    said = without_token(first_line(chain[-1]))
     if status := re.search(r"HTTP status \w+ error \((\d{3})", said):  # of hf_xet, which uploads large files
         return _rejected(int(status[1]), said, url)
     unreachable = isinstance(
@@ -158,7 +158,3 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while seen is not None:
         yield seen
         seen = seen.__cause__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

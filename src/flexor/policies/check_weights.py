@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from flexor.core.errors import CheckpointError
 from flexor.core.name_ranges import ON_ONE_LINE, grouped, listed
-from flexor.core.tensors import described_in
+from flexor.core.weight_files import WeightFiles
 from flexor.policies.base import Policy
 from flexor.policies.weight_names import aliases_of, tied_names
 
@@ -24,9 +22,9 @@ MIGRATE = (
 CHECK = "Check for overridden settings that change the network."
 
 
-def names_in_file(policy: Policy, weights: Mapping[str, Tensor], file: Path) -> dict[str, str]:
+def names_in_file(policy: Policy, weights: Mapping[str, Tensor], file: WeightFiles) -> dict[str, str]:
     """The name in the file of each of the policy's weights. Refuses a file with others."""
-    present = {name: tuple(tensor.shape) for name, tensor in described_in(file).items()}
+    present = {name: tuple(tensor.shape) for name, tensor in file.described().items()}
     ties = aliases_of(policy)
     adapter = policy.weight_names
     names = {name: adapter.name_in_file(name, present, ties.get(name, ())) for name in weights}
@@ -50,19 +48,19 @@ def names_in_file(policy: Policy, weights: Mapping[str, Tensor], file: Path) -> 
     return names
 
 
-def check_ties(policy: Policy, names: Mapping[str, str], file: Path) -> None:
+def check_ties(policy: Policy, names: Mapping[str, str], file: WeightFiles) -> None:
     """Refuse a file with other values under another name of a tied weight. `names` are those it is loaded from."""
-    with safe_open(file, "pt") as source:
-        present = {*source.keys()}
-        for alias, name in tied_names(policy).items():
-            stored = policy.weight_names.name_in_file(alias, present)
-            if stored not in present or stored == names[name]:
-                continue
-            if not torch.equal(source.get_tensor(stored), source.get_tensor(names[name])):
-                raise CheckpointError(
-                    f"{file} has different values for {stored} and {names[name]}, which are one weight in this "
-                    f"{policy.config.type} policy. The checkpoint was trained with two."
-                )
+    ties = tied_names(policy)
+    present = file.described() if ties else {}
+    for alias, name in ties.items():
+        stored = policy.weight_names.name_in_file(alias, present)
+        if stored not in present or stored == names[name]:
+            continue
+        if not torch.equal(file.read(stored), file.read(names[name])):
+            raise CheckpointError(
+                f"{file} has different values for {stored} and {names[name]}, which are one weight in this "
+                f"{policy.config.type} policy. The checkpoint was trained with two."
+            )
 
 
 def _paragraphs(*sentences: str) -> str:

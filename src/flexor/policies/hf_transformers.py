@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexor.core.errors import ConfigError
+from flexor.core.errors import ConfigError, first_line
+from flexor.core.model_files import where_to_put
 from flexor.core.paths import inside
-from flexor.data.storage.source import is_repo_id
 
 
 def import_transformers(needed_for: str) -> Any:
@@ -45,26 +45,10 @@ def fetch(kind: str, name: str, files: Sequence[str] = (), **options: Any) -> An
         with _quietly(transformers.utils.logging):
             return getattr(transformers, kind).from_pretrained(located(name), **options)
     except (OSError, ValueError) as error:
-        said = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(
-            f"Can't load a {kind} from {name!r}, which must be a local folder or a Hub repository: {said}"
-            f"{_where_to_put(name, files) if files else ''}"
+            f"Can't load a {kind} from {name!r}, which must be a local folder or a Hub repository: {first_line(error)}"
+            f"{where_to_put(name, files) if files else ''}"
         ) from error
-
-
-def _where_to_put(name: str, files: Sequence[str]) -> str:
-    """What to do where the Hub can't be reached, or does not give a repository to everybody."""
-    from huggingface_hub import constants
-
-    listed = ", ".join(files)
-    if Path(name).is_dir() or not is_repo_id(name):
-        return f" The folder must hold {listed}."
-    cache = f"{constants.HF_HUB_CACHE}/models--{name.replace('/', '--')}"
-    return (
-        f" With network access, `hf download {name} {' '.join(files)}` puts its files into {cache}; a repository whose "
-        "licence you must accept also requires `hf auth login`. Without, copy that folder from another machine, or put "
-        f"{listed} into any folder and use its path instead of {name!r}."
-    )
 
 
 @contextlib.contextmanager

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from flexor.core.batch import ACTION, MEMORY, Batch
 from flexor.core.errors import CheckpointError, ConfigError, FlexorError
 from flexor.core.foreign_files import MALFORMED, read_json_object
 from flexor.core.manifest import verify_policy
+from flexor.core.model_files import ModelFiles
 from flexor.core.paths import inside
 from flexor.core.rng import Noise, NoiseSource
 from flexor.core.run_files import (
@@ -27,16 +27,14 @@ from flexor.core.run_files import (
     POLICY_CONFIG,
     PRETRAINED,
     SHARDS,
-    SPLIT_WEIGHTS,
     TRAINING_STATE,
     WEIGHTS,
     find_last,
     newest_checkpoints,
 )
-from flexor.core.tensors import fill
 from flexor.core.trust import is_trusted, settled
 from flexor.core.typed import Partial, from_plain, to_plain
-from flexor.data.storage.source import is_repo_id
+from flexor.core.weight_files import WeightFiles
 from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.adapter_files import base_of, merge_adapter
 from flexor.policies.adapters import is_adapter, start_adapters
@@ -171,11 +169,7 @@ def find_folder(path: str, files: Sequence[str] = ("*.json", "*.safetensors")) -
         raise CheckpointError(
             f"{path} holds no policy: there is no {POLICY_CONFIG} in it or in its {PRETRAINED} folder."
         )
-    if not is_repo_id(path.partition("@")[0]):
-        raise CheckpointError(
-            f"There is no folder {path}, and it is not the name of a Hub repository (user/name)."
-        )
-    return _download(path, files)
+    return ModelFiles(path, path, error=CheckpointError).folder(files, ignored=[f"{CHECKPOINTS}/*"])
 
 
 def base_policy(path: str | None) -> str | None:
@@ -183,25 +177,6 @@ def base_policy(path: str | None) -> str | None:
     if path is None or not Path(path).exists():
         return path
     return str(find_folder(path).resolve())
-
-
-def _download(name: str, files: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    repo, _, revision = name.partition("@")
-    try:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision or None,
-                allow_patterns=list(files),
-                ignore_patterns=[f"{CHECKPOINTS}/*"],  # of a run that is pushed as a whole
-            )
-        )
-    except Exception as error:  # the client raises many types; all mean the same to the user
-        raise CheckpointError(
-            f"{name} is neither a local folder nor a policy that can be downloaded from the Hub: {error}"
-        ) from error
 
 
 def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyConfig:
@@ -340,18 +315,12 @@ def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
     base = base_of(folder)
     if base is not None:  # adapters alone, of PEFT
         return check_weights(policy, find_folder(base))
-    file = inside(folder, WEIGHTS)
-    if not file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
+    weights = WeightFiles(folder)
+    if not weights.file.is_file() and (folder.parent / TRAINING_STATE / SHARDS).is_dir():
         raise CheckpointError(
             f"{folder.parent} was saved in shards, without {WEIGHTS}: create it with `flexor export {folder.parent}`."
         )
-    if not file.is_file() and (folder / SPLIT_WEIGHTS).is_file():
-        raise CheckpointError(
-            f"The weights in {folder} are in several files ({SPLIT_WEIGHTS}). Put them into one {WEIGHTS}: load the "
-            "policy in LeRobot and save it again with `policy.save_pretrained(FOLDER)`."
-        )
-    with _readable(file):
-        return names_in_file(policy, _weights_of(policy), file)
+    return names_in_file(policy, _weights_of(policy), weights)
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
@@ -361,20 +330,11 @@ def load_weights(policy: Policy, folder: Path) -> None:
         load_weights(policy, find_folder(base))
         merge_adapter(_weights_of(policy), folder)
         return
-    names, file = check_weights(policy, folder), inside(folder, WEIGHTS)
-    with _readable(file):
-        check_ties(policy, names, file)
-        fill(_weights_of(policy), file, names)
-        start_adapters(policy)
+    names, weights = check_weights(policy, folder), WeightFiles(folder)
+    check_ties(policy, names, weights)
+    weights.fill(_weights_of(policy), names)
+    start_adapters(policy)
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in unique_state(policy).items() if not is_adapter(name)}
-
-
-@contextmanager
-def _readable(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a type that Flexor does not know
-        raise CheckpointError(f"Can't read the weights in {file}: {error}") from error

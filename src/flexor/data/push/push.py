@@ -18,11 +18,12 @@ from flexor.core.errors import ConfigError, DatasetError
 from flexor.core.hub import CARD, HubEntry, HubRepository
 from flexor.core.hub_errors import Content, persist, require_token
 from flexor.core.log import log, with_examples
+from flexor.core.model_files import is_repo_id
 from flexor.core.paths import files_to_push
 from flexor.data.format.metadata import Metadata, read_metadata
 from flexor.data.format.stats import BACKUP
 from flexor.data.push.card import dataset_card
-from flexor.data.storage.source import FolderSource, is_repo_id
+from flexor.data.storage.source import FolderSource
 
 FOLDERS = ("data", "videos", "meta")  # what a dataset consists of; LeRobot does not push images/ either
 COMMIT_FILES, COMMIT_BYTES = 200, 5 << 30  # of one commit

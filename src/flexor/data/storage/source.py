@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexor.core.errors import DatasetError
+from flexor.core.errors import DatasetError, first_line
 from flexor.core.log import log
 from flexor.core.machine import cache_folder
+from flexor.core.model_files import download
 from flexor.core.paths import UnsafePath, inside, safe_name
 from flexor.core.secrets import HIDDEN, redacted, without_login
 from flexor.data.storage.block_cache import block_cache
@@ -209,26 +210,19 @@ class HubSource(Source):
         return next((version for version in HUB_VERSIONS if version in tags), "main")
 
     def _snapshot(self, patterns: "list[str]", revision: str, local_files_only: bool) -> Path | None:
-        from huggingface_hub import snapshot_download
-
+        cache = lerobot_home() / "hub"
         try:
-            folder = snapshot_download(
-                self.repo_id,
-                repo_type="dataset",
-                revision=revision,
-                cache_dir=lerobot_home() / "hub",
-                allow_patterns=patterns,
-                local_files_only=local_files_only,
+            root = download(
+                self.repo_id, patterns, revision, kind="dataset", cache=cache, cached_only=local_files_only
             )
         except Exception:
             if local_files_only:
                 return None
             raise
-        root = Path(folder)
         return root if (root / "meta" / "info.json").is_file() else None
 
     def _unreachable(self, error: Exception) -> DatasetError:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         return DatasetError(
             f"dataset {self.repo_id} is missing or incomplete in {lerobot_home()} and can't be downloaded from the "
             f"Hub: {reason}. "
@@ -393,11 +387,6 @@ def _version_file(copy: Path) -> Path:
 
 def _hash(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def is_repo_id(name: str) -> bool:
-    """Whether this could be a repository on the Hub rather than a folder: user/name."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
 
 
 def find_source(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
 
 from flexor.core.console import print_text
-from flexor.core.errors import FlexorError
+from flexor.core.errors import FlexorError, first_line
 from flexor.core.log import log
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def follow(api: HfApi, job: JobInfo, out: TextIO) -> JobInfo:
                         f"({_explain(error, api.endpoint, namespace)}). "
                         f"Its page: {job.url}"
                     ) from error
-                log.warning("lost the connection to the job's log, reconnecting: %s", _first_line(error))
+                log.warning("lost the connection to the job's log, reconnecting: %s", first_line(error))
             time.sleep(min(2.0**failures, 30))
 
 
@@ -85,7 +85,7 @@ def explained(endpoint: str, namespace: str) -> Iterator[None]:
 
 def _explain(error: Exception, endpoint: str, namespace: str) -> str:
     if not isinstance(error, HfHubHTTPError):
-        return f"Can't reach {endpoint}: {_first_line(error)}. Check the network, and that HF_HUB_OFFLINE is not set."
+        return f"Can't reach {endpoint}: {first_line(error)}. Check the network, and that HF_HUB_OFFLINE is not set."
     status = error.response.status_code
     advice = {
         401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
@@ -95,9 +95,5 @@ def _explain(error: Exception, endpoint: str, namespace: str) -> str:
         404: f"{namespace} does not exist on the Hub, or you can't access it. Check --namespace and --bucket.",
         429: "You have sent too many requests to the Hub. Try again in a few minutes.",
     }
-    said = error.server_message or _first_line(error)
+    said = error.server_message or first_line(error)
     return f"{advice.get(status, 'The Hub rejected the request.')} Its answer: {status} {said}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -19,7 +19,7 @@ import numpy as np
 
 from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
-from flexor.data.storage.source import is_repo_id
+from flexor.core.model_files import ModelFiles
 
 SETTINGS, VOCABULARY = "processor_config.json", "tokenizer.json"
 INNER = "bpe_tokenizer"  # where `transformers` 5 looks for the vocabulary
@@ -193,7 +193,11 @@ def _texts(parts: Sequence[np.ndarray], low: int) -> Iterator[str]:
 
 def load_fast_tokenizer(name: str) -> FastTokenizer:
     """A tokenizer in a local folder or a Hub repository."""
-    folder = Path(name) if Path(name).is_dir() else _download(name)
+    advice = (
+        f" Put its {SETTINGS} and {VOCABULARY} into a folder and use its path, or train a tokenizer on your dataset "
+        "with `flexor data tokenizer`."
+    )
+    folder = ModelFiles(name, f"The FAST tokenizer {name}", advice).folder(["*.json"])
     vocabulary = next(
         (place / VOCABULARY for place in (folder, folder / INNER) if (place / VOCABULARY).is_file()), None
     )
@@ -210,25 +214,6 @@ def load_fast_tokenizer(name: str) -> FastTokenizer:
         raise
     except Exception as error:  # the library raises plain exceptions
         raise ConfigError(f"Can't read the FAST tokenizer in {folder}: {error!r}") from error
-
-
-def _download(name: str) -> Path:
-    if not is_repo_id(name):
-        raise ConfigError(
-            f"There is no folder {name} with a FAST tokenizer, and it is not the name of a Hub repository (user/name). "
-            "Train one with `flexor data tokenizer`."
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json"]))
-    except Exception as error:  # the client raises many types; all mean the same to the user
-        said = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise ConfigError(
-            f"The FAST tokenizer {name!r} can't be downloaded from the Hub: {said} Without "
-            f"network access, put its {SETTINGS} and {VOCABULARY} into a folder and use its path instead, or train a "
-            "tokenizer on your dataset with `flexor data tokenizer`."
-        ) from error
 
 
 def _tokenizers() -> Any:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
+from flexor.core.model_files import is_repo_id
 from flexor.core.name_ranges import listed
 from flexor.core.paths import inside, safe_name
 from flexor.core.tensors import described_in, fill
-from flexor.data.storage.source import is_repo_id
 from flexor.policies.hf_transformers import located
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

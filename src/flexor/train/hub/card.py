@@ -11,10 +11,10 @@ import yaml
 from flexor.config.parse import read_run
 from flexor.core.hub import LICENSE, MADE_BY
 from flexor.core.machine import gigabytes
+from flexor.core.model_files import is_repo_id
 from flexor.core.published import published
 from flexor.core.run_files import METRICS
 from flexor.core.text import markdown
-from flexor.data.storage.source import is_repo_id
 from flexor.policies.external import is_code, short_name
 from flexor.runs.jsonl import GrowingLines
 from flexor.sim.record import BUILTIN

@@ -20,10 +20,10 @@ from flexor.core.hub import HubEntry, HubRepository
 from flexor.core.hub_errors import persist
 from flexor.core.log import log
 from flexor.core.manifest import parse_manifest
+from flexor.core.model_files import is_repo_id
 from flexor.core.output_paths import check_output_folder, make_parents
 from flexor.core.paths import refuse_links_out
 from flexor.core.run_files import CHECKPOINTS, METRICS, RUN_CONFIG, RUN_RECORD
-from flexor.data.storage.source import is_repo_id
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.run_record import read_record
 
