@@ -15,6 +15,7 @@ from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.multi_task_dit.policy import MultiTaskDiT
 from flexor.policies.nn.flow import FlowMatching, beta, integrate
 from flexor.policies.pretrained import load_pretrained, save_pretrained
+from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.processing.tokenize import Tokenize
 from parity.flexor_side import make_config, make_policy, tensors
 from parity.inputs import TASKS
@@ -236,9 +237,10 @@ def test_tokens_of_a_batch_are_those_of_its_tasks(clips):
 
 def test_words_are_the_hosts_part_of_the_processing(clips):
     made, whole = batch_of("ddpm", clips)
-    on_host, on_gpu = made.preprocessor.split()
-    assert isinstance(on_host.steps[-1], Tokenize) and not any(step.on_host for step in on_gpu.steps)
-    split = on_gpu(on_host({**tensors(training_batch(case_of("ddpm", clips))), "task": TASKS}))
+    on_host, on_gpu = split_processing(made.preprocessor)
+    assert isinstance(on_host.pipeline.steps[-1], Tokenize)
+    assert not on_host.uses_images and not any(step.on_host for step in on_gpu.steps)
+    split = on_gpu(on_host.pipeline({**tensors(training_batch(case_of("ddpm", clips))), "task": TASKS}))
     assert split.keys() == whole.keys()
     assert all(torch.equal(split[k], v) for k, v in whole.items() if isinstance(v, torch.Tensor))
 

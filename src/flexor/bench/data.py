@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -30,6 +30,8 @@ from flexor.data.loader.open import open_loader
 from flexor.data.loader.to_gpu import Staged
 from flexor.data.order.shuffle_quality import shuffle_quality
 from flexor.policies.fit import fit_to_dataset, sample_of
+from flexor.policies.processing.host_steps import HostPipeline, split_processing
+from flexor.train.build import build_processing
 from flexor.train.datasets import build_datasets
 
 MODES = ("single", "sarm", "policy")
@@ -105,7 +107,7 @@ def threads_per_rank(ranks: int) -> int:
 
 def _measure_ranks(config: TrainConfig, options: Options) -> list[RankMeasurements]:
     """One process per rank, as in training; they start together."""
-    _open(config, options, 0)[0].close()  # fixes the order: all ranks must use the same
+    _open(config, options, 0).close()  # fixes the order: all ranks must use the same
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(options.ranks)
     results: Any = context.Queue()
@@ -153,7 +155,7 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
         torch.set_num_threads(max(1, config.num_workers))
         together.wait()
     clock = Clock()
-    loader, cameras = _open(config, options, rank)
+    loader = _open(config, options, rank)
     edges = _edges(loader, options)
     # with --batches, the loader must not know the early end: it would prefetch less towards it
     steps = loader.steps(0, edges[-1] + (READ_AHEAD if options.batches else 0))
@@ -161,7 +163,7 @@ def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier
     for first, last in pairwise(edges):
         stretch = EpochMeasurement(clock.started)
         for _ in range(first, last):
-            _take(steps, stretch, cameras)
+            _take(steps, stretch, loader.frames_per_sample)
         if options.device.startswith("cuda"):
             torch.cuda.synchronize()
         clock.stop(stretch, loader.counters())
@@ -192,10 +194,12 @@ class Clock:
         self.started, self.cpu, self.counters = stretch.ended, cpu, counters
 
 
-def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, list[str]]:
+def _open(config: TrainConfig, options: Options, rank: int) -> Loader:
     dataset, _ = build_datasets(config.dataset)
     deltas, cameras, drop_last_frames = _sample(config, options.mode, dataset)
-    loader = open_loader(
+    device = None if options.device == "host" else torch.device(options.device)
+    host_steps = _host_steps(config, dataset, device) if options.mode == "policy" else None
+    return open_loader(
         dataset,
         config.dataset,
         deltas,
@@ -206,10 +210,17 @@ def _open(config: TrainConfig, options: Options, rank: int) -> tuple[Loader, lis
         num_workers=config.num_workers,
         rank=rank,
         world_size=options.ranks,
-        device=None if options.device == "host" else options.device,
+        device=device,
+        host_steps=host_steps,
         drop_last_frames=drop_last_frames,
     )
-    return loader, cameras
+
+
+def _host_steps(config: TrainConfig, dataset: Dataset, device: torch.device | None) -> HostPipeline | None:
+    """What the policy's processing does in the loader."""
+    fitted = replace(config, policy=fit_to_dataset(config.policy, dataset, config.rename_map))
+    before, _ = build_processing(fitted, dataset, device or torch.device("cpu"))
+    return split_processing(before, config.seed)[0]
 
 
 def _edges(loader: Loader, options: Options) -> list[int]:
@@ -235,7 +246,7 @@ def _shuffle(loader: Loader) -> dict[str, float]:
     return {**asdict(quality), "effective_batch": quality.effective_batch}
 
 
-def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, cameras: Sequence[str]) -> None:
+def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, frames_per_sample: int) -> None:
     """Count the batches of one optimizer step and drop them."""
     asked = time.perf_counter()
     batches = next(steps)
@@ -243,12 +254,9 @@ def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, cameras: Sequ
     stretch.first_batch_at = stretch.first_batch_at or now
     samples = sum(len(batch["index"]) for batch in batches)
     stretch.samples += samples
+    stretch.frames += samples * frames_per_sample
     stretch.latencies.append((now - asked, samples))
     for batch in batches:
-        pictures = [batch[camera] for camera in cameras]
-        stretch.frames += sum(
-            p.index.numel() if isinstance(p, Staged) else p.shape[:-3].numel() for p in pictures
-        )
         tensors = [v.host if isinstance(v, Staged) else v for v in batch.values()]
         stretch.bytes += sum(v.numel() * v.element_size() for v in tensors if torch.is_tensor(v))
 

@@ -66,8 +66,8 @@ def made_up(batch: Batch) -> Batch:
     def value(name: str, old: Any) -> Any:
         if name == SAMPLE_ID:
             return torch.arange(len(old), device=old.device)
-        if not isinstance(old, Tensor) or old.dtype == torch.bool:
-            return old
+        if not isinstance(old, Tensor) or not (old.is_floating_point() or old.dtype == torch.uint8):
+            return old  # tokens and positions too: not every number is one
         new = torch.empty(old.shape, dtype=old.dtype)
         if old.is_floating_point():
             return new.uniform_(-1, 1, generator=generator).to(old.device)

@@ -60,8 +60,10 @@ class CameraHealth:
         cameras: Mapping[str, str],
         deltas: Mapping[str, Sequence[int]],
         normalize: Normalize | None,
+        renamed: bool = False,
     ):
-        """`cameras`: the policy's names by those of the dataset."""
+        """`cameras`: the policy's names by those of the dataset; `renamed`: batches have the policy's names."""
+        self.renamed = renamed
         self.dataset, self.cameras, self.deltas, self.normalize = dataset, cameras, deltas, normalize
         self.blank = defaultdict[str, set[int]](
             set,
@@ -74,8 +76,11 @@ class CameraHealth:
         """See the images of a step."""
         for batch in batches:
             episodes, frames = (_numbers(batch[name]) for name in ("episode_index", "frame_index"))
-            for camera in self.cameras:
-                images = self._now(batch[camera], camera)
+            for camera, renamed in self.cameras.items():
+                name = renamed if self.renamed else camera
+                if name not in batch:  # cut into patches before the batch came to the device
+                    continue
+                images = self._now(batch[name], camera)
                 ranges, means, stds = _figures(images)
                 for episode, frame, span in zip(episodes, frames, ranges):
                     if span <= BLANK and not self._is_missing(camera, episode):

@@ -165,12 +165,6 @@ class PolicyConfig:
         raise NotImplementedError
 
     @property
-    def writes_values(self) -> bool:
-        """Whether processing on the host writes states or actions as words. The loader then leaves them there: to read
-        them from a GPU, the host would wait until it has done the step before."""
-        return False
-
-    @property
     def uses_all_parameters(self) -> bool:
         """Whether the loss of each step uses every parameter. If not, DDP has to find the unused ones."""
         return True

@@ -132,28 +132,25 @@ def pick_strategy(config: TrainConfig, processes: Processes, device: torch.devic
     return strategy
 
 
-def build_loader(
-    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
-) -> Loader:
+def build_loader(state: TrainState, training: Dataset, held_out: Dataset | None) -> Loader:
     """The loader of the run's batches. Rank 0 chooses the settings that were left open; all ranks use its choice."""
-    settings, opened = config.dataset, []
+    settings, opened = state.config.dataset, []
 
     def settle() -> tuple[OrderConfig, str]:
-        opened.append(_open_loader(config, training, held_out, engine, split))
+        opened.append(_open_loader(state, training, held_out))
         return settings.order, opened[0].tier
 
-    order, tier = engine.processes.share(settle)
+    order, tier = state.engine.processes.share(settle)
     if opened:
         return opened[0]
     settings.order = order
     if settings.cache.tier == "auto" and tier != "none":
         settings.cache.tier = tier  # type: ignore[assignment]
-    return _open_loader(config, training, held_out, engine, split)
+    return _open_loader(state, training, held_out)
 
 
-def _open_loader(
-    config: TrainConfig, training: Dataset, held_out: Dataset | None, engine: Engine, split: Split
-) -> Loader:
+def _open_loader(state: TrainState, training: Dataset, held_out: Dataset | None) -> Loader:
+    config, engine, split = state.config, state.engine, state.split
     cameras, deltas = sample_of(config.policy, config.rename_map)
     return open_loader(
         training,
@@ -169,7 +166,7 @@ def _open_loader(
         device=engine.device,
         drop_last_frames=config.policy.drop_last_frames,
         also=[held_out] if held_out is not None else [],
-        values_on_host=config.policy.writes_values,
+        host_steps=state.host_steps,
     )
 
 
@@ -242,7 +239,7 @@ def build_state(
     config: TrainConfig, dataset: Dataset, engine: Engine, split: Split, resuming: bool = False
 ) -> TrainState:
     """The complete training state at step 0."""
-    before, after = _pipelines(config, dataset, engine)
+    before, after = build_processing(config, dataset, engine.device)
     policy = build_policy(config, engine, resuming)
     if config.optimizer.type == "adamw_8bit" and engine.strategy not in ("one process", "ddp"):
         raise ConfigError(
@@ -283,13 +280,16 @@ def build_augmentation(
     return step
 
 
-def _pipelines(config: TrainConfig, dataset: Dataset, engine: Engine) -> tuple[Pipeline, Pipeline]:
-    policy, device = config.policy, str(engine.device)
+def build_processing(
+    config: TrainConfig, dataset: Dataset, device: torch.device
+) -> tuple[Pipeline, Pipeline]:
+    """The processing before and after the policy, with the statistics of the dataset."""
+    policy = config.policy
     stats = statistics(dataset, policy, config.dataset.use_imagenet_stats, config.rename_map)
     if config.dataset.stats == "per_dataset" and isinstance(dataset, MixedDataset):
-        before, after = _pipelines_by_dataset(config, dataset, stats, device)
+        before, after = _pipelines_by_dataset(config, dataset, stats, str(device))
     else:
-        before, after = policy.pipelines(stats, device, config.rename_map)
+        before, after = policy.pipelines(stats, str(device), config.rename_map)
     before.prepare()
     after.prepare()
     return before, after

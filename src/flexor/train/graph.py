@@ -26,10 +26,9 @@ from flexor.core.batch import SAMPLE_ID, VALID_STEPS, Batch
 from flexor.core.cuda_graphs import capture, why_not_captured
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
-from flexor.core.rng import GraphNoise, Noise, NoiseKeys
+from flexor.core.rng import GraphNoise, NoiseKeys
 from flexor.monitor.meters import Meters
 from flexor.monitor.step_times import StepTimes
-from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 from flexor.train.step import (
     StepFigures,
@@ -153,7 +152,6 @@ class GraphStep:
         self.gave_up = not wants_graph(state.config, reason)
         if not self.gave_up:
             self.stream, self.pool = torch.cuda.Stream(state.engine.device), torch.cuda.graph_pool_handle()
-            self.on_host, self.on_gpu = state.training_preprocessor.split()
 
     def __call__(self, micro_batches: list[dict[str, Any]], meters: Meters) -> tuple[Tensor, Tensor]:
         state = self.state
@@ -162,8 +160,7 @@ class GraphStep:
         finish_step(state, figures, meters)
         return figures.loss, figures.norm
 
-    def _compute(self, micro_batches: list[dict[str, Any]]) -> StepFigures:
-        batches = [self._on_host(batch) for batch in micro_batches]
+    def _compute(self, batches: list[Batch]) -> StepFigures:
         kind = self._kind(batches)
         if kind is not None and kind not in self.captured and self.seen[kind] >= WARM_UP:
             self._try_to_capture(kind, batches)
@@ -174,13 +171,9 @@ class GraphStep:
         current = torch.cuda.current_stream(self.state.engine.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
-            figures = compute_step(self.state, batches, self.on_gpu)
+            figures = compute_step(self.state, batches)
         current.wait_stream(self.stream)
         return figures
-
-    def _on_host(self, batch: Batch) -> Batch:
-        noise = Noise(self.state.config.seed, self.state.step, batch[SAMPLE_ID])
-        return self.on_host(batch, StepContext(training=True, noise=noise))
 
     def _kind(self, batches: list[Batch]) -> Hashable | None:
         """What steps have in common that can share a graph; None if this one can't have any."""
@@ -223,7 +216,7 @@ class GraphStep:
         # The first pass makes the gradients, later ones add to them: a parameter that the loss does not reach has none.
         for _ in range(min(micro_batches, 2)):
             with self._pieces("optimizer" if micro_batches == 1 else "backward") as pieces:
-                loss, parts = forward_backward(state, batch, noise, self.on_gpu)
+                loss, parts = forward_backward(state, batch, noise)
                 figures = torch.stack([value.float() for value in (loss, *parts.values())])
                 if micro_batches == 1:
                     state.times.mark("backward")

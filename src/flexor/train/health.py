@@ -42,7 +42,8 @@ class Health:
         normalize = next((step for step in steps if isinstance(step, Normalize)), None)
         named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
         cameras = {name: own for name, own in named if name in loader.cameras}
-        self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize)
+        renamed = state.host_steps is not None
+        self.cameras = CameraHealth(dataset, cameras, loader.deltas, normalize, renamed)
         recorded = from_record(read_record(run.folder).get(HEALTH))
         self.findings = [finding for finding in recorded if (finding.step or 0) <= state.step]
         self.new: list[Finding] = []

@@ -207,7 +207,7 @@ def _build(
             raise ConfigError(
                 f"steps={config.steps}, but the run is already at step {state.step}: use a larger value."
             )
-    loader = build_loader(config, training, held_out, engine, split)
+    loader = build_loader(state, training, held_out)
     if processes.is_main:
         run.forget_metrics_after(state.step)
         run.write_config(config)

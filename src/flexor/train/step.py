@@ -11,7 +11,7 @@ from torch import Tensor
 from flexor.core.batch import SAMPLE_ID, SAMPLE_WEIGHT, VALID_STEPS, Batch
 from flexor.core.rng import Noise
 from flexor.monitor.meters import Meters
-from flexor.policies.processing.pipeline import Pipeline, StepContext
+from flexor.policies.processing.pipeline import StepContext
 from flexor.train.checkpoint.state import TrainState
 
 
@@ -43,11 +43,8 @@ def optimizer_step(
     return figures.loss, figures.norm
 
 
-def compute_step(
-    state: TrainState, micro_batches: list[dict[str, Any]], preprocessor: Pipeline | None = None
-) -> StepFigures:
-    """What the device does, operation by operation. `preprocessor`: what is left to do of the run's."""
-    preprocessor = preprocessor or state.training_preprocessor
+def compute_step(state: TrainState, micro_batches: list[dict[str, Any]]) -> StepFigures:
+    """What the device does, operation by operation, with batches that went through `state.host_steps`."""
     set_rates(state)
     total = torch.zeros((), device=state.engine.device)
     parts: dict[str, Tensor] = {}
@@ -55,7 +52,7 @@ def compute_step(
         seed_dropout(state, micro)
         with state.engine.accumulate(last=micro + 1 == len(micro_batches)):
             noise = Noise(state.config.seed, state.step, batch[SAMPLE_ID])
-            loss, found = forward_backward(state, on_device(batch, state.engine.device), noise, preprocessor)
+            loss, found = forward_backward(state, on_device(batch, state.engine.device), noise)
         state.times.mark("backward")
         total += loss
         for name, part in found.items():
@@ -87,12 +84,10 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return {**batch, VALID_STEPS: torch.full((), valid, dtype=torch.float64, device=device)}
 
 
-def forward_backward(
-    state: TrainState, batch: Batch, noise: Noise, preprocessor: Pipeline
-) -> tuple[Tensor, dict[str, Tensor]]:
+def forward_backward(state: TrainState, batch: Batch, noise: Noise) -> tuple[Tensor, dict[str, Tensor]]:
     """One micro-batch: gradients are added to what is there. Returns its parts of the loss."""
     engine, split = state.engine, state.split
-    prepared = preprocessor(batch, StepContext(training=True, noise=noise))
+    prepared = state.device_preprocessor(batch, StepContext(training=True, noise=noise))
     if noise.sample_ids.device != engine.device:
         noise = noise.to(engine.device)
     with engine.forward():

@@ -197,7 +197,7 @@ def test_no_gpu_no_gpu_tier(root):
 
 def test_no_gpu_no_gpu_decoder(root):
     dataset, settings = open_dataset(root=root), DatasetConfig(decoder="nvdec")
-    with pytest.raises(ConfigError, match=r"decoder=nvdec can't be used: the run uses cpu.*Leave it out"):
+    with pytest.raises(ConfigError, match=r"decoder=nvdec can't be used: images go to cpu.*Leave it out"):
         open_loader(dataset, settings, {}, cameras=[TOP], batch_size=2)
 
 

@@ -126,8 +126,7 @@ def test_samples_that_replace_bad_ones_bring_their_own_frames(root, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", ["stream", "ram", "gpu"])
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("values_on_host", [False, True])
-def test_batches_on_a_gpu(root, windows, tier, values_on_host):
+def test_batches_on_a_gpu(root, windows, tier):
     """Images and columns arrive. Once frames are cached, nothing waits for the GPU on the way."""
     deltas, device = {"action": [0, 1, 2], **WINDOWS[windows]}, torch.device("cuda", 0)
     dataset, plain = open_dataset(root=root), open_dataset(root=root)
@@ -141,7 +140,6 @@ def test_batches_on_a_gpu(root, windows, tier, values_on_host):
         seed=7,
         num_workers=2,
         device=device,
-        values_on_host=values_on_host,
     )
     assert loader.tier == tier
     steps = loader.steps(0, 24)
@@ -157,6 +155,6 @@ def test_batches_on_a_gpu(root, windows, tier, values_on_host):
                 near = (batch[name].cpu().int() - torch.from_numpy(column).int()).abs() <= 1
                 assert near.all(), (number, name)
             elif isinstance(column, np.ndarray) and column.dtype != object:
-                assert batch[name].is_cuda != values_on_host
+                assert batch[name].is_cuda
                 assert torch.equal(batch[name].cpu(), torch.from_numpy(column)), name
     loader.close()

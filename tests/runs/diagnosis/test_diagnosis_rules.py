@@ -206,6 +206,11 @@ def test_copying_in_memory():
     assert_names(verdict_of(to_gpu), "data-bound (memory copy)", "--dataset.cache.tier=gpu")
 
 
+def test_host_steps_of_the_policy():
+    slow = {"host_steps_s": 7.5, "decode_s": 0.1, "cache": "ram"}
+    assert_names(verdict_of(changed(HEALTHY, data_wait=0.5, loader=slow)), "data-bound (processing)")
+
+
 def test_no_room_for_decoded_frames():
     line = changed(HEALTHY, data_wait=0.5, loader={"wait_slots_s": 1.5})
     assert_names(verdict_of(line), "data-bound (room for frames)", "--dataset.cache.pool_gb=4")

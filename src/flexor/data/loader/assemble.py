@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +23,27 @@ from flexor.data.loader.packed import Packed, pack
 from flexor.data.loader.step import Step
 from flexor.data.loader.step_frames import FrameFinder, StepFrames
 from flexor.data.loader.to_gpu import Job, Staged, Stager
+from flexor.data.loader.work_time import work_clock
 from flexor.data.video.planes import to_rgb
 
 COLUMNS = "/columns"  # in a batch on its way to a GPU. No feature has this name: LeRobot allows no slash
+
+
+class HostSteps(Protocol):
+    """Processing of a batch in host memory, by several threads at once."""
+
+    @property
+    def uses_images(self) -> bool:
+        """Whether it reads images, uint8 [b, (T,) C, H, W]; otherwise it gets `HeldBack` ones."""
+
+    def __call__(self, batch: Batch, step: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """Images that host steps may rename, but not read: for a GPU, they are still planes."""
+
+    images: Any
 
 
 class Batcher:
@@ -37,7 +56,7 @@ class Batcher:
         *,
         accumulation: int,
         device: torch.device | None,
-        values_on_host: bool = False,
+        host_steps: HostSteps | None = None,
         on_bad_frame: str,
         jobs: int,
         counters: Counter[str],
@@ -46,13 +65,14 @@ class Batcher:
     ):
         self.dataset, self.deltas = dataset, dict(deltas)
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
-        self.values_to = torch.device("cpu") if values_on_host else device
+        self.host_steps = host_steps
         self.valid_steps, self.weight_scale = valid_steps, weight_scale
         self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
-        self.stager = Stager(dataset.store, self.stream, self.jobs) if cuda or device is None else None
+        planes = (cuda or device is None) and not (host_steps is not None and host_steps.uses_images)
+        self.stager = Stager(dataset.store, self.stream, self.jobs) if planes else None
 
     def start(self, step: Step) -> list[Job]:
         """Jobs that fill in the images of a step."""
@@ -69,22 +89,34 @@ class Batcher:
             columns = self.dataset.read(rows, self.deltas, [])
             if SAMPLE_WEIGHT in columns:
                 columns[SAMPLE_WEIGHT] *= np.float32(self.weight_scale(step.number))
-            batch = to_tensors(columns) if self.stream is None else packed(columns)
+            batch = to_tensors(columns)
             if valid is not None:
                 batch[VALID_STEPS] = valid
-            for camera, pictures in step.pictures.items():
-                batch[camera] = pictures[number]
-            batches.append(batch)
+            images = {camera: pictures[number] for camera, pictures in step.pictures.items()}
+            started = work_clock()
+            batch = self._process(batch, images, step.number)
+            step.processing = step.processing.plus(work_clock().since(started))
+            batches.append(batch if self.stream is None else packed(batch))
         return batches
+
+    def _process(self, batch: Batch, images: Mapping[str, Any], step: int) -> Batch:
+        """The batch with its images, after the host steps."""
+        if self.host_steps is None:
+            return {**batch, **images}
+        if self.host_steps.uses_images:
+            return self.host_steps({**batch, **images}, step)
+        held_back = {camera: HeldBack(pixels) for camera, pixels in images.items()}
+        processed = self.host_steps({**batch, **held_back}, step)
+        return {k: value.images if isinstance(value, HeldBack) else value for k, value in processed.items()}
 
     def to_device(self, batch: Batch) -> Batch:
         """The batch on the device that uses it."""
-        if self.stream is None or self.values_to is None:
+        if self.stream is None or self.device is None:
             return batch
         with torch.cuda.stream(self.stream):
             moved: Batch = {}
             for key, value in batch.items():
-                moved |= value.on(self.values_to) if isinstance(value, Packed) else {key: self._moved(value)}
+                moved |= value.on(self.device) if isinstance(value, Packed) else {key: self._moved(value)}
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self.stream)
         for value in moved.values():
@@ -134,15 +166,15 @@ class Batcher:
 
 def to_tensors(batch: Mapping[str, Any]) -> Batch:
     """numpy arrays as tensors; everything else unchanged."""
-    return {key: torch.from_numpy(value) if _is_tensor(value) else value for key, value in batch.items()}
+    return {key: torch.from_numpy(value) if _is_numeric(value) else value for key, value in batch.items()}
 
 
-def packed(batch: Mapping[str, Any]) -> Batch:
-    """numpy arrays in one piece, for a GPU; everything else unchanged."""
-    arrays = {key: value for key, value in batch.items() if _is_tensor(value)}
-    others = {key: value for key, value in batch.items() if key not in arrays}
-    return {COLUMNS: pack(arrays), **others}
+def packed(batch: Batch) -> Batch:
+    """Tensors in one piece, for a GPU; everything else unchanged."""
+    tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+    others = {key: value for key, value in batch.items() if key not in tensors}
+    return {COLUMNS: pack(tensors), **others}
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     return isinstance(value, np.ndarray) and value.dtype != object

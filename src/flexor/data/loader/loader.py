@@ -20,7 +20,7 @@ from flexor.core.batch import ACTION, SAMPLE_WEIGHT, Batch
 from flexor.data.dataset import Dataset
 from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
-from flexor.data.loader.assemble import Batcher, to_tensors
+from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
 from flexor.data.loader.step import StepPlanner, Wanted
 from flexor.data.loader.work_time import work_since
@@ -66,6 +66,7 @@ class Loader(StepPlanner):
     """Iterate over optimizer steps; each is a list of micro-batches of tensors on `device`.
 
     Without a device, images stay planes in host memory, as for a transfer to a GPU (see `to_gpu.Staged`).
+    `host_steps` process each batch in the threads, before it goes to the device.
     One process is one rank. Rank r of w reads the r-th of w equal slices of each global batch.
     """
 
@@ -88,7 +89,7 @@ class Loader(StepPlanner):
         on_bad_frame: str = "raise",
         tier: str = "stream",
         decoded_on_gpu: bool = False,
-        values_on_host: bool = False,
+        host_steps: HostSteps | None = None,
     ):
         self.dataset = dataset
         self.deltas = {name: list(steps) for name, steps in deltas.items()}
@@ -101,7 +102,7 @@ class Loader(StepPlanner):
         assert self.order.size == len(self.rows), "the order belongs to another dataset"
         self.num_workers = num_workers
         self.device = None if device is None else torch.device(device)
-        self.decoded_on_gpu, self.values_on_host = decoded_on_gpu, values_on_host
+        self.decoded_on_gpu, self.host_steps = decoded_on_gpu, host_steps
         self.pool_bytes = pool_bytes
         self.pool = Pool(pool_bytes)
         self.on_bad_frame = on_bad_frame
@@ -124,7 +125,7 @@ class Loader(StepPlanner):
             self.deltas,
             accumulation=self.accumulation,
             device=self.device,
-            values_on_host=self.values_on_host,
+            host_steps=self.host_steps,
             on_bad_frame=self.on_bad_frame,
             jobs=self.num_workers,
             counters=self._counters,

@@ -17,6 +17,7 @@ from flexor.data.dataset import Dataset
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey, disk_folder, free_bytes, list_caches, make_room
 from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.loader.assemble import HostSteps
 from flexor.data.loader.choose_order import choose_order
 from flexor.data.loader.loader import Loader
 from flexor.data.settings import CacheConfig, DatasetConfig
@@ -42,18 +43,21 @@ def open_loader(
     device: torch.device | str | None = "cpu",
     drop_last_frames: int = 0,
     also: Sequence[Dataset] = (),
-    values_on_host: bool = False,
+    host_steps: HostSteps | None = None,
 ) -> Loader:
     """The batches of a run. `also` are selections of the same dataset whose frames are cached too.
 
-    `values_on_host`: on a GPU, only images are transferred; everything else is left in pinned host memory.
+    `host_steps` process batches before they go to the device; if they read images, frames stay in host memory.
     """
     device = None if device is None else torch.device(device)
+    frames_on = torch.device("cpu") if host_steps is not None and host_steps.uses_images else device
     cameras = list(cameras)
-    dataset.store.set_rgb(device is not None and device.type != "cuda")
+    dataset.store.set_rgb(frames_on is not None and frames_on.type != "cuda")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    tier = open_tier(dataset, settings.cache, cameras, device, [dataset, *also], local) if cameras else "none"
-    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, device, local)
+    tier = "none"
+    if cameras:
+        tier = open_tier(dataset, settings.cache, cameras, frames_on, [dataset, *also], local)
+    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frames_on, local)
     order, pool = choose_order(
         dataset,
         settings,
@@ -80,7 +84,7 @@ def open_loader(
         on_bad_frame=settings.on_bad_frame,
         tier=tier,
         decoded_on_gpu=on_gpu,
-        values_on_host=values_on_host,
+        host_steps=host_steps,
     )
 
 
@@ -94,7 +98,7 @@ def decodes_on_gpu(
     if decoder == "cpu":
         return False
     why_not = (
-        None if device is not None and device.type == "cuda" else f"the run uses {device}, not a CUDA GPU"
+        None if device is not None and device.type == "cuda" else f"images go to {device}, not to a CUDA GPU"
     )
     for camera in cameras:
         if why_not is None and device is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,7 +13,7 @@ ALIGNED = 256  # bytes; tensors start where the GPU's allocator could have put t
 
 @dataclass(eq=False)
 class Packed:
-    """Arrays by name, one after the other in `memory`, uint8 [n]."""
+    """Tensors by name, one after the other in `memory`, uint8 [n]."""
 
     memory: Tensor
     layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]  # first byte, type, shape
@@ -29,17 +28,16 @@ class Packed:
         }
 
 
-def pack(arrays: Mapping[str, np.ndarray], pin_memory: bool = True) -> Packed:
-    """Copy arrays of numbers into one piece of memory."""
+def pack(tensors: Mapping[str, Tensor], pin_memory: bool = True) -> Packed:
+    """Copy tensors into one piece of memory."""
     layout, total = {}, 0
-    for name, array in arrays.items():
-        layout[name] = (total, torch.from_numpy(array[:0]).dtype, array.shape)
-        total += -(-array.nbytes // ALIGNED) * ALIGNED
+    for name, tensor in tensors.items():
+        layout[name] = (total, tensor.dtype, tuple(tensor.shape))
+        total += -(-tensor.nbytes // ALIGNED) * ALIGNED
     memory = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
-    content = memory.numpy()
-    for name, array in arrays.items():
+    for name, tensor in tensors.items():
         first = layout[name][0]
-        content[first : first + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return Packed(memory, layout)
 
 

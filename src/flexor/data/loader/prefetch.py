@@ -331,7 +331,9 @@ class Prefetcher(Generic[T]):
         run(jobs[0])
 
     def _count_assembling(self, started: WorkClock, job: str | None = None) -> None:
-        work = work_clock().since(started)
+        self._count(work_clock().since(started), job)
+
+    def _count(self, work: WorkClock, job: str | None = None) -> None:
         with self.changed:
             count_seconds(self.counters, assemble_s=work.wall, assemble_cpu_s=work.cpu)
             if job is not None:
@@ -344,7 +346,9 @@ class Prefetcher(Generic[T]):
         except BaseException as error:
             step.result.set_exception(error)
             return
-        self._count_assembling(started)
+        self._count(work_clock().since(started).since(step.processing))
+        with self.changed:
+            count_seconds(self.counters, host_steps_s=step.processing.wall)
         self._release(step)
         step.result.set_result(result)
 

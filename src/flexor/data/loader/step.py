@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from flexor.data.frames.slots import Slot
+from flexor.data.loader.work_time import NO_WORK, WorkClock
 
 T = TypeVar("T")
 
@@ -63,6 +64,8 @@ class Step(Generic[T]):
     result: Future[T] = field(default_factory=Future)
     pending: int = 0
     """Number of pieces that are not decoded yet."""
+    processing: WorkClock = NO_WORK
+    """Time spent in host steps."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ SECONDS = (
     "keep_s",  # writing decoded frames to the cache
     "assemble_s",  # copying frames and rows into batches; of a cache on disk, also reading it
     "assemble_cpu_s",
+    "host_steps_s",  # the policy's processing on the host, such as tokenising
     "wait_slots_s",  # waiting for room for decoded frames
 )
 COUNTS = ("bytes", "frames_decoded", "frames_cached", "threads")
@@ -33,6 +34,12 @@ class WorkClock(NamedTuple):
 
     def since(self, before: WorkClock) -> WorkClock:
         return WorkClock(self.wall - before.wall, self.cpu - before.cpu, self.read - before.read)
+
+    def plus(self, other: WorkClock) -> WorkClock:
+        return WorkClock(self.wall + other.wall, self.cpu + other.cpu, self.read + other.read)
+
+
+NO_WORK = WorkClock(0.0, 0.0, 0.0)
 
 
 def work_clock() -> WorkClock:

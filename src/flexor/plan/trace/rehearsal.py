@@ -30,6 +30,7 @@ from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.pretrained import base_policy
+from flexor.policies.processing.host_steps import split_processing
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.policies.weight_names import unique_state
 from flexor.train.build import build_augmentation, captures_steps, keep_copies, make_policy
@@ -260,8 +261,23 @@ def rehearsed_pipelines(policy: PolicyConfig, device: torch.device) -> tuple[Pip
 
 
 def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = META) -> Batch:
-    """A batch as the loader has it before it goes to the GPU: images are planes, everything else is small."""
+    """A batch as the loader has it before it goes to the GPU, after the policy's host steps.
 
+    Images are planes, unless host steps use them; everything else is small.
+    """
+    host_steps, _ = split_processing(rehearsed_processing(policy, device))
+    if host_steps is None:
+        return _unprocessed_batch(policy, batch_size, device)
+    batch = _unprocessed_batch(policy, batch_size, device, planes=not host_steps.uses_images)
+    batch = host_steps(batch, step=0)
+    if device.type != "cuda":
+        return batch
+    return {k: v.pin_memory() if isinstance(v, Tensor) and not v.is_pinned() else v for k, v in batch.items()}
+
+
+def _unprocessed_batch(
+    policy: PolicyConfig, batch_size: int, device: torch.device, planes: bool = True
+) -> Batch:
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return _values((batch_size, *shape), dtype, device)
 
@@ -271,7 +287,10 @@ def host_batch(policy: PolicyConfig, batch_size: int, device: torch.device = MET
         steps = [len(deltas[name])] if name in deltas else []
         if name in deltas:
             batch[f"{name}_is_pad"] = zeros(*steps, dtype=torch.bool)
-        if feature.type is Kind.VISUAL:
+        if feature.type is Kind.VISUAL and not planes:
+            depth = policy.takes_depth and feature.shape[0] == 1
+            batch[name] = zeros(*steps, *feature.shape, dtype=torch.float32 if depth else torch.uint8)
+        elif feature.type is Kind.VISUAL:
             batch[name] = pictures(feature.shape, batch_size, steps, device, policy.takes_depth)
         else:
             batch[name] = zeros(*steps, *feature.shape)

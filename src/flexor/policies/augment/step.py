@@ -44,6 +44,9 @@ class AugmentImages(ProcessingStep):
     def to(self, device: str) -> None:
         self.draw.on(torch.device(device))
 
+    def split_images(self) -> tuple[None, AugmentImages]:
+        return None, self
+
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         if not context.training:
             return batch

@@ -227,10 +227,6 @@ class Pi05Config(PiConfig):
     tokenizer_max_length: int = 200
     """Maximum number of tokens of a prompt, which has the state in it. Shorter ones are padded."""
 
-    @property
-    def writes_values(self) -> bool:
-        return True
-
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         return [
             *(RenameObservations(), ToBatch()),

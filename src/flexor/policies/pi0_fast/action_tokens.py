@@ -70,6 +70,7 @@ class TokenizeActions(ProcessingStep):
     """Writes a chunk of normalised actions as words, and a mask that is true for words and false for padding."""
 
     on_host = True
+    uses_images = False
 
     action_tokenizer_name: str
     trust_remote_code: bool = True

@@ -48,10 +48,6 @@ class Pi0FastConfig(PaliGemmaConfig):
         if self.max_action_tokens < 4:
             raise ConfigError(f"policy.max_action_tokens={self.max_action_tokens} must be at least 4.")
 
-    @property
-    def writes_values(self) -> bool:
-        return True
-
     def lora_targets(self) -> list[str] | str:
         return r".*\.language_model\..*\.self_attn\.(q|v)_proj"
 

@@ -186,6 +186,12 @@ class Normalize(NormalizationStep):
     inverse = False
     takes_bytes = True
 
+    def split_images(self) -> tuple[Normalize, Normalize]:
+        visual = {key: feature for key, feature in self.features.items() if feature.type is Kind.VISUAL}
+        images = Normalize(visual, self.norm_map, None, self.eps, self.normalize_observation_keys)
+        images.stats = {key: dict(values) for key, values in self.stats.items() if key in visual}
+        return self, images
+
 
 class NormalizeByDataset(Normalize):
     """In training on several datasets: states and actions by the statistics of the sample's own dataset.

@@ -54,7 +54,10 @@ class ProcessingStep:
     name: ClassVar[str]
 
     on_host: ClassVar[bool] = False
-    """Whether the step works on the host, as on words: it is never part of a CUDA graph."""
+    """Whether the step works on the host, as on words. In training, it and the steps before it run in the loader's
+    threads, on several batches at once."""
+    uses_images: ClassVar[bool] = True
+    """Whether the step reads or changes images. If no step that the loader runs does, they get to the GPU faster."""
     keeps_values: ClassVar[bool] = False
     """Whether the step only renames or reshapes: its output is still in the robot's units and on the same device."""
     takes_bytes: ClassVar[bool] = False
@@ -65,6 +68,13 @@ class ProcessingStep:
 
     def to(self, device: str) -> None:
         """Set the device that the policy computes on."""
+
+    def split_images(self) -> tuple[ProcessingStep | None, ProcessingStep | None] | None:
+        """The step for everything but images, and the step for images; None if it needs both together.
+
+        The loader runs the first on batches whose images it holds back, the second follows on the device.
+        """
+        return None if self.uses_images else (self, None)
 
     def prepare(self) -> None:
         """Load what the step needs before a run starts, so that a missing file is reported at once."""
@@ -118,11 +128,6 @@ class Pipeline:
             context = replace(context, keeps_bytes=following is not None and following.takes_bytes)
             batch = step.rehearse(batch, context) if self.rehearsal else step(batch, context)
         return batch
-
-    def split(self) -> tuple[Pipeline, Pipeline]:
-        """The steps up to the last one that works on the host, and those that a GPU does."""
-        cut = max((n + 1 for n, step in enumerate(self.steps) if step.on_host), default=0)
-        return replace(self, steps=self.steps[:cut]), replace(self, steps=self.steps[cut:])
 
     def renamed(self, batch: Batch) -> Batch:
         """The batch under the policy's names, in the robot's units."""

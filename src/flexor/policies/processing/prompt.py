@@ -21,6 +21,7 @@ class AddNewLine(ProcessingStep):
     """Every task ends with a new line: the language model was trained on prompts that do."""
 
     on_host = True
+    uses_images = False
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         tasks = batch.get("task")
@@ -41,6 +42,7 @@ class StateInPrompt(ProcessingStep):
     """Write the state into the prompt, each value as the number of its bin. Comes after normalisation."""
 
     on_host = True
+    uses_images = False
     ending: ClassVar[str] = ";\nAction: "
 
     max_state_dim: int = 32

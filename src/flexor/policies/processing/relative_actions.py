@@ -30,6 +30,7 @@ from flexor.policies.processing.pipeline import (
 class RelativeActions(ProcessingStep):
     """Subtracts the state from actions. Comes before normalisation, whose statistics are of relative actions then."""
 
+    uses_images = False
     enabled: bool = False
     exclude_joints: list[str] = field(default_factory=list)
     """Actions whose name contains one of these words, in any case, stay absolute."""

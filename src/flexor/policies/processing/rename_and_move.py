@@ -21,6 +21,7 @@ class RenameObservations(ProcessingStep):
     """Observations under the policy's names. Those that are not in the map keep their names."""
 
     keeps_values = True
+    uses_images = False
     rename_map: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
@@ -46,6 +47,7 @@ class ToBatch(ProcessingStep):
     """A single observation becomes a batch of one; a batch stays as it is."""
 
     keeps_values = True
+    uses_images = False
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         out = dict(batch)
@@ -75,6 +77,9 @@ class ToDevice(ProcessingStep):
 
     def to(self, device: str) -> None:
         self.device = device
+
+    def split_images(self) -> tuple[ToDevice, ToDevice]:
+        return replace(self, device="cpu"), self
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         dtype = getattr(torch, self.float_dtype) if self.float_dtype else torch.float32

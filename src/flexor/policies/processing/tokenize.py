@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Tokenize(ProcessingStep):
     """
 
     on_host = True
+    uses_images = False
     tokenizer_name: str
     max_length: int = 512
     task_key: str = "task"
@@ -43,6 +45,7 @@ class Tokenize(ProcessingStep):
     truncation: bool = True
 
     _told = False  # that a task is too long
+    _one_thread = Lock()  # at a time: tokenizers of `transformers` set their padding before each call
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -56,7 +59,7 @@ class Tokenize(ProcessingStep):
         distinct = {
             task: n for n, task in enumerate(dict.fromkeys(tasks))
         }  # a batch has few; tokenizers are slow
-        found = self._tokenizer(
+        encoding = self._encode(
             list(distinct),
             max_length=self.max_length,
             truncation=self.truncation,
@@ -64,17 +67,21 @@ class Tokenize(ProcessingStep):
             padding_side=self.padding_side,
             return_tensors="pt",
         )
-        tokens, mask = found["input_ids"], found["attention_mask"].bool()
+        tokens, mask = encoding["input_ids"], encoding["attention_mask"].bool()
         self._check_length(distinct, mask)
         which = torch.tensor([distinct[task] for task in tasks])
         return _with_tokens(batch, tokens[which], mask[which])
+
+    def _encode(self, texts: list[str], **options: Any) -> Any:
+        with self._one_thread:
+            return self._tokenizer(texts, **options)
 
     def _check_length(self, tasks: Iterable[str], mask: Tensor) -> None:
         """Say if the end of a task is cut off: in a prompt with the robot's state it may be the state."""
         if self._told or mask.shape[1] < self.max_length:
             return
         full = [task for task, row in zip(tasks, mask.all(1).tolist()) if row]
-        for task, tokens in zip(full, self._tokenizer(full)["input_ids"] if full else []):
+        for task, tokens in zip(full, self._encode(full)["input_ids"] if full else []):
             if len(tokens) > self.max_length and not self._told:
                 self._told = True
                 warn_once(

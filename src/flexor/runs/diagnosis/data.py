@@ -12,7 +12,8 @@ from flexor.runs.diagnosis.verdict import faster, percent
 
 NOTICED = 0.1  # share of the time: less waiting is not looked at
 MOST_THREADS = 64
-READING, DECODING, COPYING, ROOM = "reading", "decoding", "copying", "waiting for room"
+READING, DECODING, COPYING, PROCESSING = "reading", "decoding", "copying", "processing"
+ROOM = "waiting for room"
 
 
 @dataclass(frozen=True)
@@ -22,24 +23,31 @@ class LoaderTime:
     reading: float
     decoding: float
     copying: float
+    processing: float
+    """In the policy's host steps, such as tokenising."""
     room: float
     """Of the time of the one thread that plans: waiting for room for decoded frames."""
 
     @property
     def busy(self) -> float:
-        return self.reading + self.decoding + self.copying
+        return self.reading + self.decoding + self.copying + self.processing
 
     @property
     def largest(self) -> str:
         if self.room > 0.3 and self.busy < 0.5:
             return ROOM
-        parts = {READING: self.reading, DECODING: self.decoding, COPYING: self.copying}
+        parts = {
+            READING: self.reading,
+            DECODING: self.decoding,
+            COPYING: self.copying,
+            PROCESSING: self.processing,
+        }
         return max(parts, key=parts.__getitem__)
 
     @property
     def needs_cores(self) -> float:
         """The part of the work that needs cores."""
-        return (self.decoding + self.copying) / self.busy if self.busy > 0 else 0.0
+        return 1 - self.reading / self.busy if self.busy > 0 else 0.0
 
 
 def loader_time(f: Figures) -> LoaderTime | None:
@@ -57,7 +65,8 @@ def loader_time(f: Figures) -> LoaderTime | None:
     else:
         copying += f.of("loader.keep_s")
     room = f.of("loader.wait_slots_s") / max(f.seconds * f.processes, 1e-9)
-    return LoaderTime(reading / total, decoding / total, copying / total, room)
+    processing = f.of("loader.host_steps_s")
+    return LoaderTime(reading / total, decoding / total, copying / total, processing / total, room)
 
 
 def data_bound(f: Figures) -> list[Finding]:
@@ -77,7 +86,8 @@ def data_bound(f: Figures) -> list[Finding]:
     source = f.last.get("loader.source")
     doing = time.largest
     reads_from = "network" if source in ("hub", "bucket") and f.of("loader.read_s") > 0 else "disk"
-    kind = {READING: reads_from, DECODING: "decode", COPYING: "memory copy", ROOM: "room for frames"}[doing]
+    kinds = {DECODING: "decode", COPYING: "memory copy", PROCESSING: "processing", ROOM: "room for frames"}
+    kind = {READING: reads_from, **kinds}[doing]
     figures = _figures(f, wait, time)
     shares = (
         f"{percent(time.decoding)} decoding, {percent(time.reading)} reading, {percent(time.copying)} copying"
@@ -85,6 +95,8 @@ def data_bound(f: Figures) -> list[Finding]:
     evidence = (
         f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading threads spend {shares}"
     )
+    if doing == PROCESSING:
+        evidence += f", {percent(time.processing)} on the policy's host steps, such as tokenising"
     if doing == READING:
         evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"
     if doing == ROOM:
@@ -125,6 +137,7 @@ def _figures(f: Figures, wait: float, time: LoaderTime) -> list[tuple[str, str]]
         ("their time: reading", percent(time.reading)),
         ("their time: decoding", percent(time.decoding)),
         ("their time: copying", percent(time.copying)),
+        ("their time: processing", percent(time.processing)),
         ("frames decoded", f"{f.of('loader.frames_decoded') / f.seconds:.0f}/s"),
         ("frames from the cache", f"{f.of('loader.frames_cached') / f.seconds:.0f}/s"),
         ("read", f"{f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"),
@@ -162,7 +175,7 @@ def _fixes(f: Figures, wait: float, time: LoaderTime) -> list[Fix]:
 def _cached(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     """Frames that are cached are neither read nor decoded again."""
     cache, tier = f.last.get("loader.cache"), f.setting("dataset.cache.tier")
-    after = max(least, time.copying / time.busy)
+    after = max(least, (time.copying + time.processing) / time.busy)
     speedup = faster(after)
     decoded = number(mapping(f.record.get("dataset")).get("decoded_gb"))
     free = _free_gb(f)
@@ -194,7 +207,7 @@ def _cached(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
 def _downloaded(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     if f.last.get("loader.source") == "hub" and time.largest == READING:
         why = "downloads the videos before training"
-        after = max(least, (time.decoding + time.copying) / time.busy)
+        after = max(least, time.needs_cores)
         return [Fix(why, "--dataset.streaming=false", faster(after))]
     return []
 
@@ -224,7 +237,7 @@ def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
 def _otherwise(f: Figures, least: float, doing: str) -> list[Fix]:
     if doing == READING:
         return [Fix("copy the dataset to a faster disk", None, faster(least))]
-    if doing == DECODING:
+    if doing in (DECODING, PROCESSING):
         return [Fix("give the run more cores", None, faster(least))]
     if f.setting("dataset.cache.size") is None:
         return [Fix("trains on smaller images, which are faster to copy", "--dataset.cache.size=224x224")]

@@ -11,6 +11,7 @@ import json
 import math
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from flexor.policies.adapters import merged
 from flexor.policies.augment.step import AugmentImages, augmented
 from flexor.policies.base import Policy
 from flexor.policies.pretrained import base_policy, save_pretrained
+from flexor.policies.processing.host_steps import HostPipeline, split_processing
 from flexor.policies.processing.normalize import NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.policies.weight_names import unique_parameters, unique_state
@@ -66,9 +68,19 @@ class TrainState:
     times: StepTimes = field(default_factory=StepTimes)  # off; a run measures
 
     @property
-    def training_preprocessor(self) -> Pipeline:
+    def host_steps(self) -> HostPipeline | None:
+        """What the loader does of the processing of training samples; None if it is all done on the device."""
+        return self._processing[0]
+
+    @property
+    def device_preprocessor(self) -> Pipeline:
+        """What a step does of it."""
+        return self._processing[1]
+
+    @cached_property
+    def _processing(self) -> tuple[HostPipeline | None, Pipeline]:
         """The processing of training samples: `preprocessor`, with augmented images."""
-        return augmented(self.preprocessor, self.augmentation)
+        return split_processing(augmented(self.preprocessor, self.augmentation), self.config.seed)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors that training changes, by name; this rank's shards if the run is sharded."""
