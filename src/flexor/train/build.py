@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flexor.config.accelerate_flags import started_by_accelerate, uses_deepspeed
 from flexor.config.schedules import build_scheduler
@@ -210,7 +210,11 @@ def make_policy(config: TrainConfig) -> Policy:
 
 def _channels_last(policy: Policy) -> None:
     """The memory layout that NVIDIA's convolutions compute in. In another one they transpose every weight."""
-    policy.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+    policy._apply(convert)
     for module in policy.modules():
         if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             module.weight.data = module.weight.data.mT.contiguous().mT

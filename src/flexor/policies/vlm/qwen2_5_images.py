@@ -1,0 +1,93 @@
+"""Camera images for Qwen2.5-VL: resized to whole patches, normalised, and cut into patches.
+
+The size of a camera's images is fixed, so its grid of patches is too. Everything else follows from the grids: it is
+computed once on the host, and no step reads a tensor there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flexor.core.errors import ConfigError
+
+PATCH = 14
+MERGE = 2  # neighbouring patches in each direction that become one token
+FACTOR = PATCH * MERGE
+MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, as in Qwen's own processor
+STD = (0.26862954, 0.26130258, 0.27577711)
+MAX_ASPECT_RATIO = 200
+
+
+class ImageGrid(NamedTuple):
+    """The patches of an image, in rows and columns."""
+
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def tokens(self) -> int:
+        return self.patches // MERGE**2
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the image."""
+        return self.rows * PATCH, self.columns * PATCH
+
+
+def choose_grid(height: int, width: int, min_pixels: int, max_pixels: int) -> ImageGrid:
+    """The grid of a camera's images: about their shape, in whole tokens, with a number of pixels within the limits."""
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise ConfigError(f"Images of {height} x {width} pixels are too long for Qwen2.5-VL.")
+    rows, columns = round(height / FACTOR), round(width / FACTOR)
+    if rows * columns * FACTOR**2 > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels) * FACTOR
+        rows, columns = max(1, math.floor(height / shrink)), max(1, math.floor(width / shrink))
+    elif rows * columns * FACTOR**2 < min_pixels:
+        enlarge = math.sqrt(min_pixels / (height * width)) / FACTOR
+        rows, columns = math.ceil(height * enlarge), math.ceil(width * enlarge)
+    return ImageGrid(rows * MERGE, columns * MERGE)
+
+
+def resize_levels(images: Tensor, height: int, width: int) -> Tensor:
+    """Images [B, 3, H, W] in [0, 1] -> [B, 3, height, width] whose values are whole 255ths, as Pillow resizes bytes.
+
+    Bicubic with antialiasing, first the rows, then the columns; each pass rounds to a byte.
+    """
+    levels = (images.float() * 255).round().clamp(0, 255)
+    for size in ((images.shape[-2], width), (height, width)):
+        if levels.shape[-2:] != size:
+            levels = F.interpolate(levels, size, mode="bicubic", antialias=True).round().clamp(0, 255)
+    return levels / 255
+
+
+def normalize_colours(images: Tensor) -> Tensor:
+    """[B, 3, H, W]. With numbers instead of tensors: a CUDA graph can't copy tensors from the host."""
+    channels = zip(images.unbind(1), MEAN, STD)
+    return torch.stack([(channel - mean) / std for channel, mean, std in channels], 1)
+
+
+def cut_into_patches(images: Tensor) -> Tensor:
+    """Images [B, 3, rows * 14, columns * 14] -> [B, patches, 3 * 14 * 14]; the patches of a token are neighbours."""
+    blocks = [size // FACTOR for size in images.shape[-2:]]
+    split = images.unflatten(3, (blocks[1], MERGE, PATCH)).unflatten(2, (blocks[0], MERGE, PATCH))
+    # [B, colour, row, row in token, y, column, column in token, x]
+    return split.permute(0, 2, 5, 3, 6, 1, 4, 7).flatten(5).flatten(1, 4)
+
+
+def prepare_images(images: Sequence[Tensor], grids: Sequence[ImageGrid]) -> Tensor:
+    """Images [B, 3, H, W] in [0, 1] of each camera -> the patches of all, [B, patches, 3 * 14 * 14]."""
+    patches = [
+        cut_into_patches(normalize_colours(resize_levels(camera, *grid.size)))
+        for camera, grid in zip(images, grids, strict=True)
+    ]
+    return torch.cat(patches, 1)
