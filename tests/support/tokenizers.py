@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 
 
-def make_tokenizer(folder: Path, words: str = "pick up the red cube open drawer Task State Action") -> Path:
-    """A tokenizer of words: `<pad>` is 0, `<bos>` 2, which comes first, `<unk>` 3; words follow."""
+def make_tokenizer(
+    folder: Path, words: str = "pick up the red cube open drawer Task State Action", special_tokens: str = ""
+) -> Path:
+    """A tokenizer of words: `<pad>` is 0, `<bos>` 2, which comes first, `<unk>` 3; more special tokens follow, then
+    words."""
     folder.mkdir(parents=True, exist_ok=True)
     special = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
-    known = special | {word: number for number, word in enumerate(dict.fromkeys(words.split()), 4)}
+    special |= {token: number for number, token in enumerate(special_tokens.split(), len(special))}
+    known = special | {word: number for number, word in enumerate(dict.fromkeys(words.split()), len(special))}
     described = {
         "version": "1.0",
         "truncation": None,

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flexor.kernels.language_model import gated, rms_norm
 from flexor.policies.nn.autocast import autocast_type
-from flexor.policies.nn.fused_inference import gated, rms_norm
 from flexor.policies.nn.rope import Rope, apply_rope
 from flexor.policies.vlm.qwen2_5_images import MERGE, PATCH, ImageGrid
 
@@ -94,7 +94,7 @@ def _merge_equal(sizes: Sequence[int]) -> list[Segment]:
     return [Segment(len(list(equal)), size) for size, equal in groupby(sizes)]
 
 
-class PatchEmbedding(nn.Module):
+class VisionPatchEmbedding(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         kernel = (FRAMES, PATCH, PATCH)
@@ -192,7 +192,7 @@ class QwenVision(nn.Module):
         """`grids` of all images, in their order."""
         super().__init__()
         self.full_attention = frozenset(size.full_attention)
-        self.patch_embed = PatchEmbedding(size.width)
+        self.patch_embed = VisionPatchEmbedding(size.width)
         self.blocks = nn.ModuleList(VisionBlock(size) for _ in range(size.depth))
         self.merger = PatchMerger(size)
         layout = layout_images(grids, max(1, size.window // (PATCH * MERGE)))
