@@ -1,7 +1,6 @@
 """Repositories on the Hub through its real client, against a Hub on this machine, with whatever goes wrong there."""
 
 import threading
-import time
 
 import pytest
 
@@ -116,10 +115,9 @@ def test_retry_after_is_honoured(server):
 
 def test_patience_ends(server, monkeypatch):
     server.unplugged = True
-    started = time.monotonic()
     with pytest.raises(HubError, match=r"Can't reach .*/ann/run: .* Check the network\.") as raised:
         persist("pushing", HubRepository("ann/run").create, patience=0.1)
-    assert raised.value.may_help and time.monotonic() - started < 30
+    assert raised.value.may_help
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.own_policy import own_policy
 
 pytestmark = pytest.mark.ranks(waits=True)
 
-SLEEP_S = 1.0
+SLEEP_S = 5.0  # longer than a busy machine takes for a step
 FORWARD, BACKWARD, READ = 2, 3, 4  # steps (as the log counts them) in which a rank is slow, and how
 OWN = own_policy(
     f"""\

@@ -13,6 +13,7 @@ import pytest
 from flexor.data.show.terminal import spark_line
 from flexor.pages import terminal
 from flexor.pages.images import jpeg, png, scaled
+from support.limits import LIMIT_S
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (14, 9, 3), dtype=np.uint8)
 
@@ -114,7 +115,11 @@ def test_a_coarser_jpeg_is_smaller():
 def test_a_terminal_is_asked_for_sixel(answer: bytes, way: str):
     """A real terminal (a pseudo-terminal) on which the program asks and this test answers."""
     ours, theirs = os.openpty()
-    script = "from flexor.pages.terminal import find_way; print(find_way({'TERM': 'xterm'}))"
+    script = (
+        "from flexor.pages import terminal\n"
+        f"terminal.QUERY_S = {LIMIT_S}\n"
+        "print(terminal.find_way({'TERM': 'xterm'}))"
+    )
     child = subprocess.Popen(
         [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
     )
@@ -127,6 +132,6 @@ def test_a_terminal_is_asked_for_sixel(answer: bytes, way: str):
         while way.encode() not in said:
             said += os.read(ours, 64)
     finally:
-        child.communicate(timeout=60)
+        child.communicate(timeout=LIMIT_S)
         os.close(ours)
     assert child.returncode == 0

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from flexor.runs.process import is_alive
 from flexor.runs.reader import RunReader
 from flexor.runs.series import AllSeries, Series, smoothed, thinned
 from flexor.runs.state import status_of, verdict_text
+from support.limits import wait_for
 from support.run_folders import add_checkpoint, add_lines, ended_pid, report, write_run
 
 
@@ -198,10 +198,7 @@ def test_a_process_with_the_same_number_is_another_one(tmp_path: Path):
 def test_a_process_that_waits_for_its_parent_has_ended(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     run = write_run(tmp_path / "run", pid=process.pid)
-    end = time.monotonic() + 60
-    while is_alive(run) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert is_alive(run) is False
+    wait_for(lambda: is_alive(run) is False)
     process.wait()
 
 

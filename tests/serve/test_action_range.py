@@ -10,6 +10,7 @@ from flexor.policies.processing.pipeline import Pipeline
 from flexor.policies.processing.relative_actions import AbsoluteActions, RelativeActions
 from flexor.serve.action_range import action_range
 from flexor_client import LimitError, RealTimePlayer, RemotePolicy
+from support.limits import LIMIT_S
 from support.serving import STATE, Numbers, numbers, observation, serving
 
 FEATURES = {STATE: PolicyFeature(Kind.STATE, (3,)), "action": PolicyFeature(Kind.ACTION, (2,))}
@@ -66,10 +67,10 @@ def test_robots_are_told_and_refuse_what_is_absurd():
     with serving(policy(EXTREMES)) as (url, _), RemotePolicy(url) as remote:
         assert remote.metadata["action_range"] == {"low": [-2, 0], "high": [2, 1]}
         player = RealTimePlayer(remote, fps=10)
-        player.wait(observation(0.5))
+        player.wait(observation(0.5), timeout_s=LIMIT_S)
         assert player.act(observation(0.5)).tolist() == [0.5, -0.5]
         player.reset()
-        player.wait(observation(50))
+        player.wait(observation(50), timeout_s=LIMIT_S)
         with pytest.raises(LimitError, match="part 0 is 50, but in the training data it is from -2 to 2"):
             player.act(observation(50))
     with serving(numbers()) as (url, _), RemotePolicy(url) as remote:

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.limits import LIMIT_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
@@ -46,7 +48,7 @@ def _not_small(end: int) -> int:
 class Browser:
     """One tab. `errors` collects uncaught exceptions, console errors, and what the page's policy blocked."""
 
-    def __init__(self, program: str, limit_s: float = 60):
+    def __init__(self, program: str, limit_s: float = LIMIT_S):
         self.limit_s = limit_s
         self.errors: list[str] = []
         self.requests: list[str] = []

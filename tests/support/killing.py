@@ -9,13 +9,12 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexor.train.checkpoint import folder as checkpoint
 from support import ranks, runs, trouble
-from support.limits import LIMIT_S
+from support.limits import wait_for
 from support.samples import write_lowdim
 from support.small_policies import SMALL
 
@@ -71,7 +70,7 @@ class Victim:
             time.sleep(self.rng.random())
         else:
             more = trouble.steps_done(self.run) + self.rng.randint(1, 3)
-            _wait(
+            wait_for(
                 lambda: trouble.steps_done(self.run) >= more or any(r.poll() is not None for r in started.all)
             )
             time.sleep(self.rng.random() * 0.05)
@@ -111,10 +110,3 @@ class Victim:
     def _new_run(self) -> Path:
         self.runs += 1
         return self.folder / f"run-{self.runs}"
-
-
-def _wait(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until, "the run takes too long"
-        time.sleep(0.002)

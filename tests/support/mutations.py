@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from flexor.core.errors import FlexorError
 
-HANG_S = 10.0
+HANG_S = 60.0
 NUMBERS = [0, 1, -1, 2, 7, 255, 256, 65_536, 1 << 31, 1 << 40, 1 << 62, 1 << 63, -(1 << 63), 10**30, 10**400]
 FLOATS = [0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"), 1e6]
 TEXTS = [

@@ -89,7 +89,7 @@ def running(folder: Path) -> Iterator[None]:
         for daemon in reversed(daemons):
             daemon.terminate()
             with suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)
+                daemon.wait(60)
             daemon.kill()
             daemon.wait()
         os.environ.clear()

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from support.limits import LIMIT_S
+
 
 def find_tmux() -> str | None:
     return shutil.which("tmux")
@@ -50,7 +52,7 @@ class Terminal:
     def save_colours(self, path: Path) -> None:
         path.write_text(self._tmux("capture-pane", "-p", "-e"))
 
-    def wait(self, condition: str | Callable[[str], bool], limit_s: float = 60) -> str:
+    def wait(self, condition: str | Callable[[str], bool], limit_s: float = LIMIT_S) -> str:
         """The screen, as soon as it has a text or meets a condition."""
         end = time.monotonic() + limit_s
         while True:

@@ -16,10 +16,10 @@ import torch
 
 from flexor.train import graph, loop
 from flexor.train.checkpoint import folder as checkpoint
-from flexor.train.ranks import watchdog
+from flexor.train.ranks import processes, watchdog
 from flexor.train.ranks.processes import Processes
 from support import ranks, runs
-from support.limits import FOREVER_S
+from support.limits import FOREVER_S, LIMIT_S
 
 STEP = "flexor.train.graph:compute_step"
 READ = "flexor.data.loader.loader:Loader.plan"
@@ -61,6 +61,13 @@ def fail() -> None:
 def hurry(what: Callable[[], Any] | None = None) -> None:
     """Hear of the others more often, so that a test need not wait for seconds; and what else befalls this rank."""
     watchdog.TICK_S, watchdog.GRACE_S = 0.2, 1.0
+    if what:
+        what()
+
+
+def wait_for_all(what: Callable[[], Any] | None = None) -> None:
+    """Ranks that all fail with the same error print it once, however long the slowest takes to fail; as in `hurry`."""
+    processes.ALIKE_S = LIMIT_S
     if what:
         what()
 

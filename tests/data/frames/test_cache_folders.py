@@ -11,6 +11,7 @@ import pytest
 from flexor.data.frames import cache_folders as caches
 from flexor.data.frames.cache_folders import CacheKey, list_caches, make_room, prune
 from support.frame_caches import KEY, SLOT, check, filled, filling, open_cache, own_folders
+from support.limits import LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def test_list(folder):
     assert (info.dataset, info.camera, info.size, info.jpeg) == ("me/blocks", "top", (4, 6), None)
     assert (info.frames, info.ready, info.in_use, info.broken) == (50, 50, True, False)
     assert 500_000 <= info.nbytes <= 600_000 and info.expected == 500_000
-    assert abs(info.last_used - time.time()) < 60
+    assert abs(info.last_used - time.time()) < LIMIT_S
     cache.close()
     assert not list_caches()[0].in_use
     json.dumps([info.to_json() for info in list_caches()])

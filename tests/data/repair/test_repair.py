@@ -44,6 +44,7 @@ from support.damage import (
     truncate,
 )
 from support.legacy import to_v2
+from support.limits import LIMIT_S
 from support.samples import reencode, write_video
 from support.written import FPS, LENGTHS, SIDE, STILL, TASKS, TOP, picture, write
 
@@ -724,7 +725,7 @@ import os, signal
 from flexor.data.repair.repair import repair_dataset
 repair_dataset({str(root)!r}, {str(out)!r}, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL
     assert any(out.rglob("*.mp4")) and not (out / "meta/info.json").exists()
     with pytest.raises(DatasetError):

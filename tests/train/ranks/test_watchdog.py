@@ -23,12 +23,12 @@ from flexor.train.ranks import watchdog
 from flexor.train.ranks.heartbeats import PREFIX, Heartbeat, Moment
 from flexor.train.ranks.watchdog import HUNG, Watchdog
 from support import environment, selection
-from support.limits import FOREVER_S, LIMIT_S
+from support.limits import FOREVER_S, LIMIT_S, wait_for
 from support.runs import SERVER
 
 pytestmark = pytest.mark.ranks(waits=True)
 
-TIMEOUT_S = 5.0  # also where many scenes at once wait for two cores
+TIMEOUT_S = 15.0  # also where many scenes at once wait for two busy cores
 KILLED = -signal.SIGKILL
 Scene = Callable[[Watchdog], None]
 
@@ -349,46 +349,52 @@ ALONE = """
 import sys, time
 from flexor.train.ranks.watchdog import Watchdog
 
-def read_video(seconds):
+def read_video():
     print("reading", flush=True)
-    time.sleep(seconds)
+    sys.stdin.readline()
 
-with Watchdog(0, 1, "here", None, 0.5) as dog:
+with Watchdog(0, 1, "here", None, float(sys.argv[1])) as dog:
     with dog.patiently("loading"):
         time.sleep(0.8)
     dog.beat(7, "reading data")
-    read_video(float(sys.argv[1]))
+    read_video()
 assert "torch" not in sys.modules
 """
 
 
-def alone(seconds: float) -> subprocess.Popen[str]:
+def alone(timeout_s: float, log: Path) -> subprocess.Popen[str]:
+    """A process that reads until it is told to end."""
     return subprocess.Popen(
-        [sys.executable, "-c", ALONE, str(seconds)],
+        [sys.executable, "-c", ALONE, str(timeout_s)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=log.open("w"),
         text=True,
         env=environment.for_cpu(),
     )
 
 
-def test_one_process_says_where_it_hangs_and_lives_on():
-    process = alone(1.5)
-    _, said = process.communicate(timeout=LIMIT_S)
+def test_one_process_says_where_it_hangs_and_lives_on(tmp_path):
+    log = tmp_path / "log"
+    process = alone(0.5, log)
+    wait_for(lambda: "in read_video" in log.read_text())
+    process.communicate("go on\n", timeout=LIMIT_S)
+    said = log.read_text()
     assert process.returncode == 0, said
     assert "rank 0 on here has made no progress for" in said and "step 7, reading data" in said
     assert "in read_video" in said and "loading" not in said
 
 
-def test_a_process_that_was_suspended_has_not_hung():
-    process = alone(0)
+def test_a_process_that_was_suspended_has_not_hung(tmp_path):
+    log = tmp_path / "log"
+    process = alone(5.0, log)
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
+    time.sleep(6.0)
     process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0 and "no progress" not in said
+    process.communicate("go on\n", timeout=LIMIT_S)
+    assert process.returncode == 0 and "no progress" not in log.read_text()
 
 
 def test_many_ranks_make_a_short_message():

@@ -27,7 +27,7 @@ from flexor.core.errors import ConfigError, FlexorError
 T = TypeVar("T")
 FOREVER = timedelta(days=30)
 ALIKE_S = 2.0  # seconds within which all ranks report the same error
-ERROR = "flexor/error"
+ERROR, HEARD = "flexor/error", "flexor/error/heard"
 
 
 @dataclass
@@ -161,12 +161,12 @@ class Processes:
                 print_error(f"flexor: {error}")  # before the launcher can end us
                 error.said = True
                 store.set(ERROR, str(error))
-                time.sleep(ALIKE_S / 2)  # the store may be in this process
+                # the store may be in this process: the others read it first
+                _poll(lambda: store.add(HEARD, 0) == self.world_size - 1, ALIKE_S / 2)
                 return
-            until = time.monotonic() + ALIKE_S
-            while time.monotonic() < until and not store.check([ERROR]):
-                time.sleep(0.05)
+            _poll(lambda: store.check([ERROR]), ALIKE_S)
             error.said = store.check([ERROR]) and store.get(ERROR).decode() == str(error)
+            store.add(HEARD, 1)
         if not error.said:
             error.args = (f"rank {self.rank} on {self.host}: {error}",)
 
@@ -178,6 +178,13 @@ class Processes:
         yield
         if self.local_rank == 0:
             self.barrier()
+
+
+def _poll(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until a condition holds, but no longer than this."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not condition():
+        time.sleep(0.05)
 
 
 def find_processes(environment: Mapping[str, str] | None = None) -> Processes:
