@@ -49,8 +49,8 @@ def ended(folder: Path, arguments: list[str], *codes: int, then: dict[int, Any] 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
 def test_nan_in_one_rank_ends_all_and_is_said_once(strategy, flags, tmp_path):
-    spoil = functools.partial(trouble.wait_for_all, functools.partial(trouble.spoil_batch, 6))
-    said = ended(tmp_path, flags(*strategy), 1, 1, then={**TOGETHER, 1: spoil})
+    spoil = functools.partial(trouble.spoil_batch, 6)
+    said = ended(tmp_path, flags(*strategy), 1, 1, then={1: spoil})
     assert trouble.words(said, "The loss of step 7 is nan") == 1
     (bad,) = re.findall(rf"rank 1 on {HOST}: (\[.*?\])", said[0])
     part = ranks.computed(tmp_path / "out")[6][4:]
@@ -166,10 +166,7 @@ def test_nothing_trips_while_rank_0_takes_long(tiny_act, tmp_path):
 def test_no_room_for_the_shard_of_one_rank(asynchronous, flags, tmp_path):
     run, full = tmp_path / "run", functools.partial(trouble.fill_disk_at_shard, 8)
     arguments = flags(*FSDP, f"--checkpoint.async={asynchronous}")
-    then = {1: full}
-    if asynchronous == "false":  # both fail
-        then = {**TOGETHER, 1: functools.partial(trouble.wait_for_all, full)}
-    started = ranks.Ranks(tmp_path / "out", 2, arguments, then=then)
+    started = ranks.Ranks(tmp_path / "out", 2, arguments, then={1: full})
     codes, errors = started.end(), started.errors()
     # beside the loop, one may notice first, and the other one that it is gone
     assert codes == [1, 1] or (asynchronous == "true" and sorted(codes) == [1, HUNG]), errors

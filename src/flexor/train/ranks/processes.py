@@ -153,10 +153,13 @@ class Processes:
 
     def say_once(self, error: FlexorError) -> None:
         """If all ranks fail with the same error, only rank 0 prints it. Otherwise each rank adds its name to it."""
-        if self.world_size == 1 or not self.joined or error.said:
+        if self.world_size == 1 or not self.joined:
             return
         with suppress(RuntimeError):  # the store may be gone with its process
             store = dist.distributed_c10d._get_default_store()
+            if error.said:
+                store.add(HEARD, 1)
+                return
             if self.is_main:
                 print_error(f"flexor: {error}")  # before the launcher can end us
                 error.said = True
