@@ -81,7 +81,7 @@ def test_a_map_names_all_cameras_that_a_large_policy_sees(written, log_lines):
     policy = fit_to_dataset(trained, written, {SIDE: SECOND})
     assert list(policy.images) == [SECOND]
     assert log_lines == [
-        f"the policy does not see the dataset's {TOP}: rename_map gives it no camera of the policy",
+        f"the dataset's {TOP} is not used: rename_map maps it to no camera of the policy",
         f"the policy's camera {FIRST} is left out: the dataset has none for its place",
         f"the policy's camera {THIRD} is left out: the dataset has none for its place",
     ]

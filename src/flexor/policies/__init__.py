@@ -31,13 +31,13 @@ def policy_class(kind: str) -> type[Policy]:
         return _built_in(kind)
     if is_code(kind):
         return load_own(kind)
-    others = installed()
-    if kind not in others:
+    registered = installed()
+    if kind not in registered:
         raise ConfigError(
-            f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *others])} "
+            f"policy.type={kind!r} is not known. {closest(kind, [*POLICIES, *registered])} "
             "For your own policy, use --policy.type=path/to/file.py:CLASS."
         )
-    return load_own(kind, others[kind])
+    return load_own(kind, registered[kind])
 
 
 def make_policy(config: PolicyConfig) -> Policy:
@@ -50,12 +50,12 @@ def make_policy(config: PolicyConfig) -> Policy:
 def _built_in(kind: str) -> type[Policy]:
     module, _, name = POLICIES[kind].partition(":")
     try:
-        found: type[Policy] = getattr(importlib.import_module(module), name)
+        cls: type[Policy] = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"policy.type={kind} requires {error.name}, which is not installed: pip install {error.name}."
         ) from error
-    return found
+    return cls
 
 
 __all__ = ["POLICIES", "Policy", "PolicyConfig", "make_policy", "policy_class"]

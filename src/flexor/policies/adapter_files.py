@@ -1,7 +1,7 @@
-"""Adapters (LoRA) alone, in the files of PEFT: they load in LeRobot, and LeRobot's load here.
+"""Adapters (LoRA) in PEFT's files, without the base policy: they load in LeRobot, and LeRobot's load here.
 
-The folder also holds the policy's settings and its processing, as LeRobot saves them with adapters. The weights that
-the adapters belong to stay where they are: `adapter_config.json` says where.
+The folder also holds the policy's settings and its processing, as LeRobot saves them with adapters. The base policy
+stays where it is: `adapter_config.json` says where.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = "adapter"  # folder of the adapters beside the merged weights
 PREFIX = "base_model.model."  # PEFT's model around the policy
 DOWN, UP = ".lora_A", ".lora_B"
-# settings of PEFT that make something else of LoRA
+# settings of PEFT that turn LoRA into another method
 OTHER_KINDS = {
     *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "target_parameters"),
     *("trainable_token_indices", "kasa_config", "velora_config", "monteclora_config", "layer_replication"),
@@ -47,7 +47,7 @@ CHANGE_BASE = (
 def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig, base: str | None) -> None:
     """Write the adapters in `weights` beside the merged policy in the folder `model`.
 
-    `base` is the policy they were trained on; without one, there is nothing that they could be added to.
+    `base` is the policy they were trained on; without one, nothing is written.
     """
     if base is None:
         return
@@ -56,7 +56,7 @@ def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig,
     tensors = adapter_tensors(weights, config)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / TENSORS, metadata={"format": "pt"})
-    described = _settings(_layers(weights), _whole_modules(weights, config), config, base)
+    described = _settings(_layers(weights), _fully_trained_modules(weights, config), config, base)
     (folder / SETTINGS).write_text(json.dumps(described, indent=2))
     for file in model.glob("policy_*processor*"):
         shutil.copyfile(file, folder / file.name)
@@ -66,15 +66,15 @@ def save_adapter(model: Path, weights: Mapping[str, Tensor], config: LoraConfig,
 
 
 def adapter_tensors(weights: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    """The adapters in `weights` and what is trained fully besides, under PEFT's names."""
+    """The adapters and the fully trained modules in `weights`, under PEFT's names."""
     tensors = {
         f"{PREFIX}{layer}{kind}.weight": weights[f"{layer}{kind}"]
         for layer in _layers(weights)
         for kind in (DOWN, UP)
     }
-    whole = tuple(f"{module}." for module in _whole_modules(weights, config))
+    fully_trained = tuple(f"{module}." for module in _fully_trained_modules(weights, config))
     for name, tensor in weights.items():
-        if not is_adapter(name) and name.startswith(whole):
+        if not is_adapter(name) and name.startswith(fully_trained):
             tensors[f"{PREFIX}{name}"] = tensor
     return tensors
 
@@ -84,8 +84,8 @@ def _layers(weights: Mapping[str, Tensor]) -> list[str]:
     return sorted(name.removesuffix(UP) for name in weights if name.endswith(UP))
 
 
-def _settings(layers: list[str], whole: list[str], config: LoraConfig, base: str) -> dict[str, Any]:
-    """PEFT's settings. Layers are listed one by one: what all-linear means depends on the program."""
+def _settings(layers: list[str], fully_trained: list[str], config: LoraConfig, base: str) -> dict[str, Any]:
+    """PEFT's settings. Layers are listed by name: the meaning of all-linear depends on the program."""
     source, _, revision = base.partition("@") if not Path(base).exists() else (base, "", "")
     return {
         "peft_type": "LORA",
@@ -95,7 +95,7 @@ def _settings(layers: list[str], whole: list[str], config: LoraConfig, base: str
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "target_modules": layers,
-        "modules_to_save": whole or None,
+        "modules_to_save": fully_trained or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -106,7 +106,7 @@ def _settings(layers: list[str], whole: list[str], config: LoraConfig, base: str
     }
 
 
-def _whole_modules(weights: Mapping[str, Tensor], config: LoraConfig) -> list[str]:
+def _fully_trained_modules(weights: Mapping[str, Tensor], config: LoraConfig) -> list[str]:
     """The modules that are trained fully, found by the names of weights."""
     if not config.full_training_modules:
         return []
@@ -118,7 +118,7 @@ def _whole_modules(weights: Mapping[str, Tensor], config: LoraConfig) -> list[st
 
 
 def base_of(folder: Path) -> str | None:
-    """Where the weights are that the adapters in a folder belong to; None if the folder holds no adapters alone."""
+    """The base policy of the adapters in a folder; None if the folder has the policy's own weights, or no adapters."""
     if (folder / WEIGHTS).is_file() or not (folder / TENSORS).is_file():
         return None
     settings = _read_settings(folder)
@@ -159,44 +159,49 @@ def merge_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Can't read the adapters in {folder / TENSORS}: {error}") from error
     layers = {name.removesuffix(f"{UP}.weight") for name in saved if name.endswith(f"{UP}.weight")}
-    pairs = {f"{layer}{kind}.weight" for layer in layers for kind in (DOWN, UP)}
-    others = {name: tensor for name, tensor in saved.items() if name not in pairs}
-    foreign = [name for name in others if name not in weights]
+    adapter_names = {f"{layer}{kind}.weight" for layer in layers for kind in (DOWN, UP)}
+    fully_trained = {name: tensor for name, tensor in saved.items() if name not in adapter_names}
+    foreign = [name for name in fully_trained if name not in weights]
     foreign += [
-        name for name in pairs if name not in saved or name.rpartition(".lora_")[0] + ".weight" not in weights
+        name
+        for name in adapter_names
+        if name not in saved or name.rpartition(".lora_")[0] + ".weight" not in weights
     ]
     if foreign:
         raise CheckpointError(
             f"{folder / TENSORS} does not fit this policy: the adapters belong to another one, or to layers that are "
             f"not linear: {listed(foreign)}."
         )
-    shapes = {name: tensor.shape for name, tensor in others.items()}
+    shapes = {name: tensor.shape for name, tensor in fully_trained.items()}
     for layer in layers:
         down, up = (saved[f"{layer}{kind}.weight"] for kind in (DOWN, UP))
         shapes[f"{layer}.weight"] = torch.Size((len(up), down.shape[1]))
     _check_shapes(folder, shapes, weights)
-    for name, tensor in others.items():
+    for name, tensor in fully_trained.items():
         copy_part(weights[name], tensor)
     for layer in layers:
         down, up = (saved[f"{layer}{kind}.weight"].float() for kind in (DOWN, UP))
         added = _scale(settings, layer, len(down)) * (up @ down)
         target = weights[f"{layer}.weight"]
-        own = local(target)
-        own.copy_(own.float() + (added[part(target)] if is_sharded(target) else added).to(own.device))
+        target_shard = local(target)
+        target_shard.copy_(
+            target_shard.float()
+            + (added[part(target)] if is_sharded(target) else added).to(target_shard.device)
+        )
 
 
 def _check_shapes(folder: Path, shapes: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> None:
     wrong = [name for name, shape in shapes.items() if shape != weights[name].shape]
     if wrong:
-        said = "; ".join(
+        differences = "; ".join(
             f"{name} is {list(shapes[name])}, but {list(weights[name].shape)} in the policy"
             for name in sorted(wrong)
         )
-        raise CheckpointError(f"{folder / TENSORS}: {said}.")
+        raise CheckpointError(f"{folder / TENSORS}: {differences}.")
 
 
 def _scale(settings: Mapping[str, Any], layer: str, rank: int) -> float:
-    """PEFT may give each layer a rank and an alpha of its own."""
+    """The scale of a layer's adapter. In PEFT, layers may have different ranks and alphas."""
     alpha = float(settings.get("lora_alpha", 8))
     for pattern, value in (settings.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):

@@ -1,7 +1,7 @@
-"""LoRA: the weight of a linear layer is frozen, and a product of two thin matrices that is added to it is trained.
+"""LoRA: the weight of a linear layer is frozen, and the product of two low-rank matrices is added to it and trained.
 
 An adapted layer keeps its module, weight and name. Weights saved for inference have the product merged in, so that
-loading a policy needs no knowledge of adapters.
+a policy loads without adapters.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class LoraConfig:
     def validate(self) -> None:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"lora.dropout={self.dropout} must be at least 0 and less than 1.")
-        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(LoraConfig(), f.name)]
-        if given and not self.r:
-            raise ConfigError(f"lora.{given[0]} has no effect without a rank: set --lora.r=16.")
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(LoraConfig(), f.name)]
+        if changed and not self.r:
+            raise ConfigError(f"lora.{changed[0]} has no effect without a rank: set --lora.r=16.")
         if isinstance(self.target_modules, str):
             try:
                 re.compile(self.target_modules)
@@ -61,7 +61,7 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with an adapter. It is never constructed: `adapt` is called on an existing layer of this class."""
+    """A linear layer with an adapter. Not constructed: an existing layer gets this class, then `adapt` is called."""
 
     def adapt(self, config: LoraConfig, key: int) -> None:
         # float32 whatever the weight's dtype: in bfloat16, small updates would round to zero
@@ -73,7 +73,7 @@ class LoraLinear(nn.Linear):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Initial values: the adapter adds zero. They depend only on the key, so each rank can fill its own shard."""
+        """Set initial values, which add zero. They depend only on the key, so each rank can fill its own shard."""
         if self.lora_A.is_meta:
             return
         values = torch.empty(self.lora_A.shape, device="cpu")  # also where another device is the default
@@ -89,14 +89,14 @@ class LoraLinear(nn.Linear):
 def add_adapters(
     policy: nn.Module, config: LoraConfig, seed: int, default: list[str] | str = ALL_LINEAR
 ) -> None:
-    """Train only adapters and the modules of full_training_modules. What a policy freezes stays frozen.
+    """Train only adapters and the modules of full_training_modules. Frozen weights stay frozen.
 
-    `default` are the layers that get an adapter if the settings name none.
+    `default`: the layers that get an adapter if the settings name none.
     """
     modules = dict(policy.named_modules())
     fully_trained = modules_named(modules, config.full_training_modules, "lora.full_training_modules")
     _refuse_alias(policy, fully_trained)
-    whole = {
+    trained = {
         parameter
         for module in fully_trained.values()
         for parameter in module.parameters()
@@ -107,14 +107,14 @@ def add_adapters(
         name: module
         for name, module in modules.items()
         # no subclasses: their weight may be read directly, as torch's attention does
-        if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in whole | shared
+        if type(module) is nn.Linear and module.weight.requires_grad and module.weight not in trained | shared
     }
     requested = default if config.target_modules is None else config.target_modules
     if isinstance(requested, list):
         _refuse_tied(modules, requested, shared)
     targets = modules_named(layers, requested, "lora.target_modules")
     policy.requires_grad_(False)
-    for parameter in whole:
+    for parameter in trained:
         parameter.requires_grad_(True)
     for name, layer in targets.items():
         layer.__class__ = LoraLinear  # in place: several modules may share it
@@ -146,19 +146,23 @@ def _refuse_alias(policy: nn.Module, fully_trained: Collection[str]) -> None:
             )
 
 
-def modules_named(modules: Mapping[str, M], wanted: list[str] | str, setting: str) -> dict[str, M]:
+def modules_named(modules: Mapping[str, M], requested: list[str] | str, setting: str) -> dict[str, M]:
     """The modules that a setting names, with PEFT's rules."""
-    patterns = {wanted: wanted} if isinstance(wanted, str) else {w: rf"(.*\.)?{re.escape(w)}" for w in wanted}
-    if wanted == ALL_LINEAR:
-        patterns = {wanted: ".*"}
+    patterns = (
+        {requested: requested}
+        if isinstance(requested, str)
+        else {w: rf"(.*\.)?{re.escape(w)}" for w in requested}
+    )
+    if requested == ALL_LINEAR:
+        patterns = {requested: ".*"}
     named: dict[str, M] = {}
     for text, pattern in patterns.items():
-        found = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
-        if not found:
+        matches = {name: module for name, module in modules.items() if re.fullmatch(pattern, name)}
+        if not matches:
             raise ConfigError(
                 f"{setting}={text}: the policy has no trainable module of that name. {closest(text, modules)}"
             )
-        named |= found
+        named |= matches
     return named
 
 

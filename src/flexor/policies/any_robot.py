@@ -1,5 +1,5 @@
-"""Policies whose weights serve other robots than they were trained on: cameras are read one by one, and states and
-actions are padded to a fixed size."""
+"""Policies whose weights fit robots other than those they were trained on: cameras are encoded one by one, and states
+and actions are padded to a fixed size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Features = dict[str, PolicyFeature]
 
 @dataclass
 class AnyRobotConfig(PolicyConfig):
-    """What such policies have, under LeRobot's names."""
+    """The settings that these policies share, under LeRobot's names."""
 
     max_state_dim: int = 32
     """States are padded with zeros to this many values."""
     max_action_dim: int = 32
     """Actions are padded with zeros to this many values."""
     empty_cameras: int = 0
-    """Number of cameras that the policy has and the robot has not. They are never seen, and cost nothing."""
+    """Number of cameras that the policy has but the robot does not. They are never encoded, and cost nothing."""
 
     @property
     def empty_camera_names(self) -> list[str]:
@@ -35,17 +35,17 @@ class AnyRobotConfig(PolicyConfig):
 
     @property
     def images(self) -> Features:
-        """The cameras that there are."""
+        """The cameras without the empty ones."""
         empty = self.empty_camera_names
         return {name: feature for name, feature in super().images.items() if name not in empty}
 
     @property
     def resizes_images(self) -> bool:
-        """Whether images of any size become those that the network reads."""
+        """Whether the policy resizes images to the network's input size."""
         return True
 
     def can_act_without(self, names: Collection[str]) -> bool:
-        """Without some cameras, as in LeRobot, but not without all."""
+        """As in LeRobot, some cameras may be missing, but not all."""
         return {*names} < {*self.images} or not names
 
     def accepts_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -54,7 +54,7 @@ class AnyRobotConfig(PolicyConfig):
         return super().accepts_shape(name, shape)
 
     def fit_statistics(self, sizes: Mapping[str, int]) -> None:
-        """Take the robot's state size from its statistics: LeRobot leaves that of the first robot in config.json."""
+        """Set the state's size from the statistics: in LeRobot's config.json it is that of the first robot."""
         size = sizes.get(STATE)
         if size is not None and self.state is not None:
             self.input_features[STATE] = replace(self.state, shape=(size,))
@@ -62,46 +62,50 @@ class AnyRobotConfig(PolicyConfig):
         super().fit_statistics(sizes)
 
     def check_padding(self) -> None:
-        """Refuse states and actions that are larger than the weights can take."""
+        """Refuse states and actions that are larger than the weights support."""
         sizes = {
             STATE: ("max_state_dim", self.state),
             ACTION: ("max_action_dim", self.output_features.get(ACTION)),
         }
         for name, (limit, feature) in sizes.items():
-            most = getattr(self, limit)
-            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > most):
+            largest = getattr(self, limit)
+            if feature is not None and (len(feature.shape) != 1 or feature.shape[0] > largest):
                 raise ConfigError(
                     f"{name} has the shape {list(feature.shape)}, but {self.type} supports at most "
-                    f"policy.{limit}={most} values. Trained weights can't be enlarged: with --policy.path, use fewer "
-                    f"values; without it, set a larger policy.{limit}."
+                    f"policy.{limit}={largest} values. Trained weights can't be enlarged: with --policy.path, use "
+                    f"fewer values; without it, set a larger policy.{limit}."
                 )
 
     def fitted(self, inputs: Features, outputs: Features) -> Self:
-        """These settings for a dataset with other features than the policy was trained on. Logs what differs.
+        """These settings for a dataset with features other than those of the training. Logs the differences.
 
-        A camera that the policy knows keeps its place. The dataset's others take the places of those that it lacks.
+        A camera of the policy keeps its position. The dataset's other cameras take the positions of missing ones.
         """
         if not self.input_features:
             return super().fitted(inputs, outputs)
-        theirs = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
-        cameras = list(self.images) if theirs.keys() >= self.images.keys() else self._placed(list(theirs))
-        kept = {*inputs, *self.observed, *self.empty_camera_names} - {*self.images}
-        others = {name: feature for name, feature in self.input_features.items() if name in kept}
+        dataset_cameras = {name: feature for name, feature in inputs.items() if feature.type is Kind.VISUAL}
+        cameras = (
+            list(self.images)
+            if dataset_cameras.keys() >= self.images.keys()
+            else self._camera_order(list(dataset_cameras))
+        )
+        retained = {*inputs, *self.observed, *self.empty_camera_names} - {*self.images}
+        other_inputs = {name: feature for name, feature in self.input_features.items() if name in retained}
         changed = replace(
             self,
-            input_features={**others, **{name: theirs[name] for name in cameras}},
+            input_features={**other_inputs, **{name: dataset_cameras[name] for name in cameras}},
             output_features=dict(self.output_features) or outputs,
         )
         changed._resize(STATE, changed.input_features, inputs)
         changed._resize(ACTION, changed.output_features, outputs)
         return changed
 
-    def _placed(self, there: list[str]) -> list[str]:
-        """The dataset's cameras in the order in which the policy sees them."""
-        new = [name for name in there if name not in self.images]
+    def _camera_order(self, dataset_cameras: list[str]) -> list[str]:
+        """The dataset's cameras in the policy's order."""
+        new = [name for name in dataset_cameras if name not in self.images]
         places: list[str] = []
         for camera in self.images:
-            if camera in there:
+            if camera in dataset_cameras:
                 places.append(camera)
             elif new:
                 places.append(new.pop(0))
@@ -112,14 +116,14 @@ class AnyRobotConfig(PolicyConfig):
             log.info("%s is a camera more than the policy had", camera)
         return places + new
 
-    def _resize(self, name: str, own: Features, there: Features) -> None:
-        """Take the dataset's size of state or action."""
-        before, now = own.get(name), there.get(name)
-        if before is None or now is None or before.shape == now.shape:
+    def _resize(self, name: str, features: Features, dataset_features: Features) -> None:
+        """Set the size of the state or the action to the dataset's."""
+        old, new = features.get(name), dataset_features.get(name)
+        if old is None or new is None or old.shape == new.shape:
             return
-        own[name] = now
+        features[name] = new
         log.info(
             "%s has %s values in the dataset and %s in the policy: padded to %d",
-            *(name, *("x".join(map(str, feature.shape)) for feature in (now, before))),
+            *(name, *("x".join(map(str, feature.shape)) for feature in (new, old))),
             self.max_state_dim if name == STATE else self.max_action_dim,
         )

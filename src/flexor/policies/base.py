@@ -87,8 +87,8 @@ class PolicyConfig:
         for name in names:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                wanted = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
-                raise ConfigError(f"policy.{name}={value} must be {wanted}.")
+                allowed = f"at least {low:g}" if high == inf else f"from {low:g} to {high:g}"
+                raise ConfigError(f"policy.{name}={value} must be {allowed}.")
 
     def check_untrained(self) -> None:
         """Refuse to train a new policy without weights (--policy.path), if that needs to be said explicitly."""
@@ -308,9 +308,9 @@ def without_padding(error: Tensor, batch: Mapping[str, Any]) -> Tensor:
     length = batch.get(ACTION_LENGTH)
     if length is None:
         return error
-    most = error.shape[-1]
-    there = torch.arange(most, device=error.device) < length[:, None]  # [B, A]
-    return error * (there * (most / length[:, None]))[:, None].to(error.dtype)
+    width = error.shape[-1]
+    valid = torch.arange(width, device=error.device) < length[:, None]  # [B, A]
+    return error * (valid * (width / length[:, None]))[:, None].to(error.dtype)
 
 
 def action_padding(batch: Mapping[str, Any]) -> Tensor:
@@ -322,10 +322,10 @@ def action_padding(batch: Mapping[str, Any]) -> Tensor:
 def mean_over_valid(error: Tensor, is_pad: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """error [B, H, A] -> [B], whose mean over the global batch is the mean over its unpadded steps."""
     valid = ~is_pad  # [B, H]
-    given: float | Tensor | None = batch.get(VALID_STEPS)
+    valid_steps: float | Tensor | None = batch.get(VALID_STEPS)
     steps: float | Tensor
-    if given is None:
+    if valid_steps is None:
         steps = valid.sum(1).float().mean().clamp(min=1e-6)
     else:
-        steps = given.clamp(min=1e-6) if isinstance(given, Tensor) else max(given, 1e-6)
+        steps = valid_steps.clamp(min=1e-6) if isinstance(valid_steps, Tensor) else max(valid_steps, 1e-6)
     return (error * valid[..., None]).sum((1, 2)) / (steps * error.shape[-1])

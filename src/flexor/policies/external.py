@@ -2,8 +2,8 @@
 
 The type of such a policy says where its code is: `path/to/file.py:MyPolicy` or `package.module:MyPolicy`. Python has
 no sandbox: loading a policy runs its file. So Flexor runs only code that the user named, never code that only a file
-names (`core/trust.py`). A package that registers a policy as an entry point was installed by
-the user, and its policy has a plain name like the built-in ones.
+names (`core/trust.py`). A package that registers a policy as an entry point was installed by the user, and its policy
+has a plain name like the built-in ones.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def load_own(kind: str, code: str | None = None) -> type[Policy]:
     """The policy of this type. `code` says where its code is; by default the type does."""
     kind = settled(kind)
     if kind not in _loaded:
-        where, _, name = (code or kind).rpartition(":")
-        found = _find(kind, _import(kind, where), name)
-        found.Config.type = kind  # saved in its checkpoints
-        _loaded[kind] = found
+        module, _, name = (code or kind).rpartition(":")
+        cls = _find(kind, _import(kind, module), name)
+        cls.Config.type = kind  # saved in its checkpoints
+        _loaded[kind] = cls
     return _loaded[kind]
 
 
@@ -102,18 +102,18 @@ def _import_file(kind: str, file: Path) -> ModuleType:
 
 def _find(kind: str, module: ModuleType, name: str) -> type[Policy]:
     """The policy class in its module. Mistakes in it are reported before a run starts."""
-    found = getattr(module, name, None)
-    if not isinstance(found, type) or not issubclass(found, Policy):
+    cls = getattr(module, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, Policy):
         policies = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)]
-        there = closest(name, [n for n in policies if n != "Policy"]) if policies else "It has none."
-        raise ConfigError(f"policy.type={kind}: {name!r} is not a subclass of Policy there. {there}")
-    config = getattr(found, "Config", None)
+        hint = closest(name, [n for n in policies if n != "Policy"]) if policies else "It has none."
+        raise ConfigError(f"policy.type={kind}: {name!r} is not a subclass of Policy there. {hint}")
+    config = getattr(cls, "Config", None)
     if not isinstance(config, type) or not issubclass(config, PolicyConfig):
         raise ConfigError(
             f"policy.type={kind}: {name}.Config must be a subclass of PolicyConfig, not {config!r}."
         )
-    others = [other.__name__ for other in _loaded.values() if other.Config is config and other is not found]
-    if config.__module__.partition(".")[0] == "flexor" or others:
+    owners = [other.__name__ for other in _loaded.values() if other.Config is config and other is not cls]
+    if config.__module__.partition(".")[0] == "flexor" or owners:
         raise ConfigError(
             f"policy.type={kind}: {config.__name__} belongs to another policy, so checkpoints would name that policy. "
             f"Define a config for this one: `class {name}Config({config.__name__})`."
@@ -125,4 +125,4 @@ def _find(kind: str, module: ModuleType, name: str) -> type[Policy]:
     unset = [f.name for f in fields(config) if f.default is MISSING and f.default_factory is MISSING]
     if unset:
         raise ConfigError(f"policy.type={kind}: {config.__name__}.{unset[0]} needs a default value.")
-    return found
+    return cls

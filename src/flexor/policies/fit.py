@@ -1,4 +1,4 @@
-"""What a policy takes from a dataset: features, the time steps of a sample, statistics for normalisation."""
+"""Fits a policy to a dataset: features, the time steps of a sample, statistics for normalisation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fit_to_dataset(
 ) -> PolicyConfig:
     """The policy's settings with the dataset's features. If the policy already has features, they are checked."""
     inputs, outputs = features_of(dataset)
-    inputs = rename_features(_taken(policy, dataset, inputs), rename_map, policy)
+    inputs = rename_features(_supported_inputs(policy, dataset, inputs), rename_map, policy)
     inputs = without_unnamed_cameras(inputs, rename_map, policy)
     if policy.reward_deltas is not None and REWARD not in dataset.features:
         raise ConfigError(
@@ -63,18 +63,18 @@ def fit_to_dataset(
     policy = policy.fitted(inputs, outputs)
     if isinstance(policy, RelativeActionSettings) and ACTION in outputs:
         names = flat_names(dataset.features[ACTION].names, outputs[ACTION].shape[0])
-        named: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
-        policy = dataclasses.replace(policy, **named)
-    there = {**inputs, **outputs}
+        changes: dict[str, Any] = {"action_feature_names": names or policy.action_feature_names}
+        policy = dataclasses.replace(policy, **changes)
+    available = {**inputs, **outputs}
     for name, feature in {**policy.observed, ACTION: policy.action}.items():
-        if name not in there:
+        if name not in available:
             raise ConfigError(
-                f"The policy requires {name}, but the dataset has only {', '.join(there)}. If it is there under "
+                f"The policy requires {name}, but the dataset has only {', '.join(available)}. If it is there under "
                 f"another name, give --rename_map='{{NAME: {name}}}'."
             )
-        if tuple(there[name].shape) != tuple(feature.shape):
+        if tuple(available[name].shape) != tuple(feature.shape):
             raise ConfigError(
-                f"{name} is {list(there[name].shape)} in the dataset, but {list(feature.shape)} in the policy: "
+                f"{name} is {list(available[name].shape)} in the dataset, but {list(feature.shape)} in the policy: "
                 "resize the dataset, or train a new policy on it."
             )
     policy.validate()
@@ -93,15 +93,15 @@ def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
             )
     if dataset.form.blank and not policy.reads_camera_masks:
         log.warning(
-            "policy.type=%s does not ignore missing cameras: it sees black images of %s",
+            "policy.type=%s does not ignore missing cameras: it gets black images of %s",
             *(policy.type, ", ".join(dataset.form.blank)),
         )
 
 
-def _taken(
+def _supported_inputs(
     policy: PolicyConfig, dataset: Dataset, inputs: dict[str, PolicyFeature]
 ) -> dict[str, PolicyFeature]:
-    """The inputs that the policy takes: without depth maps, unless it takes these."""
+    """The inputs of the policy: without depth maps, unless it supports them."""
     depth = [name for name in inputs if dataset.features[name].depth is not None]
     if not depth or policy.takes_depth or policy.input_features:
         return inputs
@@ -132,22 +132,22 @@ def statistics(
 ) -> Stats:
     """The dataset's statistics for the policy's features, by the policy's names. Missing ones are computed."""
     features = {**policy.input_features, **policy.output_features}
-    there = dict(zip(features, in_dataset(features, rename_map)))
+    dataset_names = dict(zip(features, in_dataset(features, rename_map)))
     depth = {name for name, feature in dataset.features.items() if feature.depth is not None}
-    cameras = [name for name in policy.images if use_imagenet and there[name] not in depth]
+    cameras = [name for name in policy.images if use_imagenet and dataset_names[name] not in depth]
     stats: dict[str, dict[str, np.ndarray]] = {
-        name: dict(dataset.stats.get(there[name], {})) for name in features
+        name: dict(dataset.stats.get(dataset_names[name], {})) for name in features
     }
     for name in cameras:
         stats[name] |= {key: np.array(value).reshape(3, 1, 1) for key, value in IMAGENET.items()}
     if isinstance(policy, RelativeActionSettings) and policy.use_relative_actions:
-        stats[ACTION] = _relative_stats(dataset, policy, there.get(STATE, STATE))
-    missing = {name: lost for name in features if (lost := _missing(policy, features[name], stats[name]))}
+        stats[ACTION] = _relative_stats(dataset, policy, dataset_names.get(STATE, STATE))
+    missing = {name: keys for name in features if (keys := _missing(policy, features[name], stats[name]))}
     if missing:
-        lacking = "; ".join(f"{there[name]} ({', '.join(lost)})" for name, lost in missing.items())
-        log.info("computing statistics that are missing in the dataset: %s", lacking)
-        computed = compute_stats(dataset, [there[name] for name in missing], progress("statistics"))
-        stats |= {name: {**computed[there[name]], **stats[name]} for name in missing}
+        listed = "; ".join(f"{dataset_names[name]} ({', '.join(keys)})" for name, keys in missing.items())
+        log.info("computing statistics that are missing in the dataset: %s", listed)
+        computed = compute_stats(dataset, [dataset_names[name] for name in missing], progress("statistics"))
+        stats |= {name: {**computed[dataset_names[name]], **stats[name]} for name in missing}
     return stats
 
 
@@ -158,7 +158,7 @@ def _missing(policy: PolicyConfig, feature: PolicyFeature, stats: Mapping[str, n
 
 
 def _relative_stats(dataset: Dataset, policy: PolicyConfig, state_name: str) -> dict[str, np.ndarray]:
-    """Those of the dataset are of absolute actions, so they are never used for relative ones."""
+    """Statistics of relative actions, computed: the dataset has those of absolute actions."""
     assert isinstance(policy, RelativeActionSettings)
     step, actions = policy.relative_actions(), policy.action.shape[0]
     state = dataset.features.get(state_name)

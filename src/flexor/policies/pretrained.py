@@ -51,7 +51,7 @@ from flexor.policies.sizes import check_sizes
 from flexor.policies.weight_names import unique_state
 
 # Keys of LeRobot's config.json that do not describe the policy, such as where it is uploaded.
-FOREIGN = {
+LEROBOT_ONLY = {
     "use_amp": False,
     "use_peft": False,
     "push_to_hub": False,
@@ -66,7 +66,7 @@ FOREIGN = {
 
 @dataclass
 class Pretrained:
-    """A policy with the processing it was trained with. It has no state between calls: see `session.Session`."""
+    """A policy with the processing it was trained with. Calls share no state: see `session.Session`."""
 
     policy: Policy
     preprocessor: Pipeline
@@ -89,17 +89,17 @@ class Pretrained:
     ) -> np.ndarray:
         """Actions [B, H, A] for observations [B, (T,) ...] of B robots, both in the robots' units.
 
-        `memory` holds what the policy remembers of these robots; the policy updates it. `previous` [B, K, A] are the
-        actions that are left of the last chunk, of which the robots will have executed `delay` when they get this one:
-        the new chunk continues it (real-time chunking). Where robots differ, `delay` has a value for each, and `left`
-        how many of the K actions are its own; 0 for a robot without a last chunk.
+        `memory` is the policy's state of these robots; the policy updates it. `previous` [B, K, A] are the remaining
+        actions of the last chunk, of which the robots will have executed `delay` when they get this one: the new chunk
+        continues it (real-time chunking). Where robots differ, `delay` has a value for each, and `left` the number of
+        valid actions among the K; 0 for a robot without a last chunk.
         """
         tensors = {name: _as_tensor(value) for name, value in observation.items()}
         noise = noise or Noise(0, 0, torch.arange(len(task)))
-        seen: Batch = {**tensors, "task": list(task)}
-        asked = seen if previous is None else {**seen, ACTION: self._continued(previous)}
+        observed: Batch = {**tensors, "task": list(task)}
+        inputs = observed if previous is None else {**observed, ACTION: self._continued(previous)}
         batch = {
-            **self.preprocessor(asked, StepContext(noise=noise)),
+            **self.preprocessor(inputs, StepContext(noise=noise)),
             MEMORY: {} if memory is None else memory,
         }
         if previous is not None:
@@ -109,21 +109,21 @@ class Pretrained:
             self.policy.eval()
         device = next(self.policy.parameters()).device
         actions = self.predict(batch, noise.to(device))
-        context = StepContext(noise=noise, observation=self.preprocessor.renamed(seen))
+        context = StepContext(noise=noise, observation=self.preprocessor.renamed(observed))
         chunk: np.ndarray = self.postprocessor({ACTION: actions}, context)[ACTION].float().numpy()
         return chunk
 
-    def pull(self, left: int | Sequence[int], delay: int | Sequence[int]) -> Tensor:
+    def pull(self, remaining: int | Sequence[int], delay: int | Sequence[int]) -> Tensor:
         """How much each action of a new chunk is drawn to the last one: [H], or [B, H] where robots differ."""
         config = self.policy.config
         settings = RealTimeSettings.of(getattr(config, "rtc_config", None))
         chunk = len(config.action_deltas)
-        if isinstance(left, int) and isinstance(delay, int):
-            return settings.pull(chunk, left, delay)
-        count = len(delay) if isinstance(left, int) else len(left)  # type: ignore[arg-type]
-        lefts = [left] * count if isinstance(left, int) else left
+        if isinstance(remaining, int) and isinstance(delay, int):
+            return settings.pull(chunk, remaining, delay)
+        count = len(delay) if isinstance(remaining, int) else len(remaining)  # type: ignore[arg-type]
+        remaining_of = [remaining] * count if isinstance(remaining, int) else remaining
         delays = [delay] * count if isinstance(delay, int) else delay
-        return torch.stack([settings.pull(chunk, *both) for both in zip(lefts, delays, strict=True)])
+        return torch.stack([settings.pull(chunk, *pair) for pair in zip(remaining_of, delays, strict=True)])
 
     def _continued(self, previous: np.ndarray) -> Tensor:
         kind, actions = self.policy.config.type, self.policy.config.action.shape[0]
@@ -151,7 +151,7 @@ class Pretrained:
 
 
 def _as_tensor(value: np.ndarray) -> Tensor:
-    """Without a copy, whatever the order of its axes in memory; torch knows no arrays that run backwards."""
+    """The array as a tensor, without a copy unless a stride is negative, which torch does not support."""
     return torch.from_numpy(value if min(value.strides, default=0) >= 0 else np.ascontiguousarray(value))
 
 
@@ -184,23 +184,23 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     folder = find_folder(path, ("*.json",))
     try:
         settings = read_json_object(inside(folder, POLICY_CONFIG))
-        said = str(settings.pop("type"))
+        saved_type = str(settings.pop("type"))
     except (*MALFORMED, OSError) as error:
         raise CheckpointError(
             f"{folder / POLICY_CONFIG} is not a policy's configuration: {error!r}"
         ) from error
-    changed = dict(overrides or {})
-    cls = policy_class(_agreed_type(folder, said, changed.pop("type", None))).Config
-    settings = {key: value for key, value in settings.items() if key not in FOREIGN}
+    changes = dict(overrides or {})
+    cls = policy_class(_policy_type(folder, saved_type, changes.pop("type", None))).Config
+    settings = {key: value for key, value in settings.items() if key not in LEROBOT_ONLY}
     # LeRobot declares replace_final_stride_with_dilation a number, and writes 0 for false
     switches = [name for name, declared in get_type_hints(cls).items() if declared is bool]
     settings |= {name: bool(settings[name]) for name in switches if settings.get(name) in (0, 1)}
-    for key, value in changed.items():
+    for key, value in changes.items():
         if isinstance(value, Partial):
-            changed[key] = {**settings.get(key, {}), **value}
+            changes[key] = {**settings.get(key, {}), **value}
     try:
-        _check_known(folder, cls, settings)
-        config = from_plain(cls, {**settings, **changed}, "policy")
+        _refuse_unknown_settings(folder, cls, settings)
+        config = from_plain(cls, {**settings, **changes}, "policy")
         check_sizes(config)
         config.validate()
     except MALFORMED as error:
@@ -208,32 +208,32 @@ def read_config(path: str, overrides: dict[str, Any] | None = None) -> PolicyCon
     return config
 
 
-def _check_known(folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the policy does not have, with the file that has them."""
-    known = {field.name for field in fields(cls)}
-    if unknown := [name for name in settings if name not in known]:
+def _refuse_unknown_settings(folder: Path, cls: type[PolicyConfig], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that the policy does not have, and name their file."""
+    settings_of_policy = {field.name for field in fields(cls)}
+    if unknown := [name for name in settings if name not in settings_of_policy]:
         raise CheckpointError(
             f"{folder / POLICY_CONFIG} has settings that Flexor does not know: {', '.join(unknown)}. They may be of "
             "another version of LeRobot. If the policy works without them, delete them from the file."
         )
 
 
-def _agreed_type(folder: Path, said: str, named: str | None) -> str:
+def _policy_type(folder: Path, saved: str, requested: str | None) -> str:
     """The policy type in a checkpoint. Refuses a type that would run code the user did not name."""
-    if named is not None:
-        moved = is_code(said) and is_code(named) and short_name(said) == short_name(named)
-        if settled(named) != said and not moved:
+    if requested is not None:
+        moved = is_code(saved) and is_code(requested) and short_name(saved) == short_name(requested)
+        if settled(requested) != saved and not moved:
             raise ConfigError(
-                f"policy.type={named}, but {folder} holds a policy of type {said}: leave policy.type out."
+                f"policy.type={requested}, but {folder} holds a policy of type {saved}: leave policy.type out."
             )
-        return settled(named)
-    if is_code(said) and not is_loaded(said) and not is_trusted(said):
+        return settled(requested)
+    if is_code(saved) and not is_loaded(saved) and not is_trusted(saved):
         raise CheckpointError(
-            f"The policy in {folder} is not built into Flexor: its {POLICY_CONFIG} says that its code is {said}. Code "
+            f"The policy in {folder} is not built into Flexor: its {POLICY_CONFIG} says that its code is {saved}. Code "
             "that only a checkpoint names is not run. If you have that code and trust it, name it yourself: "
-            f"--policy.type={said}, or its path on this machine, or --trust={said}."
+            f"--policy.type={saved}, or its path on this machine, or --trust={saved}."
         )
-    return said
+    return saved
 
 
 def save_pretrained(
@@ -256,7 +256,7 @@ def as_lerobot(config: PolicyConfig) -> dict[str, Any]:
     """The policy's settings as LeRobot writes them."""
     plain = to_plain(config.for_lerobot())
     ours = {name: value for name, value in plain.items() if name not in config.unknown_to_lerobot}
-    return {"type": config.type, **ours, **FOREIGN}
+    return {"type": config.type, **ours, **LEROBOT_ONLY}
 
 
 def save_weights(kind: str, weights: Mapping[str, Tensor], file: Path) -> None:
@@ -272,7 +272,7 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
     config = read_config(str(folder), overrides)
     before = Pipeline.load(folder, PREPROCESSOR).to(device)
     after = Pipeline.load(folder, POSTPROCESSOR).connect(before)
-    with to_be_filled(config):
+    with without_initial_weights(config):
         policy = make_policy(config)
     check_weights(policy, folder)
     with_memory(policy, device)
@@ -281,14 +281,14 @@ def load_pretrained(path: str, device: str = "cpu", overrides: dict[str, Any] | 
 
 
 def verify(folder: Path) -> None:
-    """Refuse a policy that is not as it was saved, where there is a manifest; also the one that its adapters add to."""
+    """Refuse a policy whose files differ from its manifest, if it has one; also the base policy of adapters."""
     verify_policy(folder)
     base = base_of(folder)
     if base is not None:
         verify(find_folder(base))
 
 
-def saved_renaming(folder: Path) -> dict[str, str]:
+def saved_rename_map(folder: Path) -> dict[str, str]:
     """The `rename_map` that the policy in a folder was trained with."""
     file = folder / f"{PREPROCESSOR}.json"
     if not file.is_file():
@@ -299,16 +299,16 @@ def saved_renaming(folder: Path) -> dict[str, str]:
     return {str(name): str(new) for name, new in names.items()} if isinstance(names, dict) else {}
 
 
-def to_be_filled(config: PolicyConfig) -> AbstractContextManager[None]:
-    """Inside, a policy is made whose weights are loaded next: drawing billions of initial ones would take minutes.
+def without_initial_weights(config: PolicyConfig) -> AbstractContextManager[None]:
+    """A context in which a policy is built without initial weights, because they are loaded next.
 
-    Of a user's own policy they are drawn: its constructor may need their values.
+    Billions of random numbers would take minutes. A user's own policy gets them: its constructor may need the values.
     """
     return parameters_without_memory() if config.type in POLICIES else nullcontext()
 
 
 def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
-    """Refuse weights that are not the policy's. Call it before the policy takes memory, which settings could make huge.
+    """Refuse weights that are not the policy's, before the policy takes memory: its settings could make it huge.
 
     Returns the name in the file of each weight.
     """
@@ -324,7 +324,7 @@ def check_weights(policy: Policy, folder: Path) -> dict[str, str]:
 
 
 def load_weights(policy: Policy, folder: Path) -> None:
-    """Load weights into a policy, each rank its shard. Differences are errors. Adapters get their initial values."""
+    """Load weights into a policy, each rank its shard. Adapters get their initial values."""
     base = base_of(folder)
     if base is not None:
         load_weights(policy, find_folder(base))

@@ -38,23 +38,23 @@ def check_names(rename_map: Mapping[str, str]) -> None:
         )
 
 
-def rename_features(there: Features, rename_map: Mapping[str, str], policy: PolicyConfig) -> Features:
+def rename_features(features: Features, rename_map: Mapping[str, str], policy: PolicyConfig) -> Features:
     """A dataset's observations under the policy's names. Refuses a map that does not fit both."""
     check_names(rename_map)
     for source, target in rename_map.items():
-        if source not in there:
+        if source not in features:
             raise ConfigError(
-                f"rename_map maps {source} to {target}, but the dataset has no {source}. {closest(source, there)}"
+                f"rename_map maps {source} to {target}, but the dataset has no {source}. {closest(source, features)}"
             )
-        if target in there and target not in rename_map:
+        if target in features and target not in rename_map:
             raise ConfigError(
                 f"rename_map maps {source} to {target}, but the dataset has its own {target}. Rename that one too, "
                 f"such as {{{target}: {target}_unused}}, or choose another target."
             )
-        _check_target(source, there[source], target, policy)
+        _check_target(source, features[source], target, policy)
     return {
-        rename_map.get(name, name): _under(rename_map.get(name, name), feature)
-        for name, feature in there.items()
+        rename_map.get(name, name): _with_role_of(rename_map.get(name, name), feature)
+        for name, feature in features.items()
     }
 
 
@@ -65,35 +65,39 @@ def _check_target(source: str, feature: PolicyFeature, target: str, policy: Poli
         raise ConfigError(
             f"rename_map maps {source} to {target}: {source} is {kind}, so its name {needed} {IMAGE_PREFIX!r}."
         )
-    known = policy.input_features
+    policy_inputs = policy.input_features
     if (
-        known and target not in known and source not in known
-    ):  # what has a name of the policy may be moved away
+        policy_inputs and target not in policy_inputs and source not in policy_inputs
+    ):  # a feature with a name of the policy may get another one
         raise ConfigError(
-            f"rename_map maps {source} to {target}, but the policy has no {target}. {closest(target, known)}"
+            f"rename_map maps {source} to {target}, but the policy has no {target}. {closest(target, policy_inputs)}"
         )
 
 
-def _under(name: str, feature: PolicyFeature) -> PolicyFeature:
-    """The feature with the role that its name gives it."""
+def _with_role_of(name: str, feature: PolicyFeature) -> PolicyFeature:
+    """The feature with the role that this name has."""
     if feature.type is Kind.VISUAL:
         return feature
     return replace(feature, type=Kind.ENV if name == ENV_STATE else Kind.STATE)
 
 
-def without_unnamed_cameras(there: Features, rename_map: Mapping[str, str], policy: PolicyConfig) -> Features:
-    """A map that names cameras of a trained policy names all that it sees, as in LeRobot: the others are left out."""
+def without_unnamed_cameras(
+    features: Features, rename_map: Mapping[str, str], policy: PolicyConfig
+) -> Features:
+    """The features without cameras that `rename_map` does not give to the policy, if it gives it any, as in LeRobot."""
     cameras = policy.images
     if not any(target in cameras for target in rename_map.values()):
-        return there
-    unseen = [name for name, feature in there.items() if feature.type is Kind.VISUAL and name not in cameras]
+        return features
+    unused = [
+        name for name, feature in features.items() if feature.type is Kind.VISUAL and name not in cameras
+    ]
     sources = {target: source for source, target in rename_map.items()}
-    for name in unseen:
+    for name in unused:
         log.info(
-            "the policy does not see the dataset's %s: rename_map gives it no camera of the policy",
+            "the dataset's %s is not used: rename_map maps it to no camera of the policy",
             sources.get(name, name),
         )
-    return {name: feature for name, feature in there.items() if name not in unseen}
+    return {name: feature for name, feature in features.items() if name not in unused}
 
 
 def in_dataset(names: Iterable[str], rename_map: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""The state of one robot that a policy controls, kept between two actions.
+"""The state of one robot between two actions of its policy.
 
-`Pretrained.chunk` has no state, so one policy can control many robots. A session keeps, for one robot: the last
+`Pretrained.chunk` has no state, so one policy can control many robots. A session stores, for one robot: the last
 observations, the rest of the last chunk, the average of overlapping chunks, and what the policy wrote to
 `batch["memory"]`. Evaluation uses one session per environment.
 """
@@ -59,16 +59,16 @@ class History:
 
     def __init__(self, deltas: list[int] | None):
         self.deltas = None if deltas is None else [step for step in deltas if step <= 0]
-        self.seen: deque[Observation] = deque(maxlen=1 - min(self.deltas or [0]))
+        self.observations: deque[Observation] = deque(maxlen=1 - min(self.deltas or [0]))
 
     def add(self, observation: Observation) -> None:
-        self.seen.append(observation)
+        self.observations.append(observation)
 
     def stacked(self) -> Observation:
         if self.deltas is None:
-            return self.seen[-1]
-        shown = [self.seen[max(0, len(self.seen) - 1 + step)] for step in self.deltas]
-        return {name: np.stack([moment[name] for moment in shown]) for name in shown[-1]}
+            return self.observations[-1]
+        stack = [self.observations[max(0, len(self.observations) - 1 + step)] for step in self.deltas]
+        return {name: np.stack([observation[name] for observation in stack]) for name in stack[-1]}
 
 
 class Session:
@@ -104,7 +104,7 @@ class Session:
     def needs_chunk(self) -> bool:
         return self.ensembler is not None or not self.queue
 
-    def take(self, chunk: np.ndarray) -> None:
+    def add_chunk(self, chunk: np.ndarray) -> None:
         """Store a new chunk [H, A]."""
         if self.ensembler:
             self.queue.append(self.ensembler(chunk))
@@ -151,12 +151,12 @@ class Session:
 
 @dataclass(frozen=True)
 class Executing:
-    """What a robot executes while the policy predicts."""
+    """The chunk that a robot executes while the policy predicts the next one."""
 
     actions: np.ndarray
-    """[K, A]: what is left of its last chunk, from the moment of the observation."""
+    """[K, A]: the rest of its last chunk, from the observation on."""
     delay: int
-    """How many of them it will have executed when it gets the new chunk."""
+    """Number of these actions that the robot will have executed when it gets the new chunk."""
 
 
 def act_together(
@@ -167,32 +167,34 @@ def act_together(
         session.observe(observation, task)
     due = [session for session in sessions if session.needs_chunk()]
     for session, chunk in zip(due, predict_together(due, [session.history.stacked() for session in due])):
-        session.take(chunk)
+        session.add_chunk(chunk)
     return np.stack([session.next_action() for session in sessions])
 
 
 def predict_together(
     sessions: Sequence[Session],
-    shown: Sequence[Observation],
+    observations: Sequence[Observation],
     executing: Sequence[Executing | None] | None = None,
     sizes: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """The chunk [H, A] of each robot for what it is shown, in as few batches as possible. Their memory is updated.
+    """The chunk [H, A] of each robot for its observation, in as few batches as possible. Their memory is updated.
 
     `sizes` are the allowed sizes of a batch: it is filled up to the next one. So a GPU needs few graphs.
     """
     chunks: dict[int, np.ndarray] = {}
-    for rows in _alike(sessions, shown):
+    for rows in _same_shapes(sessions, observations):
         running = [executing[row] if executing else None for row in rows]
-        answers = _ask([sessions[row] for row in rows], [shown[row] for row in rows], running, sizes)
-        chunks.update(zip(rows, answers))
+        batch_chunks = _predict_batch(
+            [sessions[row] for row in rows], [observations[row] for row in rows], running, sizes
+        )
+        chunks.update(zip(rows, batch_chunks))
     return [chunks[row] for row in range(len(sessions))]
 
 
-def _alike(sessions: Sequence[Session], shown: Sequence[Observation]) -> Iterator[list[int]]:
-    """The numbers of sessions that can share a batch: what they see and remember has the same names and shapes."""
+def _same_shapes(sessions: Sequence[Session], observations: Sequence[Observation]) -> Iterator[list[int]]:
+    """The numbers of sessions that can share a batch: names and shapes of their observations and memories agree."""
     groups: dict[object, list[int]] = {}
-    for row, (session, observation) in enumerate(zip(sessions, shown, strict=True)):
+    for row, (session, observation) in enumerate(zip(sessions, observations, strict=True)):
         shapes = (_shapes(observation), _shapes(session.memory))
         groups.setdefault((id(session.pretrained), session.seed, shapes), []).append(row)
     yield from groups.values()
@@ -202,9 +204,9 @@ def _shapes(values: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...]], ...
     return tuple((name, tuple(value.shape)) for name, value in sorted(values.items()))
 
 
-def _ask(
+def _predict_batch(
     sessions: list[Session],
-    shown: list[Observation],
+    observations: list[Observation],
     executing: list[Executing | None],
     sizes: Sequence[int],
 ) -> np.ndarray:
@@ -218,7 +220,7 @@ def _ask(
     continues = first.pretrained.policy.continues_chunks
     pinned = next(first.pretrained.policy.parameters()).is_cuda
     chunks = first.pretrained.chunk(
-        {name: _stacked([shown[row][name] for row in rows], pinned) for name in shown[0]},
+        {name: _stacked([observations[row][name] for row in rows], pinned) for name in observations[0]},
         [sessions[row].task for row in rows],
         # with fixed sizes, always one step per robot: else there were two graphs of each size
         Noise(
@@ -241,9 +243,9 @@ def _ask(
 
 
 def _stacked(arrays: list[np.ndarray], pinned: bool) -> np.ndarray:
-    """Along a new first axis, in the order of axes that they have in memory.
+    """The arrays along a new first axis; the other axes keep their order in memory.
 
-    A GPU reads `pinned` memory by itself. Other arrays would be copied into it first, by all of torch's threads.
+    `pinned`: in memory that a GPU reads directly. Otherwise torch would first copy it there, with all of its threads.
     """
     first = arrays[0]
     if not pinned:
@@ -251,31 +253,37 @@ def _stacked(arrays: list[np.ndarray], pinned: bool) -> np.ndarray:
     # from the outermost in memory
     axes = np.argsort([-abs(stride) for stride in first.strides], kind="stable")
     dtype = torch.from_numpy(np.empty(0, np.result_type(*arrays))).dtype
-    there = torch.empty((len(arrays), *(first.shape[axis] for axis in axes)), dtype=dtype, pin_memory=True)
-    out = there.numpy().transpose(0, *(1 + np.argsort(axes)))
+    pinned_buffer = torch.empty(
+        (len(arrays), *(first.shape[axis] for axis in axes)), dtype=dtype, pin_memory=True
+    )
+    out = pinned_buffer.numpy().transpose(0, *(1 + np.argsort(axes)))
     return np.stack(arrays, out=out)
 
 
 def _continued(pretrained: Pretrained, running: list[Executing | None]) -> dict[str, Any]:
-    """The last chunks, for a policy that continues them itself; nothing if no robot has one."""
+    """Arguments of `Pretrained.chunk` for a policy that continues chunks; none if no robot has one."""
     if not any(running):
         return {}
     config = pretrained.policy.config
-    most = len(config.action_deltas)  # always as many, so that a GPU needs few graphs
-    previous = np.zeros((len(running), most, config.action.shape[0]), np.float32)
-    left = [0 if one is None else min(len(one.actions), most) for one in running]
-    for row, one in enumerate(running):
-        if one is not None:
-            previous[row, : left[row]] = one.actions[: left[row]]
-            previous[row, left[row] :] = one.actions[-1]  # of no effect, but ordinary values
-    return {"previous": previous, "left": left, "delay": [0 if one is None else one.delay for one in running]}
+    length = len(config.action_deltas)  # fixed, so that a GPU needs few graphs
+    previous = np.zeros((len(running), length, config.action.shape[0]), np.float32)
+    remaining = [0 if robot is None else min(len(robot.actions), length) for robot in running]
+    for row, robot in enumerate(running):
+        if robot is not None:
+            previous[row, : remaining[row]] = robot.actions[: remaining[row]]
+            previous[row, remaining[row] :] = robot.actions[-1]  # of no effect, but ordinary values
+    return {
+        "previous": previous,
+        "left": remaining,
+        "delay": [0 if robot is None else robot.delay for robot in running],
+    }
 
 
 def _blended(pretrained: Pretrained, chunks: np.ndarray, running: list[Executing | None]) -> np.ndarray:
     """For a policy that can't continue a chunk: the new one fades in while the last one fades out."""
-    for chunk, one in zip(chunks, running):
-        if one is not None:
-            left = min(len(one.actions), len(chunk))
-            weight = pretrained.pull(left, one.delay).numpy()[:left, None]
-            chunk[:left] = weight * one.actions[:left] + (1 - weight) * chunk[:left]
+    for chunk, robot in zip(chunks, running):
+        if robot is not None:
+            overlap = min(len(robot.actions), len(chunk))
+            weight = pretrained.pull(overlap, robot.delay).numpy()[:overlap, None]
+            chunk[:overlap] = weight * robot.actions[:overlap] + (1 - weight) * chunk[:overlap]
     return chunks

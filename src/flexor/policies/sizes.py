@@ -1,6 +1,6 @@
-"""Settings of a policy that no policy can have: refused before anything of that size is made.
+"""Limits on the sizes in a policy's settings, checked before a network is built from them.
 
-They may come from a stranger's checkpoint, or from a typing mistake. A network of a million layers would take hours to
+Wrong sizes may come from an untrusted checkpoint or a typing mistake. A network of a million layers would take hours to
 build and fail afterwards, because no file has its weights.
 """
 
@@ -89,7 +89,7 @@ def check_model_sizes(source: str, described: Mapping[str, Any]) -> None:
 
 @contextmanager
 def building(kind: str) -> Iterator[None]:
-    """Inside, a built-in policy is made from settings that may come from anywhere: what fails is their fault."""
+    """A context in which a built-in policy is built from untrusted settings: failures are errors of the settings."""
     register, count = nn.Module.register_parameter, 0
     register_buffer, tables = nn.Module.register_buffer, 0
 
@@ -117,7 +117,7 @@ def building(kind: str) -> Iterator[None]:
     nn.Module.register_buffer = register_counted_buffer  # type: ignore[method-assign, assignment]
     try:
         yield
-    except (FlexorError, torch.OutOfMemoryError):  # a GPU that is too small is no fault of the settings
+    except (FlexorError, torch.OutOfMemoryError):  # a GPU that is too small is not an error of the settings
         raise
     except (*MALFORMED, RuntimeError, AssertionError, MemoryError) as error:
         raise ConfigError(f"The settings of this {kind} policy make no network: {error!r}") from error

@@ -106,8 +106,8 @@ def shared_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 def parameters_only_in(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> set[nn.Parameter]:
     """The parameters of layers of these kinds that no layer of another kind has, such as a tied embedding."""
-    own: set[nn.Parameter] = set()
-    others: set[nn.Parameter] = set()
+    selected: set[nn.Parameter] = set()
+    other: set[nn.Parameter] = set()
     for layer in module.modules():
-        (own if isinstance(layer, kinds) else others).update(layer.parameters(recurse=False))
-    return own - others
+        (selected if isinstance(layer, kinds) else other).update(layer.parameters(recurse=False))
+    return selected - other

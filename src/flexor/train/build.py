@@ -30,7 +30,7 @@ from flexor.policies.base import Policy
 from flexor.policies.fit import sample_of, statistics
 from flexor.policies.meta_init import parameters_without_memory
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.pretrained import find_folder, saved_renaming, to_be_filled, verify
+from flexor.policies.pretrained import find_folder, saved_rename_map, verify, without_initial_weights
 from flexor.policies.processing.normalize import Normalize, NormalizeByDataset
 from flexor.policies.processing.pipeline import Pipeline, Stats
 from flexor.train.checkpoint.state import TrainState
@@ -46,7 +46,7 @@ from flexor.train.ranks.split import Split
 def tell_other_names(config: TrainConfig) -> None:
     """A policy to start from may have been trained under names that its dataset did not have."""
     assert config.policy_path is not None
-    renamed = saved_renaming(find_folder(config.policy_path, ("*.json",)))
+    renamed = saved_rename_map(find_folder(config.policy_path, ("*.json",)))
     if renamed and not config.rename_map:
         said = config.policy_path, json.dumps(renamed)
         log.info("the rename_map of %s is not used here; to use it, give --rename_map='%s'", *said)
@@ -175,7 +175,7 @@ def build_policy(config: TrainConfig, engine: Engine, resuming: bool = False) ->
 
     def make() -> Policy:
         seed_everything("weights", config.seed)
-        with nullcontext() if weights is None else to_be_filled(config.policy):
+        with nullcontext() if weights is None else without_initial_weights(config.policy):
             return make_policy(config)
 
     weights: Path | str | None = None
