@@ -1,7 +1,6 @@
-"""Operators for image augmentation on NVIDIA GPUs: each applies one operation to every image, in one pass.
+"""Operators for image augmentation: each applies one operation to every image, in one pass.
 
-Which operation an image gets is read on the GPU. `policies/augment/plain.py` says what they compute. A plan runs them
-on the meta device.
+Which operation an image gets is read on the GPU. `policies/augment/plain.py` computes the same in torch.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from torch import Tensor
 
 from flexor.kernels.operator import define_operator
 
-SUMMED = 4096  # pixels of a program that sums up
+SUM_BLOCK = 4096  # pixels that a program sums up
 
 
 def parts_of(images: Tensor) -> int:
-    """The number of sums for one image."""
-    return -(-images.shape[-2] * images.shape[-1] // SUMMED)
+    """The number of partial sums per image."""
+    return -(-images.shape[-2] * images.shape[-1] // SUM_BLOCK)
 
 
 def _floats(images: Tensor, *_: object) -> Tensor:

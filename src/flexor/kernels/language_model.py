@@ -1,8 +1,8 @@
-"""What language models do between matrix products, in one kernel each: norm, rotation, gate, attention of few tokens.
+"""What language models compute between matrix products, in one kernel each: RMSNorm, RoPE, gate, short attention.
 
 A chunk of actions is some 50 tokens that go through the same layers ten times: then the many small kernels of torch
 take longer than the matrix products. The Triton kernels of `triton/language_model.py` have no backward pass, so they
-are used only where no gradient is wanted. Everywhere else, and on other devices, torch computes the same.
+are used only without gradients. Everywhere else, and on other devices, torch computes the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flexor.kernels.operator import define_operator
 
 MODULE = "language_model"
 LOW = (torch.bfloat16, torch.float16)
-FEW = 128  # tokens that attend: more of them keep torch's kernels busy
+FEW = 128  # query tokens; with more, torch's kernels occupy a GPU
 
 define_operator(
     "rms_norm",
-    "(Tensor x, Tensor weight, float plus, float eps, ScalarType dtype) -> Tensor",
-    lambda x, weight, plus, eps, dtype: torch.empty_like(x, dtype=dtype),
+    "(Tensor x, Tensor weight, float offset, float eps, ScalarType dtype) -> Tensor",
+    lambda x, weight, offset, eps, dtype: torch.empty_like(x, dtype=dtype),
     MODULE,
 )
 define_operator(
@@ -44,39 +44,39 @@ define_operator(
 
 
 def _fuses(*tensors: Tensor) -> bool:
-    """Whether the kernels can be used: on a GPU, without gradients. A compiler fuses operations itself."""
+    """Whether the kernels can be used: on a GPU, without gradients. torch.compile fuses operations itself."""
     x = tensors[0]
     if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return all(each.is_contiguous() for each in tensors) and can_compile(x.device)
+    return all(tensor.is_contiguous() for tensor in tensors) and can_compile(x.device)
 
 
-def rms_norm(x: Tensor, weight: Tensor, plus: float, eps: float, dtype: torch.dtype) -> Tensor:
-    """x [..., D], normalised in float32 and times (weight + plus) [D], in the type asked for."""
+def rms_norm(x: Tensor, weight: Tensor, offset: float, eps: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm of x [..., D] in float32, times (weight + offset) [D], cast to `dtype`."""
     if _fuses(x, weight):
-        return torch.ops.flexor.rms_norm(x, weight, plus, eps, dtype)
+        return torch.ops.flexor.rms_norm(x, weight, offset, eps, dtype)
     exact = torch.promote_types(x.dtype, torch.float32)
-    scale = weight.to(exact) + plus if plus else weight.to(exact)
+    scale = weight.to(exact) + offset if offset else weight.to(exact)
     return F.rms_norm(x.to(exact), weight.shape, scale, eps).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, S, heads, D], cos and sin [B or 1, S, 1, D]: channels i and i + D / 2 are a point that is turned."""
+    """x [B, S, heads, D], cos and sin [B or 1, S, 1, D]: channels i and i + D / 2 are a point that is rotated."""
     if _fuses(x, cos, sin):
         return torch.ops.flexor.rotate(x, cos, sin)
-    others = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos + others * sin).to(x.dtype)
+    partners = x.roll(x.shape[-1] // 2, dims=-1)
+    return (x * cos + partners * sin).to(x.dtype)
 
 
 def gated(gate: Tensor, up: Tensor, by: Literal["gelu", "silu"]) -> Tensor:
-    """The activation of one times the other; GELU by its approximation with tanh."""
+    """activation(gate) * up; GELU is its tanh approximation."""
     if _fuses(gate, up):
         return torch.ops.flexor.gate(gate, up, by == "gelu")
     return (F.gelu(gate, approximate="tanh") if by == "gelu" else F.silu(gate)) * up
 
 
 def can_attend_few(queries: Tensor, keys: Tensor) -> bool:
-    """Whether `attend_few` is there for these queries [B, Q, heads, D] and keys [B, K, kv_heads, D]."""
+    """Whether `attend_few` supports these queries [B, Q, heads, D] and keys [B, K, kv_heads, D]."""
     width = queries.shape[-1]
     fits = width in (64, 128, 256) and queries.shape[1] <= FEW and queries.dtype == keys.dtype
     return fits and queries.dtype in LOW and _fuses(queries)
@@ -85,7 +85,7 @@ def can_attend_few(queries: Tensor, keys: Tensor) -> bool:
 def attend_few(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attention of few tokens to many, [B, Q, heads, D]; query heads share the keys and values of `kv_heads`.
 
-    `mask` [B, 1, Q or 1, K] is False for hidden keys. Torch's kernels work on all keys of a head one after the other
-    with a handful of the GPU's processors.
+    `mask` [B, 1, Q or 1, K] is False for hidden keys. Torch's kernels go through the keys of a head one after the
+    other, on few of the GPU's multiprocessors.
     """
     return torch.ops.flexor.attend_few(queries, keys, values, mask)

@@ -33,10 +33,10 @@ def look_up(images: Tensor, table: Tensor) -> Tensor:
 
 
 def all_levels(channels: int, device: torch.device) -> Tensor:
-    """An image of one pixel for each level: uint8 [256, C, 1, 1]."""
+    """One image of one pixel per level: uint8 [256, C, 1, 1]."""
     return torch.arange(LEVELS, device=device).to(torch.uint8).view(-1, 1, 1, 1).expand(-1, channels, 1, 1)
 
 
 def as_table(values: Tensor) -> Tensor:
-    """What was made of `all_levels`, [256, C, 1, 1] -> [C, 256]."""
+    """The table of what a pipeline computed from `all_levels`: [256, C, 1, 1] -> [C, 256]."""
     return values.flatten(1).T.contiguous()

@@ -1,4 +1,4 @@
-"""Normalisation, ReLU and what stands next to them in a ResNet, in one pass over a feature map.
+"""Normalisation, residual, ReLU and max pooling of a ResNet, in one pass over a feature map.
 
 A plan runs the operators on the meta device, on machines that have neither a GPU nor Triton.
 """
@@ -19,7 +19,7 @@ define_operator(
     lambda x, weight, bias, groups, eps: empty_statistics(x, groups),
     "norm",
 )
-define_operator(  # one of its own: torch.compile fails on one that may change arguments and is given None for them
+define_operator(  # separate: torch.compile fails on operators that mutate optional arguments
     "norm_running_statistics",
     "(Tensor x, Tensor weight, Tensor bias, float eps, Tensor(a!) running_mean, Tensor(b!) running_var, "
     "float momentum) -> Tensor",
@@ -87,7 +87,7 @@ define_operator(
 
 
 class AffineRelu(torch.autograd.Function):
-    """relu(x * scale + shift + residual), with scale and shift [1, C] that are not trained."""
+    """relu(x * scale + shift + residual), with constant scale and shift [1, C]."""
 
     @staticmethod
     def forward(
@@ -95,8 +95,8 @@ class AffineRelu(torch.autograd.Function):
     ) -> Tensor:
         ctx.pool, ctx.size = pool, x.shape[2:]
         if pool:
-            y, index = torch.ops.flexor.norm_pool(x, scale, shift)
-            ctx.save_for_backward(scale, index)
+            y, taps = torch.ops.flexor.norm_pool(x, scale, shift)
+            ctx.save_for_backward(scale, taps)
             return y
         y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
         ctx.save_for_backward(scale, y if relu else None)
@@ -107,16 +107,16 @@ class AffineRelu(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradient = gradient.contiguous(memory_format=torch.channels_last)
         if ctx.pool:
-            scale, index = ctx.saved_tensors
-            dx = torch.ops.flexor.norm_pool_backward(gradient, index, None, scale, None, None, *ctx.size)
+            scale, taps = ctx.saved_tensors
+            dx = torch.ops.flexor.norm_pool_backward(gradient, taps, None, scale, None, None, *ctx.size)
             return dx, None, None, None, None, None
         scale, y = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3]
-        if wanted and y is not None:
+        needs_residual_grad = ctx.needs_input_grad[3]
+        if needs_residual_grad and y is not None:
             dx, masked = torch.ops.flexor.norm_backward_residual(gradient, y, scale)
         else:
             dx = torch.ops.flexor.norm_backward(gradient, y, None, scale, None, None, None, None)
-            masked = gradient if wanted else None
+            masked = gradient if needs_residual_grad else None
         return dx, None, None, masked, None, None
 
 
@@ -134,7 +134,7 @@ class NormRelu(torch.autograd.Function):
         pool: bool,
         groups: int,  # 0: over the batch
         eps: float,
-        *running: Any,  # running_mean, running_var and momentum, if they are kept
+        *running: Any,  # running_mean, running_var and momentum, if they are tracked
     ) -> Tensor:
         ctx.relu, ctx.pool, ctx.groups, ctx.residual = relu, pool, groups, residual is not None
         if running:
@@ -143,11 +143,11 @@ class NormRelu(torch.autograd.Function):
             statistics = torch.ops.flexor.norm_statistics(x, weight, bias, groups, eps)
         mean, rstd, scale, shift = statistics
         if pool:
-            y, index = torch.ops.flexor.norm_pool(x, scale, shift)
-            ctx.save_for_backward(x, weight, mean, rstd, index)
+            y, taps = torch.ops.flexor.norm_pool(x, scale, shift)
+            ctx.save_for_backward(x, weight, mean, rstd, taps)
             return y
         y = torch.ops.flexor.norm_apply(x, scale, shift, residual, relu)
-        # without a residual, x says where ReLU was zero
+        # without a residual, x tells where ReLU was zero
         ctx.save_for_backward(x, weight, mean, rstd, scale, shift, y if relu and ctx.residual else None)
         return y
 
@@ -170,9 +170,14 @@ class NormRelu(torch.autograd.Function):
             sums, weight, mean, rstd, ctx.groups, x[0, 0].numel()
         )
         dx = torch.ops.flexor.norm_backward(masked, None, x, *factors, scale if relu else None, shift)
-        wanted = ctx.residual and ctx.needs_input_grad[3]
-        trained = _total(dweight, weight), _total(dbias, weight)
-        return dx, *trained, masked if wanted else None, *[None] * (len(ctx.needs_input_grad) - 4)
+        needs_residual_grad = ctx.residual and ctx.needs_input_grad[3]
+        param_grads = _total(dweight, weight), _total(dbias, weight)
+        return (
+            dx,
+            *param_grads,
+            masked if needs_residual_grad else None,
+            *[None] * (len(ctx.needs_input_grad) - 4),
+        )
 
 
 def _pool_backward(
@@ -182,16 +187,16 @@ def _pool_backward(
     weight: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    index: Tensor,
+    taps: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums = torch.ops.flexor.norm_pool_sums(gradient, index, x, mean)
+    sums = torch.ops.flexor.norm_pool_sums(gradient, taps, x, mean)
     *factors, dweight, dbias = torch.ops.flexor.norm_factors(
         sums, weight, mean, rstd, groups, x[0, 0].numel()
     )
-    dx = torch.ops.flexor.norm_pool_backward(gradient, index, x, *factors, *x.shape[2:])
+    dx = torch.ops.flexor.norm_pool_backward(gradient, taps, x, *factors, *x.shape[2:])
     return dx, _total(dweight, weight), _total(dbias, weight)
 
 
 def _total(per_set: Tensor, like: Tensor) -> Tensor:
-    """The gradient [C] of a parameter, from that of each set of statistics [S, C]."""
+    """The gradient [C] of a parameter, summed over the sets of statistics [S, C]."""
     return (per_set[0] if len(per_set) == 1 else per_set.sum(0)).to(like.dtype)

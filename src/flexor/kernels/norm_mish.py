@@ -1,9 +1,9 @@
-"""Group normalisation of sequences, Mish, and what stands next to them in a U-Net, in one pass on NVIDIA GPUs.
+"""Group normalisation, Mish, FiLM and residual of a 1-D U-Net, in one pass over a sequence.
 
-`norm_mish` computes what `plain` below says. torch takes a kernel for each operation and three for the normalisation,
-all in float32 under autocast. The Triton kernels of `triton/norm_mish.py` read and write each sequence once. They
+`norm_mish` computes what `plain` does. torch runs a kernel per operation and three for the normalisation, all in
+float32 under autocast. The Triton kernels of `triton/norm_mish.py` read and write each sequence once. They
 compute in float32 too, and round the result to its type at the end. They take sequences in any memory layout.
-Everything else, such as a group that is too large for one program, runs the plain version.
+Everything else, such as a group that exceeds one program, runs the plain version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexor.kernels.available import DTYPES, has_kernels
 from flexor.kernels.norm_shapes import empty_film_gradient, empty_group_statistics, empty_parts
 from flexor.kernels.operator import define_operator
 
-LARGEST = 16384  # values of a group, which a program keeps in registers
+LARGEST = 16384  # values of a group, which a program holds in registers
 
 define_operator(
     "norm_mish",
@@ -89,7 +89,7 @@ def _fused(norm: nn.GroupNorm, x: Tensor, film: Tensor | None, residual: Tensor 
 
 
 def _power_of_two(value: int) -> int:
-    """The smallest that is not less than the value."""
+    """The smallest power of two that is not less than the value."""
     return 1 << (value - 1).bit_length()
 
 
@@ -117,8 +117,8 @@ class _NormMish(torch.autograd.Function):
         x, statistics, weight, bias, film = ctx.saved_tensors
         dx, parts, dfilm = torch.ops.flexor.norm_mish_backward(gradient, x, statistics, weight, bias, film)
         dweight, dbias = parts.sum(1).unbind()
-        trained = dweight.to(weight.dtype), dbias.to(bias.dtype)
-        of_residual = None
+        param_grads = dweight.to(weight.dtype), dbias.to(bias.dtype)
+        residual_grad = None
         if ctx.residual is not None and ctx.needs_input_grad[4]:
-            of_residual = gradient.to(ctx.residual)
-        return dx, *trained, None if film is None else dfilm, of_residual, None, None, None
+            residual_grad = gradient.to(ctx.residual)
+        return dx, *param_grads, None if film is None else dfilm, residual_grad, None, None, None

@@ -1,4 +1,4 @@
-"""How the kernels of normalisation divide their work, and the shapes of their results."""
+"""How the normalisation kernels tile their inputs, and the shapes of their outputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PROGRAMS = 1024  # that a kernel is split into, if the map is large enough
-ROWS = 64  # of a tile
+PROGRAMS = 1024  # per kernel, if the map is large enough
+ROWS = 64  # pixels of a tile
 
 
 class PixelSplit(NamedTuple):
@@ -49,7 +49,7 @@ def empty_map(like: Tensor, height: int, width: int) -> Tensor:
 
 
 def empty_pooled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """For the largest values of windows of 3 by 3 pixels at every second pixel, and for their places."""
+    """For the maxima of 3x3 windows with stride 2, and the taps that they come from."""
     y = empty_map(x, *((size - 1) // 2 + 1 for size in x.shape[2:]))
     return y, torch.empty_like(y, dtype=torch.uint8)
 
@@ -62,7 +62,7 @@ def empty_factors(sums: Tensor, groups: int) -> Tensor:
     return sums.new_empty((5, sums.shape[1] if groups else 1, sums.shape[3]))
 
 
-# Of sequences [B, C, T].
+# Sequences [B, C, T].
 
 
 def empty_group_statistics(x: Tensor, groups: int) -> Tensor:
@@ -74,10 +74,10 @@ def empty_parts(x: Tensor) -> Tensor:
 
 
 def empty_film_gradient(x: Tensor, film: Tensor | None) -> Tensor:
-    """Of no columns if there is no film."""
+    """Without columns if there is no film."""
     return x.new_empty((x.shape[0], 0)) if film is None else film.new_empty(film.shape)
 
 
 def stride(per_image: Tensor) -> int:
-    """From the statistics of one image to those of the next."""
+    """The stride from one image's statistics to the next; 0 if they are shared."""
     return 0 if per_image.shape[0] == 1 else per_image.shape[1]

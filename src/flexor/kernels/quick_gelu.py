@@ -1,4 +1,4 @@
-"""CLIP's activation function, x * sigmoid(1.702 * x), in one kernel on NVIDIA GPUs.
+"""QuickGELU, CLIP's activation function: x * sigmoid(1.702 * x), in one kernel.
 
 torch has eight kernels for it, forward and backward. The Triton kernels of `triton/quick_gelu.py` read and write each
 value once, compute in float32, and round the result. Everywhere else torch computes it.

@@ -1,7 +1,7 @@
 """The Triton kernel of the operator `adam_with_copies` in `kernels/adam.py`.
 
-A tensor has a launch of its own. Each of its values is read and written once, which is what the time goes to. Values of
-the tensors are in the same order in memory, whatever their layout. Everything is computed in float32.
+One launch per tensor. Each value is read and written once: the kernel is bound by memory bandwidth. Weight, gradient
+and state have the same memory layout. Everything is computed in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,31 +26,31 @@ def _adam(
     scale,
     row,
     count,
-    new1,  # share of the gradient in the average
-    new2,  # and of its square
+    one_minus_beta1,
+    one_minus_beta2,
     eps,
     decay,
     SCALED: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
-    inside = at < count
+    index = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
+    mask = index < count
     factors += 3 * row
-    rate, root, keep = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
-    w = tl.load(weight + at, mask=inside, other=0.0)
-    g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-    m = tl.load(average + at, mask=inside, other=0.0)
-    v = tl.load(square + at, mask=inside, other=0.0)
+    step_size, bias_correction, decay_factor = tl.load(factors), tl.load(factors + 1), tl.load(factors + 2)
+    w = tl.load(weight + index, mask=mask, other=0.0)
+    g = tl.load(gradient + index, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(average + index, mask=mask, other=0.0)
+    v = tl.load(square + index, mask=mask, other=0.0)
     if SCALED:
         g = tl.div_rn(g, tl.load(scale))
     g += decay * w
-    m += new1 * (g - m)
-    v += new2 * (g * g - v)
-    w = keep * w - tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
-    tl.store(weight + at, w, mask=inside)
-    tl.store(average + at, m, mask=inside)
-    tl.store(square + at, v, mask=inside)
-    tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+    m += one_minus_beta1 * (g - m)
+    v += one_minus_beta2 * (g * g - v)
+    w = decay_factor * w - tl.div_rn(step_size * m, tl.div_rn(tl.sqrt_rn(v), bias_correction) + eps)
+    tl.store(weight + index, w, mask=mask)
+    tl.store(average + index, m, mask=mask)
+    tl.store(square + index, v, mask=mask)
+    tl.store(copy + index, w.to(copy.dtype.element_ty), mask=mask)
 
 
 def adam_with_copies(
@@ -61,14 +61,24 @@ def adam_with_copies(
     copies: list[Tensor],
     factors: Tensor,
     scale: Tensor | None,
-    new1: float,
-    new2: float,
+    one_minus_beta1: float,
+    one_minus_beta2: float,
     eps: float,
     decay: float,
 ) -> None:
-    """`factors` [tensors, 3]: learning rate and root of the bias corrections, and what weight decay leaves."""
+    """`factors` [tensors, 3]: bias-corrected step size, root of the second bias correction, 1 - lr * weight decay."""
     for row, tensors in enumerate(zip(weights, gradients, averages, squares, copies, strict=True)):
         count = tensors[0].numel()
         _adam[(triton.cdiv(count, VALUES),)](
-            *tensors, factors, scale, row, count, new1, new2, eps, decay, scale is not None, VALUES
+            *tensors,
+            factors,
+            scale,
+            row,
+            count,
+            one_minus_beta1,
+            one_minus_beta2,
+            eps,
+            decay,
+            scale is not None,
+            VALUES,
         )

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PIXELS = 4096  # of a program
+PIXELS = 4096  # per program
 
 
 @triton.jit
 def _look_up(images, table, out, pixels, channels, levels, PIXELS: tl.constexpr):
-    """A program has some pixels of one channel of one image."""
+    """A program handles a block of pixels of one channel of one image."""
     start = tl.program_id(0).to(tl.int64) * pixels
     table += (tl.program_id(0) % channels) * levels
     pixel = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)

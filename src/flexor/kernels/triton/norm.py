@@ -1,10 +1,10 @@
 """Triton kernels of the operators in `kernels/norm.py` for the forward pass. Those for the backward pass are in
 `norm_backward.py`, those with pooling in `norm_pool.py`.
 
-A feature map is [N, C, H, W] in channels-last layout: for each image, pixels are rows of C values. A program works on a
-block of channels of some rows of one image. What depends on the statistics is [S, C]: S is 1 if all images share
-them (batch normalisation), N if each image has its own (group normalisation). Sums over pixels are first made per
-program [N, P, C] and then added up in a fixed order, so that results do not change from run to run.
+A feature map is [N, C, H, W] in channels-last layout: for each image, pixels are rows of C values. A program handles a
+block of channels of some rows of one image. There are S sets of statistics, [S, C]: one for batch normalisation, one
+per image for group normalisation. Sums over pixels are computed per program [N, P, C] and then added in a fixed order,
+so that results do not change from run to run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,28 +29,27 @@ from flexor.kernels.norm_shapes import (
 
 @triton.jit
 def _moments(x, means, squares, pixels, channels, parts, rows, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Mean and sum of squared deviations of each part."""
+    """Mean and sum of squared deviations of each part of an image."""
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     x += image.to(tl.int64) * pixels * channels
-    pivot = tl.load(x + part * rows * channels + column).to(
-        tl.float32
-    )  # near the mean: little is lost to rounding
-    one = tl.zeros([ROWS, CHANNELS], tl.float32)
-    two = tl.zeros([ROWS, CHANNELS], tl.float32)
+    # a value near the mean: little is lost to rounding
+    pivot = tl.load(x + part * rows * channels + column).to(tl.float32)
+    sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    square_sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     end = tl.minimum((part + 1) * rows, pixels)
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < end)[:, None]
-        value = tl.load(x + row[:, None] * channels + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        value = tl.where(inside, value - pivot[None, :], 0.0)
-        one += value
-        two += value * value
+        mask = (row < end)[:, None]
+        value = tl.load(x + row[:, None] * channels + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(mask, value - pivot[None, :], 0.0)
+        sums += value
+        square_sums += value * value
     count = (end - part * rows).to(tl.float32)
-    total = tl.sum(one, 0)
-    at = tl.program_id(0) * channels + column
-    tl.store(means + at, pivot + total / count)
-    tl.store(squares + at, tl.maximum(tl.sum(two, 0) - total * total / count, 0.0))
+    total = tl.sum(sums, 0)
+    offset = tl.program_id(0) * channels + column
+    tl.store(means + offset, pivot + total / count)
+    tl.store(squares + offset, tl.maximum(tl.sum(square_sums, 0) - total * total / count, 0.0))
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _finish_statistics(
     out,  # mean, rstd, scale, shift: [4, S, C]
     running_mean,
     running_var,
-    entries,  # parts of all images that share statistics
+    entries,  # parts of all images of a set
     pixels,
     channels,
     parts,
@@ -81,38 +80,38 @@ def _finish_statistics(
     total = tl.zeros([CHANNELS], tl.float32)
     for first in range(0, entries, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
-        inside = (entry < entries)[:, None]
+        mask = (entry < entries)[:, None]
         size = tl.minimum(rows, pixels - (entry % parts) * rows).to(tl.float32)
-        at = entry[:, None] * channels + column[None, :]
-        total += tl.sum(tl.load(means + at, mask=inside, other=0.0) * size[:, None], 0)
+        offset = entry[:, None] * channels + column[None, :]
+        total += tl.sum(tl.load(means + offset, mask=mask, other=0.0) * size[:, None], 0)
     if GROUPED:
         total = tl.zeros([CHANNELS], tl.float32) + tl.sum(total, 0)
     mean = total / count
-    square = tl.zeros([CHANNELS], tl.float32)
+    square_sum = tl.zeros([CHANNELS], tl.float32)
     for first in range(0, entries, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
-        inside = (entry < entries)[:, None]
+        mask = (entry < entries)[:, None]
         size = tl.minimum(rows, pixels - (entry % parts) * rows).to(tl.float32)
-        at = entry[:, None] * channels + column[None, :]
-        away = tl.load(means + at, mask=inside, other=0.0) - mean[None, :]
-        more = tl.load(squares + at, mask=inside, other=0.0) + away * away * size[:, None]
-        square += tl.sum(tl.where(inside, more, 0.0), 0)
+        offset = entry[:, None] * channels + column[None, :]
+        deviation = tl.load(means + offset, mask=mask, other=0.0) - mean[None, :]
+        part_squares = tl.load(squares + offset, mask=mask, other=0.0) + deviation * deviation * size[:, None]
+        square_sum += tl.sum(tl.where(mask, part_squares, 0.0), 0)
     if GROUPED:
-        square = tl.zeros([CHANNELS], tl.float32) + tl.sum(square, 0)
-    rstd = 1.0 / tl.sqrt(square / count + eps)
+        square_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(square_sum, 0)
+    rstd = 1.0 / tl.sqrt(square_sum / count + eps)
     scale = tl.load(weight + column).to(tl.float32) * rstd
     shift = tl.load(bias + column).to(tl.float32) - mean * scale
-    at = tl.program_id(0) * channels + column
-    size_of_one = tl.num_programs(0) * channels
-    tl.store(out + at, mean)
-    tl.store(out + size_of_one + at, rstd)
-    tl.store(out + 2 * size_of_one + at, scale)
-    tl.store(out + 3 * size_of_one + at, shift)
+    offset = tl.program_id(0) * channels + column
+    stride = tl.num_programs(0) * channels
+    tl.store(out + offset, mean)
+    tl.store(out + stride + offset, rstd)
+    tl.store(out + 2 * stride + offset, scale)
+    tl.store(out + 3 * stride + offset, shift)
     if RUNNING:
-        before = tl.load(running_mean + column)
-        tl.store(running_mean + column, before + momentum * (mean - before))
-        before = tl.load(running_var + column)
-        tl.store(running_var + column, before + momentum * (square / (count - 1) - before))
+        previous = tl.load(running_mean + column)
+        tl.store(running_mean + column, previous + momentum * (mean - previous))
+        previous = tl.load(running_var + column)
+        tl.store(running_var + column, previous + momentum * (square_sum / (count - 1) - previous))
 
 
 def norm_statistics(
@@ -132,11 +131,11 @@ def norm_statistics(
     _moments[(images * parts, channels // width)](
         x, partial[0], partial[1], pixels, channels, parts, rows, ROWS, width
     )
-    shared = 1 if groups else images
-    together = channels // groups if groups else 1
-    block = together if groups else 8
+    images_per_set = 1 if groups else images
+    group_channels = channels // groups if groups else 1
+    block = group_channels if groups else 8
     out = empty_statistics(x, groups)
-    _finish_statistics[(images // shared, channels // block)](
+    _finish_statistics[(images // images_per_set, channels // block)](
         partial[0],
         partial[1],
         weight,
@@ -144,17 +143,17 @@ def norm_statistics(
         out,
         running_mean,
         running_var,
-        shared * parts,
+        images_per_set * parts,
         pixels,
         channels,
         parts,
         rows,
-        float(shared * pixels * together),
+        float(images_per_set * pixels * group_channels),
         eps,
         momentum,
         bool(groups),
         running_mean is not None,
-        min(256, triton.next_power_of_2(shared * parts)),
+        min(256, triton.next_power_of_2(images_per_set * parts)),
         block,
     )
     return out
@@ -169,7 +168,7 @@ def norm_running_statistics(
     running_var: Tensor,
     momentum: float,
 ) -> Tensor:
-    """The same over the batch; also moves the running statistics."""
+    """The same over the batch; also updates the running statistics."""
     return norm_statistics(x, weight, bias, 0, eps, running_mean, running_var, momentum)
 
 
@@ -197,18 +196,18 @@ def _apply(
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start = image.to(tl.int64) * pixels * channels
     factor = tl.load(scale + image * stride + column)[None, :]
-    offset = tl.load(shift + image * stride + column)[None, :]
+    bias = tl.load(shift + image * stride + column)[None, :]
     end = tl.minimum((part + 1) * rows, pixels)
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        at = start + row[:, None] * channels + column[None, :]
-        inside = (row < end)[:, None]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor + offset
+        offset = start + row[:, None] * channels + column[None, :]
+        mask = (row < end)[:, None]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * factor + bias
         if RESIDUAL:
-            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
         if RELU:
             value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(y + at, value, mask=inside)
+        tl.store(y + offset, value, mask=mask)
 
 
 def norm_apply(x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, relu: bool) -> Tensor:

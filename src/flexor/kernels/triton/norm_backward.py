@@ -1,7 +1,7 @@
 """Triton kernels of the operators in `kernels/norm.py` for the backward pass; layout as in `norm.py`.
 
 Of y = relu(x * scale + shift + residual), with g = dy where y > 0:
-  dx = a * g + b * x + d      [S, C] each; b and d are 0 if the statistics are fixed
+  dx = a * g + b * x + d      [S, C] each; b and d are 0 with fixed statistics
   dresidual = g
 """
 
@@ -44,37 +44,37 @@ def _backward(
     MASK_Y: tl.constexpr,
     MASK_X: tl.constexpr,
     USE_X: tl.constexpr,
-    KEEP: tl.constexpr,
+    STORE_MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start = image.to(tl.int64) * pixels * channels
-    own = image * stride + column
-    factor = tl.load(a + own)[None, :]
+    set_index = image * stride + column
+    factor = tl.load(a + set_index)[None, :]
     if USE_X:
-        slope, offset = tl.load(b + own)[None, :], tl.load(d + own)[None, :]
+        slope, constant = tl.load(b + set_index)[None, :], tl.load(d + set_index)[None, :]
     if MASK_X:
-        scaled, shifted = tl.load(scale + own)[None, :], tl.load(shift + own)[None, :]
+        relu_scale, relu_shift = tl.load(scale + set_index)[None, :], tl.load(shift + set_index)[None, :]
     end = tl.minimum((part + 1) * rows, pixels)
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        at = start + row[:, None] * channels + column[None, :]
-        inside = (row < end)[:, None]
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        offset = start + row[:, None] * channels + column[None, :]
+        mask = (row < end)[:, None]
+        g = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32)
         if MASK_Y:
-            g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
+            g = tl.where(tl.load(y + offset, mask=mask, other=0.0) > 0, g, 0.0)
         if USE_X:
-            value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
             if MASK_X:
-                g = tl.where(value * scaled + shifted > 0, g, 0.0)
-            result = factor * g + slope * value + offset
+                g = tl.where(value * relu_scale + relu_shift > 0, g, 0.0)
+            result = factor * g + slope * value + constant
         else:
             result = factor * g
-        tl.store(dx + at, result, mask=inside)
-        if KEEP:
-            tl.store(masked + at, g, mask=inside)
+        tl.store(dx + offset, result, mask=mask)
+        if STORE_MASKED:
+            tl.store(masked + offset, g, mask=mask)
 
 
 def _run_backward(
@@ -162,29 +162,29 @@ def _sums(
     image, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start = image.to(tl.int64) * pixels * channels
-    own = image * stride + column
-    centre = tl.load(mean + own)[None, :]
+    set_index = image * stride + column
+    center = tl.load(mean + set_index)[None, :]
     if MASK_X:
-        scaled, shifted = tl.load(scale + own)[None, :], tl.load(shift + own)[None, :]
-    one = tl.zeros([ROWS, CHANNELS], tl.float32)
-    two = tl.zeros([ROWS, CHANNELS], tl.float32)
+        relu_scale, relu_shift = tl.load(scale + set_index)[None, :], tl.load(shift + set_index)[None, :]
+    grad_sums = tl.zeros([ROWS, CHANNELS], tl.float32)
+    weighted_sums = tl.zeros([ROWS, CHANNELS], tl.float32)
     end = tl.minimum((part + 1) * rows, pixels)
     for first in range(part * rows, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        at = start + row[:, None] * channels + column[None, :]
-        inside = (row < end)[:, None]
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        offset = start + row[:, None] * channels + column[None, :]
+        mask = (row < end)[:, None]
+        g = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
         if MASK_Y:
-            g = tl.where(tl.load(y + at, mask=inside, other=0.0) > 0, g, 0.0)
-            tl.store(masked + at, g, mask=inside)
+            g = tl.where(tl.load(y + offset, mask=mask, other=0.0) > 0, g, 0.0)
+            tl.store(masked + offset, g, mask=mask)
         if MASK_X:
-            g = tl.where(value * scaled + shifted > 0, g, 0.0)
-        one += g
-        two += g * (value - centre)
-    at = tl.program_id(0) * channels + column
-    tl.store(plain + at, tl.sum(one, 0))
-    tl.store(weighted + at, tl.sum(two, 0))
+            g = tl.where(value * relu_scale + relu_shift > 0, g, 0.0)
+        grad_sums += g
+        weighted_sums += g * (value - center)
+    offset = tl.program_id(0) * channels + column
+    tl.store(plain + offset, tl.sum(grad_sums, 0))
+    tl.store(weighted + offset, tl.sum(weighted_sums, 0))
 
 
 def _run_sums(
@@ -251,28 +251,28 @@ def _finish_sums(
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     plain += tl.program_id(0) * entries * channels
     weighted += tl.program_id(0) * entries * channels
-    one = tl.zeros([CHANNELS], tl.float32)
-    two = tl.zeros([CHANNELS], tl.float32)
+    grad_sum = tl.zeros([CHANNELS], tl.float32)
+    weighted_sum = tl.zeros([CHANNELS], tl.float32)
     for first in range(0, entries, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
-        inside = (entry < entries)[:, None]
-        at = entry[:, None] * channels + column[None, :]
-        one += tl.sum(tl.load(plain + at, mask=inside, other=0.0), 0)
-        two += tl.sum(tl.load(weighted + at, mask=inside, other=0.0), 0)
-    own = tl.program_id(0) * channels + column
+        mask = (entry < entries)[:, None]
+        offset = entry[:, None] * channels + column[None, :]
+        grad_sum += tl.sum(tl.load(plain + offset, mask=mask, other=0.0), 0)
+        weighted_sum += tl.sum(tl.load(weighted + offset, mask=mask, other=0.0), 0)
+    set_offset = tl.program_id(0) * channels + column
     scale = tl.load(weight + column).to(tl.float32)
-    centre, spread = tl.load(mean + own), tl.load(rstd + own)
-    first_sum, second_sum = scale * one, scale * two
+    center, inv_std = tl.load(mean + set_offset), tl.load(rstd + set_offset)
+    scaled_sum, scaled_weighted_sum = scale * grad_sum, scale * weighted_sum
     if GROUPED:
-        first_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(first_sum, 0)
-        second_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(second_sum, 0)
-    b = -spread * spread * spread * second_sum / count
+        scaled_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(scaled_sum, 0)
+        scaled_weighted_sum = tl.zeros([CHANNELS], tl.float32) + tl.sum(scaled_weighted_sum, 0)
+    b = -inv_std * inv_std * inv_std * scaled_weighted_sum / count
     size = tl.num_programs(0) * channels
-    tl.store(factors + own, spread * scale)
-    tl.store(factors + size + own, b)
-    tl.store(factors + 2 * size + own, -spread * first_sum / count - b * centre)
-    tl.store(factors + 3 * size + own, two * spread)
-    tl.store(factors + 4 * size + own, one)
+    tl.store(factors + set_offset, inv_std * scale)
+    tl.store(factors + size + set_offset, b)
+    tl.store(factors + 2 * size + set_offset, -inv_std * scaled_sum / count - b * center)
+    tl.store(factors + 3 * size + set_offset, weighted_sum * inv_std)
+    tl.store(factors + 4 * size + set_offset, grad_sum)
 
 
 def norm_factors(
@@ -280,22 +280,22 @@ def norm_factors(
 ) -> Tensor:
     """a, b and d, and the gradients of weight and bias per set of statistics: [5, S, C]."""
     _, images, parts, channels = sums.shape
-    shared = 1 if groups else images
-    together = channels // groups if groups else 1
-    block = together if groups else 8
+    images_per_set = 1 if groups else images
+    group_channels = channels // groups if groups else 1
+    block = group_channels if groups else 8
     out = empty_factors(sums, groups)
-    _finish_sums[(images // shared, channels // block)](
+    _finish_sums[(images // images_per_set, channels // block)](
         sums[0],
         sums[1],
         weight,
         mean,
         rstd,
         out,
-        shared * parts,
+        images_per_set * parts,
         channels,
-        float(shared * pixels * together),
+        float(images_per_set * pixels * group_channels),
         bool(groups),
-        min(256, triton.next_power_of_2(shared * parts)),
+        min(256, triton.next_power_of_2(images_per_set * parts)),
         block,
     )
     return out

@@ -1,9 +1,8 @@
 """Triton kernels of the operators `norm_mish` and `norm_mish_backward`.
 
-Sequences are [B, C, T] in any memory layout. A program has all values of one group of channels of one sample, so that
-it reads them once: a tile of T rows and the group's channels. Everything is computed in float32. Sums over time are
-made per sample and channel; what is left of them to add up (over samples) has a fixed order, so that results do not
-change from run to run.
+Sequences are [B, C, T] in any memory layout. A program handles one group of channels of one sample, so that it
+reads them once: a tile of T rows and the group's channels. Everything is computed in float32. Sums over time are
+per sample and channel; torch adds them over samples in a fixed order, so that results do not change from run to run.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,20 +16,20 @@ from torch import Tensor
 
 from flexor.kernels.norm_shapes import empty_film_gradient, empty_group_statistics, empty_parts
 
-LINEAR = tl.constexpr(20.0)  # from here on mish(x) is x, in float32
+LINEAR = tl.constexpr(20.0)  # above, mish(x) is x in float32
 
 
 @triton.jit
-def _load_tile(pointer, sample, stride_b, stride_c, stride_t, channel, step, inside):
+def _load_tile(pointer, sample, stride_b, stride_c, stride_t, channel, step, mask):
     """[T, C] in float32; the strides are those of [B, C, T]."""
-    at = sample.to(tl.int64) * stride_b + step[:, None] * stride_t + channel[None, :] * stride_c
-    return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
+    offset = sample.to(tl.int64) * stride_b + step[:, None] * stride_t + channel[None, :] * stride_c
+    return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_tile(pointer, value, sample, stride_b, stride_c, stride_t, channel, step, inside):
-    at = sample.to(tl.int64) * stride_b + step[:, None] * stride_t + channel[None, :] * stride_c
-    tl.store(pointer + at, value, mask=inside)
+def _store_tile(pointer, value, sample, stride_b, stride_c, stride_t, channel, step, mask):
+    offset = sample.to(tl.int64) * stride_b + step[:, None] * stride_t + channel[None, :] * stride_c
+    tl.store(pointer + offset, value, mask=mask)
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def _forward(
     y_t,
     samples,
     groups,
-    together,
+    group_channels,
     length,
     count,  # values of a group
     eps,
@@ -75,32 +74,32 @@ def _forward(
 ):
     sample, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     step = tl.arange(0, STEPS)
-    own = tl.arange(0, CHANNELS)
-    channel = group * together + own
-    known = own < together
-    inside = (step < length)[:, None] & known[None, :]
-    value = _load_tile(x, sample, x_b, x_c, x_t, channel, step, inside)
+    column = tl.arange(0, CHANNELS)
+    channel = group * group_channels + column
+    channel_mask = column < group_channels
+    mask = (step < length)[:, None] & channel_mask[None, :]
+    value = _load_tile(x, sample, x_b, x_c, x_t, channel, step, mask)
     mean = tl.sum(tl.sum(value, 0), 0) / count
-    away = tl.where(inside, value - mean, 0.0)
-    rstd = 1.0 / tl.sqrt(tl.sum(tl.sum(away * away, 0), 0) / count + eps)
+    centered = tl.where(mask, value - mean, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(tl.sum(centered * centered, 0), 0) / count + eps)
     tl.store(statistics + tl.program_id(0), mean)
     tl.store(statistics + samples * groups + tl.program_id(0), rstd)
-    scale = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
-    shift = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    z = away * rstd * scale[None, :] + shift[None, :]
+    scale = tl.load(weight + channel, mask=channel_mask, other=0.0).to(tl.float32)
+    shift = tl.load(bias + channel, mask=channel_mask, other=0.0).to(tl.float32)
+    z = centered * rstd * scale[None, :] + shift[None, :]
     factor, _ = _tanh_of_softplus(z)
-    result = z * factor
-    channels = groups * together
+    output = z * factor
+    channels = groups * group_channels
     if FILM == 2:
         row = film + sample * 2 * channels + channel
-        result = result * tl.load(row, mask=known, other=0.0).to(tl.float32)[None, :]
-        result += tl.load(row + channels, mask=known, other=0.0).to(tl.float32)[None, :]
+        output = output * tl.load(row, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
+        output += tl.load(row + channels, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
     if FILM == 1:
         row = film + sample * channels + channel
-        result += tl.load(row, mask=known, other=0.0).to(tl.float32)[None, :]
+        output += tl.load(row, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
     if RESIDUAL:
-        result += _load_tile(residual, sample, residual_b, residual_c, residual_t, channel, step, inside)
-    _store_tile(y, result, sample, y_b, y_c, y_t, channel, step, inside)
+        output += _load_tile(residual, sample, residual_b, residual_c, residual_t, channel, step, mask)
+    _store_tile(y, output, sample, y_b, y_c, y_t, channel, step, mask)
 
 
 @triton.jit
@@ -125,7 +124,7 @@ def _backward(
     dx_t,
     samples,
     groups,
-    together,
+    group_channels,
     length,
     count,
     FILM: tl.constexpr,
@@ -134,40 +133,40 @@ def _backward(
 ):
     sample, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     step = tl.arange(0, STEPS)
-    own = tl.arange(0, CHANNELS)
-    channel = group * together + own
-    known = own < together
-    inside = (step < length)[:, None] & known[None, :]
-    channels = groups * together
+    column = tl.arange(0, CHANNELS)
+    channel = group * group_channels + column
+    channel_mask = column < group_channels
+    mask = (step < length)[:, None] & channel_mask[None, :]
+    channels = groups * group_channels
     mean = tl.load(statistics + tl.program_id(0))
     rstd = tl.load(statistics + samples * groups + tl.program_id(0))
-    scale = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
-    shift = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    value = _load_tile(x, sample, x_b, x_c, x_t, channel, step, inside)
-    normal = tl.where(inside, (value - mean) * rstd, 0.0)
-    z = normal * scale[None, :] + shift[None, :]
+    scale = tl.load(weight + channel, mask=channel_mask, other=0.0).to(tl.float32)
+    shift = tl.load(bias + channel, mask=channel_mask, other=0.0).to(tl.float32)
+    value = _load_tile(x, sample, x_b, x_c, x_t, channel, step, mask)
+    normalized = tl.where(mask, (value - mean) * rstd, 0.0)
+    z = normalized * scale[None, :] + shift[None, :]
     factor, slope = _tanh_of_softplus(z)
-    g = _load_tile(gradient, sample, gradient_b, gradient_c, gradient_t, channel, step, inside)
+    g = _load_tile(gradient, sample, gradient_b, gradient_c, gradient_t, channel, step, mask)
     if FILM == 2:
         row = sample * 2 * channels + channel
-        tl.store(dfilm + row, tl.sum(g * z * factor, 0), mask=known)
-        tl.store(dfilm + row + channels, tl.sum(g, 0), mask=known)
-        g *= tl.load(film + row, mask=known, other=0.0).to(tl.float32)[None, :]
+        tl.store(dfilm + row, tl.sum(g * z * factor, 0), mask=channel_mask)
+        tl.store(dfilm + row + channels, tl.sum(g, 0), mask=channel_mask)
+        g *= tl.load(film + row, mask=channel_mask, other=0.0).to(tl.float32)[None, :]
     if FILM == 1:
-        tl.store(dfilm + sample * channels + channel, tl.sum(g, 0), mask=known)
+        tl.store(dfilm + sample * channels + channel, tl.sum(g, 0), mask=channel_mask)
     g *= tl.where(z > LINEAR, 1.0, factor + z * slope)
-    of_weight, of_bias = tl.sum(g * normal, 0), tl.sum(g, 0)
+    weight_grad, bias_grad = tl.sum(g * normalized, 0), tl.sum(g, 0)
     row = sample * channels + channel
-    tl.store(parts + row, of_weight, mask=known)
-    tl.store(parts + samples * channels + row, of_bias, mask=known)
-    along = tl.sum(of_weight * scale, 0) / count
-    level = tl.sum(of_bias * scale, 0) / count
-    result = rstd * (g * scale[None, :] - level - normal * along)
-    _store_tile(dx, result, sample, dx_b, dx_c, dx_t, channel, step, inside)
+    tl.store(parts + row, weight_grad, mask=channel_mask)
+    tl.store(parts + samples * channels + row, bias_grad, mask=channel_mask)
+    projection = tl.sum(weight_grad * scale, 0) / count
+    mean_grad = tl.sum(bias_grad * scale, 0) / count
+    input_grad = rstd * (g * scale[None, :] - mean_grad - normalized * projection)
+    _store_tile(dx, input_grad, sample, dx_b, dx_c, dx_t, channel, step, mask)
 
 
 def _tile(x: Tensor, groups: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a program."""
+    """Rows, columns and warps of a program's tile."""
     steps = triton.next_power_of_2(x.shape[2])
     channels = triton.next_power_of_2(x.shape[1] // groups)
     return steps, channels, min(16, max(1, steps * channels // 512))

@@ -1,6 +1,6 @@
-"""Triton kernels of normalisation, ReLU and the pooling after them, which is the start of a ResNet.
+"""Triton kernels of normalisation, ReLU and max pooling, as at the start of a ResNet.
 
-Layout and statistics are as in `norm.py`. Windows have 3 by 3 pixels, at every second pixel.
+Layout and statistics are as in `norm.py`. Windows are 3x3 with stride 2.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -38,31 +38,31 @@ def _pool(
     across = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     factor = tl.load(scale + image * stride + column)[None, :]
-    offset = tl.load(shift + image * stride + column)[None, :]
+    bias = tl.load(shift + image * stride + column)[None, :]
     x += image.to(tl.int64) * height * width * channels
     best = tl.full([PIXELS, CHANNELS], float("-inf"), tl.float32)
-    found = tl.zeros([PIXELS, CHANNELS], tl.int32)
+    best_tap = tl.zeros([PIXELS, CHANNELS], tl.int32)
     for tap in tl.static_range(9):
         row = 2 * down - 1 + tap // 3
         pixel = 2 * across - 1 + tap % 3
-        inside = ((pixel >= 0) & (pixel < width) & (row >= 0) & (row < height))[:, None]
-        at = (row * width + pixel)[:, None] * channels + column[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * factor + offset
-        value = tl.where(inside, value.to(y.dtype.element_ty).to(tl.float32), float("-inf"))
+        mask = ((pixel >= 0) & (pixel < width) & (row >= 0) & (row < height))[:, None]
+        offset = (row * width + pixel)[:, None] * channels + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * factor + bias
+        value = tl.where(mask, value.to(y.dtype.element_ty).to(tl.float32), float("-inf"))
         better = (value > best) | (value != value)
         best = tl.where(better, value, best)
-        found = tl.where(better, tap, found)
-    found = tl.where(best <= 0, NO_TAP, found)  # ReLU is zero there: nothing flows back
+        best_tap = tl.where(better, tap, best_tap)
+    best_tap = tl.where(best <= 0, NO_TAP, best_tap)  # ReLU is zero there: nothing flows back
     best = tl.maximum(best, 0.0, propagate_nan=tl.PropagateNan.ALL)
     start = tl.program_id(0).to(tl.int64) * out_width * channels
-    at = start + across[:, None] * channels + column[None, :]
-    inside = (across < out_width)[:, None]
-    tl.store(y + at, best, mask=inside)
-    tl.store(index + at, found.to(tl.uint8), mask=inside)
+    offset = start + across[:, None] * channels + column[None, :]
+    mask = (across < out_width)[:, None]
+    tl.store(y + offset, best, mask=mask)
+    tl.store(index + offset, best_tap.to(tl.uint8), mask=mask)
 
 
 def norm_pool(x: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value of relu(x * scale + shift) in windows of 3 by 3 at every second pixel, and which one it is."""
+    """Maximum of relu(x * scale + shift) in 3x3 windows with stride 2, and the tap that it comes from."""
     images, channels, height, width = x.shape
     y, index = empty_pooled(x)
     block = channel_block(channels)
@@ -101,28 +101,28 @@ def _pool_sums(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """For each row of the pooled map. All of g lies where a maximum was."""
+    """A program handles a row of the pooled map. g is zero except at the maxima."""
     image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    centre = tl.load(mean + image * stride + column)[None, :]
+    center = tl.load(mean + image * stride + column)[None, :]
     x += image.to(tl.int64) * height * width * channels
     start = tl.program_id(0).to(tl.int64) * out_width * channels
-    one = tl.zeros([PIXELS, CHANNELS], tl.float32)
-    two = tl.zeros([PIXELS, CHANNELS], tl.float32)
+    grad_sums = tl.zeros([PIXELS, CHANNELS], tl.float32)
+    weighted_sums = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for first in range(0, out_width, PIXELS):
         across = first + tl.arange(0, PIXELS)
-        at = start + across[:, None] * channels + column[None, :]
-        tap = tl.load(index + at, mask=(across < out_width)[:, None], other=NO_TAP).to(tl.int32)
-        inside = tap != NO_TAP
-        g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+        offset = start + across[:, None] * channels + column[None, :]
+        tap = tl.load(index + offset, mask=(across < out_width)[:, None], other=NO_TAP).to(tl.int32)
+        mask = tap != NO_TAP
+        g = tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32)
         row = 2 * down - 1 + tap // 3
         pixel = 2 * across[:, None] - 1 + tap % 3
-        value = tl.load(x + (row * width + pixel) * channels + column[None, :], mask=inside, other=0.0)
-        one += g
-        two += g * (value.to(tl.float32) - centre)
-    at = tl.program_id(0) * channels + column
-    tl.store(plain + at, tl.sum(one, 0))
-    tl.store(weighted + at, tl.sum(two, 0))
+        value = tl.load(x + (row * width + pixel) * channels + column[None, :], mask=mask, other=0.0)
+        grad_sums += g
+        weighted_sums += g * (value.to(tl.float32) - center)
+    offset = tl.program_id(0) * channels + column
+    tl.store(plain + offset, tl.sum(grad_sums, 0))
+    tl.store(weighted + offset, tl.sum(weighted_sums, 0))
 
 
 def norm_pool_sums(gradient: Tensor, index: Tensor, x: Tensor, mean: Tensor) -> Tensor:
@@ -150,21 +150,21 @@ def norm_pool_sums(gradient: Tensor, index: Tensor, x: Tensor, mean: Tensor) -> 
 
 @triton.jit
 def _from_window(gradient, index, start, down, across, out_height, out_width, channels, column):
-    """The gradient of some windows of a row, and which pixel it belongs to."""
-    inside = ((down < out_height) & (across < out_width))[:, None]
-    at = start + (down * out_width + across)[:, None] * channels + column[None, :]
-    tap = tl.load(index + at, mask=inside, other=NO_TAP).to(tl.int32)
-    return tap, tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
+    """The gradients of some windows of a row, and the taps that they belong to."""
+    mask = ((down < out_height) & (across < out_width))[:, None]
+    offset = start + (down * out_width + across)[:, None] * channels + column[None, :]
+    tap = tl.load(index + offset, mask=mask, other=NO_TAP).to(tl.int32)
+    return tap, tl.load(gradient + offset, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store_row(g, x, dx, row, pixel, height, width, channels, column, a, b, d, start, USE_X: tl.constexpr):
-    at = start + (row * width + pixel)[:, None] * channels + column[None, :]
-    inside = ((pixel < width) & (row < height))[:, None]
+    offset = start + (row * width + pixel)[:, None] * channels + column[None, :]
+    mask = ((pixel < width) & (row < height))[:, None]
     result = a * g
     if USE_X:
-        result += b * tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + d
-    tl.store(dx + at, result, mask=inside)
+        result += b * tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) + d
+    tl.store(dx + offset, result, mask=mask)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def _pool_backward(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """For squares of 2 by 2 pixels. Window (i, j) has its centre at (2i, 2j), so four windows reach a square."""
+    """A program handles 2x2 squares of pixels. Window (i, j) is centred at (2i, 2j), so four windows cover a square."""
     image, down = tl.program_id(0) // out_height, tl.program_id(0) % out_height
     across = tl.program_id(1) * PIXELS + tl.arange(0, PIXELS)
     column = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
@@ -197,11 +197,11 @@ def _pool_backward(
     tap3, g3 = _from_window(
         gradient, index, start, down + 1, across + 1, out_height, out_width, channels, column
     )
-    own = image * stride + column
-    factor = tl.load(a + own)[None, :]
+    set_index = image * stride + column
+    factor = tl.load(a + set_index)[None, :]
     slope, offset = factor, factor
     if USE_X:
-        slope, offset = tl.load(b + own)[None, :], tl.load(d + own)[None, :]
+        slope, offset = tl.load(b + set_index)[None, :], tl.load(d + set_index)[None, :]
     start = image.to(tl.int64) * height * width * channels
     row, pixel = 2 * down, 2 * across
     g = tl.where(tap0 == 4, g0, 0.0)

@@ -1,4 +1,4 @@
-"""The Triton kernels of the operators in `kernels/quick_gelu.py`."""
+"""Triton kernels of the operators in `kernels/quick_gelu.py`."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from flexor.kernels.quick_gelu import SLOPE as quick_gelu_slope
 
-BLOCK = 4096  # values of a program
+BLOCK = 4096  # values per program
 SLOPE = tl.constexpr(quick_gelu_slope)
 
 
 @triton.jit
 def _forward(x, y, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    tl.store(y + at, (value * tl.sigmoid(SLOPE * value)).to(y.dtype.element_ty), mask=at < count)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32)
+    tl.store(y + index, (value * tl.sigmoid(SLOPE * value)).to(y.dtype.element_ty), mask=index < count)
 
 
 @triton.jit
 def _backward(gradient, x, dx, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
-    given = tl.load(gradient + at, mask=at < count, other=0.0).to(tl.float32)
-    share = tl.sigmoid(SLOPE * value)
-    slope = share * (1 + SLOPE * value * (1 - share))
-    tl.store(dx + at, (given * slope).to(dx.dtype.element_ty), mask=at < count)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32)
+    grad = tl.load(gradient + index, mask=index < count, other=0.0).to(tl.float32)
+    gate = tl.sigmoid(SLOPE * value)
+    slope = gate * (1 + SLOPE * value * (1 - gate))
+    tl.store(dx + index, (grad * slope).to(dx.dtype.element_ty), mask=index < count)
 
 
 def quick_gelu(x: Tensor) -> Tensor:
