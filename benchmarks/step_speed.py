@@ -37,7 +37,7 @@ from flexor.policies.base import PolicyConfig
 from flexor.policies.features import Kind
 from flexor.policies.fit import deltas_of
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
-from flexor.policies.smolvla.vlm_size import KNOWN
+from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from parity.smolvla import vlms
@@ -203,7 +203,7 @@ def write_vlm(folder: Path) -> None:
     sizes = {
         "model_type": "smolvlm",
         "image_token_id": 2,
-        **KNOWN["HuggingFaceTB/SmolVLM2-500M-Video-Instruct"],
+        **BUILTIN_SIZES["HuggingFaceTB/SmolVLM2-500M-Video-Instruct"],
     }
     sizes["text_config"] = {"model_type": "llama", "pad_token_id": 0, **sizes["text_config"]}
     (folder / "config.json").write_text(json.dumps(sizes))

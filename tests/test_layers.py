@@ -131,6 +131,22 @@ def test_folders_import_one_way():
             assert not wrong, f"{name} imports {wrong}, which comes after it"
 
 
+SHARED_BY_POLICIES = ("nn", "vlm", "processing", "augment", "models")
+
+
+def test_no_policy_imports_another_policy():
+    """They share `nn/` and `vlm/`, which import no policy."""
+    folders = {file.parent.name for file in (ROOT / "policies").glob("*/*.py")}
+    policies = {f"flexor.policies.{folder}" for folder in folders if folder not in SHARED_BY_POLICIES}
+    for name in MODULES:
+        if name.startswith("flexor.policies.") and name.count(".") > 2:
+            folder = ".".join(name.split(".")[:3])
+            wrong = [t for t in imports()[name] if t.startswith(tuple(f"{p}." for p in policies - {folder}))]
+            assert not wrong, f"{name} imports {wrong}"
+    nn = [name for name in MODULES if name.startswith("flexor.policies.nn.")]
+    assert not [t for name in nn for t in imports()[name] if t.startswith("flexor.policies.vlm.")]
+
+
 def test_no_file_imports_itself_in_a_circle():
     done: set[str] = set()
 

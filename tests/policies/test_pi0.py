@@ -17,10 +17,10 @@ from flexor.policies.base import without_padding
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.nn.transformer import Transformer
-from flexor.policies.pi0.paligemma import PaliGemmaWithExpert
-from flexor.policies.pi0.policy import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
+from flexor.policies.pi0 import network
 from flexor.policies.pretrained import load_pretrained, load_weights, read_config, save_pretrained
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
+from flexor.policies.vlm.paligemma_names import EMBEDDING, EXPERT_HEAD, LANGUAGE_HEAD
 from flexor.train.checkpoint import folder as checkpoint
 from flexor.train.checkpoint.tensors import OPTIMIZER
 from support import runs, small_pi
@@ -307,22 +307,22 @@ def test_impossible_settings_are_refused(settings, said):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_is_read_once_and_never_written_to(kind, monkeypatch):
+def test_the_prefix_is_computed_once_and_never_written_to(kind, monkeypatch):
     policy = make_policy(kind, num_inference_steps=4, cameras=(TOP, WRIST)).eval()
-    seen, prompts = [], []
-    see, act = SiglipVision.forward, PaliGemmaWithExpert.act
-    monkeypatch.setattr(SiglipVision, "forward", lambda self, x: seen.append(x.shape) or see(self, x))
+    shapes, versions = [], []
+    encode, decode_suffix = SiglipVision.forward, network.decode_suffix
+    monkeypatch.setattr(SiglipVision, "forward", lambda self, x: shapes.append(x.shape) or encode(self, x))
 
-    def note(self, x, among, prompt, *more):
-        prompts.append([(layer.keys._version, layer.values._version) for layer in prompt.layers])
-        return act(self, x, among, prompt, *more)
+    def record(expert, x, suffix_mask, prefix, *condition):
+        versions.append([(layer.keys._version, layer.values._version) for layer in prefix.layers])
+        return decode_suffix(expert, x, suffix_mask, prefix, *condition)
 
-    monkeypatch.setattr(PaliGemmaWithExpert, "act", note)
+    monkeypatch.setattr(network, "decode_suffix", record)
     with torch.no_grad():
         chunk = policy.predict(batch_of(policy.config), noise_of())
     assert chunk.shape == (2, 6, 3)
-    assert seen == [(4, 3, 28, 28)]  # both cameras of both samples together
-    assert len(prompts) == 4 and all(prompt == prompts[0] for prompt in prompts)
+    assert shapes == [(4, 3, 28, 28)]  # both cameras of both samples together
+    assert len(versions) == 4 and all(version == versions[0] for version in versions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -370,7 +370,7 @@ def test_unused_parts_of_the_last_layer_are_not_computed(monkeypatch):
     """Only its keys and values matter to the expert."""
     policy = make_policy()
     calls = []
-    last = policy.model.paligemma_with_expert.reader.language_model.layers[-1]
+    last = policy.model.paligemma_with_expert.vlm.language_model.layers[-1]
     last.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
     last.self_attn.q_proj.register_forward_hook(lambda *_: calls.append("queries"))
     policy.loss(batch_of(policy.config), noise_of())

@@ -23,7 +23,7 @@ from flexor.policies.processing.tokenize import TASK_TOKENS, Tokenize
 from flexor.policies.session import Session, act_together
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.policy import SmolVLA
-from flexor.policies.smolvla.vlm_size import KNOWN, read_size
+from flexor.policies.vlm.smolvlm_size import BUILTIN_SIZES, read_size
 from flexor.sim.task import describe
 from parity.flexor_side import make_config, make_policy, tensors
 from parity.inputs import TASKS
@@ -156,7 +156,7 @@ def test_fine_tuning_modes(vlms):
 def test_a_frozen_model_keeps_only_keys_and_values_of_what_it_read(vlms):
     """The state token needs gradients through the whole language model; the many others keep nothing for it."""
     made, batch = batch_of("frozen", vlms)
-    prefix = made.policy.model.read(made.policy._observe(batch)).prefix
+    prefix = made.policy.model.prefill(made.policy._prepare(batch)).prefix
     assert all(layer.keys.requires_grad for layer in prefix)  # because of the state
     kept = []
     text = made.policy.model.vlm_with_expert.vlm.model.text_model
@@ -174,7 +174,7 @@ def test_a_frozen_model_keeps_only_keys_and_values_of_what_it_read(vlms):
 def test_the_prefix_is_never_written_to(vlms):
     made, batch = batch_of("frozen", vlms)
     with torch.no_grad():
-        context = made.policy.model.read(made.policy._observe(batch))
+        context = made.policy.model.prefill(made.policy._prepare(batch))
         before = [layer.keys.clone() for layer in context.prefix]
         x, time = torch.randn(2, 8, 5), torch.tensor([0.5, 0.9])
         once = made.policy.model.velocity(x, time, context)
@@ -185,7 +185,7 @@ def test_the_prefix_is_never_written_to(vlms):
 def test_actions_do_not_see_later_ones(vlms):
     made, batch = batch_of("self_attention", vlms)
     with torch.no_grad():
-        context = made.policy.model.read(made.policy._observe(batch))
+        context = made.policy.model.prefill(made.policy._prepare(batch))
         x, time = torch.randn(2, 8, 5), torch.tensor([0.5, 0.9])
         before = made.policy.model.velocity(x, time, context)
         x[:, 5:] += 1
@@ -483,7 +483,7 @@ def test_refuses_other_models(changed, said, vlms, tmp_path):
 def test_an_unknown_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no-vlm: there is no such folder"):
         read_size(str(tmp_path / "no-vlm"))
-    assert read_size(next(iter(KNOWN))).text.width == 960
+    assert read_size(next(iter(BUILTIN_SIZES))).text.width == 960
 
 
 def test_the_model_that_comes_along_reads_the_built_in_task():

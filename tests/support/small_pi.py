@@ -6,8 +6,8 @@ Known to processes that import this: the tests' own, and those that are forked f
 import json
 
 from flexor.policies.nn.siglip import SiglipSize
-from flexor.policies.pi0 import paligemma
-from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
+from flexor.policies.vlm import paligemma
+from flexor.policies.vlm.paligemma import PaliGemmaSize, gemma
 
 READER, EXPERT = "gemma_small", "gemma_smaller"
 VOCABULARY = 100

@@ -3,7 +3,7 @@
 A diffusion policy runs its network up to 100 times for one chunk of actions, and a small network's kernels take the GPU
 less time than the host needs to launch them. The first prediction of a kind runs eagerly, the second is captured, later
 ones are replayed. A graph runs the kernels of the eager prediction, so it computes the same. A policy that predicts in
-parts (`stepwise.py`) has a second graph for a part.
+parts (`autoregressive.py`) has a second graph for a part.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flexor.core.batch import MEMORY, Batch
 from flexor.core.cuda_graphs import capture, why_not_captured
 from flexor.core.log import log
 from flexor.core.rng import GraphNoise, Noise, NoiseKeys
+from flexor.policies.autoregressive import AutoregressivePolicy
 from flexor.policies.base import Policy
-from flexor.policies.stepwise import StepwisePolicy
 
 MOST_KINDS = 8  # graphs that are kept; each keeps its memory
 
@@ -41,16 +41,16 @@ class _CapturedPrediction:
 class _CapturedPart:
     """The graph of one part of a prediction, and the state that it changes."""
 
-    policy: StepwisePolicy
+    policy: AutoregressivePolicy
     state: Any
     graph: torch.cuda.CUDAGraph
 
     def actions(self) -> Tensor:
-        for _ in range(self.policy.most_parts):
+        for _ in range(self.policy.max_segments):
             self.graph.replay()
-            if self.policy.ended(self.state):
+            if self.policy.is_finished(self.state):
                 break
-        return self.policy.actions(self.state)
+        return self.policy.decode_actions(self.state)
 
 
 class PredictGraphs:
@@ -112,12 +112,12 @@ class PredictGraphs:
         given = batch, GraphNoise(keys, ids)
         pool = torch.cuda.graph_pool_handle()
         found: Tensor | _CapturedPart
-        if isinstance(self.policy, StepwisePolicy):
+        if isinstance(self.policy, AutoregressivePolicy):
             with capture(graph, pool, self.stream):
-                state = self.policy.begin(*given)
+                state = self.policy.prefill(*given)
             part = torch.cuda.CUDAGraph()
             with capture(part, pool, self.stream):  # in the same memory: never replayed at the same time
-                self.policy.advance(state)
+                self.policy.decode_segment(state)
             found = _CapturedPart(self.policy, state, part)
         else:
             with capture(graph, pool, self.stream):

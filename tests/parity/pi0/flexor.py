@@ -7,8 +7,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from flexor.policies.nn.siglip import SiglipSize
-from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
 from flexor.policies.pretrained import as_lerobot, save_weights
+from flexor.policies.vlm.paligemma import PaliGemmaSize, gemma
 from parity import flexor_side
 from parity.inputs import BATCH
 from parity.pi0.small import GEMMA, VISION, WIDTHS, WORDS
@@ -23,8 +23,8 @@ def prepared(folder: Path) -> Iterator[None]:
     vision = SiglipSize(*VISION.values())
     whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (
-        patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
-        patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
+        patch.dict("flexor.policies.vlm.paligemma.GEMMA", sizes),
+        patch.dict("flexor.policies.vlm.paligemma.PALIGEMMA", whole),
         patch("flexor.policies.nn.flow.beta", lambda noise, name, *_: noise.uniform(name, (BATCH,))),
     ):
         yield

@@ -9,9 +9,9 @@ from unittest.mock import patch
 from torch import Tensor
 
 from flexor.policies.nn.siglip import SiglipSize
-from flexor.policies.pi0.paligemma import PaliGemmaSize, gemma
 from flexor.policies.pi0_fast.action_tokens import TokenizeActions
 from flexor.policies.pretrained import as_lerobot, save_weights
+from flexor.policies.vlm.paligemma import PaliGemmaSize, gemma
 from parity import flexor_side
 from parity.inputs import TASKS
 from parity.pi0.small import GEMMA, VISION, WIDTHS
@@ -19,9 +19,9 @@ from parity.pi0_fast.cases import WORDS, forgotten, recorded, training_batch
 from parity.records import saved_weights
 
 
-def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:
+def mean_over_tokens(token_losses: Tensor, mask: Tensor) -> Tensor:
     """LeRobot's: over all tokens of the batch."""
-    return (errors * mask).sum(1) * len(mask) / mask.sum()
+    return (token_losses * mask).sum(1) * len(mask) / mask.sum()
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def prepared(folder: Path) -> Iterator[None]:
     vision = SiglipSize(*VISION.values())
     whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (
-        patch.dict("flexor.policies.pi0.paligemma.GEMMA", sizes),
-        patch.dict("flexor.policies.pi0.paligemma.PALIGEMMA", whole),
-        patch("flexor.policies.pi0_fast.policy.mean_of_tokens", mean_of_tokens),
+        patch.dict("flexor.policies.vlm.paligemma.GEMMA", sizes),
+        patch.dict("flexor.policies.vlm.paligemma.PALIGEMMA", whole),
+        patch("flexor.policies.pi0_fast.policy.mean_over_tokens", mean_over_tokens),
         forgotten(TokenizeActions, folder),
     ):
         yield

@@ -42,7 +42,7 @@ def test_passes_beyond_the_second_are_not_traced():
 
 def test_operations_that_depend_on_the_batch_size_are_traced(monkeypatch: pytest.MonkeyPatch):
     """pi0-FAST computes its logits in pieces: here two with a batch size of 2, and 11 with 24."""
-    monkeypatch.setattr(pi0_fast, "AT_ONCE", 64)
+    monkeypatch.setattr(pi0_fast, "LOSS_CHUNK", 64)
     config = settings("pi0_fast")
     own, found = trace_step(config, 24, CARDS[8, 0]), Traces(config).at(24, 1, CARDS[8, 0])
     assert found.events == own.events and found.ops == own.ops

@@ -1,4 +1,4 @@
-"""pi0-FAST at small sizes: what it writes, reads and saves. LeRobot's numbers: tests/parity/pi0_fast."""
+"""pi0-FAST at small sizes: what it encodes, decodes and saves. LeRobot's numbers: tests/parity/pi0_fast."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ from flexor.core.log import _warn_once
 from flexor.core.rng import Noise
 from flexor.policies.adapters import LoraConfig, LoraLinear, add_adapters
 from flexor.policies.nn.rope import make_rope
-from flexor.policies.pi0_fast.action_tokens import ACTION_TOKENS, ActionWords, TokenizeActions
-from flexor.policies.pi0_fast.policy import ASKED_EVERY, mean_of_tokens
+from flexor.policies.pi0_fast.action_tokens import ACTION_TOKENS, ActionVocabulary, TokenizeActions
+from flexor.policies.pi0_fast.policy import SEGMENT, mean_over_tokens
 from flexor.policies.pretrained import Pretrained, load_pretrained, save_pretrained
 from flexor.policies.processing.pipeline import PREPROCESSOR, Pipeline
 from parity import flexor_side
@@ -32,8 +32,10 @@ def case(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def words(case):
-    return ActionWords.load(case["settings"]["text_tokenizer_name"], case["settings"]["fast_skip_tokens"])
+def vocabulary(case):
+    return ActionVocabulary.load(
+        case["settings"]["text_tokenizer_name"], case["settings"]["fast_skip_tokens"]
+    )
 
 
 def make(case: dict, **settings: object) -> Pretrained:
@@ -58,74 +60,74 @@ def test_the_chunk_is_decoded_as_long_as_it_is_however_many_actions_are_executed
     np.testing.assert_array_equal(whole, few)
 
 
-def test_what_is_written_word_by_word_is_what_the_loss_expects(case):
-    """With a cache and without one, the same words are the most likely ones."""
+def test_decoded_tokens_are_those_that_the_loss_expects(case):
+    """With a cache and without one, the same tokens are the most likely ones."""
     made = make(case, max_decoding_steps=12)
     policy = made.policy.eval()
     batch = batch_of(made, case)
     with torch.no_grad():
-        written = policy.written(policy.run(batch, NOISE))
-        start = torch.full((BATCH, 1), policy.words.beginning)
-        likely = torch.cat((start, written), 1)
-        best = policy.writer.losses(policy._prompt(batch), likely)
+        decoded = policy.decoded_tokens(policy.generate(batch, NOISE))
+        start = torch.full((BATCH, 1), policy.vocabulary.bos)
+        likely = torch.cat((start, decoded), 1)
+        best = policy.paligemma.token_losses(policy._prefix(batch), likely)
         for place in (1, 4, 9):
             other = likely.clone()
             other[:, place] = torch.where(other[:, place] == FIRST, FIRST - 1, FIRST)
-            worse = policy.writer.losses(policy._prompt(batch), other)
+            worse = policy.paligemma.token_losses(policy._prefix(batch), other)
             assert (worse[:, place - 1] > best[:, place - 1]).all()
             torch.testing.assert_close(
                 worse[:, : place - 1], best[:, : place - 1]
             )  # later words are not seen
 
 
-def as_before(policy, batch: dict, noise: Noise) -> torch.Tensor:
-    """The words, written with keys and values that grow by one word at a time, and no memory made beforehand."""
-    writer, prompt = policy.writer, policy._prompt(batch)
-    language, there, layers = writer.language, prompt.there, prompt.layers
-    word = torch.full((len(there),), policy.words.beginning)
-    ended, written = torch.zeros(len(there), dtype=torch.bool), []
+def decode_with_growing_cache(policy, batch: dict, noise: Noise) -> torch.Tensor:
+    """The tokens, decoded with a cache that grows by one token at a time."""
+    paligemma, prefix = policy.paligemma, policy._prefix(batch)
+    decoder, mask, cache = paligemma.decoder, prefix.mask, prefix.layers
+    token = torch.full((len(mask),), policy.vocabulary.bos)
+    finished, tokens = torch.zeros(len(mask), dtype=torch.bool), []
     for step in range(policy.config.max_decoding_steps):
-        rope = make_rope(there.sum(1, keepdim=True), language.size.head_dim)
-        there = torch.cat((there, torch.ones(len(there), 1, dtype=torch.bool)), 1)
-        x, grown = language.embed_tokens(word[:, None]), []
-        for layer, before in zip(language.layers, layers, strict=True):
-            x, new = layer(x, rope, there[:, None, None], before)
-            grown.append(before.append(new))
-        layers = grown
-        logits = writer.logits(language.norm(x)[0][:, 0]).float()
-        word = logits.argmax(-1)
+        rope = make_rope(mask.sum(1, keepdim=True), decoder.size.head_dim)
+        mask = torch.cat((mask, torch.ones(len(mask), 1, dtype=torch.bool)), 1)
+        x, longer = decoder.embed_tokens(token[:, None]), []
+        for layer, layer_cache in zip(decoder.layers, cache, strict=True):
+            x, new = layer(x, rope, mask[:, None, None], layer_cache)
+            longer.append(layer_cache.append(new))
+        cache = longer
+        logits = paligemma.logits(decoder.norm(x)[0][:, 0]).float()
+        token = logits.argmax(-1)
         if policy.config.temperature:
-            likely = (logits / policy.config.temperature).softmax(-1).cumsum(-1)
-            drawn = noise.uniform(f"word {step}", (len(logits),))
-            word = torch.searchsorted(likely, drawn[:, None] * likely[:, -1:]).squeeze(1)
-        written.append(word)
-        ended |= word == policy.words.stop
-        if (step + 1) % ASKED_EVERY == 0 and ended.all():
+            cumulative = (logits / policy.config.temperature).softmax(-1).cumsum(-1)
+            uniform = noise.uniform(f"word {step}", (len(logits),))
+            token = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:]).squeeze(1)
+        tokens.append(token)
+        finished |= token == policy.vocabulary.end
+        if (step + 1) % SEGMENT == 0 and finished.all():
             break
-    return torch.stack(written, 1)
+    return torch.stack(tokens, 1)
 
 
-def asked(words: torch.Tensor, stop: int) -> int:
-    """How many words [B, T] are written: until the host asks and all rows have ended."""
-    ends = [row.index(stop) if stop in row else words.shape[1] for row in words.tolist()]
-    return min(ASKED_EVERY * (1 + max(ends) // ASKED_EVERY), words.shape[1])
+def decoded_length(tokens: torch.Tensor, end: int) -> int:
+    """How many of the tokens [B, T] are decoded: until the host asks and all samples are finished."""
+    ends = [row.index(end) if end in row else tokens.shape[1] for row in tokens.tolist()]
+    return min(SEGMENT * (1 + max(ends) // SEGMENT), tokens.shape[1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_words_are_those_of_keys_and_values_that_grow(case, temperature):
-    """Also if the rows end at different words, early, in another part than the last one, or not at all."""
+def test_tokens_are_those_of_a_growing_cache(case, temperature):
+    """Also if samples end at different tokens, early, in another segment than the last one, or not at all."""
     made = make(case, max_decoding_steps=30, temperature=temperature)
     policy, batch = made.policy.eval(), batch_of(made, case)
     with torch.no_grad():
-        words = as_before(policy, batch, NOISE)
-        assert words.shape[1] == 30
-        # what it writes does not depend on which word is its end: one for each length that there is
-        ends = {asked(words, stop): stop for stop in range(WRITTEN)}
-        for length, stop in ends.items():
-            policy.words = policy.words._replace(stop=stop)
-            state = policy.run(batch, NOISE)
-            assert torch.equal(policy.written(state), words[:, :length])
-            assert state.ended.tolist() == (state.words[:, : int(state.step)] == stop).any(1).tolist()
+        tokens = decode_with_growing_cache(policy, batch, NOISE)
+        assert tokens.shape[1] == 30
+        # what it decodes does not depend on which token is the end: try one for each possible length
+        ends = {decoded_length(tokens, end): end for end in range(WRITTEN)}
+        for length, end in ends.items():
+            policy.vocabulary = policy.vocabulary._replace(end=end)
+            state = policy.generate(batch, NOISE)
+            assert torch.equal(policy.decoded_tokens(state), tokens[:, :length])
+            assert state.finished.tolist() == (state.tokens[:, : int(state.step)] == end).any(1).tolist()
     assert len(ends) > 1 and 30 in ends
 
 
@@ -147,26 +149,26 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_every_part_is_the_same_and_in_place(case, temperature):
+def test_every_segment_is_the_same_and_in_place(case, temperature):
     """As a CUDA graph needs it: the same operations on the same memory, and nothing is asked of the GPU."""
     made = make(case, max_decoding_steps=24, temperature=temperature)
     policy, batch = made.policy.eval(), batch_of(made, case)
     with torch.inference_mode():
-        state = policy.begin(batch, NOISE)
+        state = policy.prefill(batch, NOISE)
         seen = []
-        for _ in range(policy.most_parts):
+        for _ in range(policy.max_segments):
             with Watched() as watched:
-                policy.advance(state)
-            tensors = [x for layer in state.layers for x in layer]
+                policy.decode_segment(state)
+            tensors = [x for layer in state.kv_cache for x in layer]
             tensors += [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
             seen.append((watched.calls, [x.data_ptr() for x in tensors]))
         assert seen[0] == seen[1] == seen[2]
-        assert torch.equal(policy.written(state), policy.written(policy.run(batch, NOISE)))
+        assert torch.equal(policy.decoded_tokens(state), policy.decoded_tokens(policy.generate(batch, NOISE)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
-def test_a_graph_writes_what_is_written_without_one(case, temperature):
+def test_a_graph_decodes_what_eager_mode_decodes(case, temperature):
     made = make(case, max_decoding_steps=30, temperature=temperature)
     made.policy.cuda()
     noise = [Noise(0, step, torch.arange(BATCH)) for step in range(4)]
@@ -179,22 +181,22 @@ def test_a_graph_writes_what_is_written_without_one(case, temperature):
     assert all(torch.equal(one, other) for one, other in zip(graphs, eager))
 
 
-def test_whatever_is_written_there_are_actions_and_it_is_said(case, monkeypatch, caplog):
+def test_any_tokens_decode_to_actions_with_a_warning(case, monkeypatch, caplog):
     made = make(case, validate_action_token_prefix=True)
-    for rows in ([[5, 0, 1]] * BATCH, [[made.policy.words.stop]] * BATCH, [[400] * 50] * BATCH):
+    for rows in ([[5, 0, 1]] * BATCH, [[made.policy.vocabulary.end]] * BATCH, [[400] * 50] * BATCH):
         caplog.clear()
-        monkeypatch.setattr(made.policy, "written", lambda *_, rows=rows: torch.tensor(rows))
+        monkeypatch.setattr(made.policy, "decoded_tokens", lambda *_, rows=rows: torch.tensor(rows))
         assert np.isfinite(chunk(made, case)).all()
-        assert f"the tokens of {BATCH} are not those of a whole chunk" in caplog.text
+        assert f"the tokens of {BATCH} are not those of a full chunk" in caplog.text
 
 
-def test_what_is_learnt_is_read_back(case, words, caplog):
-    """The words of a chunk, without their beginning, decode to its actions. What is far outside is cut, and told."""
+def test_encoded_actions_decode_to_themselves(case, vocabulary, caplog):
+    """Actions far outside of the range are clipped, with a warning."""
     _warn_once.cache_clear()
     made = make(case)
     step = next(step for step in made.preprocessor.steps if isinstance(step, TokenizeActions))
     actions = torch.sin(torch.arange(BATCH * 6 * 3).reshape(BATCH, 6, 3) / 7)
-    read = [words.read(row[1:]) for row in step({"action": actions})[ACTION_TOKENS].tolist()]
+    read = [vocabulary.decode(row[1:]) for row in step({"action": actions})[ACTION_TOKENS].tolist()]
     assert all(begins for _, begins in read)
     decoded = made.policy.fast.decode([tokens for tokens, _ in read], 6, 3)
     assert decoded.problems == [""] * BATCH
@@ -204,15 +206,15 @@ def test_what_is_learnt_is_read_back(case, words, caplog):
     assert "beyond the range of the FAST tokenizer" in caplog.text
 
 
-def test_words_of_a_sequence(words):
-    written = words.write([0, 5])
-    assert written == [words.beginning, *words.prefix, FIRST, FIRST - 5, *words.end]
-    assert words.read(written[1:]) == ([0, 5], True)
-    assert words.read([FIRST, *words.prefix, FIRST - 1, words.stop, FIRST]) == ([0, 1], False)
-    assert words.read([]) == ([], False)
+def test_tokens_of_a_chunk(vocabulary):
+    encoded = vocabulary.encode([0, 5])
+    assert encoded == [vocabulary.bos, *vocabulary.prefix, FIRST, FIRST - 5, *vocabulary.suffix]
+    assert vocabulary.decode(encoded[1:]) == ([0, 5], True)
+    assert vocabulary.decode([FIRST, *vocabulary.prefix, FIRST - 1, vocabulary.end, FIRST]) == ([0, 1], False)
+    assert vocabulary.decode([]) == ([], False)
 
 
-def test_a_temperature_draws_words_that_depend_on_the_noise_alone(case):
+def test_sampled_tokens_depend_on_the_noise_alone(case):
     made = make(case, temperature=5.0)
     one, again = chunk(made, case), chunk(made, case)
     np.testing.assert_array_equal(one, again)
@@ -230,7 +232,7 @@ def test_the_loss_of_a_sample_does_not_depend_on_the_others(case):
             alone = {key: value[n : n + 1] for key, value in batch.items() if isinstance(value, torch.Tensor)}
             torch.testing.assert_close(made.policy.loss(alone, NOISE).per_sample, both[n : n + 1])
     errors, mask = torch.tensor([[1.0, 3.0], [5.0, 9.0]]), torch.tensor([[True, True], [True, False]])
-    assert mean_of_tokens(errors, mask).tolist() == [2, 5]
+    assert mean_over_tokens(errors, mask).tolist() == [2, 5]
 
 
 def test_saved_and_loaded_it_acts_the_same(case, tmp_path):
@@ -243,7 +245,7 @@ def test_saved_and_loaded_it_acts_the_same(case, tmp_path):
 
 def test_bfloat16_weights_act(case):
     made = make(case, dtype="bfloat16")
-    assert made.policy.writer.lm_head.weight.dtype == torch.bfloat16
+    assert made.policy.paligemma.lm_head.weight.dtype == torch.bfloat16
     assert np.isfinite(chunk(made, case)).all()
     made.policy.loss(batch_of(made, case), NOISE).per_sample.mean().backward()
 
@@ -252,7 +254,7 @@ def test_adapters_are_on_queries_and_values_by_default(case):
     policy = make(case).policy
     add_adapters(policy, LoraConfig(r=2), 0, policy.config.lora_targets())
     adapted = [name for name, module in policy.named_modules() if isinstance(module, LoraLinear)]
-    assert len(adapted) == 2 * len(policy.writer.language.layers)
+    assert len(adapted) == 2 * len(policy.paligemma.decoder.layers)
     assert all(name.endswith(("q_proj", "v_proj")) and "language_model" in name for name in adapted)
 
 

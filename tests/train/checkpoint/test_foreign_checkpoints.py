@@ -19,7 +19,7 @@ from flexor.core.typed import field_types
 from flexor.policies import POLICIES, make_policy, policy_class
 from flexor.policies.pretrained import load_pretrained, read_config
 from flexor.policies.sizes import LENGTHS, check_sizes
-from flexor.policies.smolvla.vlm_size import read_size
+from flexor.policies.vlm.smolvlm_size import read_size
 from support import foreign_checkpoints, ranks, runs
 from support.damage import edit_json
 from support.mutations import Watch, at_most

@@ -7,13 +7,12 @@ channel (FiLM, Perez et al. 2018, https://arxiv.org/abs/1709.07871). Parameter n
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flexor.kernels.norm_mish import norm_mish
+from flexor.policies.nn.diffusion import StepEmbedding
 
 
 class ConditionalUnet1d(nn.Module):
@@ -159,16 +158,3 @@ def flat_image(x: Tensor, weight: Tensor) -> bool:
     """
     last = weight.stride()[1:] == (1, weight.shape[1])
     return x.device.type in ("cuda", "meta") and last and torch.is_grad_enabled()
-
-
-class StepEmbedding(nn.Module):
-    """Levels [B] -> [B, dim]: sines, then cosines, of wavelengths from 2 pi to 10000 x 2 pi."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.waves = dim // 2
-
-    def forward(self, level: Tensor) -> Tensor:
-        exponent = torch.arange(self.waves, device=level.device) * (-math.log(10_000) / (self.waves - 1))
-        angle = level[:, None] * exponent.exp()
-        return torch.cat((angle.sin(), angle.cos()), -1)

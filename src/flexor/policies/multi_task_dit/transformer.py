@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flexor.policies.diffusion.unet import StepEmbedding
 from flexor.policies.nn.attention import Attention
+from flexor.policies.nn.diffusion import StepEmbedding
 
 
 class RotaryAttention(nn.Module):

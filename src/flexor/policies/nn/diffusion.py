@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
 from flexor.core.rng import NoiseSource
@@ -159,3 +159,16 @@ def betas(settings: DiffusionSettings) -> Tensor:
 
     steps = [1 - left((i + 1) / count) / left(i / count) for i in range(count)]
     return torch.tensor(steps).clamp(max=0.999)
+
+
+class StepEmbedding(nn.Module):
+    """Levels [B] -> [B, dim]: sines, then cosines, of wavelengths from 2 pi to 10000 x 2 pi."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.waves = dim // 2
+
+    def forward(self, level: Tensor) -> Tensor:
+        exponent = torch.arange(self.waves, device=level.device) * (-math.log(10_000) / (self.waves - 1))
+        angle = level[:, None] * exponent.exp()
+        return torch.cat((angle.sin(), angle.cos()), -1)

@@ -1,1 +1,1 @@
-"""pi0 and pi0.5: PaliGemma reads images and the task, and an expert turns noise into actions."""
+"""pi0 and pi0.5: PaliGemma reads images and the task, and an action expert denoises actions."""

@@ -1,1 +1,1 @@
-"""pi0-FAST: a vision-language model that writes actions as tokens."""
+"""pi0-FAST: a vision-language model that predicts actions as tokens."""

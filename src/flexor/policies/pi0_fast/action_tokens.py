@@ -1,6 +1,6 @@
-"""Actions as words of PaliGemma: the step that writes them for training, and what reads them at inference.
+"""Actions in PaliGemma's vocabulary: the processing step that encodes them for training, and their decoding.
 
-A chunk is written as: beginning, "Action: ", its FAST tokens, "|". FAST tokens take the last words of PaliGemma's
+A chunk is encoded as: <bos>, "Action: ", its FAST tokens, "|". FAST tokens take the last tokens of PaliGemma's
 vocabulary, which are hardly used otherwise, in reverse order.
 """
 
@@ -25,49 +25,47 @@ ACTION_TOKENS = "action.tokens"
 ACTION_TOKEN_MASK = "action.token_mask"  # noqa: S105  (not a password)
 
 
-class ActionWords(NamedTuple):
-    """The words around a chunk, and the last of those that are FAST tokens."""
+class ActionVocabulary(NamedTuple):
+    """The tokens of PaliGemma that a chunk is encoded with."""
 
-    beginning: int
+    bos: int
     prefix: list[int]
-    end: list[int]
-    stop: int
-    """The first word of `end`."""
+    suffix: list[int]
+    end: int
+    """The first token of `suffix`."""
     first: int
-    """The word of FAST token 0; that of token n is n before it."""
+    """Stands for FAST token 0; `first - n` stands for FAST token n."""
 
     @classmethod
-    def load(cls, name: str, skipped: int) -> ActionWords:
-        """From PaliGemma's tokenizer, of whose vocabulary the last `skipped` words are left out."""
+    def load(cls, name: str, skipped: int) -> ActionVocabulary:
+        """From PaliGemma's tokenizer, of whose vocabulary the last `skipped` tokens are left out."""
         tokenizer = fetch("AutoTokenizer", name, FILES, add_eos_token=True, add_bos_token=False)
         prefix = tokenizer.encode("Action: ", add_special_tokens=False)
-        stop = tokenizer.convert_tokens_to_ids("|")
-        return cls(
-            tokenizer.bos_token_id, prefix, tokenizer.encode("|"), stop, tokenizer.vocab_size - 1 - skipped
-        )
+        end = tokenizer.convert_tokens_to_ids("|")
+        first = tokenizer.vocab_size - 1 - skipped
+        return cls(tokenizer.bos_token_id, prefix, tokenizer.encode("|"), end, first)
 
-    def write(self, tokens: Sequence[int]) -> list[int]:
-        """The words of a chunk's FAST tokens."""
-        return [self.beginning, *self.prefix, *(self.first - token for token in tokens), *self.end]
+    def encode(self, fast_tokens: Sequence[int]) -> list[int]:
+        return [self.bos, *self.prefix, *(self.first - token for token in fast_tokens), *self.suffix]
 
-    def read(self, words: list[int]) -> tuple[list[int], bool]:
-        """The FAST tokens in words that follow the beginning, and whether they have the prefix."""
-        words = words[: words.index(self.stop)] if self.stop in words else words
-        begins = words[: len(self.prefix)] == self.prefix
-        kept, place = [], 0
-        while place < len(words):
-            if words[place : place + len(self.prefix)] == self.prefix:
+    def decode(self, tokens: list[int]) -> tuple[list[int], bool]:
+        """The FAST tokens in what follows <bos>, and whether it has the prefix."""
+        tokens = tokens[: tokens.index(self.end)] if self.end in tokens else tokens
+        has_prefix = tokens[: len(self.prefix)] == self.prefix
+        fast_tokens, place = [], 0
+        while place < len(tokens):
+            if tokens[place : place + len(self.prefix)] == self.prefix:
                 place += len(self.prefix)
             else:
-                kept.append(self.first - words[place])
+                fast_tokens.append(self.first - tokens[place])
                 place += 1
-        return kept, begins
+        return fast_tokens, has_prefix
 
 
 @processing_step("action_tokenizer_processor")
 @dataclass
 class TokenizeActions(ProcessingStep):
-    """Writes a chunk of normalised actions as words, and a mask that is true for words and false for padding."""
+    """Encodes a chunk of normalised actions as tokens, with a mask that is False for padding."""
 
     on_host = True
     uses_images = False
@@ -84,11 +82,11 @@ class TokenizeActions(ProcessingStep):
         return load_fast_tokenizer(self.action_tokenizer_name)
 
     @cached_property
-    def _words(self) -> ActionWords:
-        return ActionWords.load(self.paligemma_tokenizer_name, self.fast_skip_tokens)
+    def _vocabulary(self) -> ActionVocabulary:
+        return ActionVocabulary.load(self.paligemma_tokenizer_name, self.fast_skip_tokens)
 
     def prepare(self) -> None:
-        _ = self._fast, self._words
+        _ = self._fast, self._vocabulary
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         if ACTION not in batch:
@@ -96,29 +94,29 @@ class TokenizeActions(ProcessingStep):
         actions = batch[ACTION]
         if actions.dim() != 3:
             raise FlexorError(
-                f"Chunks of actions [B, H, A] become tokens, but {list(actions.shape)} was given."
+                f"Chunks of actions [B, H, A] become tokens, but {list(actions.shape)} was passed."
             )
         values = actions.float().cpu().numpy()
-        written = [self._words.write(tokens) for tokens in self._fast.encode(values)]
+        encoded = [self._vocabulary.encode(fast_tokens) for fast_tokens in self._fast.encode(values)]
         if self._fast.outside(values):
             warn_once(
-                "Some actions are beyond the range of the FAST tokenizer %s, and are cut to it: are they normalised as "
+                "Some actions are beyond the range of the FAST tokenizer %s, and are clipped: are they normalised as "
                 "the tokenizer expects? Train one on these actions with `flexor data tokenizer`.",
                 self.action_tokenizer_name,
             )
-        if max(map(len, written)) > self.max_action_tokens:
+        if max(map(len, encoded)) > self.max_action_tokens:
             warn_once(
                 "Some chunks of actions have more than policy.max_action_tokens=%d tokens: their end is cut off. Use a "
                 "larger value, a smaller policy.chunk_size, or a tokenizer trained on these actions (`flexor data "
                 "tokenizer`).",
                 self.max_action_tokens,
             )
-        tokens = torch.zeros(len(written), self.max_action_tokens, dtype=torch.int64)
+        tokens = torch.zeros(len(encoded), self.max_action_tokens, dtype=torch.int64)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        for row, there, words in zip(tokens, mask, written):
-            kept = words[: self.max_action_tokens]
-            row[: len(kept)] = torch.tensor(kept)
-            there[: len(kept)] = True
+        for row, row_mask, chunk in zip(tokens, mask, encoded):
+            length = min(len(chunk), self.max_action_tokens)
+            row[:length] = torch.tensor(chunk[:length])
+            row_mask[:length] = True
         return {**batch, ACTION_TOKENS: tokens, ACTION_TOKEN_MASK: mask}
 
     def rehearse(self, batch: Batch, context: StepContext = ACTING) -> Batch:

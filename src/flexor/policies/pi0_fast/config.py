@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from flexor.core.errors import ConfigError
-from flexor.policies.pi0.config import PaliGemmaConfig
-from flexor.policies.pi0_fast.action_tokens import ActionWords, TokenizeActions
+from flexor.policies.pi0_fast.action_tokens import ActionVocabulary, TokenizeActions
 from flexor.policies.processing.pipeline import ProcessingStep, Stats
 from flexor.policies.processing.prompt import StateInPromptFast
 from flexor.policies.processing.rename_and_move import RenameObservations, ToBatch, ToDevice
 from flexor.policies.processing.tokenize import Tokenize
+from flexor.policies.vlm.paligemma_config import PaliGemmaConfig
 
 
 @dataclass
 class Pi0FastConfig(PaliGemmaConfig):
-    """PaliGemma alone, which writes actions as tokens. Defaults are LeRobot's."""
+    """PaliGemma predicts actions as tokens, without an expert. Defaults are LeRobot's."""
 
     type: ClassVar[str] = "pi0_fast"
     base: ClassVar[str] = "lerobot/pi0fast-base"
     same_operations: ClassVar[bool] = False  # logits are computed in pieces of a fixed size
 
     max_action_tokens: int = 256
-    """Maximum number of tokens that a chunk is learnt as, with those around it; the rest is cut off."""
+    """Maximum number of tokens of a chunk in training, with those around it; the rest is cut off."""
     tokenizer_max_length: int = 200
     """Maximum number of tokens of a prompt, which has the state in it. Shorter ones are padded."""
     text_tokenizer_name: str = "google/paligemma-3b-pt-224"
@@ -31,15 +31,15 @@ class Pi0FastConfig(PaliGemmaConfig):
     action_tokenizer_name: str = "lerobot/fast-action-tokenizer"
     """The FAST tokenizer of actions: a Hub repository or a folder. Train one with `flexor data tokenizer`."""
     temperature: float = 0.0
-    """At inference: 0 takes the most likely token; larger values draw tokens, the larger the more varied."""
+    """At inference: 0 takes the most likely token; with a larger value, sampled tokens are more varied."""
     max_decoding_steps: int = 256
-    """Maximum number of tokens written at inference."""
+    """Maximum number of tokens decoded at inference."""
     fast_skip_tokens: int = 128
     """Tokens at the end of the vocabulary that do not stand for actions."""
     validate_action_token_prefix: bool = True
-    """At inference, warn if the written tokens do not begin as those that were learnt."""
+    """At inference, warn if the decoded tokens do not begin as in training."""
     use_kv_cache: bool = True
-    """LeRobot's choice to keep the keys and values of what was read. Flexor always does."""
+    """No effect: keys and values are always cached."""
 
     def validate(self) -> None:
         super().validate()
@@ -54,8 +54,8 @@ class Pi0FastConfig(PaliGemmaConfig):
     def tokenizer(self) -> Tokenize:
         return Tokenize(self.text_tokenizer_name, max_length=self.tokenizer_max_length)
 
-    def action_words(self) -> ActionWords:
-        return ActionWords.load(self.text_tokenizer_name, self.fast_skip_tokens)
+    def action_vocabulary(self) -> ActionVocabulary:
+        return ActionVocabulary.load(self.text_tokenizer_name, self.fast_skip_tokens)
 
     def steps_before(self, stats: Stats) -> list[ProcessingStep]:
         tokenize_actions = TokenizeActions(

@@ -1,7 +1,7 @@
-"""pi0-FAST (Pertsch et al. 2025, https://arxiv.org/abs/2501.09747): PaliGemma writes actions as tokens.
+"""pi0-FAST (Pertsch et al. 2025, https://arxiv.org/abs/2501.09747): PaliGemma predicts actions as tokens.
 
-It reads images and a prompt with the state in it, all of which see each other, and writes the tokens of a chunk one
-after the other, each of which sees what was read and what is written before it.
+The prefix is images and a prompt with the state in it, whose tokens all attend to each other. Action tokens follow one
+by one; each attends to the prefix and to the action tokens before it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from flexor.core.batch import Batch
 from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
+from flexor.policies.autoregressive import AutoregressivePolicy
 from flexor.policies.base import Loss, ParamGroup
 from flexor.policies.nn.fast_tokens import FastTokenizer, load_fast_tokenizer
 from flexor.policies.nn.kv_cache import StaticKVCache
 from flexor.policies.nn.recompute import recompute
-from flexor.policies.nn.siglip import SiglipVision
 from flexor.policies.nn.transformer import Transformer
-from flexor.policies.pi0.paligemma import PALIGEMMA, PaliGemma, Prompt, lower
-from flexor.policies.pi0.policy import OPENPI_NAMES, camera_images, camera_mask
-from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionWords
+from flexor.policies.pi0_fast.action_tokens import ACTION_TOKEN_MASK, ACTION_TOKENS, ActionVocabulary
 from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
-from flexor.policies.stepwise import StepwisePolicy
+from flexor.policies.vlm.backbone import PrefixCache, decode_suffix
+from flexor.policies.vlm.cameras import prepare_cameras
+from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma, cast_to_bf16
+from flexor.policies.vlm.paligemma_names import OPENPI_NAMES
 
-AT_ONCE = 1024  # tokens whose logits are computed together: a token has 257,152 of them
-ASKED_EVERY = 8  # steps of writing after which the host asks whether all have ended: it waits for the answer
+LOSS_CHUNK = 1024  # tokens whose logits are computed together: a token has 257,152 of them
+SEGMENT = 8  # tokens after which the host asks whether all samples are finished: it waits for the answer
 
 
-class WritingPaliGemma(nn.Module):
+class PaliGemmaWithHead(nn.Module):
     """PaliGemma with its language head."""
 
     def __init__(self, config: Pi0FastConfig):
@@ -44,105 +45,103 @@ class WritingPaliGemma(nn.Module):
         self.lm_head = nn.Linear(size.language.width, size.vocabulary, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         self.model = PaliGemma(size, config.image_resolution[0])
-        self.model.language_model.requires_grad_(True)  # unlike pi0, it uses all of it
 
     @property
-    def language(self) -> Transformer:
-        return self.model.language_model
+    def decoder(self) -> Transformer:
+        return self.model.decoder
 
-    def losses(self, prompt: Prompt, tokens: Tensor) -> Tensor:
+    def token_losses(self, prefix: PrefixCache, tokens: Tensor) -> Tensor:
         """The cross-entropy [B, T - 1] of each token but the first of [B, T]."""
         steps = tokens.shape[1] - 1
-        causal = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
-        among = causal.expand(len(tokens), -1, -1)
-        mask = torch.cat((prompt.there[:, None].expand(-1, steps, -1), among), dim=2)[:, None]
-        positions = prompt.there.sum(1, keepdim=True) + torch.arange(steps, device=tokens.device)
-        x = self.language.embed_tokens(tokens[:, :-1]).to(self.language.dtype)
-        written = self.language(x, self.language.rope(positions), mask, prompt.layers)
-        pairs = zip(written.flatten(0, 1).split(AT_ONCE), tokens[:, 1:].flatten().split(AT_ONCE))
+        causal_mask = torch.ones(steps, steps, dtype=torch.bool, device=tokens.device).tril()
+        x = self.decoder.embed_tokens(tokens[:, :-1])
+        hidden = decode_suffix(self.decoder, x, causal_mask, prefix)
+        chunks = zip(hidden.flatten(0, 1).split(LOSS_CHUNK), tokens[:, 1:].flatten().split(LOSS_CHUNK))
         # recomputed in the backward pass: the logits of a batch take more memory than all else
-        parts = [
-            checkpoint(self._cross_entropy, *pair, use_reentrant=False, preserve_rng_state=False)
-            for pair in pairs
+        losses = [
+            checkpoint(self._cross_entropy, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in chunks
         ]
-        return torch.cat(parts).unflatten(0, (len(tokens), steps))
+        return torch.cat(losses).unflatten(0, (len(tokens), steps))
 
-    def _cross_entropy(self, written: Tensor, tokens: Tensor) -> Tensor:
-        """written [N, D], tokens [N] -> [N]."""
-        return F.cross_entropy(self.logits(written).float(), tokens, reduction="none")
+    def _cross_entropy(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """hidden [N, D], tokens [N] -> [N]."""
+        return F.cross_entropy(self.logits(hidden).float(), tokens, reduction="none")
 
-    def logits(self, written: Tensor) -> Tensor:
-        return self.lm_head(written.to(self.lm_head.weight.dtype))
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden.to(self.lm_head.weight.dtype))
 
-    def next(self, written: Written) -> Tensor:
-        """The logits [B, V] of what follows the last word, which is added to what is read."""
-        written.there.index_fill_(1, written.place, True)
-        x = self.language.embed_tokens(written.word[:, None]).to(self.language.dtype)
-        rope = self.language.rope(written.positions)
-        return self.logits(self.language(x, rope, written.there[:, None, None], written.layers)[:, 0])
+    def next_logits(self, state: DecodeState) -> Tensor:
+        """The logits [B, V] of what follows the last token, whose keys and values are added to the cache."""
+        state.mask.index_fill_(1, state.cursor, True)
+        x = self.decoder.embed_tokens(state.token[:, None]).to(self.decoder.dtype)
+        rope = self.decoder.rope(state.position)
+        return self.logits(self.decoder(x, rope, state.mask[:, None, None], state.kv_cache)[:, 0])
 
 
 @dataclass
-class Written:
-    """What was read and written so far, in memory for the longest chunk. Only `next` and `add` change it, in place."""
+class DecodeState:
+    """The prefix and the tokens decoded so far, in memory for the longest chunk, which is only changed in place."""
 
-    layers: list[StaticKVCache]
-    there: Tensor
-    """What has been read and written, [B, P + T]."""
-    word: Tensor
-    """The last word, [B]."""
-    words: Tensor
+    kv_cache: list[StaticKVCache]
+    mask: Tensor
+    """Which entries of the cache are filled and not padding, [B, P + T]."""
+    token: Tensor
+    """The last token, [B]."""
+    tokens: Tensor
     """[B, T]"""
-    ended: Tensor
+    finished: Tensor
     """[B]"""
-    place: Tensor
-    """Of the last word in `there`, [1]; the same tensor as in `layers`."""
-    positions: Tensor
-    """Of the last word, without padding, [B, 1]."""
-    draws: Tensor | None
-    """Uniform numbers [T, B] for each word; None if the most likely one is taken."""
+    cursor: Tensor
+    """The last token's index in the cache, [1]; the same tensor as in `kv_cache`."""
+    position: Tensor
+    """The last token's position, which padding does not count for, [B, 1]."""
+    uniforms: Tensor | None
+    """Uniform numbers [T, B] to sample tokens with; None takes the most likely one."""
 
     @classmethod
-    def after(cls, prompt: Prompt, beginning: int, room: int, draws: Tensor | None) -> Written:
-        """Only the beginning is written."""
-        there = prompt.there
-        rows, read = there.shape
-        place = torch.full((1,), read, device=there.device)
+    def begin(cls, prefix: PrefixCache, bos: int, max_tokens: int, uniforms: Tensor | None) -> DecodeState:
+        """Only the token of the beginning is decoded."""
+        batch, length = prefix.mask.shape
+        device = prefix.mask.device
+        cursor = torch.full((1,), length, device=device)
         return cls(
-            layers=[StaticKVCache.allocate(layer, room, place) for layer in prompt.layers],
-            there=torch.cat((there, there.new_zeros(rows, room)), 1),
-            word=torch.full((rows,), beginning, device=there.device),
-            words=torch.zeros(rows, room, dtype=torch.int64, device=there.device),
-            ended=torch.zeros(rows, dtype=torch.bool, device=there.device),
-            place=place,
-            positions=there.sum(1, keepdim=True),
-            draws=draws,
+            kv_cache=[StaticKVCache.allocate(layer, max_tokens, cursor) for layer in prefix.layers],
+            mask=torch.cat((prefix.mask, prefix.mask.new_zeros(batch, max_tokens)), 1),
+            token=torch.full((batch,), bos, device=device),
+            tokens=torch.zeros(batch, max_tokens, dtype=torch.int64, device=device),
+            finished=torch.zeros(batch, dtype=torch.bool, device=device),
+            cursor=cursor,
+            position=prefix.mask.sum(1, keepdim=True),
+            uniforms=uniforms,
         )
 
     @property
     def step(self) -> Tensor:
-        """The number [1] of the next word."""
-        return self.place - (self.there.shape[1] - self.words.shape[1])
+        """The number [1] of the next token."""
+        return self.cursor - (self.mask.shape[1] - self.tokens.shape[1])
 
-    def add(self, word: Tensor, stop: int) -> None:
-        self.words.index_copy_(1, self.step, word[:, None])
-        self.word.copy_(word)
-        self.ended.logical_or_(word == stop)
-        self.place.add_(1)
-        self.positions.add_(1)
+    def append(self, token: Tensor, end: int) -> None:
+        """Add a token [B] to each sample."""
+        self.tokens.index_copy_(1, self.step, token[:, None])
+        self.token.copy_(token)
+        self.finished.logical_or_(token == end)
+        self.cursor.add_(1)
+        self.position.add_(1)
 
 
-class Pi0Fast(StepwisePolicy):
+class Pi0Fast(AutoregressivePolicy):
     Config = Pi0FastConfig
     weight_names = OPENPI_NAMES
     config: Pi0FastConfig
 
     def __init__(self, config: Pi0FastConfig):
         super().__init__(config)
-        inner = nn.ModuleDict({"paligemma": WritingPaliGemma(config)})  # LeRobot's names
-        self.model = nn.ModuleDict({"paligemma_with_expert": inner})
+        # LeRobot's names
+        paligemma_with_expert = nn.ModuleDict({"paligemma": PaliGemmaWithHead(config)})
+        self.model = nn.ModuleDict({"paligemma_with_expert": paligemma_with_expert})
         if config.dtype == "bfloat16":
-            lower(self.writer)
+            cast_to_bf16(self.paligemma)
         if config.gradient_checkpointing:
             for block in self.shard_units():
                 recompute(block)
@@ -151,7 +150,7 @@ class Pi0Fast(StepwisePolicy):
                 block.forward = torch.compile(block.forward, mode=config.compile_mode)
 
     @property
-    def writer(self) -> WritingPaliGemma:
+    def paligemma(self) -> PaliGemmaWithHead:
         return self.model["paligemma_with_expert"]["paligemma"]  # type: ignore[index]
 
     @cached_property
@@ -159,8 +158,8 @@ class Pi0Fast(StepwisePolicy):
         return load_fast_tokenizer(self.config.action_tokenizer_name)
 
     @cached_property
-    def words(self) -> ActionWords:
-        return self.config.action_words()
+    def vocabulary(self) -> ActionVocabulary:
+        return self.config.action_vocabulary()
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         if ACTION_TOKENS not in batch:
@@ -168,74 +167,76 @@ class Pi0Fast(StepwisePolicy):
                 f"pi0_fast learns from {ACTION_TOKENS}, which its processing makes of actions, but the batch has only "
                 f"{', '.join(batch)}."
             )
-        errors = self.writer.losses(self._prompt(batch), batch[ACTION_TOKENS])
-        per_sample = mean_of_tokens(errors, batch[ACTION_TOKEN_MASK][:, 1:])
+        token_losses = self.paligemma.token_losses(self._prefix(batch), batch[ACTION_TOKENS])
+        per_sample = mean_over_tokens(token_losses, batch[ACTION_TOKEN_MASK][:, 1:])
         return Loss(per_sample, {"ce_loss": per_sample.detach()})
 
     @property
-    def most_parts(self) -> int:
-        return -(-self.config.max_decoding_steps // ASKED_EVERY)
+    def max_segments(self) -> int:
+        return -(-self.config.max_decoding_steps // SEGMENT)
 
-    def begin(self, batch: Batch, noise: NoiseSource) -> Written:
-        prompt, room = self._prompt(batch), self.most_parts * ASKED_EVERY
-        draws = None
+    def prefill(self, batch: Batch, noise: NoiseSource) -> DecodeState:
+        prefix, max_tokens = self._prefix(batch), self.max_segments * SEGMENT
+        uniforms = None
         if self.config.temperature > 0:
-            rows = len(prompt.there)
-            draws = torch.stack([noise.uniform(f"word {step}", (rows,)) for step in range(room)])
-        return Written.after(prompt, self.words.beginning, room, draws)
+            size = (len(prefix.mask),)
+            uniforms = torch.stack([noise.uniform(f"word {step}", size) for step in range(max_tokens)])
+        return DecodeState.begin(prefix, self.vocabulary.bos, max_tokens, uniforms)
 
-    def advance(self, state: Written) -> None:
-        for _ in range(ASKED_EVERY):
-            logits = self.writer.next(state).float()
-            draw = None if state.draws is None else state.draws.index_select(0, state.step)[0]
-            state.add(self._choose(logits, draw), self.words.stop)
+    def decode_segment(self, state: DecodeState) -> None:
+        for _ in range(SEGMENT):
+            logits = self.paligemma.next_logits(state).float()
+            uniform = None if state.uniforms is None else state.uniforms.index_select(0, state.step)[0]
+            state.append(self._sample(logits, uniform), self.vocabulary.end)
 
-    def ended(self, state: Written) -> bool:
-        return bool(state.ended.all())
+    def is_finished(self, state: DecodeState) -> bool:
+        return bool(state.finished.all())
 
-    def written(self, state: Written) -> Tensor:
-        """The words [B, T] that follow the beginning."""
-        return state.words[:, : min(int(state.step), self.config.max_decoding_steps)]
+    def decoded_tokens(self, state: DecodeState) -> Tensor:
+        """The tokens [B, T] that follow the beginning."""
+        return state.tokens[:, : min(int(state.step), self.config.max_decoding_steps)]
 
-    def actions(self, state: Written) -> Tensor:
-        words = self.written(state)
-        found = [self.words.read(row) for row in words.tolist()]
+    def decode_actions(self, state: DecodeState) -> Tensor:
+        tokens = self.decoded_tokens(state)
+        rows = [self.vocabulary.decode(row) for row in tokens.tolist()]
         decoded = self.fast.decode(
-            [tokens for tokens, _ in found], self.config.chunk_size, self.config.action.shape[0]
+            [fast_tokens for fast_tokens, _ in rows], self.config.chunk_size, self.config.action.shape[0]
         )
-        wrong = [problem for problem in decoded.problems if problem]
+        problems = [problem for problem in decoded.problems if problem]
         if self.config.validate_action_token_prefix:
-            wrong += ['they do not begin with "Action: "' for _, begins in found if not begins]
-        if wrong:
+            problems += ['they do not begin with "Action: "' for _, has_prefix in rows if not has_prefix]
+        if problems:
             log.warning(
-                "of %d chunks, the tokens of %d are not those of a whole chunk (%s): actions are made of what is valid",
-                *(len(found), min(len(wrong), len(found)), wrong[0]),
+                "of %d chunks, the tokens of %d are not those of a full chunk (%s): actions are decoded from the valid "
+                "ones",
+                *(len(rows), min(len(problems), len(rows)), problems[0]),
             )
-        return torch.from_numpy(decoded.actions).to(words.device)
+        return torch.from_numpy(decoded.actions).to(tokens.device)
 
-    def _prompt(self, batch: Batch) -> Prompt:
-        images, cameras = camera_images(self.config, batch), camera_mask(self.config, batch)
-        return self.writer.model.read(images, batch[TASK_TOKENS], batch[TASK_MASK], cameras)
+    def _prefix(self, batch: Batch) -> PrefixCache:
+        config = self.config
+        cameras = prepare_cameras(config.type, [*config.images], batch, config.image_resolution, "centre")
+        return self.paligemma.model.prefill(
+            cameras.stacked(), batch[TASK_TOKENS], batch[TASK_MASK], cameras.stacked_masks()
+        )
 
-    def _choose(self, logits: Tensor, draw: Tensor | None) -> Tensor:
-        """A word [B] by its logits [B, V] and a uniform number [B]: the most likely one if there is none."""
-        if draw is None:
+    def _sample(self, logits: Tensor, uniform: Tensor | None) -> Tensor:
+        """A token [B] by its logits [B, V] and a uniform number [B]; without one, the most likely token."""
+        if uniform is None:
             return logits.argmax(-1)
-        likely = (logits / self.config.temperature).softmax(-1).cumsum(-1)
-        return torch.searchsorted(likely, draw.to(logits)[:, None] * likely[:, -1:]).squeeze(1)
+        cumulative = (logits / self.config.temperature).softmax(-1).cumsum(-1)
+        return torch.searchsorted(cumulative, uniform.to(logits)[:, None] * cumulative[:, -1:]).squeeze(1)
 
     def shard_units(self) -> list[nn.Module]:
-        vision = self.writer.model.vision_tower["vision_model"]
-        assert isinstance(vision, SiglipVision)
-        return [*vision.layers(), *self.writer.language.layers]
+        return self.paligemma.model.blocks()
 
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup(list(self.parameters()))]
 
 
-def mean_of_tokens(errors: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] -> [B], the mean of each sample's own tokens, as in openpi.
+def mean_over_tokens(token_losses: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] -> [B], the mean over each sample's own tokens, as in openpi.
 
-    LeRobot's mean is over all tokens of a batch, so that its loss depends on how samples are split into batches.
+    LeRobot's mean is over all tokens of a batch, so its loss depends on how samples are split into batches.
     """
-    return (errors * mask).sum(1) / mask.sum(1).clamp(min=1)
+    return (token_losses * mask).sum(1) / mask.sum(1).clamp(min=1)

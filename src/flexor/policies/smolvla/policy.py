@@ -1,8 +1,8 @@
 """SmolVLA (Shukor et al. 2025, https://arxiv.org/abs/2506.01844): a vision-language model and an action expert.
 
-SmolVLM2 reads the camera images, the task and the robot's state, in this order. An expert beside it turns noise into an
-action chunk by flow matching; it attends to what SmolVLM2 made of the observation. SmolVLM2 never sees the actions, so
-it runs once, also for all integration steps of a chunk.
+SmolVLM2 prefills a cache with the camera images, the task and the robot's state, in this order. An action expert beside
+it attends to this prefix and turns noise into actions by flow matching. The prefix never attends to the actions, so it
+is computed once for all integration steps of a chunk.
 
 Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
@@ -14,18 +14,19 @@ from functools import partial
 from torch import Tensor, nn
 
 from flexor.core.batch import ACTION, STATE, Batch
-from flexor.core.errors import ConfigError, FlexorError
+from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
 from flexor.policies.nn.real_time import held_in
-from flexor.policies.nn.resize import padded, resize_with_padding
+from flexor.policies.nn.resize import padded
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
-from flexor.policies.smolvla.network import Observed, SmolVLANetwork
-from flexor.policies.smolvla.vlm_files import load_vlm
+from flexor.policies.smolvla.network import Observation, SmolVLANetwork
+from flexor.policies.vlm.cameras import prepare_cameras
+from flexor.policies.vlm.files import load_vlm
 
 
 class SmolVLA(Policy):
@@ -40,53 +41,41 @@ class SmolVLA(Policy):
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         actions = padded(batch[ACTION], self.config.max_action_dim)
-        context = self.model.read(self._observe(batch))
+        context = self.model.prefill(self._prepare(batch))
         error = self.flow.error(partial(self.model.velocity, context=context), actions, noise)
         error = without_padding(error[..., : self.config.action.shape[0]], batch)
         return Loss(mean_over_valid(error, action_padding(batch), batch), {})
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
-        context = self.model.read(self._observe(batch), reused=True)
+        context = self.model.prefill(self._prepare(batch), reuse=True)
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
         held = held_in(batch, self.config.rtc_config, *shape[1:])
         chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, held)
         return chunk[..., : self.config.action.shape[0]]
 
-    def _observe(self, batch: Batch) -> Observed:
-        """What the network reads: images [B, 3, H, W] in -1..1, and which of them are there."""
-        config = self.config
-        present = [camera for camera in config.cameras if camera in batch]
-        if not present:
-            raise FlexorError(
-                f"The observation has no image: the policy needs at least one of {', '.join(config.cameras)}."
-            )
+    def _prepare(self, batch: Batch) -> Observation:
+        config, resize = self.config, self.config.resize_imgs_with_padding
+        size = None if resize is None else (resize[1], resize[0])
+        cameras = prepare_cameras(config.type, config.cameras, batch, size, "left-top")
         # as in LeRobot: a camera that is missing has a place only if empty_cameras keeps one
-        placeholders = min(len(config.cameras) - len(present), config.empty_cameras)
-        images = [self._fit(batch[camera]) for camera in present]
-        masks = [batch.get(f"{camera}_padding_mask") for camera in present]
+        placeholders = min(len(config.cameras) - len(cameras.images), config.empty_cameras)
         state = padded(batch[STATE], config.max_state_dim)
-        return Observed(images, masks, placeholders, batch[TASK_TOKENS], batch[TASK_MASK].bool(), state)
-
-    def _fit(self, images: Tensor) -> Tensor:
-        if self.config.resize_imgs_with_padding is not None:
-            width, height = self.config.resize_imgs_with_padding
-            images = resize_with_padding(images, height, width, "left-top")
-        return images * 2 - 1
+        return Observation(cameras, placeholders, batch[TASK_TOKENS], batch[TASK_MASK].bool(), state)
 
     def load_backbone(self) -> None:
         name = self.config.vlm_model_name
         if not self.config.load_vlm_weights:
             frozen = " and stays so (policy.train_expert_only)" if self.config.train_expert_only else ""
             log.warning(
-                "policy.load_vlm_weights=false: the vision-language model is random%s, and knows nothing of images "
-                "and words",
+                "policy.load_vlm_weights=false: the vision-language model is random%s: it was never trained on "
+                "images and text",
                 frozen,
             )
             return
         weights = self.model.vlm_with_expert.vlm.state_dict()
         try:
-            load_vlm(name, {each: weights[each] for each in weights if not is_adapter(each)})
+            load_vlm(name, {weight: weights[weight] for weight in weights if not is_adapter(weight)})
         except ConfigError as error:
             raise ConfigError(
                 f"A new SmolVLA starts from the weights of a vision-language model, which can't be loaded: {error} Put "

@@ -1,8 +1,7 @@
-"""SmolVLM2 (https://arxiv.org/abs/2504.05299): SigLIP sees, a small Llama reads what it saw and the task.
+"""SmolVLM2 (https://arxiv.org/abs/2504.05299): SigLIP and a small Llama.
 
-Only what SmolVLA needs: keys and values of the first layers for a prefix of images, words and state. There is no text
-to write, so the last layer's output, the last norm and the head are not computed. They are parameters all the same,
-never trained: LeRobot's checkpoints hold them. Parameter names, and their order, are LeRobot's.
+The language head is a parameter that nothing uses: LeRobot's checkpoints hold it. Parameter names, and their order, are
+LeRobot's.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from torch import Tensor, nn
 
 from flexor.core.errors import ConfigError
 from flexor.policies.nn.siglip import SiglipSize, SiglipVision
-from flexor.policies.nn.transformer import Transformer, TransformerLayer, init_decoder
-from flexor.policies.smolvla.vlm_size import VlmSize
+from flexor.policies.nn.transformer import Transformer, init_decoder
+from flexor.policies.vlm.backbone import VisionLanguageModel
+from flexor.policies.vlm.smolvlm_size import VlmSize
 
 
-class SmolVLM(nn.Module):
+class SmolVLM(VisionLanguageModel):
     def __init__(self, size: VlmSize, image: int | None):
         """`image`: height and width of images, if they are not those that the encoder was trained on."""
         super().__init__()
@@ -25,16 +25,19 @@ class SmolVLM(nn.Module):
         self.lm_head = nn.Linear(size.text.width, size.vocabulary, bias=False)
         init_decoder(self.lm_head)
 
-    def see(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in -1..1 -> tokens [B, T, width], scaled as words are."""
+    @property
+    def decoder(self) -> Transformer:
+        return self.model.text_model
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """Images [N, 3, H, W] in -1..1 -> [N, T, width], scaled as text is."""
         return self.model.connector(self.model.vision_model(images)) * self.size.text.width**0.5
 
-    def read(self, words: Tensor) -> Tensor:
-        """Words [B, L] -> tokens [B, L, width]."""
-        return self.model.text_model.embed_tokens(words) * self.size.text.width**0.5
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        return super().embed_tokens(tokens) * self.size.text.width**0.5
 
-    def layers(self) -> list[nn.Module]:
-        return [*self.model.vision_model.layers(), *self.model.text_model.layers]
+    def vision_blocks(self) -> list[nn.Module]:
+        return self.model.vision_model.layers()
 
 
 class SmolVLMModel(nn.Module):
@@ -46,7 +49,7 @@ class SmolVLMModel(nn.Module):
 
 
 class SmolVLMVision(SiglipVision):
-    """SigLIP for square images of any size: in another than its own, patches have the nearest positions to theirs."""
+    """SigLIP for square images of any size: patches of other sizes take the nearest trained positions."""
 
     nearest: Tensor | None
 
@@ -73,10 +76,10 @@ class SmolVLMVision(SiglipVision):
 
 def _nearest(side: int, patches: int) -> Tensor:
     """The position [patches^2] of each patch in a grid of side x side; rounded as SmolVLM2's authors do."""
-    starts = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
-    at = (torch.arange(patches, dtype=torch.float32, device="cpu") * (1 / patches)).clamp(max=1 - 1e-6)
-    where = torch.bucketize(at, starts, right=True)
-    return (where[:, None] * side + where).flatten()
+    boundaries = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
+    fractions = (torch.arange(patches, dtype=torch.float32, device="cpu") * (1 / patches)).clamp(max=1 - 1e-6)
+    index = torch.bucketize(fractions, boundaries, right=True)
+    return (index[:, None] * side + index).flatten()
 
 
 def _reorder(module: nn.Module, *names: str) -> None:
@@ -100,28 +103,3 @@ class Connector(nn.Module):
         blocks = side // self.shuffle
         grid = patches.unflatten(1, (blocks, self.shuffle, blocks, self.shuffle))
         return self.modality_projection["proj"](grid.transpose(2, 3).flatten(3).flatten(1, 2))
-
-
-def freeze_vlm(vlm: SmolVLM, used: int, *, vision: bool, everything: bool) -> None:
-    """Freeze what the settings say, what LeRobot never trains, and what the loss does not reach.
-
-    `used` layers of the language model have an effect, the last one only through its keys and values.
-    """
-    if vision:
-        vlm.model.vision_model.requires_grad_(False)
-    if everything:
-        vlm.requires_grad_(False)
-        return
-    text = vlm.model.text_model
-    vlm.lm_head.requires_grad_(False)
-    text.norm.requires_grad_(False)
-    depth = len(text.layers)
-    for number in range(depth):
-        layer = text.layers[number]
-        assert isinstance(layer, TransformerLayer)
-        if number >= used or number == depth - 1 or (used != depth and number == depth - 2):
-            layer.requires_grad_(False)
-        elif number == used - 1:
-            for part in (layer.mlp, layer.post_attention_layernorm, layer.self_attn.q_proj):
-                part.requires_grad_(False)
-            layer.self_attn.o_proj.requires_grad_(False)

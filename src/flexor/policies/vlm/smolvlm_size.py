@@ -1,4 +1,4 @@
-"""The sizes of a SmolVLM, from its config.json. Those of LeRobot's default are known without it."""
+"""The sizes of a SmolVLM, from its config.json. Those of LeRobot's default are built in."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flexor.core.foreign_files import read_json_object
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.sizes import check_model_sizes
-from flexor.policies.smolvla.vlm_files import find_file
+from flexor.policies.vlm.files import find_file
 
-# what differs from the defaults below
-KNOWN: dict[str, dict[str, Any]] = {
+# differences from the defaults below
+BUILTIN_SIZES: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": {
         "scale_factor": 4,
         "vision_config": {"hidden_size": 768, "num_attention_heads": 12, "image_size": 512, "patch_size": 16},
@@ -29,7 +29,7 @@ KNOWN: dict[str, dict[str, Any]] = {
         },
     }
 }
-# of SmolVLM and Llama in `transformers`, which config.json leaves out
+# defaults of SmolVLM and Llama in `transformers`, which config.json leaves out
 VISION = {
     "hidden_size": 1152,
     "intermediate_size": 3072,
@@ -52,8 +52,8 @@ TEXT = {
     "attention_bias": False,
     "mlp_bias": False,
 }
-# what the networks here do; no published SmolVLM does anything else
-ONLY = (
+# supported values; no published SmolVLM has others
+REQUIRED = (
     ("vision_config", "hidden_act", "gelu_pytorch_tanh"),
     ("vision_config", "layer_norm_eps", 1e-6),
     ("text_config", "model_type", "llama"),
@@ -84,18 +84,19 @@ class VlmSize:
 
 def read_size(name: str) -> VlmSize:
     """The size of the vision-language model in a local folder or a Hub repository."""
-    given = KNOWN[name] if name in KNOWN else _read(name)
+    config = BUILTIN_SIZES[name] if name in BUILTIN_SIZES else _read(name)
     parts: dict[str, Any] = {
-        "tie_word_embeddings": given.get("tie_word_embeddings", False),
-        "vision_config": {**VISION, **(given.get("vision_config") or {})},
-        "text_config": {**TEXT, **(given.get("text_config") or {})},
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "vision_config": {**VISION, **(config.get("vision_config") or {})},
+        "text_config": {**TEXT, **(config.get("text_config") or {})},
     }
-    for part, key, wanted in ONLY:
-        found = parts[part] if key is None else parts[part][key]
-        if found != wanted:
-            where = part if key is None else f"{part}.{key}"
+    for part, key, required in REQUIRED:
+        value = parts[part] if key is None else parts[part][key]
+        if value != required:
+            name_in_file = part if key is None else f"{part}.{key}"
             raise ConfigError(
-                f"policy.vlm_model_name={name}: its config.json has {where}={found}; Flexor supports only {wanted}."
+                f"policy.vlm_model_name={name}: its config.json has {name_in_file}={value}; Flexor supports "
+                f"only {required}."
             )
     vision, text = parts["vision_config"], parts["text_config"]
     _require_positive(name, vision, VISION)
@@ -124,7 +125,7 @@ def read_size(name: str) -> VlmSize:
             o_bias=text["attention_bias"],
         ),
         vocabulary=text["vocab_size"],
-        shuffle=given.get("scale_factor", 2),
+        shuffle=config.get("scale_factor", 2),
     )
 
 

@@ -38,30 +38,34 @@ def find_file(name: str, file: str) -> Path:
     try:
         return Path(hf_hub_download(name, file))
     except Exception as error:  # the client raises many types; all mean the same to the user
-        said = (str(error).strip().splitlines() or [repr(error)])[0]
+        message = (str(error).strip().splitlines() or [repr(error)])[0]
         raise ConfigError(
             f"policy.vlm_model_name={name} is neither a local folder nor a Hub repository that {file} can be "
-            f"downloaded from: {said}"
+            f"downloaded from: {message}"
         ) from error
 
 
 def load_vlm(name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Fill tensors, named as in the model's files. Layers of the language model that are not asked for are not read."""
+    """Fill tensors, named as in the model's files. Other tensors in the files are not read."""
     by_file: dict[Path, list[str]] = defaultdict(list)
-    for tensor, file in _where(name, tensors).items():
+    for tensor, file in _files_of(name, tensors).items():
         by_file[file].append(tensor)
     for file, names in by_file.items():
         try:
-            there = described_in(file)
-            wrong = [each for each in names if each not in there or there[each].shape != tensors[each].shape]
-            if wrong:
-                raise ConfigError(f"{file} does not fit its config.json: {listed(wrong)}.")
-            fill({each: tensors[each] for each in names}, file)
+            described = described_in(file)
+            mismatched = [
+                tensor
+                for tensor in names
+                if tensor not in described or described[tensor].shape != tensors[tensor].shape
+            ]
+            if mismatched:
+                raise ConfigError(f"{file} does not fit its config.json: {listed(mismatched)}.")
+            fill({tensor: tensors[tensor] for tensor in names}, file)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"Can't read the weights in {file}: {error}") from error
 
 
-def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
+def _files_of(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
     """The file of each tensor: one for all, or as the index of several says."""
     try:
         return dict.fromkeys(tensors, find_file(name, WEIGHTS))
@@ -71,10 +75,10 @@ def _where(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Path]:
         except ConfigError:
             raise absent from None
     index = _weight_map(file)
-    missing = [each for each in tensors if each not in index]
+    missing = [tensor for tensor in tensors if tensor not in index]
     if missing:
         raise ConfigError(f"policy.vlm_model_name={name}: its {INDEX} does not name {listed(missing)}.")
-    return {each: find_file(name, index[each]) for each in tensors}
+    return {tensor: find_file(name, index[tensor]) for tensor in tensors}
 
 
 def _weight_map(file: Path) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Vision-language models that policies are built on: PaliGemma, SmolVLM2."""
