@@ -91,7 +91,7 @@ class Loop:
             return (time.perf_counter() - started) / self.steps
 
     def _log(self, sampler: Sampler) -> None:
-        self.line = {**self.meters.report(self.state.engine, left=1), "system": sampler.take()}
+        self.line = {**self.meters.report(self.state.engine, steps_left=1), "system": sampler.take()}
         with (self.folder / METRICS).open("a") as file:
             file.write(json.dumps(as_json(self.line)) + "\n")
 

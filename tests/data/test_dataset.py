@@ -422,7 +422,7 @@ def test_a_template_with_the_other_versions_field(samples, tmp_path):
     said = r"\{file_index\} is unknown\. The valid fields in this version are \{episode_chunk\}, \{episode_index\}"
     with pytest.raises(DatasetError, match=rf"meta/info\.json: data_path is .*{said}"):
         open_dataset(root=root)
-    (problem,) = [p for p in check_dataset(root, deep=False).errors if p.what == "path-template"]
+    (problem,) = [p for p in check_dataset(root, deep=False).errors if p.name == "path-template"]
     assert "{file_index} is unknown" in problem.evidence and problem.file == "meta/info.json"
 
 

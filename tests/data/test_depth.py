@@ -87,7 +87,7 @@ def test_a_dataset_of_lerobots_has_no_problem(name: str):
 )
 def test_a_scale_without_meaning_is_found(tmp_path: Path, info: dict, kind: str):
     root = copied(tmp_path, "video", **info)
-    problems = [problem.what for problem in check_dataset(root, deep=False).findings]
+    problems = [problem.name for problem in check_dataset(root, deep=False).findings]
     assert problems == [kind]
     dataset = open_dataset(root=root)
     assert (DEPTH in dataset.absent) == (kind == "depth-scale")
@@ -97,7 +97,7 @@ def test_a_malformed_scale_is_no_traceback(tmp_path: Path):
     root = copied(tmp_path, "video", **{"video.depth_min": "near"})
     with pytest.raises(DatasetError, match="near"):
         open_dataset(root=root)
-    assert any(problem.what == "info-field" for problem in check_dataset(root, deep=False).findings)
+    assert any(problem.name == "info-field" for problem in check_dataset(root, deep=False).findings)
 
 
 def test_without_a_unit_images_stay_as_they_are(tmp_path: Path):

@@ -58,11 +58,11 @@ def test_without_them_the_images_say_it(unplugged, tmp_path, device="cpu"):
     assert blank_by_statistics(dataset, [TOP, WRIST]) == {}
     for deltas in ({}, {TOP: [-1, 0], WRIST: [-1, 0]}):
         health = CameraHealth(dataset, CAMERAS, deltas, normalize_of(dataset))
-        health.look([batch_of(dataset, [2 * LENGTH + 3, 5, 6], device, deltas)])
+        health.update([batch_of(dataset, [2 * LENGTH + 3, 5, 6], device, deltas)])
         assert health.findings() == []  # one image of an episode: it may be a start-up
-        health.look([batch_of(dataset, [2 * LENGTH + 3, 2 * LENGTH + 9, 20], device, deltas)])
+        health.update([batch_of(dataset, [2 * LENGTH + 3, 2 * LENGTH + 9, 20], device, deltas)])
         (blank,) = health.findings()
-        assert (blank.what, dict(health.blank)) == ("blank camera", {WRIST: {2}})
+        assert (blank.name, dict(health.blank)) == ("blank camera", {WRIST: {2}})
 
 
 @pytest.mark.gpu
@@ -75,9 +75,9 @@ def test_a_camera_that_a_dataset_does_not_have_is_black_by_choice(unplugged, tmp
     members = [Member("a", open_dataset(root=unplugged)), Member("b", open_dataset(root=lacks))]
     mixed = join_datasets(members, on_missing_camera="mask")
     health = CameraHealth(mixed, CAMERAS, {}, None)
-    health.look([batch_of(mixed, np.arange(8 * LENGTH, 8 * LENGTH + 4))])
+    health.update([batch_of(mixed, np.arange(8 * LENGTH, 8 * LENGTH + 4))])
     assert health.findings() == []
-    health.look([batch_of(mixed, np.arange(5 * LENGTH, 5 * LENGTH + 4))])
+    health.update([batch_of(mixed, np.arange(5 * LENGTH, 5 * LENGTH + 4))])
     assert "blank (one colour) in episode 5 of a" in health.findings()[0].evidence
 
 
@@ -85,12 +85,12 @@ def test_statistics_of_values_up_to_255(tmp_path):
     root = write_arm(tmp_path / "arm", cameras=True)
     dataset = open_dataset(root=root)
     health = CameraHealth(dataset, CAMERAS, {}, normalize_of(dataset))
-    health.look([batch_of(dataset, [0, 20, 40])])
+    health.update([batch_of(dataset, [0, 20, 40])])
     assert health.findings() == []
     dataset = open_dataset(root=change_statistics(root, TOP, lambda name, value: value * 255))
     health = CameraHealth(dataset, CAMERAS, {}, normalize_of(dataset))
     assert health.findings() == []
-    health.look([batch_of(dataset, [0, 20, 40])])
-    health.look([batch_of(dataset, [1, 21, 41])])
+    health.update([batch_of(dataset, [0, 20, 40])])
+    health.update([batch_of(dataset, [1, 21, 41])])
     (wrong,) = health.findings()
-    assert wrong.what == "wrong image statistics" and wrong.evidence.startswith(f"{TOP} has images")
+    assert wrong.name == "wrong image statistics" and wrong.evidence.startswith(f"{TOP} has images")

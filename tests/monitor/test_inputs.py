@@ -36,7 +36,7 @@ def test_healthy_arms_have_no_finding(tmp_path, mode):
 
 def test_an_action_that_never_changes(tmp_path):
     (dead,) = findings(write_arm(tmp_path / "arm", still(6)))
-    assert dead.what == "dead action dimension"
+    assert dead.name == "dead action dimension"
     assert dead.evidence == "action[6] (gripper) is constant in all 8 episodes (it is 0.25)"
     two = findings(write_arm(tmp_path / "two", still(6), still(0)))[0]
     assert "action[0 (base), 6 (gripper)] are constant" in two.evidence
@@ -46,7 +46,7 @@ def test_an_action_that_never_changes(tmp_path):
 def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
     """Whichever are fewer: one in degrees, half of them, or one in radians."""
     found = findings(write_arm(tmp_path / "arm", scaled(DEGREES, odd, ARM)))
-    assert [one.what for one in found] == ["mixed units"] * 2
+    assert [one.name for one in found] == ["mixed units"] * 2
     few = odd if len(odd) <= 4 else [3]
     words = {1: "episode 3", 4: "episodes 1 to 3, 6"}[len(few)]
     size = "larger" if few == odd else "smaller"
@@ -63,7 +63,7 @@ def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
 @pytest.mark.parametrize("factor", [100, 0.01])
 def test_a_gripper_in_percent(tmp_path, factor):
     found = findings(write_arm(tmp_path / "arm", scaled(factor, [1, 4], GRIPPER)))
-    assert [one.what for one in found] == ["mixed units"] * 2
+    assert [one.name for one in found] == ["mixed units"] * 2
     size = "larger" if factor > 1 else "smaller"
     for one, feature in zip(found, ("observation.state", "action")):
         assert one.evidence.startswith(f"{feature}[6] (gripper) is about ")
@@ -99,7 +99,7 @@ def test_a_joint_that_is_used_now_and_then_is_no_fault(tmp_path):
 def test_statistics_of_another_dataset(tmp_path, mode, change):
     root = change_statistics(write_arm(tmp_path / "arm"), "observation.state", change)
     (wrong,) = findings(root, mode)
-    assert wrong.what == "wrong statistics"
+    assert wrong.name == "wrong statistics"
     assert wrong.evidence.startswith("observation.state[0 (base), 1 (shoulder),")
     assert wrong.evidence.endswith("in all 8 episodes")
     assert "`flexor data stats DIR --write`" in wrong.fix
@@ -107,7 +107,7 @@ def test_statistics_of_another_dataset(tmp_path, mode, change):
 
 def test_a_sensor_that_failed_in_one_frame(tmp_path):
     found = findings(write_arm(tmp_path / "arm", glitch(2, 5, 1)))
-    (far,) = [one for one in found if one.what == "values out of range"]
+    (far,) = [one for one in found if one.name == "values out of range"]
     assert far.evidence.startswith("observation.state[1] (shoulder) is 1.00e+06 in episode 2, frame 5; 98 %")
     assert far.fix.endswith("--dataset.exclude_episodes=2")
 

@@ -79,7 +79,7 @@ def test_a_line_of_one_rank(clock):
     for data in (1.0, 2.0):
         clock.step(meters.times, {"data": data, "forward": 3.0, "backward": 4.0, "other": 0.5})
         meters.count_step(8)
-    values = meters.report(Engine(CPU), left=10)
+    values = meters.report(Engine(CPU), steps_left=10)
     assert values == {
         "samples_per_s": 16 / 18,
         "data_wait": 3 / 18,
@@ -96,7 +96,7 @@ def test_a_line_of_one_rank(clock):
         clock.now += 4
     clock.step(meters.times, {"forward": 2.0})
     meters.count_step(8)
-    values = meters.report(Engine(CPU), left=9)
+    values = meters.report(Engine(CPU), steps_left=9)
     assert values["checkpoint_s"] == 4 and values["forward_s"] == 2 and values["step_s"] == 6
     assert values["left_s"] == 54  # the first line does not count: it has what happens once
     meters.reset()

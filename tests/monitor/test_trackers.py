@@ -154,7 +154,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_run(stopped, tmp_path, monkeypat
     monkeypatch.setattr(trackers, "STOP_S", 0.2 if stopped else FOREVER_S)
     hanging = forwarder(tmp_path, monkeypatch, f"import time; time.sleep({FOREVER_S})")
     all_of_them = Trackers(config(), tmp_path)
-    all_of_them.others.append(hanging)
+    all_of_them.forwarders.append(hanging)
     with suppress(KeyboardInterrupt), all_of_them:
         for step in range(2000):  # more than a pipe holds
             all_of_them.log(step, {"loss": 1.0, "text": "x" * 100})
@@ -170,7 +170,7 @@ def test_a_tracker_that_crashes_is_named_once(tmp_path, monkeypatch, caplog):
     crashed.process.wait()
     for _ in range(3):
         crashed.check()
-    crashed.release()
+    crashed.close_input()
     crashed.wait(time.monotonic() + 1)
     assert caplog.text.count("tensorboard stopped (code 3)") == 1
 
@@ -321,6 +321,6 @@ def reached(run: Path, step: int) -> bool:
 def test_no_process_is_left(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     with Trackers(config("--trackers=[tensorboard]"), tmp_path) as several:
-        pid = several.others[0].process.pid
+        pid = several.forwarders[0].process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

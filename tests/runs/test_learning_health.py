@@ -27,7 +27,7 @@ def falling(count, seed=0, noise=0.1):
 
 
 def names(found):
-    return [one.what for one in found]
+    return [one.name for one in found]
 
 
 @given(
@@ -61,7 +61,7 @@ def test_a_spike_is_found_with_its_figures_and_only_once():
     for line in run[:60] + run[61:]:
         line |= {"l1_loss": 0.1, "kld_loss": 0.02}
     (spike,) = findings(run, {"optimizer": {"grad_clip_norm": 10.0}})
-    assert spike.what == "loss spike"
+    assert spike.name == "loss spike"
     assert "loss 5 at step 12200, usually 0.601, most of all kld_loss: 40, usually 0.02" in spike.evidence
     assert "--optimizer.lr (now 0.0001) or lower --optimizer.grad_clip_norm (now 10)" in spike.fix
 
@@ -100,12 +100,12 @@ def test_gradients():
     losses, usual = falling(100), [10.0, 12.0, 9.0, 11.0] * 25
     assert findings(lines(losses, [*usual[:70], 4000.0, *usual[:29]])) == []  # one is normal
     (explodes,) = findings(lines(losses, usual[:70] + [4000.0] * 30))
-    assert explodes.what == "gradients explode"
+    assert explodes.name == "gradients explode"
     assert "gradient norm 4,000 at step 14600, usually 10" in explodes.evidence
     (vanish,) = findings(lines([1.0] * 100, usual[:50] + [1e-5] * 50))
-    assert vanish.what == "gradients vanish" and "at step 11000" in vanish.evidence
+    assert vanish.name == "gradients vanish" and "at step 11000" in vanish.evidence
     (dead,) = findings(lines([1.0] * 20, [0.0] * 20))
-    assert dead.what == "gradients vanish" and "at step 1000" in dead.evidence
+    assert dead.name == "gradients vanish" and "at step 1000" in dead.evidence
     learned = [math.exp(-n / 5) + 1e-6 for n in range(100)]
     assert findings(lines(learned, [10 * loss for loss in learned])) == []  # there is nothing left to learn
 
@@ -120,7 +120,7 @@ def held_out(values, every=1000):
 def test_a_held_out_loss_that_rises():
     values = [1.0, 0.6, 0.5, 0.46, 0.5, 0.56, 0.62, 0.7, 0.8, 0.9]
     (rises,) = findings(held_out(values), checkpoints=[2000, 4000, 6000])
-    assert rises.what == "held-out loss rises"
+    assert rises.name == "held-out loss rises"
     assert "the lowest was 0.46 at step 4000; the training loss went from" in rises.evidence
     assert "use checkpoint 004000, which has the lowest held-out loss" in rises.fix
     (rises,) = findings(held_out(values), checkpoints=[3000, 6000])
@@ -145,8 +145,8 @@ def test_values_that_are_not_finite_are_skipped():
 def test_the_rest_of_a_run_finds_what_the_whole_run_finds():
     run = lines(falling(60) + [30.0] * 40)
     health = LearningHealth({}, list)
-    before = [found for line in run[:62] for found in health.see(line)]
-    after = [found for line in run[62:] for found in health.see(line)]
+    before = [found for line in run[:62] for found in health.update(line)]
+    after = [found for line in run[62:] for found in health.update(line)]
     assert before + after == findings(run)
     assert names(before) == ["loss spike"] and names(after) == ["loss exploded"]
 

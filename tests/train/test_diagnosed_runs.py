@@ -68,7 +68,7 @@ def _last_line(run: Path) -> str:
 def assert_named(run: Path, verdict: str, *, others: bool = True) -> Diagnosis:
     """It is all that was found, apart from neighbours that the test did not start."""
     found = diagnose_run(run).diagnosis
-    names = [finding.what for finding in found.findings]
+    names = [finding.name for finding in found.findings]
     if others and slow_runs.others_use(run) > 0.3:
         names = [name for name in names if name != STARVED] or [verdict] * (not is_alarm(verdict))
     assert names == [verdict], found.to_json()
@@ -89,7 +89,7 @@ def test_a_slow_disk(dataset, tiny_act, tmp_path, capsys):
     assert f"diagnosis: {last['verdict']['verdict']}" in (run / "train.log").read_text()
     assert cli.main(["diagnose", str(run), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert told["verdict"] == found.findings[0].what and told["evidence"] and told["figures"]
+    assert told["verdict"] == found.findings[0].name and told["evidence"] and told["figures"]
 
 
 @pytest.mark.ranks(waits=True)
@@ -126,7 +126,7 @@ def test_decoding(tiny_act, tmp_path):
     flags = (*UNCACHED, "--dataset.cache.size=32x32")
     run = train(tmp_path, data, tiny_act, *flags)
     found = assert_named(run, "data-bound (decode)")
-    (decoding,) = [one for one in found.findings if one.what == "data-bound (decode)"]
+    (decoding,) = [one for one in found.findings if one.name == "data-bound (decode)"]
     assert "--dataset.cache.tier=ram" in [fix.flag for fix in decoding.fixes]
     assert runs.metrics(run)[-1]["loader"]["frames_decoded"] > 0
 
@@ -154,7 +154,7 @@ def stop_for_a_while(process: runs.Forked) -> None:
 def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
     run = train(tmp_path, lowdim, tiny_act, meanwhile=stop_for_a_while)
     found = diagnose_run(run).diagnosis  # what waits for a stopped thread may be listed after it
-    names = [one.what for one in found.findings if one.what != STARVED]
+    names = [one.name for one in found.findings if one.name != STARVED]
     assert names[:1] == ["starved by its CPU limit"], found.to_json()
 
 
@@ -172,7 +172,7 @@ def test_a_process_that_is_stopped_again_and_again(lowdim, tiny_act, tmp_path):
 )
 def test_pauses_at_every_step(lowdim, tiny_act, tmp_path, verdict, flags, before):
     run = train(tmp_path, lowdim, tiny_act, *flags, before=before)
-    found = {finding.what: finding for finding in assert_named(run, verdict).findings}
+    found = {finding.name: finding for finding in assert_named(run, verdict).findings}
     assert flags[-1].replace("=1", "=") in for_line(found[verdict])["change"]
 
 
@@ -222,4 +222,4 @@ def test_on_a_gpu(dataset, tmp_path, flags, verdict):
     found = diagnose_run(run).diagnosis
     if found.verdict is not None and "compute on its GPU" in found.verdict.evidence:
         pytest.skip(f"this GPU is not free: {found.verdict.evidence}")
-    assert found.verdict is not None and found.verdict.what == verdict, found.to_json()
+    assert found.verdict is not None and found.verdict.name == verdict, found.to_json()

@@ -48,7 +48,7 @@ def test_faults_of_the_data_are_named_with_joint_camera_and_episodes(faulty):
 def test_those_who_read_a_run_show_them(faulty):
     reader = RunReader(faulty)
     reader.poll()
-    assert [finding.what for finding in reader.state().health] == [one["what"] for one in said(faulty)]
+    assert [finding.name for finding in reader.state().health] == [one["what"] for one in said(faulty)]
     assert not any("health" in name for name in reader.series)
     shown = [line.plain for line in Screen([reader]).lines(200, 40)]
     (row,) = [line for line in shown if line.startswith("health")]

@@ -31,7 +31,7 @@ class Fix:
 
 @dataclass
 class Finding:
-    what: str
+    name: str
     """A short, stable name: video-missing, loss spike, data-bound (decode)."""
 
     evidence: str

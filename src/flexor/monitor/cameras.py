@@ -1,6 +1,6 @@
 """Images that a policy can't learn from: a camera that was unplugged, or normalisation that does not fit.
 
-A run looks at the images of one batch per log line, at every eighth pixel or so. Training waits for its figures there
+A run checks the images of one batch per log line, at every eighth pixel or so. There training waits for its figures
 anyway.
 """
 
@@ -24,8 +24,8 @@ from flexor.policies.processing.normalize import Normalize
 from flexor.runs.text import figure
 
 BLANK = 8 / 255  # an image is blank if no channel has a larger range; compression leaves a little
-LOOKS = 2  # different blank images of an episode that make it one without a camera; one may be a start-up
-PIXELS = 32  # rows and columns of an image that are looked at, about
+MIN_BLANK = 2  # blank images that make an episode one without a camera; a single one may be a start-up
+PIXELS = 32  # rows and columns of an image that are checked, about
 FAR, NARROW = (
     4.0,
     0.05,
@@ -36,23 +36,23 @@ def blank_by_statistics(dataset: Dataset, cameras: Sequence[str]) -> dict[str, l
     """Episodes that are blank from beginning to end, by the statistics that a recording stores of each episode."""
     if isinstance(dataset, MixedDataset) and len(dataset.members) > 1:
         return {}  # only in the images themselves
-    there, found = set(dataset.episodes.index.tolist()), {}
+    present, blank_episodes = set(dataset.episodes.index.tolist()), {}
     for camera in cameras:
         if dataset.features[camera].depth is not None:
             continue
         low, high = (read_episode_stats(dataset.source, camera, key) for key in ("min", "max"))
         blank = [
             episode
-            for episode in sorted(there & low.keys() & high.keys())
+            for episode in sorted(present & low.keys() & high.keys())
             if low[episode].shape == high[episode].shape and (high[episode] - low[episode]).max() <= BLANK
         ]
         if blank:
-            found[camera] = blank
-    return found
+            blank_episodes[camera] = blank
+    return blank_episodes
 
 
 class CameraHealth:
-    """What was seen of the images of a run so far."""
+    """Faults in the images of a run so far."""
 
     def __init__(
         self,
@@ -69,11 +69,11 @@ class CameraHealth:
             set,
             {camera: {*episodes} for camera, episodes in blank_by_statistics(dataset, [*cameras]).items()},
         )
-        self._seen: dict[str, dict[int, set[int]]] = {camera: defaultdict(set) for camera in cameras}
+        self._blank_frames: dict[str, dict[int, set[int]]] = {camera: defaultdict(set) for camera in cameras}
         self._far: dict[str, tuple[float, float]] = {}
 
-    def look(self, batches: Sequence[Batch]) -> None:
-        """See the images of a step."""
+    def update(self, batches: Sequence[Batch]) -> None:
+        """Check the images of a step."""
         for batch in batches:
             episodes, frames = (_numbers(batch[name]) for name in ("episode_index", "frame_index"))
             for camera, renamed in self.cameras.items():
@@ -84,15 +84,15 @@ class CameraHealth:
                 ranges, means, stds = _figures(images)
                 for episode, frame, span in zip(episodes, frames, ranges):
                     if span <= BLANK and not self._is_missing(camera, episode):
-                        seen = self._seen[camera][episode]
-                        seen.add(frame)
-                        if len(seen) >= min(LOOKS, self._length(episode)):
+                        blank_frames = self._blank_frames[camera][episode]
+                        blank_frames.add(frame)
+                        if len(blank_frames) >= min(MIN_BLANK, self._length(episode)):
                             self.blank[camera].add(episode)
                 self._compare(camera, means, stds)
 
     def findings(self) -> list[Finding]:
         return [
-            *(self._blank(camera, sorted(found)) for camera, found in self.blank.items()),
+            *(self._blank(camera, sorted(episodes)) for camera, episodes in self.blank.items()),
             *(self._wrong(camera, *normalised) for camera, normalised in self._far.items()),
         ]
 

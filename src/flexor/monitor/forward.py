@@ -1,10 +1,10 @@
 """A process that follows a run's `metrics.jsonl` and sends each line to one tracker, exactly once.
 
-    python -m flexor.monitor.forward      one JSON object on standard input says what; its end is the end of the run
+    python -m flexor.monitor.forward      a task as JSON on standard input, whose end is the end of the run
 
-It stands beside training, so a tracker that is slow, hangs or crashes does not touch it. If training is killed, what
-was written is still sent. `.sent-NAME.json` in the run's folder says how far it got: a resumed run, which repeats some
-steps, does not send them again. A tracker that is switched on later first gets the lines so far.
+A tracker that is slow, hangs or crashes does not affect training. If training is killed, the lines it wrote are still
+sent. `.sent-NAME.json` in the run's folder holds the position: a resumed run, which repeats some steps, does not send
+them again. A tracker that is switched on later first gets the lines so far.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ POLL_S = 1.0
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run, which then stops this process
     setup_logging()
     task = json.loads(sys.stdin.readline())
     ended, parent = threading.Event(), os.getppid()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     folder, name = Path(task["folder"]), task["tracker"]
-    with _alone(folder, name):  # the process of a run that was killed may still be sending
+    with _locked(folder, name):  # the process of a killed run may still be sending
         service = SERVICES[name](folder, task["settings"])
         with (folder / METRICS).open("rb") as file:
             follower = Follower(file, service, sent_file(folder, name))
@@ -51,7 +51,7 @@ def _wait_for_end(ended: threading.Event) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
+def _locked(folder: Path, name: str) -> Iterator[None]:
     with sent_file(folder, name).with_suffix(".lock").open("a") as lock:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -66,7 +66,7 @@ class Follower:
         self.step, self.lines = _read_progress(
             progress
         )  # the last step that was sent, and its number of lines
-        self.seen = (-1, 0)
+        self.position = (-1, 0)
         self.rest = b""
 
     def send(self) -> None:
@@ -78,26 +78,26 @@ class Follower:
         if (self.step, self.lines) == before:
             return
         self.service.flush()
-        aside = self.progress.with_suffix(".new")
-        aside.write_text(json.dumps({"step": self.step, "lines": self.lines}))
-        aside.rename(self.progress)
+        temporary = self.progress.with_suffix(".new")
+        temporary.write_text(json.dumps({"step": self.step, "lines": self.lines}))
+        temporary.rename(self.progress)
 
     def _send(self, line: Any) -> None:
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             return
         step = line["step"]
-        self.seen = (step, self.seen[1] + 1 if self.seen[0] == step else 1)
-        if self.seen <= (self.step, self.lines):
+        self.position = (step, self.position[1] + 1 if self.position[0] == step else 1)
+        if self.position <= (self.step, self.lines):
             return
-        self.step, self.lines = self.seen
+        self.step, self.lines = self.position
         if step >= self.service.begin_at:
             self.service.log(step, flat({k: v for k, v in line.items() if k not in ("step", "time")}))
 
 
 def _read_progress(path: Path) -> tuple[int, int]:
     try:
-        found = json.loads(path.read_text())
-        return int(found["step"]), int(found["lines"])
+        progress = json.loads(path.read_text())
+        return int(progress["step"]), int(progress["lines"])
     except (OSError, ValueError, KeyError, TypeError):
         return -1, 0
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says about the GPUs of a run, through NVML and its official bindings (nvidia-ml-py).
+"""Figures of the GPUs of a run, through NVML and its official bindings (nvidia-ml-py).
 
 Without the package, the driver or a GPU there are no figures and no error. A figure that a GPU does not have (PCIe
 traffic of some, most of a MIG slice) is left out. NVML does not wait for work on the GPU.
@@ -27,19 +27,21 @@ def throttling(mask: int) -> list[str]:
     return [name for bit, name in THROTTLING.items() if mask & bit]
 
 
-def shared_memory(listed: Sequence[tuple[int, int | None]], own: Collection[int]) -> tuple[int, int] | None:
-    """Bytes that the run's own processes use on a GPU, and those of others; None if that is not known.
+def shared_memory(
+    entries: Sequence[tuple[int, int | None]], run_pids: Collection[int]
+) -> tuple[int, int] | None:
+    """Bytes that the run's own processes use on a GPU, and those of others; None if unknown.
 
-    `listed`: process ids and bytes, as NVML has them. In a container these are ids of the host: then the processes are
-    the run's if there are not more of them than the run has there.
+    `entries`: process ids and bytes, as NVML has them. In a container these are ids of the host: then the processes
+    count as the run's if there are no more of them than it has.
     """
-    sizes = [(pid, size) for pid, size in listed if size is not None]
-    if not sizes or len(sizes) < len(listed):
+    sizes = [(pid, size) for pid, size in entries if size is not None]
+    if not sizes or len(sizes) < len(entries):
         return None
-    if not any(pid in own for pid, _ in sizes):
-        return (sum(size for _, size in sizes), 0) if len(sizes) <= len(own) else None
-    mine = sum(size for pid, size in sizes if pid in own)
-    return mine, sum(size for _, size in sizes) - mine
+    if not any(pid in run_pids for pid, _ in sizes):
+        return (sum(size for _, size in sizes), 0) if len(sizes) <= len(run_pids) else None
+    run_bytes = sum(size for pid, size in sizes if pid in run_pids)
+    return run_bytes, sum(size for _, size in sizes) - run_bytes
 
 
 def open_gpus(uuids: dict[str, Collection[int]]) -> list[Gpu]:
@@ -50,25 +52,25 @@ def open_gpus(uuids: dict[str, Collection[int]]) -> list[Gpu]:
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, a driver that is being replaced
         return []
-    found = []
+    gpus = []
     for index, (uuid, pids) in enumerate(uuids.items()):
         for prefix in ("GPU-", "MIG-"):
             with suppress(pynvml.NVMLError):
                 handle = pynvml.nvmlDeviceGetHandleByUUID(f"{prefix}{uuid}".encode())
-                found.append(Gpu(pynvml, handle, index, pids))
+                gpus.append(Gpu(pynvml, handle, index, pids))
                 break
-    return found
+    return gpus
 
 
 class Gpu:
     def __init__(self, nvml: Any, handle: Any, index: int, pids: Collection[int]):
         self.nvml, self.handle, self.index, self.pids = nvml, handle, index, pids
-        self.refused: set[str] = set()
+        self.unsupported: set[str] = set()
         name = self._ask(nvml.nvmlDeviceGetName)
         self.name = name.decode() if isinstance(name, bytes) else name
         self.energy = self._energy()
         self.read_at = time.monotonic()
-        self.seen_at = 0  # in the driver's microseconds
+        self.sampled_at = 0  # in the driver's microseconds
 
     def read(self) -> dict[str, Any]:
         """The figures of a line of `system.jsonl`. Energy is that since the last reading."""
@@ -84,7 +86,7 @@ class Gpu:
         default = getattr(nvml, "nvmlDeviceGetPowerManagementDefaultLimit", None)
         figures["power_default_w"] = _scaled(self._ask(default) if default else None, 1e-3)
         figures["power_w"] = _scaled(self._ask(nvml.nvmlDeviceGetPowerUsage), 1e-3)
-        figures |= self._consumed() | self._pcie() | self._memory() | self._others()
+        figures |= self._consumed() | self._pcie() | self._memory() | self._other_processes()
         # the older name works with every driver and every version of the bindings
         mask = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons)
         if mask is not None:
@@ -95,11 +97,11 @@ class Gpu:
         return _scaled(self._ask(self.nvml.nvmlDeviceGetTotalEnergyConsumption), 1e-3)
 
     def _consumed(self) -> dict[str, Any]:
-        """Energy since the last reading, and the mean power, which is more than a look at one instant."""
+        """Energy since the last reading, and from it the mean power."""
         now, energy = time.monotonic(), self._energy()
         before, since = self.energy, max(now - self.read_at, 1e-6)
         self.energy, self.read_at = energy, now
-        if energy is None or before is None or energy < before:  # the driver was loaded again
+        if energy is None or before is None or energy < before:  # the driver was reloaded
             return {}
         spent = energy - before
         return {"energy_j": round(spent, 1)} | ({"power_w": round(spent / since, 1)} if since > 0.5 else {})
@@ -117,34 +119,34 @@ class Gpu:
             return {}
         figures = {"vram_total_gb": _scaled(memory.total, 1e-9), "vram_used_gb": _scaled(memory.used, 1e-9)}
         listed = self._ask(self.nvml.nvmlDeviceGetComputeRunningProcesses) or []
-        known = shared_memory([(entry.pid, entry.usedGpuMemory) for entry in listed], self.pids)
-        if known is not None:
-            figures |= {"vram_own_gb": _scaled(known[0], 1e-9), "vram_others_gb": _scaled(known[1], 1e-9)}
+        usage = shared_memory([(entry.pid, entry.usedGpuMemory) for entry in listed], self.pids)
+        if usage is not None:
+            figures |= {"vram_own_gb": _scaled(usage[0], 1e-9), "vram_others_gb": _scaled(usage[1], 1e-9)}
         return figures
 
-    def _others(self) -> dict[str, Any]:
-        """The share of the time in which other processes computed; nothing if that is not known."""
+    def _other_processes(self) -> dict[str, Any]:
+        """The share of the time in which other processes computed; empty if unknown."""
         listed = self._ask(self._process_use)
         if not listed:
             return {}
-        self.seen_at = max(entry.timeStamp for entry in listed)
-        known = shared_memory([(entry.pid, entry.smUtil) for entry in listed], self.pids)
-        return {} if known is None else {"util_others": min(known[1] / 100, 1.0)}
+        self.sampled_at = max(entry.timeStamp for entry in listed)
+        usage = shared_memory([(entry.pid, entry.smUtil) for entry in listed], self.pids)
+        return {} if usage is None else {"util_others": min(usage[1] / 100, 1.0)}
 
     def _process_use(self, handle: Any) -> Any:
         function = getattr(self.nvml, "nvmlDeviceGetProcessUtilization", None)
-        return function(handle, self.seen_at) if function else None
+        return function(handle, self.sampled_at) if function else None
 
     def _ask(self, function: Callable[..., Any], *more: Any) -> Any:
-        """NVML's answer; None if this GPU has none. What it does not support is asked once."""
+        """NVML's answer; None if this GPU has none. An unsupported query is made only once."""
         name = f"{getattr(function, '__name__', function)}{more}"
-        if name in self.refused:
+        if name in self.unsupported:
             return None
         try:
             return function(self.handle, *more)
         except self.nvml.NVMLError as error:
             if isinstance(error, getattr(self.nvml, "NVMLError_NotSupported", ())):
-                self.refused.add(name)
+                self.unsupported.add(name)
             return None
 
 

@@ -1,7 +1,7 @@
-"""What the host of a run does: processors, memory, disks, network, and what waits for them.
+"""Load of a run's host: processors, memory, disks, network, and time spent waiting for them.
 
-Counters are read twice, and their differences are shares and rates. What a system does not count, or a container hides,
-is left out. psutil reads what every system has; pressure and the time that threads wait for a core are Linux's.
+Differences of counters give shares and rates. Counters that a system lacks or a container hides are left out. psutil
+reads what every system has; pressure and the time that threads wait for a core are Linux's.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class HostCounters:
             return None  # a core was switched on or off
         return self.cores - before.cores
 
-    def _share_of_cores(self, before: HostCounters, span: float, own: float | None) -> dict[str, float]:
+    def _share_of_cores(self, before: HostCounters, span: float, run_cores: float | None) -> dict[str, float]:
         """How many cores the run may use, how many more its threads could use now, and how many others use."""
         figures: dict[str, float] = {}
         if self.usable:
@@ -160,11 +160,11 @@ class HostCounters:
             waited = sum(self.core_wait[thread] - before.core_wait[thread] for thread in same)
             figures["cpu_wait"] = round(max(waited, 0.0) / span, 3)
         seconds = self._core_seconds(before)
-        if seconds is not None and self.usable and own is not None:
+        if seconds is not None and self.usable and run_cores is not None:
             # without some cores that are off, their numbers are not their positions
             cores = range(len(seconds)) if len(self.usable) >= len(seconds) else sorted(self.usable)
             shares = _core_shares(seconds[[core for core in cores if core < len(seconds)]])
-            figures["cpu_others"] = round(max(float(shares[:, [0, 2]].sum()) - own, 0.0), 3)
+            figures["cpu_others"] = round(max(float(shares[:, [0, 2]].sum()) - run_cores, 0.0), 3)
         if self.memory_limit is not None:
             limit_bytes, used = self.memory_limit
             figures |= {
@@ -223,13 +223,13 @@ def _try(read: Callable[..., T], *arguments: Any) -> T | None:
 
 
 def _core_wait(pids: Iterable[int]) -> dict[tuple[int, int], float]:
-    found = {}
+    waits = {}
     for pid in pids:
         for name in _names(f"/proc/{pid}/task") or ():
             waited = read_core_wait(_text(f"/proc/{pid}/task/{name}/schedstat"))
             if waited is not None:
-                found[pid, int(name)] = waited
-    return found
+                waits[pid, int(name)] = waited
+    return waits
 
 
 def _usable(pids: Iterable[int]) -> frozenset[int]:
@@ -241,14 +241,14 @@ def _usable(pids: Iterable[int]) -> frozenset[int]:
 
 
 class ThreadTime:
-    """Of the thread that makes it: how much of the time it ran, and could have run but had no core."""
+    """How much of the time the thread that creates it ran, or could have run but had no core."""
 
     def __init__(self) -> None:
-        self.before = self._look()
+        self.before = self._read()
 
     def take(self) -> dict[str, float]:
         """Shares of the time since the last call; only `ran` if the system does not count the waiting."""
-        now, before = self._look(), self.before
+        now, before = self._read(), self.before
         self.before = now
         span = max(now[0] - before[0], 1e-6)
         shares = {"ran": _share((now[1] - before[1]) / span)}
@@ -256,7 +256,7 @@ class ThreadTime:
             shares["waited"] = _share((now[2] - before[2]) / span)
         return shares
 
-    def _look(self) -> tuple[float, float, float | None]:
+    def _read(self) -> tuple[float, float, float | None]:
         return time.perf_counter(), time.thread_time(), read_core_wait(_text("/proc/thread-self/schedstat"))
 
 

@@ -1,6 +1,6 @@
-"""States and actions that a policy can't learn from: they are all in memory, so a run looks at them before it begins.
+"""States and actions that a policy can't learn from. They are all in memory, so a run checks them before it begins.
 
-Found are dimensions that never change, statistics that belong to other data, episodes recorded in other units than the
+It finds dimensions that never change, statistics that belong to other data, episodes recorded in other units than the
 rest, and single values far away from all others. Each finding names the joint and the episodes.
 """
 
@@ -72,8 +72,8 @@ class EpisodeValues:
 def value_findings(
     dataset: Dataset, before: Pipeline, rename_map: Mapping[str, str] | None = None
 ) -> list[Finding]:
-    """What is wrong with the states and actions of a run. `before`: the processing of its batches."""
-    found: list[Finding] = []
+    """Faults in the states and actions of a run. `before`: the processing of its batches."""
+    findings: list[Finding] = []
     for step in before.steps:
         if not isinstance(step, Normalize):
             continue
@@ -83,8 +83,10 @@ def value_findings(
                 if name in part.columns:
                     is_relative = key == ACTION and _has_relative_actions(before)
                     with np.errstate(all="ignore"):  # values near the limits of float64
-                        found += _findings(summarise(part, name), step, key, None if is_relative else number)
-    return found
+                        findings += _findings(
+                            summarise(part, name), step, key, None if is_relative else number
+                        )
+    return findings
 
 
 def _findings(values: EpisodeValues, step: Normalize, key: str, member: int | None) -> list[Finding]:
@@ -97,8 +99,8 @@ def _findings(values: EpisodeValues, step: Normalize, key: str, member: int | No
 def _parts(dataset: Dataset, step: Normalize) -> list[tuple[int, Dataset]]:
     """What is normalised together: everything, or each dataset for itself."""
     if isinstance(step, NormalizeByDataset) and isinstance(dataset, MixedDataset):
-        there = set(dataset.member_of(dataset.episodes.index).tolist())
-        return [(number, dataset.only(number)) for number in sorted(there)]
+        members = set(dataset.member_of(dataset.episodes.index).tolist())
+        return [(number, dataset.only(number)) for number in sorted(members)]
     return [(0, dataset)]
 
 
@@ -121,7 +123,7 @@ def constant(values: EpisodeValues, is_action: bool) -> list[Finding]:
     if not which:
         return []
     count = len(values.dataset.episodes)
-    one = f" (it is {figure(float(values.low[0, which[0]]))})" if len(which) == 1 else ""
+    constant_value = f" (it is {figure(float(values.low[0, which[0]]))})" if len(which) == 1 else ""
     change = "if the robot has such a motor, it was not recorded: record it; if not, remove the dimension"
     if not is_action:
         change = "if it can change on the robot, remove it: normalisation divides any change by almost zero"
@@ -129,7 +131,7 @@ def constant(values: EpisodeValues, is_action: bool) -> list[Finding]:
         Finding(
             "dead action dimension" if is_action else "state never changes",
             f"{values.dimensions(which)} {'is' if len(which) == 1 else 'are'} constant in all {count} "
-            f"episodes{one}",
+            f"episodes{constant_value}",
             [Fix(change)],
         )
     ]
@@ -189,7 +191,7 @@ def _scale(step: Normalize, key: str, mode: str, member: int) -> tuple[np.ndarra
 def other_units(values: EpisodeValues) -> tuple[list[Finding], np.ndarray]:
     """Episodes in other units than the rest; and which episodes and dimensions these are, [E, D]."""
     odd = np.zeros(values.low.shape, bool)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     splits: dict[bytes, list[int]] = {}
     for number in np.flatnonzero(~values.is_constant).tolist():
         larger = _split(values.size[:, number], (values.high - values.low)[:, number])
@@ -202,8 +204,8 @@ def other_units(values: EpisodeValues) -> tuple[list[Finding], np.ndarray]:
             continue
         few = kind == (1 if (kind == 1).sum() <= (kind == -1).sum() else -1)
         odd[np.ix_(few, numbers)] = True
-        found.append(_unit_finding(values, numbers, few, *unit))
-    return found, odd
+        findings.append(_unit_finding(values, numbers, few, *unit))
+    return findings, odd
 
 
 def _split(size: np.ndarray, moved: np.ndarray) -> np.ndarray | None:
@@ -242,8 +244,11 @@ def _unit_finding(
     values: EpisodeValues, numbers: Sequence[int], few: np.ndarray, factor: float, units: str
 ) -> Finding:
     dataset, first = values.dataset, numbers[0]
-    own, others = float(values.size[few, first].max()), float(np.median(values.size[~few, first]))
-    size = "larger" if own > others else "smaller"
+    size_here, size_elsewhere = (
+        float(values.size[few, first].max()),
+        float(np.median(values.size[~few, first])),
+    )
+    size = "larger" if size_here > size_elsewhere else "smaller"
     which = np.flatnonzero(few)
     several = len(numbers) > 1
     subject = f"{values.dimension(first)}{f' and {len(numbers) - 1} more' if several else ''}"
@@ -251,8 +256,8 @@ def _unit_finding(
     return Finding(
         "mixed units",
         f"{subject} {'are' if several else 'is'} about {factor:.0f} times {size} in "
-        f"{_which(dataset, which)} than in the others (up to {figure(own)}, usually {figure(others)}). It looks like "
-        f"{units}{all_of_them}",
+        f"{_which(dataset, which)} than in the others (up to {figure(size_here)}, usually "
+        f"{figure(size_elsewhere)}). It looks like {units}{all_of_them}",
         [
             Fix(
                 f"convert these episodes, then compute statistics with `flexor data stats DIR --write`; or leave "
@@ -262,15 +267,15 @@ def _unit_finding(
     )
 
 
-def outliers(values: EpisodeValues, known: np.ndarray) -> list[Finding]:
-    """Values far away from all others, such as those of a sensor that failed. `known`: explained already, [E, D]."""
+def outliers(values: EpisodeValues, explained: np.ndarray) -> list[Finding]:
+    """Values far away from all others, such as those of a failed sensor. `explained`: by other findings, [E, D]."""
     low, high = np.quantile(values.sample, [0.01, 0.99], axis=0)
     span = high - low
     above, below = (
         (values.high - high) / np.maximum(span, 1e-300),
         (low - values.low) / np.maximum(span, 1e-300),
     )
-    far = np.where((span > 0) & ~known, np.maximum(above, below), 0.0)
+    far = np.where((span > 0) & ~explained, np.maximum(above, below), 0.0)
     if far.max(initial=0.0) <= OUTLIER:
         return []
     episode, number = np.unravel_index(int(np.argmax(far)), far.shape)
@@ -280,13 +285,13 @@ def outliers(values: EpisodeValues, known: np.ndarray) -> list[Finding]:
     column = dataset.columns[values.name].reshape(len(dataset), -1)[start:end, number]
     frame = int(np.argmin(np.abs(column.astype(np.float64) - value)))
     some = np.flatnonzero((far > OUTLIER).any(1))
-    others = f"; also in {_which(dataset, some[some != episode])}" if len(some) > 1 else ""
+    also = f"; also in {_which(dataset, some[some != episode])}" if len(some) > 1 else ""
     return [
         Finding(
             "values out of range",
             f"{values.dimension(int(number))} is {figure(float(value))} in "
             f"{_which(dataset, np.array([episode]))}, frame {frame}; 98 % of its values are between "
-            f"{figure(float(low[number]))} and {figure(float(high[number]))}{others}",
+            f"{figure(float(low[number]))} and {figure(float(high[number]))}{also}",
             [
                 Fix(
                     "look at it with `flexor data show DIR`; repair it and compute statistics with "
@@ -310,19 +315,19 @@ def _which(dataset: Dataset, positions: np.ndarray) -> str:
 def in_words(dataset: Dataset, episodes: Sequence[int]) -> str:
     """Episodes by the numbers that a user knows: episodes 3, 7 of lab/a."""
     return " and ".join(
-        f"{'episode' if len(own) == 1 else 'episodes'} {_listed(_ranges(own, ' to ', 0))}"
+        f"{'episode' if len(numbers) == 1 else 'episodes'} {_listed(_ranges(numbers, ' to ', 0))}"
         + (f" of {name}" if name else "")
-        for name, own in _by_member(dataset, episodes)
+        for name, numbers in _by_member(dataset, episodes)
     )
 
 
 def exclude(dataset: Dataset, episodes: Sequence[int]) -> str:
     """What leaves out episodes."""
     return " and ".join(
-        f"exclude_episodes: {','.join(_ranges(own, ':', 1))} of {name} in dataset.mix"
+        f"exclude_episodes: {','.join(_ranges(numbers, ':', 1))} of {name} in dataset.mix"
         if name
-        else f"--dataset.exclude_episodes={','.join(_ranges(own, ':', 1))}"
-        for name, own in _by_member(dataset, episodes)
+        else f"--dataset.exclude_episodes={','.join(_ranges(numbers, ':', 1))}"
+        for name, numbers in _by_member(dataset, episodes)
     )
 
 
@@ -333,12 +338,12 @@ def _several(dataset: Dataset) -> bool:
 def _by_member(dataset: Dataset, episodes: Sequence[int]) -> list[tuple[str, list[int]]]:
     if not isinstance(dataset, MixedDataset) or not _several(dataset):
         return [("", sorted(episodes))]
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for episode in sorted(episodes):
         number = int(dataset.member_of(np.array([episode]))[0])
-        own = episode - int(dataset.first_episode[number])
-        found.setdefault(dataset.names[number], []).append(own)
-    return list(found.items())
+        local = episode - int(dataset.first_episode[number])
+        members.setdefault(dataset.names[number], []).append(local)
+    return list(members.items())
 
 
 def _ranges(numbers: Iterable[int], sign: str, past: int) -> list[str]:

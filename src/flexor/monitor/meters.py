@@ -1,4 +1,4 @@
-"""Metrics of a run between two log lines: means of measured values, rates, and where the time went."""
+"""Metrics of a run between two log lines: means of measured values, rates, and where the time goes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a step computes, to compare with what a GPU can."""
+    """The arithmetic of a step, to compare with the GPU's ceiling."""
 
     flops: float
     """FLOPs of one GPU in a step."""
@@ -43,7 +43,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured since the last log line."""
+    """Measurements of one rank since the last log line."""
 
     host: str
     elapsed: float
@@ -53,19 +53,19 @@ class RankTimes:
     memory: dict[str, float]
     exchanges: bool
 
-    def each(self, part: str) -> float:
+    def per_step(self, part: str) -> float:
         """Seconds of a part, per step."""
         return self.seconds.get(part, 0.0) / max(self.steps, 1)
 
     @property
-    def own(self) -> float:
-        """Seconds of a step before it meets other ranks. A sharded model meets them in every block."""
+    def until_sync(self) -> float:
+        """Seconds of a step before ranks synchronise. A sharded model does so in every block."""
         parts = ("data", "copy", "forward", "backward") if self.exchanges else ("data", "copy")
-        return sum(self.each(part) for part in parts)
+        return sum(self.per_step(part) for part in parts)
 
 
 class Meters:
-    """Collects values on their device, so that the loop never waits for the GPU to measure something."""
+    """Collects values on their device, so that measuring never makes the loop wait for the GPU."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Meters:
         self.device, self.host, self.arithmetic = device, host, arithmetic
         self.times = StepTimes(device, exchanges)
         self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
-        self.known: dict[str, None] = {}  # parts that were measured so far
+        self.measured: dict[str, None] = {}  # parts of a step, in order
         self.reset()
 
     def reset(self) -> None:
@@ -100,81 +100,81 @@ class Meters:
         self.steps += 1
         self.samples += samples
 
-    def report(self, ranks: Ranks, left: int = 0) -> dict[str, Any]:
-        """Means since the last reset, rates, and times of a step. `left`: steps until the end of the run.
+    def report(self, engine: Ranks, steps_left: int = 0) -> dict[str, Any]:
+        """Means since the last reset, rates, and times of a step. `steps_left`: steps until the end of the run.
 
-        Losses are those of all ranks. Times and memory are those of the rank that has the most.
+        Losses are means over all ranks, times and memory those of the rank with the largest.
         """
         parts = sorted(self.parts)
         if parts:
-            over_all = ranks.sum(torch.stack([self.sums[name].float() for name in parts]))
+            over_all = engine.sum(torch.stack([self.sums[name].float() for name in parts]))
             self.sums |= dict(zip(parts, over_all))
         values: dict[str, Any] = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
-        everyone = ranks.gather(self._own())
-        elapsed = max(max(rank.elapsed for rank in everyone), 1e-9)
+        ranks = engine.gather(self._rank_times())
+        elapsed = max(max(rank.elapsed for rank in ranks), 1e-9)
         values["samples_per_s"] = self.samples / elapsed
-        values["data_wait"] = max(rank.seconds.get("data", 0.0) for rank in everyone) / elapsed
+        values["data_wait"] = max(rank.seconds.get("data", 0.0) for rank in ranks) / elapsed
         if self.times.on_gpu:
-            idle = max(sum(rank.seconds.get(part, 0.0) for part in IDLE) for rank in everyone)
+            idle = max(sum(rank.seconds.get(part, 0.0) for part in IDLE) for rank in ranks)
             values["gpu_busy"] = max(0.0, 1 - idle / elapsed)
         if self.steps:
-            values |= self._of_a_step(everyone, elapsed, left)
+            values |= self._of_a_step(ranks, elapsed, steps_left)
         return values
 
-    def _own(self) -> RankTimes:
+    def _rank_times(self) -> RankTimes:
         elapsed = time.perf_counter() - self.started
         seconds, steps = self.times.take()
         memory = gpu_memory(self.device) if self.device is not None and self.times.on_gpu else {}
         return RankTimes(self.host, elapsed, steps, seconds, memory, self.times.exchanges)
 
-    def _of_a_step(self, everyone: list[RankTimes], elapsed: float, left: int) -> dict[str, Any]:
+    def _of_a_step(self, ranks: list[RankTimes], elapsed: float, steps_left: int) -> dict[str, Any]:
         values: dict[str, Any] = {"step_s": elapsed / self.steps}
-        self.known |= dict.fromkeys(part for rank in everyone for part in rank.seconds)
-        timed = [part for part in (*PARTS, "launch") if part in self.known and self._tells(part)]
-        times = {part: [rank.each(part) for rank in everyone] for part in timed}
-        values |= {f"{part}_s": max(each) for part, each in times.items()}
-        values["left_s"] = self._left_s(elapsed, left)
+        self.measured |= dict.fromkeys(part for rank in ranks for part in rank.seconds)
+        timed = [part for part in (*PARTS, "launch") if part in self.measured and self._measures(part)]
+        times = {part: [rank.per_step(part) for rank in ranks] for part in timed}
+        values |= {f"{part}_s": max(seconds) for part, seconds in times.items()}
+        values["left_s"] = self._left_s(elapsed, steps_left)
         if self.arithmetic is not None:
             values["flops_per_s"] = self.arithmetic.flops / values["step_s"]
             if self.arithmetic.ceiling:
                 values["ceiling_share"] = values["flops_per_s"] / self.arithmetic.ceiling
-        if everyone[0].memory:
-            values["memory"] = {
-                name: max(rank.memory[name] for rank in everyone) for name in everyone[0].memory
-            }
-        if len(everyone) > 1:
-            values["max_rank"] = {part: each.index(max(each)) for part, each in times.items()}
-            values["slowest"] = slowest(everyone)
+        if ranks[0].memory:
+            values["memory"] = {name: max(rank.memory[name] for rank in ranks) for name in ranks[0].memory}
+        if len(ranks) > 1:
+            values["max_rank"] = {part: seconds.index(max(seconds)) for part, seconds in times.items()}
+            values["slowest"] = slowest(ranks)
         return values
 
-    def _tells(self, part: str) -> bool:
-        """Whether the time of a part is known: the clock shows what a CPU computes, events what a CUDA GPU does."""
+    def _measures(self, part: str) -> bool:
+        """Whether the time of a part can be measured: by the clock on a CPU, by events on a CUDA GPU."""
         if part in ("copy", "launch"):
             return self.times.on_gpu
         by_clock = self.device is not None and self.device.type == "cpu"
         return part not in COMPUTING or self.times.on_gpu or by_clock
 
-    def _left_s(self, elapsed: float, left: int) -> float:
-        """From recent lines. The first one has what happens once: compiling, filling caches."""
+    def _left_s(self, elapsed: float, steps_left: int) -> float:
+        """Seconds left, from recent lines. The first includes what happens once: compiling, filling caches."""
         self.recent.append((self.steps, elapsed))
         lines = list(self.recent)[1:] or list(self.recent)
-        return left * sum(seconds for _, seconds in lines) / sum(steps for steps, _ in lines)
+        return steps_left * sum(seconds for _, seconds in lines) / sum(steps for steps, _ in lines)
 
 
-def slowest(everyone: Sequence[RankTimes]) -> dict[str, Any]:
-    """The rank that the others wait for: it takes the longest until it meets them."""
-    own = [rank.own for rank in everyone]
-    rank = own.index(max(own))
+def slowest(ranks: Sequence[RankTimes]) -> dict[str, Any]:
+    """The rank that the others wait for: it takes the longest until they synchronise."""
+    seconds = [rank.until_sync for rank in ranks]
+    rank = seconds.index(max(seconds))
     return {
         "rank": rank,
-        "host": everyone[rank].host,
-        "own_s": own[rank],
-        "others_s": statistics.median(own[:rank] + own[rank + 1 :]),
+        "host": ranks[rank].host,
+        "own_s": seconds[rank],
+        "others_s": statistics.median(seconds[:rank] + seconds[rank + 1 :]),
     }
 
 
 def gpu_memory(device: torch.device) -> dict[str, float]:
-    """Of torch's allocator: in use, held, the most in use so far, and how often it was full and had to free blocks."""
+    """Of torch's allocator: allocated, reserved, the peak of allocated, and how often it was full and had to free
+    blocks.
+    """
     stats = torch.cuda.memory_stats(device)
     return {
         "allocated_gb": stats["allocated_bytes.all.current"] / 1e9,

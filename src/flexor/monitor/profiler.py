@@ -1,10 +1,10 @@
 """`--profile=STEP:COUNT`: where the time and the memory of some steps go.
 
-A trace of these steps and, on an NVIDIA GPU, a snapshot of its memory are written to the run's `profile` folder. The
-steps before and after them are not touched. What can't be written is a warning: the run continues.
+A trace of these steps and, on an NVIDIA GPU, a snapshot of its memory are written to the run's `profile` folder. Other
+steps are unaffected. If the files can't be written, the run warns and continues.
 
 A step that is replayed as a CUDA graph has no operations on the host, only the launch of the graph. Its kernels are in
-the trace by name, and the list of the costliest is one of kernels.
+the trace by name, and the costliest are listed by kernel.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from flexor.core.console import table
 from flexor.core.log import log
 from flexor.core.run_files import PROFILE
 
-SHOWN = 10
-LONGEST_NAME = 70
-MOST_EVENTS = 200_000  # allocations that a snapshot remembers
+ROWS = 10
+NAME_LENGTH = 70
+MAX_EVENTS = 200_000  # allocations in a snapshot
 
 
 class Profiling:
-    """Profiles the steps that it is told of, if they are among those asked for."""
+    """Profiles those steps between `begin` and `end` that are selected."""
 
     def __init__(
-        self, asked: str | None, folder: Path, device: torch.device, rank: int = 0, all_ranks: bool = False
+        self,
+        selection: str | None,
+        folder: Path,
+        device: torch.device,
+        rank: int = 0,
+        all_ranks: bool = False,
     ):
-        self.steps = parse_profile(asked) if asked and (rank == 0 or all_ranks) else None
+        self.steps = parse_profile(selection) if selection and (rank == 0 or all_ranks) else None
         self.folder, self.device, self.rank = folder / PROFILE, device, rank
         self._profiler: Any = None
         self._range: Any = None
@@ -64,13 +69,13 @@ class Profiling:
             self._finish(step)
 
     def close(self) -> None:
-        """The run ends: write what there is of the steps, or say that there is nothing."""
+        """At the end of the run: write what was profiled, or warn that nothing was."""
         self._end_range()
         if self._profiler is not None:
             self._finish(None)
         elif self.steps is not None and self._began == 0:
             log.warning(
-                "profile: no step was profiled, because the run did not get to the steps %d to %d or had passed them",
+                "profile: no step was profiled: this run trained none of the steps %d to %d",
                 *self.steps,
             )
 
@@ -87,7 +92,7 @@ class Profiling:
             os.environ.setdefault("TEARDOWN_CUPTI", "0")
             os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
             torch.cuda.synchronize(self.device)
-            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
         self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True, profile_memory=True)
         self._profiler.start()
 
@@ -117,7 +122,7 @@ class Profiling:
 
 
 def costliest(averages: Any, on_gpu: bool) -> str:
-    """The operations with the most time of their own, as a table. Kernels, if most have no operation: in a graph."""
+    """The operations with the most time of their own, as a table. Kernels, if most have no operation, as in a graph."""
     if not on_gpu:
         return _ranked([(e, e.self_cpu_time_total) for e in averages if not _is_label(e)], "operation", "CPU")
     operations = [(e, e.self_device_time_total) for e in averages if e.device_type == DeviceType.CPU]
@@ -133,16 +138,16 @@ def costliest(averages: Any, on_gpu: bool) -> str:
 
 
 def _is_label(event: Any) -> bool:
-    """A range that a program marked, not work of its own."""
+    """Whether it is a range that a program marked, not an operation."""
     return bool(getattr(event, "is_user_annotation", False)) or re.match(r"step \d+$", event.key) is not None
 
 
-def _ranked(timed: list[tuple[Any, float]], what: str, where: str) -> str:
+def _ranked(timed: list[tuple[Any, float]], unit: str, device: str) -> str:
     total = sum(time for _, time in timed) or 1.0
-    top = sorted(timed, key=lambda entry: -entry[1])[:SHOWN]
-    rows: list[tuple[object, ...]] = [(what, f"{where} time", "share", "calls", "each")]
+    top = sorted(timed, key=lambda entry: -entry[1])[:ROWS]
+    rows: list[tuple[object, ...]] = [(unit, f"{device} time", "share", "calls", "each")]
     for event, time in top:
-        name = event.key if len(event.key) <= LONGEST_NAME else event.key[: LONGEST_NAME - 3] + "..."
+        name = event.key if len(event.key) <= NAME_LENGTH else event.key[: NAME_LENGTH - 3] + "..."
         calls = max(event.count, 1)
         rows.append(
             (name, f"{time / 1e3:.2f} ms", f"{100 * time / total:.1f} %", calls, f"{time / calls:.1f} us")

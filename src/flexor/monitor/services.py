@@ -1,6 +1,6 @@
-"""Where metrics can go besides `metrics.jsonl`. These classes live in a process of their own: see `forward.py`.
+"""Trackers besides `metrics.jsonl`. They run in processes of their own: see `forward.py`.
 
-Each has `begin_at`: earlier steps are there already.
+`begin_at`: the first step that the tracker lacks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from flexor.core.log import log
 from flexor.core.run_files import TENSORBOARD
 
-REACH_S = 25.0  # how long to try to reach W&B; less than the end of a run waits
+CONNECT_S = 25.0  # how long to try to reach W&B; less than a run waits at its end
 
 
 class Service(Protocol):
@@ -25,24 +25,24 @@ class Service(Protocol):
     def close(self) -> None: ...
 
 
-def flat(values: dict[str, Any], where: str = "") -> dict[str, float]:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """Nested figures as `system/cpu`; only numbers that are finite."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{where}{name}/")
+            figures |= flat(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and math.isfinite(value):
-            found[f"{where}{name}"] = value
-    return found
+            figures[f"{prefix}{name}"] = value
+    return figures
 
 
 class WandBService:
-    """Weights & Biases. If it can't be reached, its files are kept, for `wandb sync`."""
+    """Weights & Biases. If it can't be reached, its files are written for `wandb sync`."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         import wandb
 
-        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=REACH_S)
+        quiet = wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=CONNECT_S)
         options = {**settings, "dir": str(folder), "resume": "allow", "settings": quiet}
         try:
             self.run = wandb.init(**options)
@@ -54,7 +54,7 @@ class WandBService:
             )
             wandb.teardown()
             self.run = wandb.init(**{**options, "mode": "offline"})
-        self.begin_at = self.run.step  # of a resumed run: the first one that W&B does not have
+        self.begin_at = self.run.step  # in a resumed run, the first that W&B lacks
         if not self.run.offline and self.run.url:
             log.info("W&B: %s", self.run.url)
 
@@ -81,8 +81,8 @@ class TensorBoardService:
         self.begin_at = 0
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        found = [self.make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        summary = self.make_summary(value=found)
+        scalars = [self.make_summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self.make_summary(value=scalars)
         self.writer.add_event(self.make_event(wall_time=time.time(), step=step, summary=summary))
 
     def flush(self) -> None:
@@ -99,8 +99,8 @@ class TrackioService:
         import trackio
 
         self.trackio, self.begin_at = trackio, 0
-        known = inspect.signature(trackio.init).parameters
-        off = {name: False for name in ("embed", "auto_log_gpu", "auto_log_cpu") if name in known}
+        parameters = inspect.signature(trackio.init).parameters
+        off = {name: False for name in ("embed", "auto_log_gpu", "auto_log_cpu") if name in parameters}
         trackio.init(**settings, resume="allow", **off)
 
     def log(self, step: int, values: dict[str, float]) -> None:

@@ -1,10 +1,10 @@
 """Where the time of a run goes, part by part, without waiting for the GPU.
 
-A run sets marks. Each says what the time since the mark before it was spent on, so all parts together are all of the
-time, and none is counted twice. On a GPU a mark is a CUDA event in the stream that trains. So a part is the time that
-it held the GPU: the loader counts only while the GPU has run out of work, and a copy on another stream only while
-the step waits for it. Nothing waits for an event. It is read when it is complete, a step or two later, because
-`stopping.Watch` keeps the host from running further ahead. Elsewhere a mark is a look at the clock.
+A run sets marks. Each assigns the time since the previous mark to a part, so the parts add up to all of the time. On a
+GPU a mark is a CUDA event in the training stream. So a part is the time for which it occupies the GPU: the loader
+counts only while the GPU has run out of work, and a copy on another stream only while the step waits for it. Nothing
+waits for an event. It is read when it is complete, a step or two later, because `stopping.Watch` keeps the host from
+running further ahead. On other devices a mark reads the clock.
 
 A CUDA graph can record events too, but its next replay, which is queued before this one is complete, records the same
 ones again: a time could be the difference of two steps. So `train.graph` cuts a step into a graph for each part, and
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-# What holds a step, as `metrics.jsonl` has it (NAME_s). The time in the loader is `data_wait`.
+# Parts of a step, as in `metrics.jsonl` (NAME_s). The time in the loader is `data_wait`.
 COMPUTING = ("forward", "backward", "communication", "optimizer")
 PARTS = ("copy", *COMPUTING, "checkpoint", "evaluation")
 IDLE = ("data", "other", "checkpoint", "evaluation")  # the GPU has no step to work on
@@ -31,7 +31,7 @@ LAST = "optimizer"  # the last part of each step
 
 
 class StepTimes:
-    """Measures between two log lines: `take` returns what was found since the last call. Without a device it is off.
+    """Measures between two log lines: `take` returns the times since the last call. Without a device it is off.
 
     `exchanges`: ranks exchange gradients in the backward pass, and wait for each other at its end (DDP).
     """
@@ -43,7 +43,7 @@ class StepTimes:
         """While a step is captured: ends the graph of a part."""
         self.seconds: dict[str, float] = defaultdict(float)
         self.steps = 0
-        self._before: Any = None  # the last mark: an event, or a time
+        self._last_mark: Any = None  # an event, or a time
         self._marks: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._began = 0.0
@@ -52,12 +52,12 @@ class StepTimes:
     # The loop calls these once per step, in this order.
 
     def waiting(self) -> None:
-        """The loop asks for the next batch. What was since the last part of a step belongs to no part."""
+        """The loop asks for the next batch. The time since the last part of a step belongs to no part."""
         self.mark("other")
         self._read()
 
     def has_batch(self) -> None:
-        """A batch is here; what remains is to copy it to the GPU."""
+        """The batch is ready to be copied to the GPU."""
         self.mark("data")
 
     def begins(self) -> None:
@@ -69,34 +69,34 @@ class StepTimes:
         """The host has queued all work of a step."""
         self.seconds["launch"] += time.perf_counter() - self._began
 
-    # Anybody
+    # Called from anywhere
 
     def mark(self, part: str) -> None:
-        """What was since the last mark belongs to `part`."""
+        """Assign the time since the last mark to `part`."""
         if self.device is None:
             return
         if self.cut is not None:
             self.cut(part)
             return
-        if self._exchanging:  # what follows the computing of a backward pass
+        if self._exchanging:  # after the computing of a backward pass
             part, self._exchanging = "communication", False
         if self.on_gpu:
             self._record(part)
             return
         now = time.perf_counter()
-        if self._before is not None:
-            self._add(part, now - self._before)
-        self._before = now
+        if self._last_mark is not None:
+            self._add(part, now - self._last_mark)
+        self._last_mark = now
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """All of the block belongs to a part that is not one of each step."""
+        """Assign the block to a part that not every step has."""
         self.mark("other")
         yield
         self.mark(name)
 
     def expect_exchange(self, loss: Tensor) -> None:
-        """Call before a backward pass: if ranks exchange gradients in it, its computing gets a mark of its own.
+        """Call before a backward pass: if ranks exchange gradients in it, the end of its computing is marked.
 
         DDP waits for the other ranks in a callback of autograd's, which it queues when its last gradient is computed.
         One that is queued before, by a hook on the loss, runs before it.
@@ -105,11 +105,11 @@ class StepTimes:
             loss.register_hook(self._queue_mark)
 
     def take(self) -> tuple[dict[str, float], int]:
-        """Seconds of every part, and the number of steps that they are of."""
+        """Seconds of every part, and the number of steps."""
         self._read()
-        found = dict(self.seconds), self.steps
+        measured = dict(self.seconds), self.steps
         self.seconds, self.steps = defaultdict(float), 0
-        return found
+        return measured
 
     def _queue_mark(self, _: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._computed)
@@ -121,15 +121,15 @@ class StepTimes:
     def _record(self, part: str) -> None:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
-        if self._before is not None:
-            self._marks.append((part, self._before, event))
-        self._before = event
+        if self._last_mark is not None:
+            self._marks.append((part, self._last_mark, event))
+        self._last_mark = event
 
     def _read(self) -> None:
         while self._marks and self._marks[0][2].query():
-            part, before, event = self._marks.popleft()
-            self._add(part, before.elapsed_time(event) / 1e3)
-            self._free.append(before)
+            part, start, event = self._marks.popleft()
+            self._add(part, start.elapsed_time(event) / 1e3)
+            self._free.append(start)
 
     def _add(self, part: str, seconds: float) -> None:
         self.seconds[part] += seconds

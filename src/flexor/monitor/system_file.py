@@ -2,8 +2,8 @@
 
 The newest `RECENT` samples are kept as they are. Older ones are merged with their neighbours when there are more than
 `OLDER` of them: two of 5 s become their mean over 10 s, later 20 s, and so on, until half are left. So a run of any
-length has a few thousand lines at most: its last hour in full, and all of it, coarser. Nothing is left out: `span` says
-how many seconds a line stands for.
+length has a few thousand lines at most: its last hour in full, the rest coarser. `span` is the number of seconds that a
+line covers.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ Line = dict[str, Any]
 
 
 def system_file(folder: Path, rank: int) -> Path:
-    """Of the host whose first process has this rank."""
+    """The file of the host whose first process has this rank."""
     return folder / (SYSTEM if rank == 0 else f"{Path(SYSTEM).stem}-{rank}{Path(SYSTEM).suffix}")
 
 
 def system_files(folder: Path) -> list[Path]:
-    """Those of all hosts, that of rank 0 first."""
-    others = sorted(folder.glob(f"{Path(SYSTEM).stem}-*{Path(SYSTEM).suffix}"))
-    return [path for path in (folder / SYSTEM, *others) if path.is_file()]
+    """The files of all hosts, that of rank 0 first."""
+    other_hosts = sorted(folder.glob(f"{Path(SYSTEM).stem}-*{Path(SYSTEM).suffix}"))
+    return [path for path in (folder / SYSTEM, *other_hosts) if path.is_file()]
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The JSON objects of a file that have a step. A line that a kill or a crash cut off is left out."""
+    """The JSON objects of a file that have a step. A truncated line is left out."""
     return [line for line in GrowingLines(path).read()[1] if isinstance(line.get("step"), int)]
 
 
 def write_lines(path: Path, lines: list[Line]) -> None:
     """All at once: a kill leaves the old file or the new one."""
-    aside = path.with_name(f".{path.name}")
+    temporary = path.with_name(f".{path.name}")
     try:
-        aside.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        aside.rename(path)
+        temporary.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        temporary.rename(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Remove the lines of steps that will be repeated, and what is left of a line that was cut off."""
+    """Remove the lines of steps that will be repeated, and a truncated last line."""
     if not path.is_file():
         return
     try:
@@ -95,19 +95,19 @@ class SystemFile:
         if self.count > self.recent + self.older and not self.file.waiting:
             self.file.close()  # it is replaced
             lines = read_lines(self.path)
-            fewer = thinned(lines[: -self.recent], self.older // 2) + lines[-self.recent :]
-            write_lines(self.path, fewer)
-            self.count = len(fewer)
+            compacted = thinned(lines[: -self.recent], self.older // 2) + lines[-self.recent :]
+            write_lines(self.path, compacted)
+            self.count = len(compacted)
 
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
 
 
-def thinned(lines: list[Line], most: int) -> list[Line]:
-    """At most so many lines: neighbours merged, the shortest spans first."""
+def thinned(lines: list[Line], limit: int) -> list[Line]:
+    """At most `limit` lines: neighbours are merged, the shortest spans first."""
     span = min((_span(line) for line in lines), default=0)
-    while len(lines) > max(most, 1):
+    while len(lines) > max(limit, 1):
         span *= 2
         merged: list[Line] = []
         for line in lines:
@@ -129,29 +129,27 @@ def merge(first: Line, second: Line) -> Line:
     return _merged(first, second, _span(first) / (_span(first) + _span(second)))
 
 
-def _merged(one: Any, other: Any, share: float, name: str = "") -> Any:
+def _merged(first: Any, second: Any, share: float, name: str = "") -> Any:
     """`share`: the part of the first in the time of both."""
-    if isinstance(one, dict) and isinstance(other, dict):
+    if isinstance(first, dict) and isinstance(second, dict):
         return {
-            key: _merged(one[key], other[key], share, key)
-            if key in one and key in other
-            else {**one, **other}[key]
-            for key in {**one, **other}
+            key: _merged(first[key], second[key], share, key) if key in first and key in second else value
+            for key, value in {**first, **second}.items()
         }
-    if isinstance(one, list) and isinstance(other, list):
-        return _merged_lists(one, other, share)
-    if name in NEWEST or not (_is_number(one) and _is_number(other)):
-        return other
-    return round(one + other, 3) if name in SUMMED else round(share * one + (1 - share) * other, 4)
+    if isinstance(first, list) and isinstance(second, list):
+        return _merged_lists(first, second, share)
+    if name in NEWEST or not (_is_number(first) and _is_number(second)):
+        return second
+    return round(first + second, 3) if name in SUMMED else round(share * first + (1 - share) * second, 4)
 
 
-def _merged_lists(one: list[Any], other: list[Any], share: float) -> list[Any]:
-    """Reasons: all of them. Cores and GPUs: each with its like, if they are as many."""
-    if all(isinstance(item, str) for item in (*one, *other)):
-        return list(dict.fromkeys((*one, *other)))
-    if len(one) != len(other):
-        return other
-    return [_merged(a, b, share) for a, b in zip(one, other)]
+def _merged_lists(first: list[Any], second: list[Any], share: float) -> list[Any]:
+    """Reasons: their union. Cores and GPUs: one by one, if their number is the same."""
+    if all(isinstance(item, str) for item in (*first, *second)):
+        return list(dict.fromkeys((*first, *second)))
+    if len(first) != len(second):
+        return second
+    return [_merged(a, b, share) for a, b in zip(first, second)]
 
 
 def _is_number(value: Any) -> bool:
@@ -170,7 +168,7 @@ def for_log(line: Line) -> Line:
 
 
 def summary(merged: Line | None) -> dict[str, float]:
-    """What a line of `metrics.jsonl` says about samples, merged into one: means over the GPUs of the run too."""
+    """The `system` of a line of `metrics.jsonl`, from samples merged into one: means over the run's GPUs too."""
     if merged is None:
         return {}
     figures = {
@@ -189,8 +187,8 @@ def summary(merged: Line | None) -> dict[str, float]:
 def over_hosts(hosts: list[dict[str, float]]) -> dict[str, float]:
     """Summaries of several hosts as one: means, and energy summed."""
     names = dict.fromkeys(name for host in hosts for name in host)
-    found = {name: [host[name] for host in hosts if name in host] for name in names}
+    columns = {name: [host[name] for host in hosts if name in host] for name in names}
     return {
         name: round(sum(values) / (1 if name.removeprefix("gpu_") in SUMMED else len(values)), 4)
-        for name, values in found.items()
+        for name, values in columns.items()
     }

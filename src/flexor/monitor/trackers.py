@@ -1,7 +1,7 @@
-"""Writes metrics: always to a JSONL file, and from there to W&B, TensorBoard and trackio if asked.
+"""Writes metrics: always to a JSONL file, and from there to W&B, TensorBoard and trackio on request.
 
 Only the file is written by the training process. Each other tracker has a process that follows the file (`forward.py`),
-so the loop never waits for a network. At the end of a run they get some time to finish.
+so the loop never waits for a network. At its end a run waits a while for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flexor.core.run_files import METRICS
 from flexor.monitor.meters import as_json
 
 FINISH_S = 40.0  # how long the end of a run waits for trackers
-STOP_S = 10.0  # and one that is told to stop, or fails: whoever stopped it may not wait longer
+STOP_S = 10.0  # the same for a run that is stopped or fails: whoever stopped it may not wait longer
 
 
 class JsonlTracker:
@@ -42,14 +42,14 @@ class JsonlTracker:
         self.file.close()
 
 
-def asked_trackers(config: TrainConfig) -> list[str]:
-    """Trackers besides the file."""
+def requested_trackers(config: TrainConfig) -> list[str]:
+    """The trackers besides the file."""
     return [*dict.fromkeys(config.trackers), *(["wandb"] if config.wandb.enable else [])]
 
 
 def check_trackers(config: TrainConfig) -> None:
     """Raise an error, before anything is built, for a tracker that can't work here."""
-    for name in asked_trackers(config):
+    for name in requested_trackers(config):
         flag = "wandb.enable=true" if name == "wandb" else f"trackers=[{name}]"
         if not _is_installed(name):
             raise ConfigError(f"{flag} needs the package: pip install 'flexor[{name}]'.")
@@ -82,19 +82,19 @@ def _has_wandb_key() -> bool:
 
 
 def settings_of(name: str, config: TrainConfig, run_id: str) -> dict[str, Any]:
-    """What a tracker is told about the run. Its name there follows from the run's id, so a resumed run finds it."""
+    """Settings of a tracker's run. Its name follows from the run's id, so that a resumed run finds it."""
     if name == "tensorboard":
         return {}
     title = config.job_name or config.policy.type
-    shown: dict[str, Any] = {"config": config.to_saved()}
+    shared: dict[str, Any] = {"config": config.to_saved()}
     if name == "trackio":
-        shown = published(shown)  # a Space is public, unless its owner makes it private
+        shared = published(shared)  # a Space is public, unless its owner makes it private
         trackio = config.trackio
         return {
             "project": trackio.project,
             "name": f"{title}-{run_id[:8]}",
             "space_id": trackio.space_id,
-            **shown,
+            **shared,
         }
     wandb = config.wandb
     return {
@@ -104,7 +104,7 @@ def settings_of(name: str, config: TrainConfig, run_id: str) -> dict[str, Any]:
         "name": title,
         "id": wandb.run_id or run_id,
         "mode": wandb.mode,
-        **shown,
+        **shared,
     }
 
 
@@ -112,7 +112,7 @@ class Forwarder:
     """The process of one tracker."""
 
     def __init__(self, name: str, folder: Path, settings: dict[str, Any]):
-        self.name, self.folder, self.told = name, folder, False
+        self.name, self.folder, self.warned = name, folder, False
         package = str(Path(__file__).parents[2])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
@@ -130,22 +130,22 @@ class Forwarder:
             self.process.stdin.flush()
 
     def check(self) -> None:
-        """Say once if the process is gone."""
+        """Warn once if the process has ended."""
         code = self.process.poll()
-        if code and not self.told:
-            self.told = True
+        if code and not self.warned:
+            self.warned = True
             log.warning(
                 "%s stopped (code %s): training continues, and %s has all metrics", self.name, code, METRICS
             )
 
-    def release(self) -> None:
-        """The run is over."""
+    def close_input(self) -> None:
+        """Tell the process that the run is over."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     def wait(self, until: float) -> None:
-        """Wait for its end, and end it if that takes too long."""
+        """Wait for its end, and kill it if that takes too long."""
         try:
             self.process.wait(max(until - time.monotonic(), 0.1))
             self.check()
@@ -168,14 +168,14 @@ class Trackers:
 
     def __init__(self, config: TrainConfig, folder: Path, run_id: str = "run", silent: bool = False):
         self.file = None if silent else JsonlTracker(folder)
-        names = [] if silent else asked_trackers(config)
-        self.others = [Forwarder(name, folder, settings_of(name, config, run_id)) for name in names]
+        names = [] if silent else requested_trackers(config)
+        self.forwarders = [Forwarder(name, folder, settings_of(name, config, run_id)) for name in names]
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         if self.file is not None:
             self.file.log(step, values)
-        for other in self.others:
-            other.check()
+        for forwarder in self.forwarders:
+            forwarder.check()
 
     def __enter__(self) -> Trackers:
         return self
@@ -183,8 +183,8 @@ class Trackers:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self.file is not None:
             self.file.close()
-        for other in self.others:
-            other.release()
+        for forwarder in self.forwarders:
+            forwarder.close_input()
         until = time.monotonic() + (FINISH_S if error is None else STOP_S)
-        for other in self.others:
-            other.wait(until)
+        for forwarder in self.forwarders:
+            forwarder.wait(until)

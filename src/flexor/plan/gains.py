@@ -27,7 +27,7 @@ LARGER = (2, 4, 8)  # times the batch size
 
 def add_plan(diagnosis: Diagnosis, figures: Figures, folder: Path) -> str | None:
     """Replace the gains of changes that the planner can compute. Returns why it can't, if so."""
-    names = {one.what for one in diagnosis.findings}
+    names = {one.name for one in diagnosis.findings}
     steps = figures.on_gpu and names & {LAUNCH, GPU_BOUND, EXCHANGE, MEMORY}
     cached = any(fix.flag == IN_RAM for finding in diagnosis.findings for fix in finding.fixes)
     if not (steps or cached):
@@ -157,9 +157,9 @@ def _replace(finding: Finding, planner: GainPlanner) -> None:
         GPU_BOUND: (planner.precision, planner.larger_batch, planner.graph),
         EXCHANGE: (planner.larger_batch,),
         MEMORY: (planner.smaller_passes,),
-    }.get(finding.what, ())
+    }.get(finding.name, ())
     estimated = [one for one in finding.fixes if (one.flag or "").startswith(PLANNED)]
-    if not kinds or (finding.what == MEMORY and not estimated):  # or it is about the host's memory
+    if not kinds or (finding.name == MEMORY and not estimated):  # or it is about the host's memory
         return
     planned = [found for make in kinds if (found := make()) is not None]
     others = [one for one in finding.fixes if one not in estimated]

@@ -13,14 +13,14 @@ DEPTH = 3  # how deep below a named folder runs are looked for
 
 
 def is_run(folder: Path) -> bool:
-    """Also of a run that has only just begun, or that somebody copied in part."""
+    """Whether a folder is a run, even one that has just begun or was copied in part."""
     return any((folder / name).is_file() for name in SIGNS)
 
 
-def find_runs(named: Sequence[Path]) -> list[Path]:
-    """The runs that are named, and those in folders that are named, each once and in that order."""
-    found: dict[Path, Path] = {}
-    for path in named:
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The runs at these paths and in folders at these paths, each once and in this order."""
+    runs: dict[Path, Path] = {}
+    for path in paths:
         if path.is_file() and path.name in SIGNS:
             path = path.parent
         if not path.exists():
@@ -30,8 +30,8 @@ def find_runs(named: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             raise ConfigError(f"{path} is a file: name the folder of a run, or a folder with runs in it.")
         for run in [path] if is_run(path) else _below(path, DEPTH):
-            found.setdefault(run.resolve(), run)
-    return list(found.values())
+            runs.setdefault(run.resolve(), run)
+    return list(runs.values())
 
 
 def _below(folder: Path, depth: int) -> list[Path]:
@@ -49,11 +49,11 @@ def _below(folder: Path, depth: int) -> list[Path]:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """A name for each: the last part of its path, or as many parts as tell them apart."""
-    whole = [folder.resolve().parts for folder in folders]
-    longest = max((len(parts) for parts in whole), default=1)
+    """A name for each: the last part of its path, or as many parts as make the names unique."""
+    all_parts = [folder.resolve().parts for folder in folders]
+    longest = max((len(parts) for parts in all_parts), default=1)
     for count in range(1, longest + 1):
-        names = ["/".join(parts[-count:]) for parts in whole]
+        names = ["/".join(parts[-count:]) for parts in all_parts]
         if len({*names}) == len(names):
             return names
     return [str(folder) for folder in folders]

@@ -1,10 +1,10 @@
-"""Learning health: what the figures of a run say about its learning, when it happens.
+"""Learning health: faults of learning, found in the metrics of a run when they begin.
 
-    findings(lines of metrics.jsonl, config, checkpoints) -> [Finding(what, evidence, fixes), ...]
+    findings(lines of metrics.jsonl, config, checkpoints) -> [Finding, ...]
 
-Each rule follows one series and compares a value with the usual level: the median of recent values, and their median
-distance from it. Both are of logarithms, because losses and gradient norms differ by factors. A finding is made once,
-when it begins. The rule is ready again when the series is back at its usual level, or has a new one.
+Each rule follows one series and compares each value with the usual level: the median of recent values, and their median
+distance from it, both of logarithms, because losses and gradient norms differ by factors. A rule reports a fault once,
+when it begins, and is armed again when the series is back at its usual level or has settled at a new one.
 """
 
 from __future__ import annotations
@@ -41,31 +41,29 @@ HELD_OUT_SIGMAS = 5.0
 def findings(
     lines: Iterable[Line], config: Mapping[str, Any] | None = None, checkpoints: Sequence[int] = ()
 ) -> list[Finding]:
-    """What the lines of a run's metrics say. `config`: its settings; `checkpoints`: the steps that were saved."""
+    """Apply all rules to the lines of a run's metrics. `config`: its settings; `checkpoints`: the saved steps."""
     health = LearningHealth(config or {}, lambda: checkpoints)
-    return [found for line in lines for found in health.see(line)]
+    return [finding for line in lines for finding in health.update(line)]
 
 
 def to_json(finding: Finding) -> dict[str, Any]:
     """A finding about learning as it is in a line of the metrics; with its step, as in a run's record."""
-    texts = {"what": finding.what, "evidence": finding.evidence, "change": finding.fix}
+    texts = {"what": finding.name, "evidence": finding.evidence, "change": finding.fix}
     return texts if finding.step is None else {**texts, "step": finding.step}
 
 
 def from_record(record: object) -> list[Finding]:
-    """The findings in a run's record, whoever wrote it."""
+    """The findings in a run's record, which may be a stranger's."""
     findings = []
     for entry in record if isinstance(record, list) else []:
         if isinstance(entry, Mapping) and entry.get("what"):
-            what, evidence, change = (
-                one_line(str(entry.get(name) or "")) for name in ("what", "evidence", "change")
-            )
-            findings.append(Finding(what, evidence, [Fix(change)], step=_number(entry.get("step"))))
+            name, evidence, fix = (one_line(str(entry.get(k) or "")) for k in ("what", "evidence", "change"))
+            findings.append(Finding(name, evidence, [Fix(fix)], step=_number(entry.get("step"))))
     return findings
 
 
 class LearningHealth:
-    """All rules. `see` takes the lines of `metrics.jsonl` one after the other and returns what begins with each."""
+    """All rules. `update` takes the lines of `metrics.jsonl` in turn and returns the findings that begin with each."""
 
     def __init__(self, config: Mapping[str, Any], checkpoints: Callable[[], Sequence[int]]):
         self._rules: list[_Loss | _Gradient | _HeldOut] = [
@@ -75,30 +73,30 @@ class LearningHealth:
         ]
         self._kind: frozenset[str] = frozenset()
 
-    def see(self, line: Line) -> list[Finding]:
+    def update(self, line: Line) -> list[Finding]:
         if "loss" in line:
             kind = frozenset(name for name in line if name.endswith("_loss") and name != "held_out_loss")
-            if kind != self._kind:  # another phase of training: its loss is another one
+            if kind != self._kind:  # another phase of training, with another loss
                 self._kind = kind
                 for rule in self._rules:
-                    rule.begin()
-        return [found for rule in self._rules if (found := rule.see(line)) is not None]
+                    rule.reset()
+        return [finding for rule in self._rules if (finding := rule.update(line)) is not None]
 
 
 class _Level:
-    """The usual level of positive values, which may fall all the time, and how far values were off when they came."""
+    """The usual level of positive values, which may fall all the time, and how far new values were from it."""
 
     def __init__(self) -> None:
         self.logs: deque[float] = deque(maxlen=LEVEL)
-        self.off: deque[float] = deque(maxlen=RECENT)
+        self.deviations: deque[float] = deque(maxlen=RECENT)
 
     def add(self, value: float) -> None:
         if len(self.logs) >= 3:
-            self.off.append(math.log(value) - median(self.logs))
+            self.deviations.append(math.log(value) - median(self.logs))
         self.logs.append(math.log(value))
 
     @property
-    def is_known(self) -> bool:
+    def is_ready(self) -> bool:
         return len(self.logs) >= LEAST
 
     @property
@@ -107,12 +105,12 @@ class _Level:
 
     def stands_out(self, value: float, factor: float) -> bool:
         """Whether a value is far above all recent ones. Noise with rare large values has had some of them before."""
-        off = math.log(value) - median(self.logs)
-        if off <= math.log(factor):
+        deviation = math.log(value) - median(self.logs)
+        if deviation <= math.log(factor):
             return False
-        middle = median(self.off)
-        noise = max(1.4826 * median(abs(one - middle) for one in self.off), LEAST_NOISE)
-        return off > max(SIGMAS * noise, 2 * max(self.off))
+        middle = median(self.deviations)
+        noise = max(1.4826 * median(abs(other - middle) for other in self.deviations), LEAST_NOISE)
+        return deviation > max(SIGMAS * noise, 2 * max(self.deviations))
 
     def is_back(self, value: float, factor: float) -> bool:
         return value < self.usual * math.sqrt(factor)
@@ -123,43 +121,43 @@ class _Loss:
 
     def __init__(self, config: Mapping[str, Any]):
         self.config, self.spikes = config, 0
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        self.level, self.lowest, self.high, self.told = _Level(), math.inf, 0, False
-        self.before: deque[Line] = deque(maxlen=LEVEL)
+    def reset(self) -> None:
+        self.level, self.lowest, self.high, self.reported = _Level(), math.inf, 0, False
+        self.recent: deque[Line] = deque(maxlen=LEVEL)
 
-    def see(self, line: Line) -> Finding | None:
+    def update(self, line: Line) -> Finding | None:
         loss = _positive(line.get("loss"))
         if loss is None:
             return None
-        if not self.level.is_known:
-            return self._see_early(line, loss)
+        if not self.level.is_ready:
+            return self._update_early(line, loss)
         if self.high and self.level.is_back(loss, SPIKE):
             self.high = 0
         if self.high or self.level.stands_out(loss, SPIKE):
-            return self._see_high(line, loss)
+            return self._update_high(line, loss)
         self.level.add(loss)
-        self.before.append(line)
+        self.recent.append(line)
         self.lowest = min(self.lowest, self.level.usual)
-        if self.level.usual > EARLY * self.lowest and not self.told:
-            self.told = True
+        if self.level.usual > EARLY * self.lowest and not self.reported:
+            self.reported = True
             return self._exploded(line, self.level.usual, f"the lowest it was is {figure(self.lowest)}")
         return None
 
-    def _see_early(self, line: Line, loss: float) -> Finding | None:
+    def _update_early(self, line: Line, loss: float) -> Finding | None:
         self.high = self.high + 1 if loss > EARLY * self.lowest else 0
         self.lowest = min(self.lowest, loss)
         self.level.add(loss)
-        self.before.append(line)
-        if self.level.is_known:
+        self.recent.append(line)
+        if self.level.is_ready:
             self.high, self.lowest = 0, self.level.usual
-        if self.high >= EARLY_STAYS and not self.told:
-            self.told = True
+        if self.high >= EARLY_STAYS and not self.reported:
+            self.reported = True
             return self._exploded(line, loss, f"it was {figure(self.lowest)} before")
         return None
 
-    def _see_high(self, line: Line, loss: float) -> Finding | None:
+    def _update_high(self, line: Line, loss: float) -> Finding | None:
         self.high += 1
         usual = f"usually {figure(self.level.usual)}{self._parts(line)}"
         if self.high == 1:
@@ -168,7 +166,7 @@ class _Loss:
         if self.high == STAYS:
             return self._exploded(line, loss, f"{usual}, and high for {STAYS} log lines")
         if self.high >= NEW_LEVEL:
-            self.begin()
+            self.reset()
             self.level.add(loss)
         return None
 
@@ -201,7 +199,7 @@ class _Loss:
         """The part of the loss that has risen most, if there are several."""
         rises = {}
         for name, now in _parts(line).items():
-            values = [value for one in self.before if (value := _positive(one.get(name))) is not None]
+            values = [value for earlier in self.recent if (value := _positive(earlier.get(name))) is not None]
             if values and now > 0:
                 rises[name] = (now / median(values), now, median(values))
         if len(rises) < 2:
@@ -215,20 +213,20 @@ class _Gradient:
 
     def __init__(self, config: Mapping[str, Any]):
         self.config = config
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        self.level, self.high, self.low, self.told = _Level(), 0, 0, False
+    def reset(self) -> None:
+        self.level, self.high, self.low, self.reported = _Level(), 0, 0, False
         self.first: list[tuple[float, float]] = []  # norm and loss of the first lines
 
-    def see(self, line: Line) -> Finding | None:
+    def update(self, line: Line) -> Finding | None:
         norm, loss = _number(line.get("grad_norm")), _positive(line.get("loss"))
         if norm is None or loss is None:
             return None
         return self._vanishes(line, norm, loss) or (self._explodes(line, norm) if norm > 0 else None)
 
     def _explodes(self, line: Line, norm: float) -> Finding | None:
-        if not self.level.is_known:
+        if not self.level.is_ready:
             self.level.add(norm)
             return None
         if self.high and self.level.is_back(norm, BURST):
@@ -252,15 +250,15 @@ class _Gradient:
         if len(self.first) < LEAST:
             self.first.append((norm, loss))
         norm_then, loss_then = (median(values) for values in zip(*self.first))
-        known = len(self.first) == LEAST
+        has_baseline = len(self.first) == LEAST
         # a loss that falls to almost nothing takes its gradient along: that is no fault
-        small = norm == 0 or (known and norm < VANISHED * norm_then and loss > 0.3 * loss_then)
+        small = norm == 0 or (has_baseline and norm < VANISHED * norm_then and loss > 0.3 * loss_then)
         self.low = self.low + 1 if small else 0
         if not small:
-            self.told = False
-        if self.low < STAYS or self.told:
+            self.reported = False
+        if self.low < STAYS or self.reported:
             return None
-        self.told = True
+        self.reported = True
         return Finding(
             "gradients vanish",
             f"gradient norm {figure(norm)} at step {line.get('step')} for {STAYS} log lines, "
@@ -280,13 +278,13 @@ class _HeldOut:
     def __init__(self, checkpoints: Callable[[], Sequence[int]]):
         self.checkpoints = checkpoints
         self.points: list[tuple[int, float]] = []
-        self.told: int | None = None
+        self.reported: int | None = None
         self.trained: list[tuple[int, float]] = []
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         self.points, self.trained = [], []
 
-    def see(self, line: Line) -> Finding | None:
+    def update(self, line: Line) -> Finding | None:
         loss, value, step = (_number(line.get(name)) for name in ("loss", "held_out_loss", "step"))
         if step is None:
             return None
@@ -303,9 +301,9 @@ class _HeldOut:
         if rise <= max(HELD_OUT_RISE * abs(min(smooth)), HELD_OUT_SIGMAS * _noise(values)):
             return None
         turned = self.points[smooth.index(min(smooth)) + 1][0]
-        if turned == self.told:
+        if turned == self.reported:
             return None
-        self.told = turned
+        self.reported = turned
         best, lowest = min(self.points, key=lambda point: point[1])
         return Finding(
             "held-out loss rises",
@@ -345,9 +343,9 @@ def _noise(values: Sequence[float]) -> float:
 def _parts(line: Line) -> dict[str, float]:
     """The parts of a loss: a run reports them beside it."""
     return {
-        name: found
+        name: part
         for name, value in line.items()
-        if name.endswith("_loss") and name != "held_out_loss" and (found := _number(value)) is not None
+        if name.endswith("_loss") and name != "held_out_loss" and (part := _number(value)) is not None
     }
 
 
@@ -357,8 +355,8 @@ def _number(value: object) -> float | None:
 
 
 def _positive(value: object) -> float | None:
-    found = _number(value)
-    return found if found is not None and found > 0 else None
+    number = _number(value)
+    return number if number is not None and number > 0 else None
 
 
 def _rate(line: Line) -> str:

@@ -1,4 +1,4 @@
-"""A file of JSON lines that another program is writing: each call returns the lines that are new and complete."""
+"""A file of JSON lines that another program is writing: each call returns the new complete lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexor.core.foreign_files import parse_json
 
 
 class GrowingLines:
-    """Reads a file while it grows. A line counts when its end is there; one that is not JSON is counted and skipped."""
+    """Reads a file while it grows. A line is read once it is complete; one that is not JSON is counted and skipped."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -21,28 +21,28 @@ class GrowingLines:
         self._offset = 0
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file is another one than before (a resumed run writes a new one), and the new lines."""
+        """Whether the file was replaced since the last call (a resumed run writes a new one), and the new lines."""
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                again = self._begin(found)
+                status = os.fstat(file.fileno())
+                restarted = self._begin(status)
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
             gone, self._file, self.written = self._file is not None, None, None
             return gone, []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return again, [line for text in whole.split(b"\n") if (line := self._parse(text)) is not None]
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return restarted, [line for text in complete.split(b"\n") if (line := self._parse(text)) is not None]
 
-    def _begin(self, found: os.stat_result) -> bool:
-        self.written = found.st_mtime
-        file = (found.st_dev, found.st_ino)
-        if file == self._file and found.st_size >= self._offset:
+    def _begin(self, status: os.stat_result) -> bool:
+        self.written = status.st_mtime
+        file = (status.st_dev, status.st_ino)
+        if file == self._file and status.st_size >= self._offset:
             return False
-        again, self._file = self._file is not None, file
+        restarted, self._file = self._file is not None, file
         self._offset = self.damaged = 0
-        return again
+        return restarted
 
     def _parse(self, text: bytes) -> dict[str, Any] | None:
         if not text.strip():

@@ -1,4 +1,4 @@
-"""Whether the process that writes a run is still there, as far as that can be told without touching the run."""
+"""Whether the process that writes a run still exists, without touching the run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SLACK_S = 5.0
 
 
 def is_alive(folder: Path) -> bool | None:
-    """None: it can't be told, because the run is on another host, or its folder does not say."""
+    """None if that is unknown: the run is on another host, or its folder has no lock."""
     lock = folder / LOCK
     try:
-        found = re.fullmatch(r"pid (\d+) on (\S+)", lock.read_text().strip())
-        taken = lock.stat().st_mtime
+        match = re.fullmatch(r"pid (\d+) on (\S+)", lock.read_text().strip())
+        locked_at = lock.stat().st_mtime
     except (OSError, ValueError):
         return None
-    if found is None or found[2] != os.uname().nodename:
+    if match is None or match[2] != os.uname().nodename:
         return None
-    return _runs(int(found[1]), taken)
+    return _runs(int(match[1]), locked_at)
 
 
-def _runs(pid: int, taken: float) -> bool:
+def _runs(pid: int, locked_at: float) -> bool:
     """Whether the process that took the lock at that time still runs: a later one may have its number."""
     try:
         os.kill(pid, 0)
@@ -39,4 +39,4 @@ def _runs(pid: int, taken: float) -> bool:
         started = int(boot[1]) + int(rest[18]) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AssertionError):
         return True  # no /proc, as on macOS
-    return state != "Z" and started <= taken + SLACK_S
+    return state != "Z" and started <= locked_at + SLACK_S

@@ -1,4 +1,4 @@
-"""Reads a run's folder, again and again while it trains: only what is new since the last time."""
+"""Reads a run's folder repeatedly while it trains: each time only what is new."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class RunReader:
     @property
     def series(self) -> Mapping[str, Series]:
         """All series by name, those of the metrics first."""
-        found: dict[str, Series] = {}
-        for _, series in self._files.values():
-            found |= series.series
-        return found
+        merged: dict[str, Series] = {}
+        for _, file_series in self._files.values():
+            merged |= file_series.series
+        return merged
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -106,7 +106,7 @@ class RunReader:
             status=status_of(step, steps, alive, ago, usual, is_run(self.folder)),
             step=step,
             steps=steps,
-            values={name: _finite(found.last) for name, found in series.items()},
+            values={name: _finite(curve.last) for name, curve in series.items()},
             step_s=each,
             elapsed_s=elapsed_s(times, self.clock),
             reported_s_ago=ago,
@@ -135,29 +135,29 @@ class RunReader:
         )
 
     def _verdict(self) -> str | None:
-        said = verdict_text(self.record.get("diagnosis")) or verdict_text(self.record.get(VERDICT))
+        recorded = verdict_text(self.record.get("diagnosis")) or verdict_text(self.record.get(VERDICT))
         parts = {name: self.texts.get(f"{VERDICT}.{name}") for name in (VERDICT, "evidence", "change")}
-        told = verdict_text(parts) if parts[VERDICT] else None
-        return self.texts.get(VERDICT) or told or said
+        reported = verdict_text(parts) if parts[VERDICT] else None
+        return self.texts.get(VERDICT) or reported or recorded
 
     def _reread(self, name: str, take: Callable[[str], None]) -> None:
         """Read a small file if it has changed. One that is missing or half written keeps what was read before."""
         path = self.folder / name
         with contextlib.suppress(OSError, ValueError):
-            found = path.stat()
-            if self._read_at.get(name) != (found.st_mtime_ns, found.st_ino):
+            status = path.stat()
+            if self._read_at.get(name) != (status.st_mtime_ns, status.st_ino):
                 take(read_text(path))
-                self._read_at[name] = (found.st_mtime_ns, found.st_ino)
+                self._read_at[name] = (status.st_mtime_ns, status.st_ino)
 
     def _take_config(self, text: str) -> None:
-        found = parse_yaml(text)
-        if isinstance(found, dict):
-            self.config = found
+        config = parse_yaml(text)
+        if isinstance(config, dict):
+            self.config = config
 
     def _take_record(self, text: str) -> None:
-        found = parse_json(text)
-        if isinstance(found, dict):
-            self.record = found
+        record = parse_json(text)
+        if isinstance(record, dict):
+            self.record = record
 
 
 def _finite(value: float) -> float | None:
@@ -166,16 +166,16 @@ def _finite(value: float) -> float | None:
 
 def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """The complete ones, oldest first. Their manifests say how large they are."""
-    found = []
+    checkpoints = []
     for path in (folder / CHECKPOINTS).glob("[0-9]*"):
         with contextlib.suppress(OSError, *MALFORMED):
             manifest = path / MANIFEST
             files = read_json(manifest)["files"]
             size = sum(int(file["size"]) for file in files.values())
-            found.append(
+            checkpoints.append(
                 SavedCheckpoint(int(path.name), relative(path, folder), size, manifest.stat().st_mtime)
             )
-    return sorted(found, key=lambda one: one.step)
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
 
 def _last_log_line(folder: Path) -> str | None:

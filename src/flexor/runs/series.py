@@ -1,4 +1,4 @@
-"""The numbers of a run as series: whatever its lines contain, under the names that the lines give."""
+"""The numbers in a run's lines as series, under the names in the lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 STEP = "step"
 TIME = "time"  # seconds since 1970
 IGNORED = ("span", "index")  # of a sample: how long it is, and what number a GPU has
-MOST_OF_LIST = 16  # a longer list (the cores of a large machine) becomes its mean, lowest and highest value
-MOST_SERIES = 1000  # a file with more of them is not what a run writes
+MAX_LIST = 16  # a longer list (the cores of a large machine) becomes its mean, lowest and highest value
+MAX_SERIES = 1000  # no run writes a file with more of them
 LARGEST = 1e300  # JSON has integers that no float can hold
 
 
@@ -41,7 +41,7 @@ class Series:
 
 
 class AllSeries:
-    """What one file has reported: series of numbers, and the newest of each text.
+    """The contents of one file: series of numbers, and the newest value of each text.
 
     `axis`: what its series are over, if its lines have both a step and a time. Samples have several lines per step.
     """
@@ -75,16 +75,16 @@ class AllSeries:
 
     def _of(self, name: str, axis: str) -> Series:
         name = self.prefix + name
-        if name not in self.series and len(self.series) >= MOST_SERIES:
+        if name not in self.series and len(self.series) >= MAX_SERIES:
             return Series(axis)
-        found = self.series.setdefault(name, Series(axis))
-        if found.axis != axis:  # a file that changes its mind: the newer kind counts
-            found.axis, found.x, found.y = axis, [], []
-        return found
+        series = self.series.setdefault(name, Series(axis))
+        if series.axis != axis:  # the file changed its axis: the newer one counts
+            series.axis, series.x, series.y = axis, [], []
+        return series
 
 
 def smoothed(values: Sequence[float], weight: float) -> list[float]:
-    """The moving average over earlier values: `weight` of what was, the rest of what is. 0 changes nothing.
+    """The moving average over earlier values: `weight` for the past, the rest for the new value. 0 changes nothing.
 
     The first values are not pulled towards zero. Values that are not finite are left out of the average.
     """
@@ -101,26 +101,26 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
     return result
 
 
-def thinned(series: Series, most: int) -> tuple[list[float], list[float]]:
-    """At most `most` of the points, as they were reported: the lowest and the highest of each stretch, and the ends."""
+def thinned(series: Series, limit: int) -> tuple[list[float], list[float]]:
+    """At most `limit` of the points, unchanged: the lowest and the highest of each stretch, and the ends."""
     count = len(series.x)
-    if count <= most:
+    if count <= limit:
         return series.x, series.y
-    stretches = max((most - 2) // 2, 1)
-    chosen = {0, count - 1}
+    stretches = max((limit - 2) // 2, 1)
+    positions = {0, count - 1}
     for number in range(stretches):
         begin, end = number * count // stretches, (number + 1) * count // stretches
         finite = [i for i in range(begin, end) if math.isfinite(series.y[i])] or [begin]
-        chosen |= {min(finite, key=series.y.__getitem__), max(finite, key=series.y.__getitem__)}
-    kept = sorted(chosen)
-    return [series.x[i] for i in kept], [series.y[i] for i in kept]
+        positions |= {min(finite, key=series.y.__getitem__), max(finite, key=series.y.__getitem__)}
+    retained = sorted(positions)
+    return [series.x[i] for i in retained], [series.y[i] for i in retained]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 
-def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Values of groups and lists under one name each: datasets.place.share, gpu.0."""
     for name, value in values.items():
         if name in IGNORED:
@@ -128,12 +128,12 @@ def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]
         if isinstance(value, list):
             value = _listed(value)
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def _listed(values: list[Any]) -> dict[Any, Any]:
-    if len(values) > MOST_OF_LIST and all(map(_is_number, values)):
+    if len(values) > MAX_LIST and all(map(_is_number, values)):
         return {"mean": sum(values) / len(values), "lowest": min(values), "highest": max(values)}
     return dict(enumerate(values))

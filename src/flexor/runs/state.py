@@ -32,7 +32,7 @@ STATUS = {
 
 @dataclass
 class PlannedValue:
-    """A figure of the plan, and what was measured; None if it is not known (yet)."""
+    """A figure of the plan, and its measurement; None if it is unknown (yet)."""
 
     name: str
     planned: float | None
@@ -67,7 +67,7 @@ class RunState:
     videos: list[str] = field(default_factory=list)
     verdict: str | None = None
     health: list[Finding] = field(default_factory=list)
-    """What was found about its learning."""
+    """Findings about its learning."""
     log_line: str | None = None
     damaged_lines: int = 0
 
@@ -79,37 +79,46 @@ class RunState:
 
 
 def status_of(
-    step: int, steps: int | None, alive: bool | None, ago: float | None, usual: float | None, there: bool
+    step: int,
+    steps: int | None,
+    alive: bool | None,
+    silent_s: float | None,
+    interval_s: float | None,
+    has_begun: bool,
 ) -> str:
-    """`alive`: the run's process; None if that can't be told, and the time since the last report must do.
+    """`alive`: whether the run's process is; None if that is unknown, and the time since the last report decides.
 
-    `ago`: seconds since the last report; `usual`: between two of them; `there`: the run has begun.
+    `silent_s`: seconds since the last report; `interval_s`: the usual time between two reports.
     """
     if steps is not None and step >= steps > 0:
         return "finished"
     if alive is not None:
-        return ("running" if ago is not None else "starting") if alive else ("stopped" if there else "empty")
-    if ago is None:
-        return "silent" if there else "empty"
-    return "silent" if ago > max(SILENT_S, SILENT_REPORTS * (usual or 0)) else "running"
+        return (
+            ("running" if silent_s is not None else "starting")
+            if alive
+            else ("stopped" if has_begun else "empty")
+        )
+    if silent_s is None:
+        return "silent" if has_begun else "empty"
+    return "silent" if silent_s > max(SILENT_S, SILENT_REPORTS * (interval_s or 0)) else "running"
 
 
 def global_batch(config: Mapping[str, Any]) -> int | None:
     """Samples of a step. A run writes it into its settings when it begins."""
-    found = config.get("global_batch_size")
-    return found if isinstance(found, int) and found > 0 else None
+    size = config.get("global_batch_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def step_seconds(rates: Series | None, batch: int | None) -> list[tuple[float, int, float]]:
-    """(step, steps since the report before, seconds of each of them) for every report of a rate."""
+    """(step, steps since the previous report, seconds per step) for every report of a rate."""
     if rates is None or batch is None or rates.axis != STEP:
         return []
-    found, before = [], 0.0
+    times, previous = [], 0.0
     for step, rate in zip(rates.x, rates.y):
         if math.isfinite(rate) and rate > 0:
-            found.append((step, int(step - before), batch / rate))
-        before = step
-    return found
+            times.append((step, int(step - previous), batch / rate))
+        previous = step
+    return times
 
 
 def recent_step_s(times: list[tuple[float, int, float]]) -> float | None:
@@ -152,15 +161,15 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def verdict_text(found: object) -> str | None:
-    """What a diagnosis says, however much it says: a text, or an object with a verdict and its reasons."""
-    if isinstance(found, str):
-        return found or None
-    if isinstance(found, list):
-        return "; ".join(text for item in found if (text := verdict_text(item))) or None
-    if not isinstance(found, dict) or "verdict" not in found:
+def verdict_text(diagnosis: object) -> str | None:
+    """A recorded diagnosis as text; it may be a text, an object with a verdict and its evidence, or a list of them."""
+    if isinstance(diagnosis, str):
+        return diagnosis or None
+    if isinstance(diagnosis, list):
+        return "; ".join(text for item in diagnosis if (text := verdict_text(item))) or None
+    if not isinstance(diagnosis, dict) or "verdict" not in diagnosis:
         return None
-    parts = [str(found[name]) for name in ("verdict", "evidence", "change") if found.get(name)]
+    parts = [str(diagnosis[name]) for name in ("verdict", "evidence", "change") if diagnosis.get(name)]
     return ": ".join(parts[:2]) + "".join(f". {part}" for part in parts[2:])
 
 

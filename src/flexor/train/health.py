@@ -37,7 +37,7 @@ class Health:
         self.run = run
         self.rules = LearningHealth(config.to_dict(), lambda: [*checkpoint.complete(run.checkpoints)])
         for line in GrowingLines(run.folder / METRICS).read()[1]:  # of a resumed run
-            self.rules.see(line)
+            self.rules.update(line)
         steps = state.preprocessor.steps
         normalize = next((step for step in steps if isinstance(step, Normalize)), None)
         named = zip(in_dataset(config.policy.images, config.rename_map), config.policy.images)
@@ -54,12 +54,12 @@ class Health:
 
     def look(self, step: int, batches: Sequence[Batch]) -> None:
         """Check the images of a step."""
-        self.cameras.look(batches)
+        self.cameras.update(batches)
         self._merge(step, self.cameras.findings())
 
     def see(self, step: int, values: dict[str, Any]) -> None:
         """Check a line of the metrics before it is written, and add the findings that begin with it."""
-        for finding in self.rules.see({"step": step, **values}):
+        for finding in self.rules.update({"step": step, **values}):
             self._begin(step, finding)
         if self.new:
             values[HEALTH], self.new = [to_json(finding) for finding in self.new], []
@@ -80,7 +80,7 @@ class Health:
     def _begin(self, step: int, finding: Finding) -> None:
         self.findings.append(replace(finding, step=step))
         self.new.append(finding)
-        log.warning("%s: %s. What to do: %s", finding.what, finding.evidence, finding.fix)
+        log.warning("%s: %s. What to do: %s", finding.name, finding.evidence, finding.fix)
 
     def _record(self) -> None:
         """Write all findings to the run's record."""
@@ -90,4 +90,4 @@ class Health:
 
 def _subject(finding: Finding) -> tuple[str, str]:
     """Its name and the feature that it concerns: the evidence begins with it."""
-    return finding.what, finding.evidence.partition(" ")[0]
+    return finding.name, finding.evidence.partition(" ")[0]

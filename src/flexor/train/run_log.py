@@ -85,7 +85,7 @@ class RunLog:
         counts["skipped_episodes"] = len(loader.dataset.skipped)
         troubles = {name: count for name, count in counts.items() if count}
         values: dict[str, Any] = {
-            **self.meters.report(state.engine, left=state.config.steps - state.step),
+            **self.meters.report(state.engine, steps_left=state.config.steps - state.step),
             "lr": state.scheduler.get_last_lr()[0],
             "epoch": loader.order.epoch(state.step * loader.global_batch),
             **troubles,

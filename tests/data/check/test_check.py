@@ -56,7 +56,7 @@ def copy(originals, tmp_path):
 
 
 def found(report: CheckReport) -> set[tuple]:
-    return {(p.severity, p.what, p.episode, p.feature) for p in report.findings}
+    return {(p.severity, p.name, p.episode, p.feature) for p in report.findings}
 
 
 @pytest.mark.parametrize("name", ["one", "many", "still", "gop30", "v2.1", "v2.0"])
@@ -268,7 +268,7 @@ def test_rows_of_unknown_episodes(copy):
     edit_json(root / "meta/info.json", lambda i: i.update(total_episodes=3, total_frames=28, total_tasks=3))
     edit_json(root / "meta/info.json", lambda i: i.update(splits={}))
     report = check_dataset(root, deep=False)
-    assert report.ok and {p.what for p in report.warnings} == {"stray-files"}
+    assert report.ok and {p.name for p in report.warnings} == {"stray-files"}
 
 
 # --- numbers
@@ -397,7 +397,7 @@ def test_wrong_picture_size(copy):
 def test_wrong_frame_rate(copy):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda info: info.update(fps=20))
-    kinds = {p.what for p in check_dataset(root, deep=False).findings}
+    kinds = {p.name for p in check_dataset(root, deep=False).findings}
     assert {"video-fps", "clock-drift"} <= kinds
 
 
@@ -474,7 +474,7 @@ def test_several_faults_are_all_found(copy, tmp_path):
     edit_json(root / "meta/info.json", lambda info: info.update(total_frames=1))
     seen = []
     report = check_dataset(root, progress=lambda done, total: seen.append((done, total)))
-    kinds = {p.what for p in report.errors}
+    kinds = {p.name for p in report.errors}
     assert kinds == {"data-missing", "video-missing"}
     assert seen[-1] == (2 * sum(LENGTHS), 2 * sum(LENGTHS))
     text = str(report)

@@ -137,7 +137,7 @@ def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
     pool_of_unit: dict[int, tuple[int, int]] = {}
     for lane in range(lanes):
         of_lane = picks[picks.lane == lane]
-        plans = order.pools_of(epoch, [(lane, number) for number in range(order.pools(epoch, lane))])
+        plans = [order.pools_of(epoch, [(lane, number)])[0] for number in range(order.pools(epoch, lane))]
         for number, plan in enumerate(plans):
             taken = of_lane[of_lane.pool == number]
             assert np.array_equal(plan.sample, taken.sample)

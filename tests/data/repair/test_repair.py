@@ -595,7 +595,7 @@ def test_depth_maps_are_copied_though_they_are_not_read(originals, broken):
     out = root.with_name("repaired")
     report = repair_dataset(root, out)
     # A depth map of three channels, which training leaves out.
-    assert {p.what for p in check_dataset(out).findings} == {"stats-missing", "depth-scale"} and report.ok
+    assert {p.name for p in check_dataset(out).findings} == {"stats-missing", "depth-scale"} and report.ok
     copied = decoded(out / f"videos/{SIDE}/chunk-000/file-000.mp4")
     assert np.array_equal(copied, decoded(originals / f"one/videos/{SIDE}/chunk-000/file-000.mp4"))
     assert SIDE in open_dataset(root=out).absent

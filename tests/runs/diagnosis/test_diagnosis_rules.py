@@ -110,7 +110,7 @@ def verdict_of(line: dict[str, Any], record: dict[str, Any] = H200, **settings: 
 
 
 def assert_names(found: Diagnosis, verdict: str, *flags: str) -> None:
-    assert found.verdict is not None and found.verdict.what == verdict, found.to_json()
+    assert found.verdict is not None and found.verdict.name == verdict, found.to_json()
     given = [fix.flag or "" for fix in found.verdict.fixes]
     assert all(any(flag in one for one in given) for flag in flags), given
     assert found.verdict.evidence and found.verdict.figures
@@ -245,7 +245,7 @@ def test_starved_by_neighbours():
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={**DECODING, "decode_cpu_s": 2.0}, system=hogs
     )
     assert_names(verdict_of(decoding), "starved by neighbours")
-    assert [one.what for one in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
+    assert [one.name for one in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
     reading = changed(
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={"read_s": 7.5, "decode_s": 0.1}, system=hogs
     )
@@ -377,7 +377,7 @@ def test_evaluating_all_the_time():
     assert_names(found, "evaluation-bound", "--eval_steps=1000 --env_eval_freq=5000")
     live = LiveDiagnosis({**CONFIG, "eval_steps": 20}, H200)
     told = [one for line in lines if (one := live.add(line))]
-    assert [one.verdict.what for one in told] == ["evaluation-bound"]
+    assert [one.verdict.name for one in told] == ["evaluation-bound"]
 
 
 # --- which lines count, and no flapping
@@ -385,7 +385,7 @@ def test_evaluating_all_the_time():
 
 def test_too_few_reports():
     found, _, reports = diagnose_lines(lines_of(HEALTHY, 3), CONFIG, H200)
-    assert found.verdict is None and found.to_json() == {"verdict": None} and len(reports.kept) == 2
+    assert found.verdict is None and found.to_json() == {"verdict": None} and len(reports.recent) == 2
     assert diagnose_lines([], {}, {})[0].verdict is None
 
 
@@ -408,8 +408,8 @@ def test_first_lines_evaluations_and_checkpoints_do_not_count():
 def test_a_run_that_logs_every_step():
     live = LiveDiagnosis(CONFIG, H200)
     told = [live.add({"step": step, **HEALTHY}) for step in range(1, 2001)]
-    assert [one.verdict.what for one in told if one] == ["GPU-bound"]
-    assert len(live.reports.kept) < 70 and live.reports.seconds < 70
+    assert [one.verdict.name for one in told if one] == ["GPU-bound"]
+    assert len(live.reports.recent) < 70 and live.reports.seconds < 70
 
 
 def test_verdicts_do_not_flap():
@@ -422,7 +422,7 @@ def test_verdicts_do_not_flap():
         for line in lines:
             step += 20
             if found := live.add({"step": step, **line}):
-                told.append(found.verdict.what)
+                told.append(found.verdict.name)
 
     train(*[HEALTHY] * 40)
     train(waits)  # one report is not enough

@@ -84,7 +84,7 @@ class CheckReport:
 def _to_json(finding: Finding) -> dict[str, Any]:
     return {
         "severity": finding.severity,
-        "kind": finding.what,
+        "kind": finding.name,
         "message": finding.evidence,
         "fix": finding.fix,
         "episode": finding.episode,
@@ -99,7 +99,7 @@ def group_findings(findings: list[Finding]) -> list[list[Finding]]:
     for finding in sorted(findings, key=lambda finding: finding.severity):
         whole = finding.evidence if finding.episode is None else None
         file = finding.file if whole else None
-        key = (finding.severity, finding.what, finding.feature, file, whole)
+        key = (finding.severity, finding.name, finding.feature, file, whole)
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
@@ -112,7 +112,7 @@ def _group_lines(group: list[Finding]) -> Iterable[str]:
     place += [first.feature] if first.feature else []
     place += [f"{len(files)} files"] if len(files) > 1 else files
     where = ", ".join(place) or "dataset"
-    yield f"  {first.severity.upper():7} [{first.what}] {where}"
+    yield f"  {first.severity.upper():7} [{first.name}] {where}"
     messages = list(dict.fromkeys(finding.evidence for finding in group))
     for message in messages[:3]:
         yield f"          {message}"

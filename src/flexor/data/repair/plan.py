@@ -84,8 +84,8 @@ def make_plan(layout: Layout, found: CheckReport, selected: Sequence[int] | None
 
 def _refuse_hopeless(layout: Layout, found: CheckReport) -> None:
     """Raise an error for problems in meta/ that make a repair impossible."""
-    fatal = [p for p in found.errors if p.what.startswith("info") and p.feature is None]
-    fatal += [p for p in found.errors if p.what == "version-unknown" and layout.version not in VERSIONS]
+    fatal = [p for p in found.errors if p.name.startswith("info") and p.feature is None]
+    fatal += [p for p in found.errors if p.name == "version-unknown" and layout.version not in VERSIONS]
     fatal += found.errors if not layout.episodes else []
     if fatal:
         what = f"{fatal[0].file or 'meta/'}: {fatal[0].evidence}. This can't be repaired: {fatal[0].fix}"

@@ -131,15 +131,15 @@ def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairRepor
     check_stray_files(layout, found)
     notes = [] if layout.version == "v3.0" else [f"converted from {layout.version} to v3.0"]
     for problem in found.findings:
-        if problem.episode is None and problem.what in MENDED:
+        if problem.episode is None and problem.name in MENDED:
             where = ", ".join(part for part in (problem.feature, problem.file) if part)
-            notes.append(f"{where or 'meta/'}: {problem.evidence}: {MENDED[problem.what]}")
+            notes.append(f"{where or 'meta/'}: {problem.evidence}: {MENDED[problem.name]}")
     report.notes[:0] = notes
     plans = {plan.episode.index: plan for plan in report.episodes}
     for problem in found.findings:
-        if problem.what == "row-range" and problem.episode in plans:
+        if problem.name == "row-range" and problem.episode in plans:
             plans[problem.episode].done.append("its row range recomputed")
-        if problem.what == "episode-metadata":
+        if problem.name == "episode-metadata":
             index = problem.episode if isinstance(problem.episode, int) else -1
             report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.evidence))
 

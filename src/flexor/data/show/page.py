@@ -173,7 +173,7 @@ def _problems(report: CheckReport) -> dict[str, Any]:
         groups.append(
             {
                 "severity": first.severity,
-                "kind": first.what,
+                "kind": first.name,
                 "feature": _short(first.feature or ""),
                 "file": _short(first.file or ""),
                 "episodes": sorted({p.episode for p in group if p.episode is not None})[

@@ -1,4 +1,4 @@
-"""What computing is held back by: the host that launches it, other ranks, lower clocks, too little memory."""
+"""What slows computing: the host that launches kernels, other ranks, lower clocks, too little memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flexor.runs.diagnosis.figures import Figures, mapping, number
 from flexor.runs.diagnosis.verdict import ALARM, faster, percent
 
 NOTICED = 0.1
-SLOW_CLOCK = 0.6  # of the highest: so much lower is never usual, whatever the reason
+SLOW_CLOCK = 0.6  # of the highest clock: lower is never usual, whatever the reason
 SLOW_RANK = 0.6  # share of the time in which it must be the same rank
 FULL_COST = (
     0.2  # share of the time, for a GPU whose memory is full now and then: freeing waits for all its work
@@ -17,24 +17,24 @@ NEARLY_FULL_GB = 8.0
 
 
 def launch_bound(f: Figures) -> list[Finding]:
-    """The GPU idles although a batch is there: the host queues its work too slowly."""
+    """The GPU idles although a batch is ready: the host queues its work too slowly."""
     if not f.on_gpu:
         return []
     wait, launch, util = min(f.of("data_wait"), 1.0), f.share("launch_s"), f.get("system.gpu_util")
-    held = (f.share("checkpoint_s") or 0.0) + (f.share("evaluation_s") or 0.0)
-    between = max(0.0, 1 - f.of("gpu_busy", 1.0) - wait - held)
+    paused = (f.share("checkpoint_s") or 0.0) + (f.share("evaluation_s") or 0.0)
+    between = max(0.0, 1 - f.of("gpu_busy", 1.0) - wait - paused)
     within = 0.0
     if util is not None and (launch is None or launch > 0.3):  # a replayed graph takes less
-        within = max(0.0, 1 - util - wait - held)  # between the operations of a step too
+        within = max(0.0, 1 - util - wait - paused)  # between the operations of a step too
     cost = max(between, within)
     if cost < NOTICED:
         return []
-    figures = [("GPU without work, although there is data", percent(cost))]
+    figures = [("GPU idle although a batch is ready", percent(cost))]
     if util is not None:
         figures.append(("GPU with a kernel running", percent(util)))
     if launch is not None:
         figures.append(("queueing a step", f"{1e3 * f.of('launch_s'):.3g} ms of {1e3 * f.step_s:.3g} ms"))
-    evidence = f"the GPU has nothing to do {percent(cost)} of the time, although there is data"
+    evidence = f"the GPU idles {percent(cost)} of the time although a batch is ready"
     if launch is not None:
         evidence += (
             f": the host takes {1e3 * f.of('launch_s'):.3g} ms to queue a step of {1e3 * f.step_s:.3g} ms"
@@ -56,42 +56,54 @@ def _launch_fixes(f: Figures, cost: float) -> list[Fix]:
 
 def ranks_wait(f: Figures) -> list[Finding]:
     """Ranks that wait for one of them, or for the exchange of gradients."""
-    found = []
-    own, others = f.get("slowest.own_s"), f.get("slowest.others_s")
-    late = 0.0
+    findings = []
+    slowest_s, others_s = f.get("slowest.own_s"), f.get("slowest.others_s")
+    waiting_share = 0.0
     rank = max(f.slow_ranks, key=f.slow_ranks.__getitem__, default=None)
-    if rank is not None and own is not None and others is not None and f.slow_ranks[rank] >= SLOW_RANK:
-        late = min(max((own - others) / max(f.step_s, 1e-9), 0.0), 1.0)
+    if (
+        rank is not None
+        and slowest_s is not None
+        and others_s is not None
+        and f.slow_ranks[rank] >= SLOW_RANK
+    ):
+        waiting_share = min(max((slowest_s - others_s) / max(f.step_s, 1e-9), 0.0), 1.0)
         host = f.last.get("slowest.host")
         on = f" on {host}" if isinstance(host, str) else ""
-        if late >= NOTICED:
+        if waiting_share >= NOTICED:
             evidence = (
-                f"rank {rank}{on} takes {1e3 * own:.3g} ms of its own per step, the others {1e3 * others:.3g} ms: they "
-                f"wait {percent(late)} of the time for it"
+                f"rank {rank}{on} takes {1e3 * slowest_s:.3g} ms of its own per step, the others "
+                f"{1e3 * others_s:.3g} ms: they wait {percent(waiting_share)} of the time for it"
             )
             figures = [
-                (f"own time of rank {rank}", f"{1e3 * own:.3g} ms"),
-                ("own time of the others", f"{1e3 * others:.3g} ms"),
+                (f"own time of rank {rank}", f"{1e3 * slowest_s:.3g} ms"),
+                ("own time of the others", f"{1e3 * others_s:.3g} ms"),
                 ("it is the slowest", f"{percent(f.slow_ranks[rank])} of the time"),
             ]
-            change = Fix(f"look at the machine of rank {rank}{on}, or run without it", None, faster(1 - late))
-            found.append(
+            change = Fix(
+                f"look at the machine of rank {rank}{on}, or run without it", None, faster(1 - waiting_share)
+            )
+            findings.append(
                 Finding(
-                    f"straggler rank {rank}", evidence, [change], cost=late, figures=figures, is_cause=True
+                    f"straggler rank {rank}",
+                    evidence,
+                    [change],
+                    cost=waiting_share,
+                    figures=figures,
+                    is_cause=True,
                 )
             )
-    exchange = max((f.share("communication_s") or 0.0) - late, 0.0)
+    exchange = max((f.share("communication_s") or 0.0) - waiting_share, 0.0)
     if f.processes > 1 and exchange >= NOTICED:
         evidence = f"exchanging gradients takes {percent(exchange)} of the time"
         figures = [
             ("exchanging gradients", f"{1e3 * f.of('communication_s'):.3g} ms of {1e3 * f.step_s:.3g} ms")
         ]
-        found.append(
+        findings.append(
             Finding(
                 "communication-bound", evidence, _exchange_fixes(f, exchange), cost=exchange, figures=figures
             )
         )
-    return found
+    return findings
 
 
 def _exchange_fixes(f: Figures, share: float) -> list[Fix]:
@@ -105,7 +117,7 @@ def _exchange_fixes(f: Figures, share: float) -> list[Fix]:
 
 
 def throttled(f: Figures) -> list[Finding]:
-    """Clocks below what the GPU could do while it computes. Its power limit is usual, unless somebody lowered it."""
+    """Clocks below the maximum while the GPU computes. Reaching the power limit is usual, unless it was lowered."""
     clock, highest = f.get("system.gpu_sm_mhz"), f.get("system.gpu_sm_max_mhz")
     if clock is None or not highest or highest <= 0 or f.of("system.gpu_util", 1.0) < 0.3:
         return []
@@ -153,14 +165,20 @@ def throttled(f: Figures) -> list[Finding]:
 
 def shared_gpu(f: Figures) -> list[Finding]:
     """Other processes that compute on the same GPU."""
-    others = f.of("system.gpu_util_others")
-    if others < NOTICED:
+    others_util = f.of("system.gpu_util_others")
+    if others_util < NOTICED:
         return []
     memory = f.of("system.gpu_vram_others_gb")
-    evidence = f"other processes compute on its GPU {percent(others)} of the time and use {memory:.3g} GB of its memory"
-    figures = [("GPU in use by others", percent(others)), ("its memory in use by others", f"{memory:.3g} GB")]
-    change = Fix("stop the other processes, or use another GPU", None, faster(1 - others))
-    return [Finding("starved by neighbours", evidence, [change], cost=others, figures=figures, is_cause=True)]
+    share = percent(others_util)
+    evidence = f"other processes compute on its GPU {share} of the time and use {memory:.3g} GB of its memory"
+    figures = [
+        ("GPU in use by others", share),
+        ("its memory in use by others", f"{memory:.3g} GB"),
+    ]
+    change = Fix("stop the other processes, or use another GPU", None, faster(1 - others_util))
+    return [
+        Finding("starved by neighbours", evidence, [change], cost=others_util, figures=figures, is_cause=True)
+    ]
 
 
 def memory_pressure(f: Figures) -> list[Finding]:
@@ -172,16 +190,16 @@ def _gpu_memory(f: Figures) -> list[Finding]:
     if retries <= 0:
         return []
     total, peak = f.get("system.gpu_vram_total_gb"), f.get("memory.peak_gb")
-    others = f.of("system.gpu_vram_others_gb")
+    others_gb = f.of("system.gpu_vram_others_gb")
     evidence = (
         f"GPU memory was full {retries:.0f} times in {f.steps:.0f} steps, and was freed and allocated again"
     )
     figures = [("allocations that failed at first", f"{retries:.0f}")]
     if peak is not None:
         figures.append(("peak of the run", f"{peak:.3g} GB" + (f" of {total:.3g} GB" if total else "")))
-    if others > 0:
-        figures.append(("in use by others", f"{others:.3g} GB"))
-        evidence += f"; other processes use {others:.3g} GB of it"
+    if others_gb > 0:
+        figures.append(("in use by others", f"{others_gb:.3g} GB"))
+        evidence += f"; other processes use {others_gb:.3g} GB of it"
     fixes = []
     batch = number(f.setting("batch_size"))
     if batch and batch >= 2 and batch % 2 == 0:
@@ -208,9 +226,9 @@ def _host_memory(f: Figures) -> list[Finding]:
     figures = [("time stalled by missing memory", percent(stalled))]
     if left is not None:
         figures.append((f"left of {where}", f"{left:.3g} of {total:.3g} GB"))
-    own, swap = f.get("system.ram_own_gb"), f.of("system.swap_used_gb")
-    if own is not None:
-        figures.append(("in use by the run", f"{own:.3g} GB"))
+    run_gb, swap = f.get("system.ram_own_gb"), f.of("system.swap_used_gb")
+    if run_gb is not None:
+        figures.append(("in use by the run", f"{run_gb:.3g} GB"))
     if swap > 0.01:
         figures.append(("swapped to disk", f"{swap:.3g} GB"))
     evidence = f"{left:.2g} GB of {where} are left" if left is not None else "memory is short"

@@ -1,4 +1,4 @@
-"""Why a run waits for data: its loader's threads read, decode or copy, or wait for room; and what would help."""
+"""Why a run waits for data: its loader's threads read, decode, copy, or wait for room; and what would help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexor.runs.diagnosis.figures import Figures, mapping, number
 from flexor.runs.diagnosis.verdict import faster, percent
 
 NOTICED = 0.1  # share of the time: less waiting is not looked at
-MOST_THREADS = 64
+MAX_THREADS = 64
 READING, DECODING, COPYING, PROCESSING = "reading", "decoding", "copying", "processing"
 ROOM = "waiting for room"
 
@@ -73,35 +73,31 @@ def data_bound(f: Figures) -> list[Finding]:
     wait = min(f.of("data_wait"), 1.0)
     if wait < NOTICED:
         return []
-    time = loader_time(f)
-    if time is None or time.busy + time.room < 0.02:
+    loader = loader_time(f)
+    if loader is None or loader.busy + loader.room < 0.02:
         kind = _kind_by_system(f)
-        evidence = (
-            f"it waits for data {percent(wait)} of the time; this run does not report what its loader does"
-        )
+        evidence = f"it waits for data {percent(wait)} of the time; this run does not report on its loader"
         figures = [("waiting for data", percent(wait))]
         return [
             Finding(f"data-bound ({kind})" if kind else "data-bound", evidence, cost=wait, figures=figures)
         ]
     source = f.last.get("loader.source")
-    doing = time.largest
+    work = loader.largest
     reads_from = "network" if source in ("hub", "bucket") and f.of("loader.read_s") > 0 else "disk"
     kinds = {DECODING: "decode", COPYING: "memory copy", PROCESSING: "processing", ROOM: "room for frames"}
-    kind = {READING: reads_from, **kinds}[doing]
-    figures = _figures(f, wait, time)
-    shares = (
-        f"{percent(time.decoding)} decoding, {percent(time.reading)} reading, {percent(time.copying)} copying"
-    )
+    kind = {READING: reads_from, **kinds}[work]
+    figures = _figures(f, wait, loader)
     evidence = (
-        f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading threads spend {shares}"
+        f"it waits for data {percent(wait)} of the time; its {f.threads:.0f} loading threads spend "
+        f"{percent(loader.decoding)} decoding, {percent(loader.reading)} reading, {percent(loader.copying)} copying"
     )
-    if doing == PROCESSING:
-        evidence += f", {percent(time.processing)} on the policy's host steps, such as tokenising"
-    if doing == READING:
+    if work == PROCESSING:
+        evidence += f", {percent(loader.processing)} on the policy's host steps, such as tokenising"
+    if work == READING:
         evidence += f", and get {f.of('loader.bytes') / f.seconds / 1e6:.3g} MB/s"
-    if doing == ROOM:
-        evidence += f"; {percent(time.room)} of the time there is no room for more decoded frames"
-    fixes = [one for one in _fixes(f, wait, time) if one.speedup is None or one.speedup > 1]
+    if work == ROOM:
+        evidence += f"; {percent(loader.room)} of the time there is no room for more decoded frames"
+    fixes = [fix for fix in _fixes(f, wait, loader) if fix.speedup is None or fix.speedup > 1]
     return [Finding(f"data-bound ({kind})", evidence, fixes, cost=wait, figures=figures)]
 
 
@@ -124,7 +120,7 @@ def _kind_by_system(f: Figures) -> str | None:
     if f.of("system.pressure_io") > 0.3 or f.of("system.cpu_io_wait") > 0.2:
         return "disk"
     cores = cores_of(f)
-    return "decode" if cores and cores.own > 0.8 * cores.usable else None
+    return "decode" if cores and cores.used > 0.8 * cores.usable else None
 
 
 def _figures(f: Figures, wait: float, time: LoaderTime) -> list[tuple[str, str]]:
@@ -149,27 +145,27 @@ def _figures(f: Figures, wait: float, time: LoaderTime) -> list[tuple[str, str]]
     return rows
 
 
-def _fixes(f: Figures, wait: float, time: LoaderTime) -> list[Fix]:
+def _fixes(f: Figures, wait: float, loader: LoaderTime) -> list[Fix]:
     """The most helpful first. A step takes at least what it computes: 1 - wait."""
     least = 1 - wait
-    doing = time.largest
+    work = loader.largest
     fixes: list[Fix] = []
-    if doing == ROOM:
+    if work == ROOM:
         pool = number(f.setting("dataset.cache.pool_gb"))
         flag = f"--dataset.cache.pool_gb={2 * pool if pool else 4:g}"
         return [Fix("makes room for more decoded frames", flag, faster(least))]
-    fixes += _cached(f, least, time)
-    fixes += _downloaded(f, least, time)
-    fixes += _more_threads(f, least, time)
-    if doing == DECODING and f.on_gpu and f.setting("dataset.decoder") == "cpu":
+    fixes += _cached(f, least, loader)
+    fixes += _downloaded(f, least, loader)
+    fixes += _more_threads(f, least, loader)
+    if work == DECODING and f.on_gpu and f.setting("dataset.decoder") == "cpu":
         fixes.append(Fix("decodes on the GPU", "--dataset.decoder=nvdec", faster(least)))
     cores = cores_of(f)
-    if doing == DECODING and cores and cores.own > 0.85 * cores.usable:
+    if work == DECODING and cores and cores.used > 0.85 * cores.usable:
         why = f"give the run more cores: it uses all {cores.usable:.4g} that it may"
         fixes.append(Fix(why, None, faster(least)))
     if not fixes:
-        fixes = _otherwise(f, least, doing)
-    return sorted(fixes, key=lambda one: -(one.speedup or 0.0))
+        fixes = _otherwise(f, least, work)
+    return sorted(fixes, key=lambda fix: -(fix.speedup or 0.0))
 
 
 def _cached(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
@@ -223,7 +219,7 @@ def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
         more = math.floor(max(now, 1.0 if now else 0.0) + idle + 0.2)
     if time.busy < 0.5 and now:
         return []  # more of them would be as idle
-    more = min(max(more, 1.0), MOST_THREADS)
+    more = min(max(more, 1.0), MAX_THREADS)
     if more <= now:
         return []
     # without threads of their own, the training thread loads and computes one after the other
@@ -234,10 +230,10 @@ def _more_threads(f: Figures, least: float, time: LoaderTime) -> list[Fix]:
     return [Fix(f"loads with {more:.0f} threads instead of {now:.0f}", f"--num_workers={more:.0f}", speedup)]
 
 
-def _otherwise(f: Figures, least: float, doing: str) -> list[Fix]:
-    if doing == READING:
+def _otherwise(f: Figures, least: float, work: str) -> list[Fix]:
+    if work == READING:
         return [Fix("copy the dataset to a faster disk", None, faster(least))]
-    if doing in (DECODING, PROCESSING):
+    if work in (DECODING, PROCESSING):
         return [Fix("give the run more cores", None, faster(least))]
     if f.setting("dataset.cache.size") is None:
         return [Fix("trains on smaller images, which are faster to copy", "--dataset.cache.size=224x224")]

@@ -1,8 +1,8 @@
 """The last reports of a run as one set of figures: means over their time, and sums of what its loaders did.
 
-A report counts if it is about ordinary steps. The first one after a start, and those with an evaluation or a checkpoint
-in their time, do not: what these take is added up apart, for the whole run. Whatever is missing or is not a number is
-left out: old runs and other systems report less.
+Only reports of ordinary steps count: not the first one after a start, nor those whose time includes an evaluation or a
+checkpoint. The times of these are summed separately over the run. Values that are missing or not numbers are left out:
+old runs and other systems report less.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flexor.runs.diagnosis.verdict import ALARM
 
 RATE = "samples_per_s"
 WINDOW_S = 60.0  # how far back reports count
-LEAST_REPORTS, LEAST_S = 3, 2.0  # fewer are not enough for a verdict
+MIN_REPORTS, MIN_S = 3, 2.0  # fewer are not enough for a verdict
 MERGED_S = 1.0  # shorter reports are merged: a run may log every step
-MOST = 1e18  # nothing that a run reports is larger
-HELD = 0.1  # share of the time: reports in which saving or evaluating took more do not count
+LARGEST = 1e18  # no reported value is larger
+MAX_PAUSED = 0.1  # share of the time: reports in which saving and evaluating took more do not count
 PAUSES = ("checkpoint_s", "evaluation_s")
 SUMMED = "loader."
 NOT_SUMMED = ("loader.threads", "loader.source", "loader.cache")
@@ -30,23 +30,23 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        as_float = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) and abs(found) < MOST else None
+    return as_float if math.isfinite(as_float) and abs(as_float) < LARGEST else None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Nested values under one name each: system.cpu_own."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{before}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 @dataclass
@@ -56,80 +56,80 @@ class Report:
     seconds: float
     steps: float
     sums: dict[str, float]
-    """Of what loaders did: sums. Of everything else: values times the seconds that they are about."""
+    """Sums of loader values; other values times the seconds that they cover."""
     weights: dict[str, float]
-    """Seconds that each value is about."""
+    """Seconds that each value covers."""
     last: dict[str, Any]
     """The newest value of each name."""
 
     def add(self, other: Report) -> None:
         self.seconds += other.seconds
         self.steps += other.steps
-        for mine, others in ((self.sums, other.sums), (self.weights, other.weights)):
-            for name, value in others.items():
-                mine[name] = mine.get(name, 0.0) + value
+        for totals, added in ((self.sums, other.sums), (self.weights, other.weights)):
+            for name, value in added.items():
+                totals[name] = totals.get(name, 0.0) + value
         self.last |= other.last
 
 
 def report_of(line: Mapping[str, Any], steps: float, seconds: float) -> Report:
-    """`steps` and `seconds` since the line before."""
+    """`steps` and `seconds`: since the previous line."""
     sums, weights, last = {}, {}, {}
     for name, value in flat(line):
         last[name] = value
-        found = number(value)
-        if found is not None:
+        as_float = number(value)
+        if as_float is not None:
             summed = name.startswith(SUMMED) and name not in NOT_SUMMED
-            sums[name] = found if summed else found * seconds
+            sums[name] = as_float if summed else as_float * seconds
             weights[name] = seconds
     return Report(seconds, steps, sums, weights, last)
 
 
 @dataclass
 class Pauses:
-    """What saving and evaluating took since the start of the run. They are rare: a minute would be too short."""
+    """The time of saving and evaluating since the start of the run. They are rare: a minute would be too short."""
 
     seconds: float = 0.0
     """Of training, with the pauses."""
     steps: float = 0.0
-    took: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
+    durations: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
     reports: int = 0
-    """In which they took a part that can be seen."""
+    """In which they took a noticeable share."""
 
     def add(self, line: Mapping[str, Any], steps: float, seconds: float) -> bool:
-        """Returns whether they took such a part of these seconds."""
+        """Add a line; return whether pauses took a noticeable share of it."""
         took = {name: min(max(number(line.get(name)) or 0.0, 0.0) * steps, seconds) for name in PAUSES}
         self.seconds += seconds
         self.steps += steps
         for name, time in took.items():
-            self.took[name] += time
-        held = sum(took.values()) > HELD * seconds
-        self.reports += held
-        return held
+            self.durations[name] += time
+        paused = sum(took.values()) > MAX_PAUSED * seconds
+        self.reports += paused
+        return paused
 
     def share(self, name: str) -> float:
-        """Of the time; 0 if it was not seen often enough."""
-        enough = self.reports >= LEAST_REPORTS and self.seconds >= LEAST_S
-        return self.took[name] / self.seconds if enough else 0.0
+        """Share of the time; 0 if there are too few reports."""
+        enough = self.reports >= MIN_REPORTS and self.seconds >= MIN_S
+        return self.durations[name] / self.seconds if enough else 0.0
 
     @property
     def step_s(self) -> float:
         """A step without pauses."""
-        return max(self.seconds - sum(self.took.values()), 0.0) / max(self.steps, 1e-9)
+        return max(self.seconds - sum(self.durations.values()), 0.0) / max(self.steps, 1e-9)
 
 
 class Reports:
-    """The reports that count, as they come: the last minute or so of training."""
+    """The reports that count: those of the last minute or so of training."""
 
     def __init__(self, global_batch: int | None):
         self.global_batch = global_batch
         self.step: float | None = None
         self.time: float | None = None
         self.evaluated = False  # since the last report
-        self.kept: deque[Report] = deque()
+        self.recent: deque[Report] = deque()
         self.pauses = Pauses()
 
     def add(self, line: Mapping[str, Any]) -> float:
-        """Returns the seconds that the line tells something about."""
+        """Add a line; return the seconds that it covers."""
         step, rate, time = (number(line.get(name)) for name in ("step", RATE, "time"))
         if step is None:
             return 0.0
@@ -160,32 +160,32 @@ class Reports:
         return time - before if time is not None and before is not None and time > before else None
 
     def _keep(self, report: Report) -> None:
-        if self.kept and self.kept[-1].seconds < MERGED_S:
-            self.kept[-1].add(report)
+        if self.recent and self.recent[-1].seconds < MERGED_S:
+            self.recent[-1].add(report)
         else:
-            self.kept.append(report)
-        while len(self.kept) > LEAST_REPORTS and self.seconds - self.kept[0].seconds > WINDOW_S:
-            self.kept.popleft()
+            self.recent.append(report)
+        while len(self.recent) > MIN_REPORTS and self.seconds - self.recent[0].seconds > WINDOW_S:
+            self.recent.popleft()
 
     @property
     def seconds(self) -> float:
-        return sum(report.seconds for report in self.kept)
+        return sum(report.seconds for report in self.recent)
 
     @property
     def enough(self) -> bool:
-        """Of ordinary steps; or there are hardly any, because of the pauses between them."""
-        usual = len(self.kept) >= LEAST_REPORTS and self.seconds >= LEAST_S
+        """Whether there are enough of ordinary steps, or hardly any because of the pauses between them."""
+        usual = len(self.recent) >= MIN_REPORTS and self.seconds >= MIN_S
         return usual or max(map(self.pauses.share, PAUSES)) >= ALARM
 
 
 @dataclass
 class Figures:
-    """What the rules look at."""
+    """The input of the rules."""
 
     seconds: float
     steps: float
     values: dict[str, float] = field(default_factory=dict)
-    """Means over the time; of `loader.`: sums."""
+    """Means over the time; sums for `loader.`."""
     last: dict[str, Any] = field(default_factory=dict)
     rising: dict[str, float] = field(default_factory=dict)
     """How much values that only grow have grown."""
@@ -203,10 +203,10 @@ class Figures:
 
     def setting(self, name: str) -> Any:
         """A setting of the run, such as dataset.cache.tier."""
-        found: Any = self.config
+        setting: Any = self.config
         for part in name.split("."):
-            found = mapping(found).get(part)
-        return found
+            setting = mapping(setting).get(part)
+        return setting
 
     @property
     def step_s(self) -> float:
@@ -214,8 +214,8 @@ class Figures:
 
     def share(self, name: str) -> float | None:
         """A time of a step, as a share of the step."""
-        found = self.get(name)
-        return None if found is None else min(max(found / max(self.step_s, 1e-9), 0.0), 1.0)
+        seconds = self.get(name)
+        return None if seconds is None else min(max(seconds / max(self.step_s, 1e-9), 0.0), 1.0)
 
     @property
     def on_gpu(self) -> bool:
@@ -239,10 +239,10 @@ def figures_of(
     config: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> Figures:
-    kept = list(reports.kept)
+    recent = list(reports.recent)
     total = Report(0.0, 0.0, {}, {}, {})
     slow: dict[int, float] = {}
-    for report in kept:
+    for report in recent:
         total.add(report)
         rank = number(report.last.get("slowest.rank"))
         if rank is not None:
@@ -252,7 +252,7 @@ def figures_of(
         for name, value in total.sums.items()
         if total.weights.get(name, 0) > 0
     }
-    retries = [found for report in kept if (found := number(report.last.get("memory.retries"))) is not None]
+    retries = [count for report in recent if (count := number(report.last.get("memory.retries"))) is not None]
     return Figures(
         total.seconds,
         total.steps,

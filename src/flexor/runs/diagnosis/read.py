@@ -11,7 +11,7 @@ from flexor.core.console import table
 from flexor.core.findings import Finding
 from flexor.core.run_files import METRICS
 from flexor.core.text import one_line
-from flexor.runs.diagnosis.figures import LEAST_REPORTS, LEAST_S, Figures, Reports
+from flexor.runs.diagnosis.figures import MIN_REPORTS, MIN_S, Figures, Reports
 from flexor.runs.diagnosis.rules import diagnose_lines
 from flexor.runs.diagnosis.verdict import Diagnosis
 from flexor.runs.jsonl import GrowingLines
@@ -27,15 +27,15 @@ class DiagnosedRun:
     figures: Figures
     reports: Reports
     note: str | None = None
-    """Why the planner could not say more."""
+    """Why the planner has no estimates."""
 
     def to_json(self) -> dict[str, Any]:
         about = {"name": self.state.name, "folder": self.state.folder, "status": self.state.status}
-        found = {**about, "step": self.state.step, **self.diagnosis.to_json()}
+        result = {**about, "step": self.state.step, **self.diagnosis.to_json()}
         if self.diagnosis.verdict is None:
-            found["why_not"] = why_not(self.reports)
-        found["health"] = self.state.health_json()
-        return found | ({"note": self.note} if self.note else {})
+            result["why_not"] = why_not(self.reports)
+        result["health"] = self.state.health_json()
+        return result | ({"note": self.note} if self.note else {})
 
 
 def diagnose_run(folder: Path, name: str | None = None) -> DiagnosedRun:
@@ -49,8 +49,8 @@ def diagnose_run(folder: Path, name: str | None = None) -> DiagnosedRun:
 
 def why_not(reports: Reports) -> str:
     return (
-        f"not enough reports yet: a verdict needs {LEAST_REPORTS} reports of ordinary steps that together took "
-        f"{LEAST_S:g} s, and there are {len(reports.kept)} ({duration_text(reports.seconds)}). The first one after a "
+        f"not enough reports yet: a verdict needs {MIN_REPORTS} reports of ordinary steps that together took "
+        f"{MIN_S:g} s, and there are {len(reports.recent)} ({duration_text(reports.seconds)}). The first one after a "
         f"start, and those with an evaluation or a checkpoint, do not count"
     )
 
@@ -76,17 +76,18 @@ def _run_text(run: DiagnosedRun) -> str:
 
 
 def _health_lines(state: RunState) -> list[str]:
-    """What was found about learning, and what to do about it."""
+    """Findings about learning, and their fixes."""
     if not state.health:
         return []
-    found = [
-        f"  {one_line(one.what)}: {one_line(one.evidence)}. {one_line(one.fix)}." for one in state.health
+    lines = [
+        f"  {one_line(finding.name)}: {one_line(finding.evidence)}. {one_line(finding.fix)}."
+        for finding in state.health
     ]
-    return ["\nLearning:", *found]
+    return ["\nLearning:", *lines]
 
 
 def _finding_lines(finding: Finding) -> list[str]:
-    lines = [f"{finding.what}: {one_line(finding.evidence)}."]
+    lines = [f"{finding.name}: {one_line(finding.evidence)}."]
     if finding.figures:
         rows = table([(f"  {name}", one_line(value)) for name, value in finding.figures])
         lines += ["", rows]

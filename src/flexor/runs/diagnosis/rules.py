@@ -1,8 +1,8 @@
 """All rules together: from figures to findings, the most important first.
 
-A rule says what share of the time something costs, and rests on figures that measure its cause. What costs at least
-`ALARM` is a verdict. A cause (a neighbour, heat, one slow rank, missing memory) comes before what follows from it
-(waiting for data). If nothing costs that much, the run is bound by its GPU, or by its processor, as it should be.
+A rule computes which share of the time something costs, from figures that measure its cause. A cost of `ALARM` or more
+is a verdict. A cause (a neighbour, heat, one slow rank, missing memory) ranks above its consequences (waiting for
+data). If nothing costs that much, the run is bound by its GPU or its processor, as it should be.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flexor.runs.diagnosis.pauses import paused
 from flexor.runs.diagnosis.verdict import ALARM, Diagnosis, percent, weight
 from flexor.runs.state import CPU_BOUND, GPU_BOUND
 
-LEAVE = 0.1  # a verdict of before stays until it costs less than this
+LEAVE = 0.1  # the previous verdict stays until it costs less than this
 
 
-def diagnose(f: Figures, before: str | None = None) -> Diagnosis:
-    """`before`: the verdict so far, which needs less to stay than another one to begin."""
+def diagnose(f: Figures, previous: str | None = None) -> Diagnosis:
+    """Apply all rules. `previous`: the verdict so far, which stays at a lower cost than a new one needs."""
     launch = launch_bound(f)
-    found = [
+    findings = [
         *data_bound(f),
         *copy_bound(f),
         *launch,
@@ -34,9 +34,11 @@ def diagnose(f: Figures, before: str | None = None) -> Diagnosis:
         *shared_gpu(f),
         *memory_pressure(f),
         *paused(f),
-        *starved(f, _needs_cores(f, sum(one.cost for one in launch))),
+        *starved(f, _needs_cores(f, sum(finding.cost for finding in launch))),
     ]
-    alarms = [one for one in found if one.cost >= (LEAVE if one.what == before else ALARM)]
+    alarms = [
+        finding for finding in findings if finding.cost >= (LEAVE if finding.name == previous else ALARM)
+    ]
     alarms.sort(key=weight, reverse=True)
     if not f.steps:  # of ordinary ones, because of the pauses
         return Diagnosis(alarms, f.pauses.seconds, round(f.pauses.steps))
@@ -91,7 +93,7 @@ def diagnose_lines(
     config: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> tuple[Diagnosis, Figures, Reports]:
-    """The verdict of the last lines of a run's metrics. Without a finding: there are too few of them."""
+    """The verdict of the last lines of a run's metrics; without findings if there are too few lines."""
     batch = number((config or {}).get("global_batch_size"))
     reports = Reports(int(batch) if batch and batch > 0 else None)
     for line in lines:

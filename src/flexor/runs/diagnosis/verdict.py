@@ -7,8 +7,8 @@ from typing import Any
 
 from flexor.core.findings import Finding
 
-ALARM = 0.15  # share of the time that something must cost to be a verdict
-ROOT = 2.0  # a cause counts this much more than what follows from it, such as waiting for data
+ALARM = 0.15  # share of the time that a finding must cost to be a verdict
+ROOT = 2.0  # a cause counts this much more than its consequences, such as waiting for data
 WORTH = 1.05  # a change must make a run this many times as fast to be suggested
 
 
@@ -31,20 +31,20 @@ class Diagnosis:
     def to_json(self) -> dict[str, Any]:
         if self.verdict is None:
             return {"verdict": None}
-        others = [_to_json(finding) for finding in self.findings[1:]]
+        other_findings = [_to_json(finding) for finding in self.findings[1:]]
         about = {"seconds": round(self.seconds, 3), "steps": self.steps, "healthy": self.healthy}
-        return {**_to_json(self.verdict), **about, "others": others}
+        return {**_to_json(self.verdict), **about, "others": other_findings}
 
 
 def weight(finding: Finding) -> float:
-    """What findings are sorted by."""
+    """The rank of a finding among others."""
     return finding.cost * (ROOT if finding.is_cause else 1.0)
 
 
 def for_line(finding: Finding) -> dict[str, str]:
     """As in a line of the metrics: short."""
     change = finding.fix[:1].upper() + finding.fix[1:]
-    return {"verdict": finding.what, "evidence": finding.evidence, "change": change}
+    return {"verdict": finding.name, "evidence": finding.evidence, "change": change}
 
 
 def _to_json(finding: Finding) -> dict[str, Any]:
@@ -61,6 +61,6 @@ def percent(share: float) -> str:
 
 
 def faster(after: float) -> float | None:
-    """How many times as fast, if a step takes this share of its time afterwards; None if that is not worth it."""
+    """The speedup if a step takes the share `after` of its time; None if it is not worth a change."""
     speedup = 1 / max(after, 0.02)
     return speedup if speedup >= WORTH else None

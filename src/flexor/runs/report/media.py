@@ -36,9 +36,9 @@ class MediaFile:
 
 def videos_of(folder: Path, videos: Sequence[Path]) -> list[MediaFile]:
     """The newest first: those of the last evaluation say most. A video's folder is the step that it is from."""
-    found = [_media(folder, path, "video/mp4") for path in videos]
+    files = [_media(folder, path, "video/mp4") for path in videos]
     return sorted(
-        (f for f in found if f), key=lambda f: (-(f.step if f.step is not None else 1 << 60), f.name)
+        (f for f in files if f), key=lambda f: (-(f.step if f.step is not None else 1 << 60), f.name)
     )[:MOST]
 
 
@@ -50,8 +50,8 @@ def images_of(folder: Path) -> list[MediaFile]:
         for path in sorted(folder.rglob("*"))
         if path.suffix.lower() in IMAGES and path.relative_to(folder).parts[0] not in skipped
     ]
-    found = [_media(folder, path, IMAGES[path.suffix.lower()]) for path in paths[:MOST]]
-    return [file for file in found if file]
+    files = [_media(folder, path, IMAGES[path.suffix.lower()]) for path in paths[:MOST]]
+    return [file for file in files if file]
 
 
 def _media(folder: Path, path: Path, kind: str) -> MediaFile | None:
@@ -68,13 +68,13 @@ def _media(folder: Path, path: Path, kind: str) -> MediaFile | None:
 
 def embed(folders: Sequence[Path], files: Sequence[Sequence[MediaFile]], room: int) -> int:
     """Read files into the page while there is room, one of each run in turn; returns how many bytes are left."""
-    for turn in range(max(map(len, files), default=0)):
-        for folder, own in zip(folders, files):
-            if turn >= len(own) or (own[turn].bytes + 2) // 3 * 4 > room:
+    for number in range(max(map(len, files), default=0)):
+        for folder, run_files in zip(folders, files):
+            if number >= len(run_files) or (run_files[number].bytes + 2) // 3 * 4 > room:
                 continue
             try:
-                own[turn].data = as_base64((folder / own[turn].name).read_bytes())
+                run_files[number].data = as_base64((folder / run_files[number].name).read_bytes())
             except OSError:
                 continue
-            room -= len(own[turn].data or "")
+            room -= len(run_files[number].data or "")
     return room

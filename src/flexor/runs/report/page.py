@@ -106,7 +106,9 @@ def report_data(readers: Sequence[RunReader], limit: int = PAGE_BYTES) -> dict[s
     room = limit - len(as_json(data)) - 200_000  # for the scripts, and names
     embed(folders, videos, embed(folders, images, room // 2) + room - room // 2)
     for run, own_images, own_videos in zip(data["runs"], images, videos):
-        run["images"], run["videos"] = ([asdict(file) for file in own] for own in (own_images, own_videos))
+        run["images"], run["videos"] = (
+            [asdict(file) for file in files] for files in (own_images, own_videos)
+        )
     return data
 
 
@@ -178,7 +180,7 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
         "diagnosis": _diagnosis(reader),
         "damaged": state.damaged_lines,
         "plan": [_plan_row(row.name, row.planned, row.actual) for row in state.plan],
-        "checkpoints": [asdict(one) for one in state.checkpoints],
+        "checkpoints": [asdict(checkpoint) for checkpoint in state.checkpoints],
         "series": {name: _points_of(series, points) for name, series in reader.series.items()},
         "elapsed": _points_of(elapsed, points),
         "breakdown": breakdown(reader.series, global_batch(reader.config), points),
@@ -188,15 +190,15 @@ def _run(reader: RunReader, points: int) -> dict[str, Any]:
 def _diagnosis(reader: RunReader) -> list[dict[str, Any]]:
     """The verdict and what else was found, with figures: of the run's last reports."""
     lines = GrowingLines(reader.folder / METRICS).read()[1]
-    found = diagnose_lines(lines, reader.config, reader.record)[0].findings
+    findings = diagnose_lines(lines, reader.config, reader.record)[0].findings
     return [
         {
-            "verdict": one.what,
-            "evidence": one_line(one.evidence),
-            "figures": [[name, one_line(value)] for name, value in one.figures],
-            "changes": [one_line(fix.text) for fix in one.fixes],
+            "verdict": finding.name,
+            "evidence": one_line(finding.evidence),
+            "figures": [[name, one_line(value)] for name, value in finding.figures],
+            "changes": [one_line(fix.text) for fix in finding.fixes],
         }
-        for one in found
+        for finding in findings
     ]
 
 
@@ -249,15 +251,15 @@ def _facts(reader: RunReader, state: RunState) -> list[tuple[str, str]]:
 
 def _best(series: Mapping[str, Series]) -> dict[str, str]:
     """The last loss, and the best of what is measured now and then."""
-    found = {}
+    figures = {}
     for name, best in (("loss", None), ("held_out_loss", min), ("eval_success_rate", max)):
         points = series[name].finite() if name in series else []
         if points and best is None:
-            found[title_of(name)] = value_text(name, points[-1][1])
+            figures[title_of(name)] = value_text(name, points[-1][1])
         elif points and best is not None:
             step, value = best(points, key=lambda point: point[1])
-            found[f"best {title_of(name)}"] = f"{value_text(name, value)} at step {step:,.0f}"
-    return found
+            figures[f"best {title_of(name)}"] = f"{value_text(name, value)} at step {step:,.0f}"
+    return figures
 
 
 def _mapping(value: object) -> dict[str, Any]:

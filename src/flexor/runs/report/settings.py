@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def flat_settings(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
+def flat_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """`optimizer.lr` -> `0.0001`. Lists are one setting."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            found |= flat_settings(value, f"{before}{name}.")
+            settings |= flat_settings(value, f"{prefix}{name}.")
         else:
-            found[f"{before}{name}"] = _text(value)
-    return found
+            settings[f"{prefix}{name}"] = _text(value)
+    return settings
 
 
 def _text(value: object) -> str:

@@ -46,27 +46,33 @@ def chart(
 ) -> list[Text]:
     """Lines of text: the curves, with the values at the top and the bottom, and the steps below."""
     usable = [_usable(line, log) for line in lines]
-    points = [point for found in usable for point in found]
-    across, down = max(width - LABEL - 2, 2), max(height - 1, 1)
+    points = [point for finite_points in usable for point in finite_points]
+    columns_wide, rows_high = max(width - LABEL - 2, 2), max(height - 1, 1)
     if not points:
         empty = "no positive values yet" if log else "no values yet"
         return [Text(empty.center(width)[:width], style="dim"), *[Text("")] * (height - 1)]
-    wide, tall = (1, 1) if plain else (2, 4)
+    dot_columns, dot_rows = (1, 1) if plain else (2, 4)
     low, high = min(y for _, y in points), max(y for _, y in points)
     if low == high:
         margin = abs(low) * 0.05 or 1.0
         low, high = low - margin, high + margin
     xs = [x for x, _ in points]
-    window = _Window(min(xs), max(xs), low, high, across * wide, down * tall)
+    window = _Window(min(xs), max(xs), low, high, columns_wide * dot_columns, rows_high * dot_rows)
     cells: dict[tuple[int, int], tuple[int, str]] = {}
-    for line, found in zip(lines, usable):
-        for column, row in _dots(found, window):
-            place = (row // tall, column // wide)
-            bits = cells.get(place, (0, ""))[0] | DOTS[column % wide][row % tall]
+    for line, finite_points in zip(lines, usable):
+        for column, row in _dots(finite_points, window):
+            place = (row // dot_rows, column // dot_columns)
+            bits = cells.get(place, (0, ""))[0] | DOTS[column % dot_columns][row % dot_rows]
             cells[place] = (bits, line.style)
-    labels = {0: high, down // 2: (low + high) / 2, down - 1: low} if down > 4 else {0: high, down - 1: low}
-    rows = [_row(number, labels, cells, across, log, plain) for number in range(down)]
-    ends = f"{figure(window.left)}{' ' * across}"[: across - len(figure(window.right))] + figure(window.right)
+    labels = (
+        {0: high, rows_high // 2: (low + high) / 2, rows_high - 1: low}
+        if rows_high > 4
+        else {0: high, rows_high - 1: low}
+    )
+    rows = [_row(number, labels, cells, columns_wide, log, plain) for number in range(rows_high)]
+    ends = f"{figure(window.left)}{' ' * columns_wide}"[: columns_wide - len(figure(window.right))] + figure(
+        window.right
+    )
     return [*rows, Text(" " * (LABEL + 2) + ends, style="dim")][:height]
 
 
@@ -81,13 +87,13 @@ def _dots(points: Sequence[tuple[float, float]], window: _Window) -> set[tuple[i
     for x, y in points:
         spans.setdefault(window.column(x), []).append(window.row(y))
     dots: set[tuple[int, int]] = set()
-    before: tuple[int, int] | None = None
+    previous: tuple[int, int] | None = None
     for column in sorted(spans):
         rows = spans[column]
         dots |= {(column, row) for row in range(min(rows), max(rows) + 1)}
-        if before is not None:
-            dots |= _joined(before, (column, rows[0]))
-        before = (column, rows[-1])
+        if previous is not None:
+            dots |= _joined(previous, (column, rows[0]))
+        previous = (column, rows[-1])
     return dots
 
 
@@ -106,7 +112,7 @@ def _row(
     number: int,
     labels: dict[int, float],
     cells: dict[tuple[int, int], tuple[int, str]],
-    across: int,
+    columns_wide: int,
     log: bool,
     plain: bool,
 ) -> Text:
@@ -114,7 +120,7 @@ def _row(
     label = "" if value is None else figure(10**value if log else value)
     text = Text(f"{label:>{LABEL}} ", style="dim", no_wrap=True)
     text.append("|" if plain else "│")
-    for column in range(across):
+    for column in range(columns_wide):
         bits, style = cells.get((number, column), (0, ""))
         if not bits:
             text.append(" ")

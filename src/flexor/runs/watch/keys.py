@@ -73,8 +73,8 @@ class Keys:
 
 def parse_keys(text: str) -> list[str]:
     """Letters as they are, other keys by their names. Keys that have no name here are left out."""
-    found = re.findall(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", text, re.DOTALL)
-    return [ESCAPES.get(key, key) for key in found if key in ESCAPES or len(key) == 1]
+    keys = re.findall(r"\x1b\[[0-9;]*[A-Za-z~]|\x1bO.|.", text, re.DOTALL)
+    return [ESCAPES.get(key, key) for key in keys if key in ESCAPES or len(key) == 1]
 
 
 def _size() -> os.terminal_size | None:

@@ -39,8 +39,8 @@ class WatchedRuns:
     def _search(self) -> None:
         self._searched = time.monotonic()
         folders = find_runs(self.named if not self.readers else [p for p in self.named if p.exists()])
-        known = {reader.folder: reader for reader in self.readers}
-        self.readers = [known.get(folder) or RunReader(folder) for folder in folders]
+        readers = {reader.folder: reader for reader in self.readers}
+        self.readers = [readers.get(folder) or RunReader(folder) for folder in folders]
         for reader, name in zip(self.readers, short_names(folders)):
             reader.name = name
 

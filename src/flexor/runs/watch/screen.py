@@ -76,28 +76,28 @@ class Screen:
 
     def metrics(self) -> list[str]:
         """Names of the curves that there are, the usual ones first."""
-        shown = self.runs if self.comparing else self.runs[self.selected : self.selected + 1]
-        names = dict.fromkeys(name for run in shown for name in run.series)
+        runs = self.runs if self.comparing else self.runs[self.selected : self.selected + 1]
+        names = dict.fromkeys(name for run in runs for name in run.series)
         return sorted(names, key=_place)
 
     def lines(self, width: int, height: int) -> list[Text]:
         """At most `height` lines of at most `width` characters."""
         self.selected = min(self.selected, max(len(self.runs) - 1, 0))
         if not self.runs:
-            shown = [Text("no run yet"), Text("Waiting for a run to begin in this folder.", style="dim")]
+            lines = [Text("no run yet"), Text("Waiting for a run to begin in this folder.", style="dim")]
         elif self.help:
-            shown = [Text("keys", style="bold"), Text(""), *(Text(f"  {line}") for line in HELP)]
+            lines = [Text("keys", style="bold"), Text(""), *(Text(f"  {line}") for line in HELP)]
         elif self.comparing:
-            shown = self._compare(width, height - 1)
+            lines = self._compare(width, height - 1)
         else:
-            shown = self._one(self.runs[self.selected], width, height - 1)
-        shown = shown[: max(height - 1, 0)]
-        shown += [Text("")] * (height - 1 - len(shown)) + [self._keys()]
-        for line in shown:
+            lines = self._single(self.runs[self.selected], width, height - 1)
+        lines = lines[: max(height - 1, 0)]
+        lines += [Text("")] * (height - 1 - len(lines)) + [self._keys()]
+        for line in lines:
             line.plain = one_line(line.plain)  # files of a run may be a stranger's
             line.no_wrap = True
             line.truncate(width, overflow="crop" if self.plain else "ellipsis")
-        return shown[:height]
+        return lines[:height]
 
     def _keys(self) -> Text:
         several = f"run {self.selected + 1} of {len(self.runs)}  " if len(self.runs) > 1 else ""
@@ -106,7 +106,7 @@ class Screen:
 
     # One run.
 
-    def _one(self, run: RunReader, width: int, height: int) -> list[Text]:
+    def _single(self, run: RunReader, width: int, height: int) -> list[Text]:
         state = run.state()
         head, foot = [_headline(state, width, self.plain), Text(_times(state))], _foot(state)
         figures = self._figures(run, state, width, max(height - len(head) - len(foot) - LEAST_CHART - 1, 1))
@@ -126,11 +126,11 @@ class Screen:
     def _curves(self, runs: Sequence[RunReader], colours: Sequence[str]) -> list[ChartLine]:
         lines = []
         for run, colour in zip(runs, colours):
-            found = run.series.get(self.metric)
-            if found is None:
+            series = run.series.get(self.metric)
+            if series is None:
                 continue
-            x = [at - found.x[0] for at in found.x] if found.axis == TIME else found.x
-            lines.append(ChartLine(x, smoothed(found.y, SMOOTHINGS[self.smoothing]), colour))
+            x = [at - series.x[0] for at in series.x] if series.axis == TIME else series.x
+            lines.append(ChartLine(x, smoothed(series.y, SMOOTHINGS[self.smoothing]), colour))
         return lines
 
     def _figures(self, run: RunReader, state: RunState, width: int, most: int) -> list[Text]:
@@ -154,13 +154,13 @@ class Screen:
 
     def _compare(self, width: int, height: int) -> list[Text]:
         states = [run.state() for run in self.runs]
-        most = max(min(len(states), height // 2), 1)
-        first = min(max(self.selected - most // 2, 0), len(states) - most)
-        shown = range(first, first + most)
+        rows_shown = max(min(len(states), height // 2), 1)
+        first = min(max(self.selected - rows_shown // 2, 0), len(states) - rows_shown)
+        visible = range(first, first + rows_shown)
         colours = [COLOURS[number % len(COLOURS)] for number in range(len(states))]
-        table = compare_table([states[i] for i in shown], width - 2)
+        table = compare_table([states[i] for i in visible], width - 2)
         rows = [Text(f"  {table[0]}", style="dim")]
-        for number, text in zip(shown, table[1:]):
+        for number, text in zip(visible, table[1:]):
             mark = Text(">" if number == self.selected else " ", style="bold")
             row = mark.append("* " if self.plain else "● ", style=f"not bold {colours[number]}")
             rows.append(row.append(text, style="bold" if number == self.selected else "not bold"))
@@ -170,8 +170,8 @@ class Screen:
         # The run that is selected is drawn last, above the others.
         order = sorted(range(len(states)), key=lambda number: number == self.selected)
         lines = self._curves([self.runs[i] for i in order], [colours[i] for i in order])
-        drawn = chart(lines, width, room, log=self.log, plain=self.plain)
-        return [self._title(), *drawn, *rows]
+        curves = chart(lines, width, room, log=self.log, plain=self.plain)
+        return [self._title(), *curves, *rows]
 
 
 def _place(name: str) -> tuple[int, int]:
@@ -242,9 +242,11 @@ def _foot(state: RunState) -> list[Text]:
     if state.verdict:
         style = "bold yellow" if is_alarm(state.verdict) else ""
         lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
-    for number, one in enumerate(state.health[-MOST_HEALTH:]):
+    for number, finding in enumerate(state.health[-MOST_HEALTH:]):
         line = Text(f"{'' if number else 'health':12}", style="yellow")
-        lines.append(line.append(one.what, style="bold").append(f": {one.evidence}", style="not bold"))
+        lines.append(
+            line.append(finding.name, style="bold").append(f": {finding.evidence}", style="not bold")
+        )
     if len(state.health) > MOST_HEALTH:
         more = len(state.health) - MOST_HEALTH
         lines.append(Text(f"{'':12}and {more} more: see train.log, or `flexor report`", style="yellow"))
