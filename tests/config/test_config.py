@@ -429,7 +429,7 @@ def test_what_lerobot_has_and_flexor_has_not_is_refused_with_a_reason(flag):
 
 
 def test_lerobots_sample_weighting():
-    assert load_config([DATA]).sample_weighting.chosen == "uniform"
+    assert load_config([DATA]).sample_weighting.resolved_type == "uniform"
     flags = [
         "--sample_weighting.type=rabc",
         "--sample_weighting.head_mode=dense",
@@ -442,12 +442,18 @@ def test_lerobots_sample_weighting():
         0.02,
         1e-5,
     )
-    assert load_config([DATA, "--sample_weighting.progress_path=p.parquet"]).sample_weighting.chosen == "rabc"
+    assert (
+        load_config([DATA, "--sample_weighting.progress_path=p.parquet"]).sample_weighting.resolved_type
+        == "rabc"
+    )
     before = load_config(
         [DATA, "--use_rabc=true", "--rabc_kappa=0.05", "--rabc_head_mode=dense"]
     ).sample_weighting
     assert (before.type, before.kappa, before.head_mode) == ("rabc", 0.05, "dense")
-    assert load_config([DATA, "--use_rabc=false", "--rabc_kappa=0.05"]).sample_weighting.chosen == "uniform"
+    assert (
+        load_config([DATA, "--use_rabc=false", "--rabc_kappa=0.05"]).sample_weighting.resolved_type
+        == "uniform"
+    )
     with pytest.raises(ConfigError, match=r"sample_weighting.type='other' is not valid"):
         load_config([DATA, "--sample_weighting.type=other"])
 

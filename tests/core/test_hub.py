@@ -20,9 +20,9 @@ def server(monkeypatch, tmp_path):
 
 
 def repository(name: str = "ann/run") -> HubRepository:
-    found = HubRepository(name)
-    found.create()
-    return found
+    repo = HubRepository(name)
+    repo.create()
+    return repo
 
 
 def content(server: HubServer, name: str = "ann/run") -> dict[str, bytes]:
@@ -30,15 +30,15 @@ def content(server: HubServer, name: str = "ann/run") -> dict[str, bytes]:
 
 
 def test_files_become_visible_together_and_can_be_read_back(server, tmp_path):
-    repo, seen = repository(), []
-    commit = repo.commit(FILES, "first", progress=lambda done, total: seen.append((done, total)))
+    repo, requests = repository(), []
+    commit = repo.commit(FILES, "first", progress=lambda done, total: requests.append((done, total)))
     assert content(server) == FILES and server.model("ann/run").messages == ["initial commit", "first"]
-    assert seen == [(5102, 5102)]
-    there = repo.files(commit)
-    assert {name: entry.size for name, entry in there.items()} == {".gitattributes": 0} | {
+    assert requests == [(5102, 5102)]
+    entries = repo.files(commit)
+    assert {name: entry.size for name, entry in entries.items()} == {".gitattributes": 0} | {
         name: len(data) for name, data in FILES.items()
     }
-    assert there["a.json"].sha256 is None and there["large.safetensors"].sha256 is not None
+    assert entries["a.json"].sha256 is None and entries["large.safetensors"].sha256 is not None
     assert repo.read("a.json") == b"{}" and repo.read("b.json") is None
     sizes = {name: len(data) for name, data in FILES.items()}
     repo.download(sizes, tmp_path / "here", commit, lambda done, total: None)
@@ -121,7 +121,7 @@ def test_patience_ends(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "message"),
     [
         ((401, {}), "does not accept your token.*hf auth login.*401"),
         ((403, {}), "no permission to write to .*/ann/run. It needs write access to ann"),
@@ -130,10 +130,10 @@ def test_patience_ends(server, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("request_", ["preupload", "objects/batch", "PUT /upload", "/commit/"])
-def test_what_stays_is_said_at_once(server, request_, trouble, said):
+def test_what_stays_is_said_at_once(server, request_, trouble, message):
     repo = repository()
     server.troubles.append((request_, trouble))
-    with pytest.raises(HubError, match=said) as raised:
+    with pytest.raises(HubError, match=message) as raised:
         persist("pushing", lambda: repo.commit(FILES, "first"))
     assert not raised.value.may_help and not raised.value.offline
     assert content(server) == {}
@@ -177,8 +177,8 @@ def test_errors_of_the_native_uploader_are_told_apart(status, may_help):
     error = RuntimeError(
         f"Network error: Request error: HTTP status client error ({status}), domain: http://x/y"
     )
-    found = hub_errors.explain(error, "https://huggingface.co/ann/run")
-    assert found.may_help == may_help and status in str(found)
+    explained = hub_errors.explain(error, "https://huggingface.co/ann/run")
+    assert explained.may_help == may_help and status in str(explained)
 
 
 def test_stop(server):

@@ -22,9 +22,9 @@ def draw(kind: str, ids=IDS, seed: int = 1, step: int = 2, name: str = "x", shap
 @given(st.permutations(range(12)), st.integers(1, 11))
 @settings(max_examples=20)
 def test_a_sample_keeps_its_noise_wherever_it_is_drawn(kind, order, cut):
-    whole = draw(kind)
-    assert torch.equal(draw(kind, IDS[order]), whole[order])
-    assert torch.equal(torch.cat([draw(kind, IDS[:cut]), draw(kind, IDS[cut:])]), whole)
+    full_batch = draw(kind)
+    assert torch.equal(draw(kind, IDS[order]), full_batch[order])
+    assert torch.equal(torch.cat([draw(kind, IDS[:cut]), draw(kind, IDS[cut:])]), full_batch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,11 +94,11 @@ def test_keys_differ():
 
 def test_seeding_torch():
     seed_everything("dropout", 1)
-    one = torch.rand(3)
+    value = torch.rand(3)
     seed_everything("dropout", 1)
-    assert torch.equal(one, torch.rand(3))
+    assert torch.equal(value, torch.rand(3))
     seed_everything("dropout", 2)
-    assert not torch.equal(one, torch.rand(3))
+    assert not torch.equal(value, torch.rand(3))
 
 
 def test_torch_is_seeded_as_by_torch_itself():

@@ -43,9 +43,9 @@ def test_every_form_is_found(label, token, around):
     assert find_secret(content, {}) == label
 
 
-@pytest.mark.parametrize("own", OWN)
-def test_the_users_own_are_found_whatever_they_look_like(own):
-    assert find_secret(noise(3000) + own.encode() + noise(3000), OWN) == f"your {OWN[own]}"
+@pytest.mark.parametrize("secret", OWN)
+def test_the_users_own_are_found_whatever_they_look_like(secret):
+    assert find_secret(noise(3000) + secret.encode() + noise(3000), OWN) == f"your {OWN[secret]}"
 
 
 @given(st.integers(0, 3 * 4096), st.integers(0, 9))

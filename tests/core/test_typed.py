@@ -53,8 +53,8 @@ Precision = Literal["no", "bf16"]
     ],
 )
 def test_typed_text(typed, expected, value):
-    found = coerce(Text(typed), expected, "key")
-    assert found == value and type(found) is type(value)
+    value_ = coerce(Text(typed), expected, "key")
+    assert value_ == value and type(value_) is type(value)
 
 
 @pytest.mark.parametrize("value", [True, False, "no", "bf16"])

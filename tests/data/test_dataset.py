@@ -43,9 +43,9 @@ def edit_info(root, **changes):
 def shows(pixels, episode, frame):
     """Whether a picture [C, H, W] is the one written for this frame, and no other frame's."""
     size = pixels.shape[1:]
-    others = [picture(e, f, *size) for e, n in enumerate(LENGTHS) for f in range(n)]
+    rest = [picture(e, f, *size) for e, n in enumerate(LENGTHS) for f in range(n)]
     where = [(e, f) for e, n in enumerate(LENGTHS) for f in range(n)]
-    distance = [np.abs(pixels.transpose(1, 2, 0).astype(int) - other).mean() for other in others]
+    distance = [np.abs(pixels.transpose(1, 2, 0).astype(int) - other).mean() for other in rest]
     return where[int(np.argmin(distance))] == (episode, frame)
 
 
@@ -74,15 +74,15 @@ def test_all_versions_read_the_same(samples, version):
 
 
 def test_versions_agree_to_the_bit(samples):
-    first, *others = [open_dataset(root=samples[version]) for version in VERSIONS]
+    first, *rest = [open_dataset(root=samples[version]) for version in VERSIONS]
     rows = np.arange(len(first))
     expected = first.read(rows)
-    for other in others:
+    for other in rest:
         got = other.read(rows)
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             np.testing.assert_array_equal(got[name], value, name)
-    assert first.fingerprint() != others[0].fingerprint()
+    assert first.fingerprint() != rest[0].fingerprint()
 
 
 def test_dtypes_are_those_of_lerobots_items(samples):
@@ -136,24 +136,24 @@ def test_cameras_can_be_left_out(samples):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_episodes_are_selected_in_any_order_and_lie_in_that_of_the_files(samples, version):
-    whole = open_dataset(root=samples[version])
+    full = open_dataset(root=samples[version])
     some = open_dataset(root=samples[version], episodes=[3, 1, 3])
     assert some.episodes.index.tolist() == [1, 3]
     assert some.episodes.start.tolist() == [0, 12] and some.episodes.end.tolist() == [12, 22]
-    view = whole.select([3, 1])
-    expected = whole.read(np.r_[7:19, 28:38])
+    view = full.select([3, 1])
+    expected = full.read(np.r_[7:19, 28:38])
     for dataset in (some, view):
         batch = dataset.read(np.arange(22))
         for name, value in expected.items():
             np.testing.assert_array_equal(batch[name], value, name)
-    assert some.fingerprint() == view.fingerprint() != whole.fingerprint()
+    assert some.fingerprint() == view.fingerprint() != full.fingerprint()
 
 
 def test_a_view_shares_memory_and_frames(samples):
-    whole = open_dataset(root=samples["v3.0"])
-    view = whole.select([1, 2])
-    assert np.shares_memory(view.columns["action"], whole.columns["action"])
-    assert view.store is whole.store
+    full = open_dataset(root=samples["v3.0"])
+    view = full.select([1, 2])
+    assert np.shares_memory(view.columns["action"], full.columns["action"])
+    assert view.store is full.store
     assert view.select([2]).episodes.index.tolist() == [2]
     with pytest.raises(DatasetError, match=r"no episodes \[0\]: valid episodes are 1 to 2"):
         view.select([0])
@@ -419,8 +419,8 @@ def test_a_template_with_the_other_versions_field(samples, tmp_path):
     )
     assert check_dataset(root, deep=False).ok
     edit_info(root, data_path="data/file-{file_index:03d}.parquet")
-    said = r"\{file_index\} is unknown\. The valid fields in this version are \{episode_chunk\}, \{episode_index\}"
-    with pytest.raises(DatasetError, match=rf"meta/info\.json: data_path is .*{said}"):
+    message = r"\{file_index\} is unknown\. The valid fields in this version are \{episode_chunk\}, \{episode_index\}"
+    with pytest.raises(DatasetError, match=rf"meta/info\.json: data_path is .*{message}"):
         open_dataset(root=root)
     (problem,) = [p for p in check_dataset(root, deep=False).errors if p.name == "path-template"]
     assert "{file_index} is unknown" in problem.evidence and problem.file == "meta/info.json"

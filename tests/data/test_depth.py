@@ -67,8 +67,8 @@ def test_codes_are_spread_like_a_logarithm():
     )
     steps = np.diff(np.log(table.astype(np.float64) + 3.5))
     assert steps.min() == pytest.approx(steps.max(), rel=2e-2)
-    whole = depths_of_codes(DepthScale())
-    assert np.array_equal(whole, np.rint(whole)) and abs(whole / 1000 - table).max() <= 0.0005 + 1e-6
+    full = depths_of_codes(DepthScale())
+    assert np.array_equal(full, np.rint(full)) and abs(full / 1000 - table).max() <= 0.0005 + 1e-6
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,12 +118,12 @@ def test_computed_statistics_are_close_to_those_of_the_recording(name: str):
         assert np.ravel(computed[key]) == pytest.approx(np.ravel(stored[key]), rel=far, abs=1e-3)
 
 
-@pytest.mark.parametrize(("tier", "kept"), [("stream", "raw"), ("ram", "raw"), ("ram", "jpeg")])
+@pytest.mark.parametrize(("tier", "cached"), [("stream", "raw"), ("ram", "raw"), ("ram", "jpeg")])
 @pytest.mark.parametrize("name", CASES)
-def test_batches_have_the_same_depths(name: str, tier: str, kept: str):
+def test_batches_have_the_same_depths(name: str, tier: str, cached: str):
     """Also where other cameras are cached as JPEG: depth maps never are."""
     dataset = open_dataset(root=GOLDEN / name)
-    settings = DatasetConfig(cache=CacheConfig(tier=tier, gb=0.1, format=kept))
+    settings = DatasetConfig(cache=CacheConfig(tier=tier, gb=0.1, format=cached))
     loader = open_loader(dataset, settings, {DEPTH: [-1, 0]}, cameras=[DEPTH], batch_size=4)
     assert isinstance(loader, Loader)
     for (batch,) in loader.steps(0, 5):
@@ -144,18 +144,18 @@ def test_the_same_depths_on_a_device(layout: str, unit: str):
         pixels = rng.integers(0, 4096 if layout == "gray12" else 65_536, (3, 60), dtype=np.uint16)
     planes = pixels.view(np.uint8).reshape(3, -1)
     assert planes.shape[1] == format.nbytes
-    found = rgb_on_device(format, torch.from_numpy(planes.copy()))
-    assert found.shape == (3, 1, 6, 10) and found.dtype == torch.float32
+    depths = rgb_on_device(format, torch.from_numpy(planes.copy()))
+    assert depths.shape == (3, 1, 6, 10) and depths.dtype == torch.float32
     for i in range(3):
         exact = np.empty((6, 10, 1), np.float32)
         to_rgb(format, planes[i], exact)
-        assert np.array_equal(found[i, 0].numpy(), exact[..., 0])
+        assert np.array_equal(depths[i, 0].numpy(), exact[..., 0])
 
 
 def test_scaling_invents_no_depths():
-    whole = open_dataset(root=GOLDEN / "uint16").read([0])[DEPTH]
+    full = open_dataset(root=GOLDEN / "uint16").read([0])[DEPTH]
     small = open_dataset(root=GOLDEN / "uint16", size=(12, 16)).read([0])[DEPTH]
-    assert small.shape == (1, 1, 12, 16) and set(small.ravel()) <= set(whole.ravel())
+    assert small.shape == (1, 1, 12, 16) and set(small.ravel()) <= set(full.ravel())
 
 
 @dataclass
@@ -170,9 +170,9 @@ def test_a_policy_that_takes_depth_gets_it_normalised():
     stats = statistics(dataset, policy, use_imagenet=True)
     assert stats[DEPTH]["mean"].shape == (1, 1, 1) and 0.5 < stats[DEPTH]["mean"].item() < 5  # not ImageNet's
     batch = {DEPTH: torch.from_numpy(dataset.read([0, 1])[DEPTH])}
-    found = Pipeline(PREPROCESSOR, policy.steps_before(stats))(dict(batch))[DEPTH]
+    depths = Pipeline(PREPROCESSOR, policy.steps_before(stats))(dict(batch))[DEPTH]
     expected = (batch[DEPTH] - stats[DEPTH]["mean"].item()) / (stats[DEPTH]["std"].item() + 1e-8)
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(depths, expected, atol=1e-5)
 
 
 LOOKS = """
@@ -216,8 +216,8 @@ def test_other_policies_train_without_it(log_lines: list[str]):
 def test_repair_keeps_depth_maps(tmp_path: Path, name: str):
     report = repair_dataset(GOLDEN / name, tmp_path / "new")
     assert report.ok
-    one, other = (open_dataset(root=root) for root in (GOLDEN / name, tmp_path / "new"))
-    assert np.array_equal(one.read([0, 5])[DEPTH], other.read([0, 5])[DEPTH])
+    first, second = (open_dataset(root=root) for root in (GOLDEN / name, tmp_path / "new"))
+    assert np.array_equal(first.read([0, 5])[DEPTH], second.read([0, 5])[DEPTH])
 
 
 def test_near_and_far_have_colours_and_nothing_is_black():

@@ -49,13 +49,13 @@ def test_videos_over_a_network_are_not_read(dataset):
 
 def test_each_dataset_of_several_counts(dataset, tmp_path):
     copy = shutil.copytree(dataset, tmp_path / "copy")
-    one, other = open_dataset(root=dataset), open_dataset(root=copy)
-    both = join_datasets([Member("a", one), Member("b", other)])
+    first, second = open_dataset(root=dataset), open_dataset(root=copy)
+    both = join_datasets([Member("a", first), Member("b", second)])
     identity = identify(both)
     assert {name.partition(": ")[0] for name in identity.tables} == {"dataset 1", "dataset 2"}
-    again = join_datasets([Member("other", one), Member("names", other)])
+    again = join_datasets([Member("other", first), Member("names", second)])
     assert identify(again) == identity
-    first_only = identify(both.select(one.episodes.index.tolist()))
+    first_only = identify(both.select(first.episodes.index.tolist()))
     assert {name.partition(": ")[0] for name in first_only.videos} == {"dataset 1"}
 
 

@@ -93,18 +93,18 @@ def test_large_images_are_thinned_out():
     offset=st.sampled_from([0.0, 1e5]),
 )
 def test_running_equals_whole(values, cut, offset):
-    whole = np.array(values, np.float64)[:, None] + offset
+    all_values = np.array(values, np.float64)[:, None] + offset
     running = stats.RunningStats()
-    running.update(whole[:cut])
-    running.update(whole[cut:])
+    running.update(all_values[:cut])
+    running.update(all_values[cut:])
     result = running.result()
-    np.testing.assert_allclose(result["mean"], whole.mean(0), rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(result["std"], whole.std(0), rtol=1e-6, atol=1e-9)
-    assert result["min"] == whole.min(0) and result["max"] == whole.max(0)
+    np.testing.assert_allclose(result["mean"], all_values.mean(0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(result["std"], all_values.std(0), rtol=1e-6, atol=1e-9)
+    assert result["min"] == all_values.min(0) and result["max"] == all_values.max(0)
     quantiles = [float(result[key][0]) for key in stats.QUANTILES]
     assert quantiles == sorted(quantiles)
-    width = (whole.max() - whole.min()) / stats.BINS + 1e-6
-    assert whole.min() - width <= quantiles[0] and quantiles[-1] <= whole.max() + width
+    width = (all_values.max() - all_values.min()) / stats.BINS + 1e-6
+    assert all_values.min() - width <= quantiles[0] and quantiles[-1] <= all_values.max() + width
 
 
 @settings(max_examples=30)

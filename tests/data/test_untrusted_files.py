@@ -101,15 +101,15 @@ def test_info(samples, version, tmp_path):
 def test_other_metadata(samples, version, name, tmp_path):
     root = shutil.copytree(samples[version], tmp_path / "data")
     path = root / "meta" / name
-    first, *others = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    first, *rest = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
     tree = json.loads(first)
     for number, place in enumerate(list(places(tree))[:12]):
         new = NONSENSE[number % len(NONSENSE)]
         for trees in (changed(tree, place, new), changed(tree, place, None, remove=True)):
-            path.write_text("\n".join([json.dumps(trees), *others]))
+            path.write_text("\n".join([json.dumps(trees), *rest]))
             use(root)
     for new in NONSENSE:
-        path.write_text("\n".join([json.dumps(new), *others]))
+        path.write_text("\n".join([json.dumps(new), *rest]))
         use(root)
 
 

@@ -59,7 +59,7 @@ def test_sixel():
     text = terminal.sixel(IMAGE)
     assert text.startswith('\x1bPq"1;1;9;14') and text.endswith("\x1b\\")
     palette = {int(n): [int(x) for x in rgb] for n, *rgb in re.findall(r"#(\d+);2;(\d+);(\d+);(\d+)", text)}
-    shown = np.full((18, 9, 3), -1)
+    painted = np.full((18, 9, 3), -1)
     body = re.sub(r"#\d+;2;\d+;\d+;\d+", "", text[len('\x1bPq"1;1;9;14') : -2])
     for band, lines in enumerate(body.split("-")[:-1]):
         for line in filter(None, lines.split("$")):
@@ -69,9 +69,9 @@ def test_sixel():
             for x, letter in enumerate(letters):
                 for bit in range(6):
                     if (ord(letter) - 63) >> bit & 1:
-                        shown[band * 6 + bit, x] = palette[int(number)]
-    assert (shown[:14] >= 0).all() and (shown[14:] == -1).all()
-    assert abs(shown[:14] * 2.55 - IMAGE).max() <= 26  # 216 colours
+                        painted[band * 6 + bit, x] = palette[int(number)]
+    assert (painted[:14] >= 0).all() and (painted[14:] == -1).all()
+    assert abs(painted[:14] * 2.55 - IMAGE).max() <= 26  # 216 colours
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_terminals_are_recognised(environment: dict[str, str], way: str):
 @pytest.mark.parametrize("way", terminal.WAYS)
 def test_images_fit_into_the_terminal(way: str):
     wide = np.zeros((30, 3000, 3), np.uint8)
-    text = terminal.drawn(wide, 40, way)
+    text = terminal.rendered(wide, 40, way)
     assert way != "blocks" or max(line.count("▀") for line in text.split("\n")) == 40
     assert way != "kitty" or "s=320," in text
 
@@ -106,7 +106,7 @@ def test_curves_as_blocks():
 def test_a_coarser_jpeg_is_smaller():
     image = scaled(IMAGE, 140, 90)
     sizes = [len(jpeg(image, quantizer)) for quantizer in (2, 5, 12, 31)]
-    assert all(one > other for one, other in pairwise(sizes))
+    assert all(larger > smaller for larger, smaller in pairwise(sizes))
     assert abs(decoded(jpeg(image, 2), "mjpeg").astype(int) - image).mean() < 6
     assert np.array_equal(decoded(png(image), "png"), image)
 
@@ -124,13 +124,13 @@ def test_a_terminal_is_asked_for_sixel(answer: bytes, way: str):
         [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE
     )
     os.close(theirs)
-    said = b""
-    while b"\x1b[c" not in said:
-        said += os.read(ours, 64)
+    output = b""
+    while b"\x1b[c" not in output:
+        output += os.read(ours, 64)
     os.write(ours, answer)
     try:
-        while way.encode() not in said:
-            said += os.read(ours, 64)
+        while way.encode() not in output:
+            output += os.read(ours, 64)
     finally:
         child.communicate(timeout=LIMIT_S)
         os.close(ours)

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(f"flexor.cli.{verb}").run(rest)
         return code
     except FlexorError as error:
-        if not error.said and _is_first_of_host():
+        if not error.already_logged and _is_first_of_host():
             print_error(f"flexor {verb}: {error}")
         _leave_ranks(error.exit_code)
         return error.exit_code

@@ -13,17 +13,17 @@ ROOT = Path("/sys/fs/cgroup")
 
 def group_folders(text: str, controller: str, root: Path = ROOT) -> list[Path]:
     """/proc/self/cgroup -> the folders of a controller's group and of those above it, the innermost first."""
-    own: tuple[Path, str] | None = None
+    group: tuple[Path, str] | None = None
     for line in text.splitlines():
         number, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        if number == "0" and not names and own is None:
-            own = root, path  # version 2
-        elif controller in names.split(","):
-            own = root / controller, path  # version 1
-    if own is None:
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers and group is None:
+            group = root, path  # version 2
+        elif controller in controllers.split(","):
+            group = root / controller, path  # version 1
+    if group is None:
         return []
-    top, path = own
+    top, path = group
     folders, inner = [], path.strip("/")
     while inner and ".." not in inner:
         folders.append(top / inner)
@@ -52,18 +52,18 @@ def read_files(text: str) -> int:
 
 def cores_limit() -> float | None:
     """Cores that the groups allow."""
-    found = []
+    limits = []
     for folder in _folders("cpu"):
         quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us")
-        found.append(read_cores(_text(folder / "cpu.max") or f"{quota} {period}"))
-    return min((cores for cores in found if cores), default=None)
+        limits.append(read_cores(_text(folder / "cpu.max") or f"{quota} {period}"))
+    return min((cores for cores in limits if cores), default=None)
 
 
 def throttled_s() -> float | None:
     """Seconds so far in which the limit kept this process's groups from running."""
     folders = _folders("cpu")
-    found = [read_throttled(_text(folder / "cpu.stat")) for folder in folders]
-    return max((seconds for seconds in found if seconds is not None), default=None)
+    times = [read_throttled(_text(folder / "cpu.stat")) for folder in folders]
+    return max((seconds for seconds in times if seconds is not None), default=None)
 
 
 def memory_limit(total: int) -> tuple[int, int] | None:
@@ -74,9 +74,9 @@ def memory_limit(total: int) -> tuple[int, int] | None:
         used = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
         if not (limit.strip().isdigit() and used.strip().isdigit()) or not 0 < int(limit) < total:
             continue
-        own = max(int(used) - read_files(_text(folder / "memory.stat")), 0)
-        if tightest is None or int(limit) - own < tightest[0] - tightest[1]:
-            tightest = int(limit), own
+        without_files = max(int(used) - read_files(_text(folder / "memory.stat")), 0)
+        if tightest is None or int(limit) - without_files < tightest[0] - tightest[1]:
+            tightest = int(limit), without_files
     return tightest
 
 

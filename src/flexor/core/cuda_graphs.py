@@ -49,21 +49,21 @@ def _clean_up(graph: torch.cuda.CUDAGraph, pool: Pool, stream: torch.cuda.Stream
         torch.zeros(1, device=stream.device)
 
 
-def why_not_captured(error: BaseException, by: str) -> str:
+def why_not_captured(error: BaseException, capturing_file: str) -> str:
     """What went wrong, and the line of the policy where it did. `by`: the file that captures, which is not to blame."""
     while error.__context__ is not None:  # ending a capture that went wrong fails too, and says less
         error = error.__context__
-    said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return f"{said}{_line(error, by)}"
+    message = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return f"{message}{_line(error, capturing_file)}"
 
 
-def _line(error: BaseException, by: str) -> str:
+def _line(error: BaseException, capturing_file: str) -> str:
     """The last line that is not torch's or of a file that captures."""
     inside = Path(torch.__file__).parent
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if inside not in Path(frame.filename).parents
-        and Path(frame.filename) not in (Path(by), Path(__file__))
+        and Path(frame.filename) not in (Path(capturing_file), Path(__file__))
     ]
     return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from flexor.core.errors import ConfigError
 
 
-def find_device(wanted: str | None) -> torch.device:
+def find_device(requested: str | None) -> torch.device:
     """The requested device; without a request, the fastest available one. An unavailable device is an error."""
-    if wanted is None:
+    if requested is None:
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
-        device = torch.device(wanted)
+        device = torch.device(requested)
     except RuntimeError as error:
         raise ConfigError(
-            f"policy.device={wanted!r} is not a device: use cpu, cuda, cuda:N or mps."
+            f"policy.device={requested!r} is not a device: use cpu, cuda, cuda:N or mps."
         ) from error
     count = torch.cuda.device_count() if device.type == "cuda" else 1
     missing = (device.type == "cuda" and (device.index or 0) >= count) or (
@@ -28,7 +28,7 @@ def find_device(wanted: str | None) -> torch.device:
     )
     if missing:
         raise ConfigError(
-            f"policy.device={wanted!r} is not available (`flexor doctor` shows why). "
+            f"policy.device={requested!r} is not available (`flexor doctor` shows why). "
             "Leave it out to use the fastest available device, or set --policy.device=cpu."
         )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

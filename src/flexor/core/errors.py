@@ -18,7 +18,7 @@ class FlexorError(Exception):
     """
 
     exit_code = 1
-    said = False  # True if another process of the run has already printed it
+    already_logged = False  # True if another process of the run has already printed it
 
     def __str__(self) -> str:
         """The message, without passwords, and with control characters shown: names in it may be from outside."""

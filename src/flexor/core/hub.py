@@ -122,9 +122,9 @@ class HubRepository:
                         )
                 return bytes(content)
 
-    def keeps_card(self, there: Mapping[str, HubEntry]) -> bool:
+    def keeps_card(self, entries: Mapping[str, HubEntry]) -> bool:
         """Whether the repository has a card that somebody has written there, or changed."""
-        return CARD in there and MADE_BY.encode() not in (self.read(CARD) or b"")
+        return CARD in entries and MADE_BY.encode() not in (self.read(CARD) or b"")
 
     def commit(
         self,

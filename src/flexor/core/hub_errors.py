@@ -56,7 +56,7 @@ class Backoff:
 
 
 def persist(
-    what: str,
+    operation: str,
     action: Callable[[], T],
     patience: float | None = None,
     stop: threading.Event | None = None,
@@ -72,9 +72,9 @@ def persist(
             wait = backoff.seconds(error)
             if not error.may_help or time.monotonic() + wait > first + limit:
                 raise
-            log.warning("%s: %s Trying again in %.0f s.", what, error, wait)
+            log.warning("%s: %s Trying again in %.0f s.", operation, error, wait)
             if stop.wait(wait):
-                raise Interrupted(f"{what} was interrupted.") from error
+                raise Interrupted(f"{operation} was interrupted.") from error
 
 
 def token() -> str | None:
@@ -119,27 +119,29 @@ def explain(error: Exception, url: str) -> HubError:
     if isinstance(error, ValueError) and "metadata in README" in str(error):
         reason = without_token(" ".join(str(error).split()))
         return HubError(f"The Hub rejects the card (README.md): {reason} Check the licence and the tags.")
-    answer = next((e for e in chain if isinstance(e, HfHubHTTPError)), None)
+    answer = next((cause for cause in chain if isinstance(cause, HfHubHTTPError)), None)
     if answer is not None:
         return _rejected(
             http_status(answer) or 0, answer.server_message or first_line(answer), url, retry_after(answer)
         )
-    if any(isinstance(e, OfflineModeIsEnabled) for e in chain):
+    if any(isinstance(cause, OfflineModeIsEnabled) for cause in chain):
         return HubError("HF_HUB_OFFLINE is set, so the Hub can't be used. Unset it.", offline=True)
-    said = without_token(first_line(chain[-1]))
-    if status := re.search(r"HTTP status \w+ error \((\d{3})", said):  # of hf_xet, which uploads large files
-        return _rejected(int(status[1]), said, url)
+    message = without_token(first_line(chain[-1]))
+    if status := re.search(
+        r"HTTP status \w+ error \((\d{3})", message
+    ):  # of hf_xet, which uploads large files
+        return _rejected(int(status[1]), message, url)
     unreachable = isinstance(
         error, json.JSONDecodeError | LocalEntryNotFoundError
     )  # an error page; no answer
     if isinstance(error, ValueError | FileNotFoundError | PermissionError) and not unreachable:
-        return HubError(f"The upload to {url} failed: {said}")
-    return HubError(f"Can't reach {url}: {said}. Check the network.", may_help=True)
+        return HubError(f"The upload to {url} failed: {message}")
+    return HubError(f"Can't reach {url}: {message}. Check the network.", may_help=True)
 
 
-def _rejected(status: int, said: str, url: str, wait: float | None = None) -> HubError:
-    said = without_token(said).rstrip(".")
-    full = status in (402, 403, 413, 507) and any(word in said.lower() for word in FULL)
+def _rejected(status: int, message: str, url: str, wait: float | None = None) -> HubError:
+    message = without_token(message).rstrip(".")
+    full = status in (402, 403, 413, 507) and any(word in message.lower() for word in FULL)
     owner = url.split("/")[-2]
     advice = {
         401: "The Hub does not accept your token. Log in with `hf auth login`, or set HF_TOKEN to a valid one.",
@@ -150,11 +152,11 @@ def _rejected(status: int, said: str, url: str, wait: float | None = None) -> Hu
     if full:
         advice = f"The storage of {owner} on the Hub is full. Delete what is not needed there, or get more."
     may_help = not full and (status in (408, 409, 412, 425, 429) or status >= 500)
-    return HubError(f"{advice} Its answer: {status} {said}.", may_help, wait)
+    return HubError(f"{advice} Its answer: {status} {message}.", may_help, wait)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

@@ -35,8 +35,8 @@ def set_rank(rank: int, world_size: int) -> None:
     global _rank
     _rank = rank
     for handler in log.handlers if world_size > 1 else []:
-        who = f"[rank {rank}] " if rank else ""
-        handler.setFormatter(_formatter(who))
+        prefix = f"[rank {rank}] " if rank else ""
+        handler.setFormatter(_formatter(prefix))
         handler.setLevel(logging.WARNING if rank else logging.NOTSET)
 
 
@@ -50,8 +50,8 @@ class _Printable(logging.Formatter):
         return printable(redacted(super().format(record)))
 
 
-def _formatter(who: str = "", date: str = "%H:%M:%S") -> logging.Formatter:
-    return _Printable(f"%(asctime)s %(levelname).1s {who}%(message)s", date)
+def _formatter(prefix: str = "", date: str = "%H:%M:%S") -> logging.Formatter:
+    return _Printable(f"%(asctime)s %(levelname).1s {prefix}%(message)s", date)
 
 
 def setup_logging(verbose: bool = False) -> None:
@@ -121,7 +121,7 @@ class Repeats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._examples: dict[str, dict[str, None]] = {}
-        self._told: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
 
     def add(self, text: str, example: str) -> None:
         """`text` has a place for the count: "%d episodes ..."."""
@@ -131,9 +131,13 @@ class Repeats:
     def tell(self, last: bool = False) -> None:
         """Log new warnings. Repeats of an already logged warning are only logged on the `last` call."""
         with self._lock:
-            new = [t for t, found in self._examples.items() if len(found) > self._told.get(t, 0)]
-            new = [text for text in new if last or text not in self._told]
-            told = [with_examples(text % len(self._examples[text]), self._examples[text]) for text in new]
-            self._told |= {text: len(self._examples[text]) for text in new}
-        for text in told:
+            new_texts = [
+                t for t, examples in self._examples.items() if len(examples) > self._logged.get(t, 0)
+            ]
+            new_texts = [text for text in new_texts if last or text not in self._logged]
+            lines = [
+                with_examples(text % len(self._examples[text]), self._examples[text]) for text in new_texts
+            ]
+            self._logged |= {text: len(self._examples[text]) for text in new_texts}
+        for text in lines:
             log.warning("%s", text)

@@ -28,29 +28,29 @@ class UnsafePath(FlexorError, ValueError):
 def safe_name(name: object) -> str:
     """A relative path such as data/chunk-000/file-000.parquet, in this form. Any other name is refused."""
     if not isinstance(name, str):
-        raise UnsafePath(f"{_shown(name)} is not the name of a file")
+        raise UnsafePath(f"{_quoted(name)} is not the name of a file")
     if len(name) <= LONGEST_NAME and PLAIN.fullmatch(name):
         return name
     parts = [part for part in name.split("/") if part != "."]
     try:
         sizes = [len(part.encode()) for part in parts]
     except UnicodeEncodeError:
-        raise UnsafePath(f"the path {_shown(name)} is not valid Unicode") from None
+        raise UnsafePath(f"the path {_quoted(name)} is not valid Unicode") from None
     if name.startswith("/"):
-        raise UnsafePath(f"the path {_shown(name)} is absolute")
+        raise UnsafePath(f"the path {_quoted(name)} is absolute")
     if not all(sizes):
-        raise UnsafePath(f"the path {_shown(name)} has an empty part")
+        raise UnsafePath(f"the path {_quoted(name)} has an empty part")
     if max(sizes, default=0) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
-        raise UnsafePath(f"the path {_shown(name)} is too long")
+        raise UnsafePath(f"the path {_quoted(name)} is too long")
     for part in parts:
         # what some file systems and programs take for .. or a separator: full-width letters, the dots of a leader
         plain = unicodedata.normalize("NFKC", part)
         if plain in ("", ".", ".."):
-            raise UnsafePath(f"the path {_shown(name)} leads out of its folder")
+            raise UnsafePath(f"the path {_quoted(name)} leads out of its folder")
         if "/" in plain or "\\" in plain or any(unicodedata.category(letter) == "Cc" for letter in part):
-            raise UnsafePath(f"the path {_shown(name)} contains a separator or control character")
+            raise UnsafePath(f"the path {_quoted(name)} contains a separator or control character")
     if not parts:
-        raise UnsafePath(f"the path {_shown(name)} names no file")
+        raise UnsafePath(f"the path {_quoted(name)} names no file")
     return "/".join(parts)
 
 
@@ -64,7 +64,7 @@ def inside(root: Path, name: object) -> Path:
     real = os.path.realpath(path)
     if not any(_is_within(real, folder) for folder in (_area(root), *_link_targets())):
         raise UnsafePath(
-            f"{_shown(name)} in {root} is a link that leads out of the folder, to {real}. If the link is yours, allow "
+            f"{_quoted(name)} in {root} is a link that leads out of the folder, to {real}. If the link is yours, allow "
             f"it with {LINK_TARGETS}={Path(real).parent}"
         )
     return path
@@ -131,6 +131,6 @@ def _link_targets() -> list[str]:
     return [os.path.realpath(Path(folder).expanduser()) for folder in named if folder]
 
 
-def _shown(name: object) -> str:
+def _quoted(name: object) -> str:
     text = repr(name)
     return text if len(text) <= 200 else f"{text[:200]}..."

@@ -47,19 +47,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def as_part(own: Tensor, like: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
+def as_part(local_part: Tensor, template: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     """Wrap `own` as this rank's part of a tensor sharded like `like`, on `mesh` if given, else on like's mesh."""
-    if not is_sharded(like):
-        return own
+    if not is_sharded(template):
+        return local_part
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own,
-        mesh or like.device_mesh,
-        like.placements,
+        local_part,
+        mesh or template.device_mesh,
+        template.placements,
         run_check=False,
-        shape=like.shape,
-        stride=torch.empty(like.shape, device="meta").stride(),
+        shape=template.shape,
+        stride=torch.empty(template.shape, device="meta").stride(),
     )
 
 
@@ -79,9 +79,9 @@ def part(tensor: Tensor) -> slice:
 
 
 @torch.no_grad()
-def copy_part(target: Tensor, whole: Tensor) -> None:
+def copy_part(target: Tensor, full: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""
-    local(target).copy_(whole[part(target)] if is_sharded(target) else whole)
+    local(target).copy_(full[part(target)] if is_sharded(target) else full)
 
 
 def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | None = None) -> None:
@@ -91,11 +91,11 @@ def fill(tensors: Mapping[str, Tensor], file: Path, names: Mapping[str, str] | N
     """
     with safe_open(file, "pt") as source, torch.no_grad():
         for name, target in tensors.items():
-            there = names[name] if names else name
+            stored_name = names[name] if names else name
             if is_sharded(target):
-                local(target).copy_(source.get_slice(there)[part(target)])
+                local(target).copy_(source.get_slice(stored_name)[part(target)])
             else:
-                target.copy_(source.get_tensor(there))
+                target.copy_(source.get_tensor(stored_name))
 
 
 def described_in(file: Path) -> dict[str, Tensor]:
@@ -103,6 +103,6 @@ def described_in(file: Path) -> dict[str, Tensor]:
     with safe_open(file, "pt") as source:
         slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118
         return {
-            name: torch.empty(there.get_shape(), dtype=DTYPES[there.get_dtype()], device="meta")
-            for name, there in slices.items()
+            name: torch.empty(stored.get_shape(), dtype=DTYPES[stored.get_dtype()], device="meta")
+            for name, stored in slices.items()
         }

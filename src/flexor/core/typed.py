@@ -45,10 +45,10 @@ class Rules:
     less_than: float | None = None
     may_change: bool = False
 
-    def wanted(self, value: Any) -> str | None:
+    def broken_rule(self, value: Any) -> str | None:
         """The rule that a value breaks, in words; None if the value is valid."""
         if isinstance(value, tuple | list):
-            return next((wrong for item in value if (wrong := self.wanted(item))), None)
+            return next((broken for item in value if (broken := self.broken_rule(item))), None)
         if value is None or isinstance(value, str):
             return None
         low = (self.at_least is None or value >= self.at_least) and (
@@ -88,9 +88,9 @@ def check_values(settings: Any, where: str = "") -> None:
         value, key = getattr(settings, name), join(where, name)
         if dataclasses.is_dataclass(value):
             check_values(value, key)
-        elif wanted := rules.wanted(value):
-            shown = list(value) if isinstance(value, tuple) else value
-            raise ConfigError(f"{key}={shown} must be {wanted}.")
+        elif rule := rules.broken_rule(value):
+            printed = list(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"{key}={printed} must be {rule}.")
 
 
 def changeable(cls: Any, where: str = "") -> list[str]:

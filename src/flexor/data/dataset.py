@@ -118,20 +118,20 @@ class Dataset:
         "task" is a list of strings.
         """
         rows = self._checked_rows(rows)
-        chosen = self.cameras if cameras is None else list(cameras)
-        self._check_names([*chosen, *(deltas or {})])
+        selected_cameras = self.cameras if cameras is None else list(cameras)
+        self._check_names([*selected_cameras, *(deltas or {})])
         episode = self.episode_of(rows)
         start, end = self.episodes.start[episode], self.episodes.end[episode]
-        at: dict[str, np.ndarray] = {}
+        window_of: dict[str, np.ndarray] = {}
         batch: dict[str, Any] = {}
         for name, steps in (deltas or {}).items():
-            at[name], batch[f"{name}_is_pad"] = window_rows(rows, steps, start, end)
-        for name in chosen:
-            batch[name] = self._frames(name, at.get(name, rows))
+            window_of[name], batch[f"{name}_is_pad"] = window_rows(rows, steps, start, end)
+        for name in selected_cameras:
+            batch[name] = self._frames(name, window_of.get(name, rows))
         for name, column in self.columns.items():
-            batch[name] = column[at.get(name, rows)]
+            batch[name] = column[window_of.get(name, rows)]
         for name, texts in self.strings.items():
-            batch[name] = _pick(texts, at.get(name, rows))
+            batch[name] = _pick(texts, window_of.get(name, rows))
         batch["task"] = self._tasks(self.columns["task_index"][rows])
         return batch
 
@@ -147,15 +147,15 @@ class Dataset:
 
     def select(self, episodes: Sequence[int]) -> "Dataset":
         """A view of some episodes (indices of the whole dataset); frames are shared, not read twice."""
-        wanted = checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
-        keep = np.flatnonzero(np.isin(self.episodes.index, wanted))
+        requested = checked_episodes(episodes, self.episodes.index, f"{self.repo_id} as selected")
+        keep = np.flatnonzero(np.isin(self.episodes.index, requested))
         spans = zip(self.episodes.start[keep].tolist(), self.episodes.end[keep].tolist())
         rows = np.concatenate([np.arange(start, end) for start, end in spans])
         adjoining = rows[-1] - rows[0] + 1 == len(rows)
-        where: Any = slice(rows[0], rows[-1] + 1) if adjoining else rows
+        row_index: Any = slice(rows[0], rows[-1] + 1) if adjoining else rows
         return replace(
             self,
-            columns={name: column[where] for name, column in self.columns.items()},
+            columns={name: column[row_index] for name, column in self.columns.items()},
             strings={name: _pick(texts, rows) for name, texts in self.strings.items()},
             episodes=Episodes(
                 self.episodes.index[keep],
@@ -226,11 +226,11 @@ class Dataset:
         return rows
 
     def _check_names(self, names: Iterable[str]) -> None:
-        known = {*self.columns, *self.strings, *self.cameras}
+        readable = {*self.columns, *self.strings, *self.cameras}
         for name in names:
-            if name not in known:
-                why = self.absent.get(name, f"its features are {', '.join(sorted(self.features))}")
-                raise DatasetError(f"{self.repo_id} has no readable feature {name!r}: {why}")
+            if name not in readable:
+                reason = self.absent.get(name, f"its features are {', '.join(sorted(self.features))}")
+                raise DatasetError(f"{self.repo_id} has no readable feature {name!r}: {reason}")
 
 
 def open_dataset(

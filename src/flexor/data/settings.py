@@ -186,7 +186,7 @@ class SampleWeightingConfig:
     """rabc: fallback_weight (default 1) for frames without progress, and chunk_size (default: the policy's)."""
 
     @property
-    def chosen(self) -> str:
+    def resolved_type(self) -> str:
         """The type, also if it is not given."""
         if self.type is not None:
             return self.type

@@ -31,20 +31,20 @@ def compute_stats(
     dataset: Dataset, features: Sequence[str] | None = None, progress: Progress | None = None
 ) -> dict[str, Stats]:
     """Statistics of the dataset's episodes; with `features`, only these are read and decoded."""
-    known = [*dataset.columns, *dataset.cameras]
-    wanted = known if features is None else list(features)
-    unknown = [name for name in wanted if name not in known]
+    available = [*dataset.columns, *dataset.cameras]
+    selected = available if features is None else list(features)
+    unknown = [name for name in selected if name not in available]
     if unknown:
         raise DatasetError(
-            f"can't compute statistics of {', '.join(unknown)}: the dataset's features are {', '.join(known)}."
+            f"can't compute statistics of {', '.join(unknown)}: the dataset's features are {', '.join(available)}."
         )
     episodes = zip(dataset.episodes.start.tolist(), dataset.episodes.length.tolist())
-    found = []
+    per_episode = []
     for start, length in episodes:
-        found.append(_episode_stats(dataset, wanted, start, length))
+        per_episode.append(_episode_stats(dataset, selected, start, length))
         if progress is not None:
-            progress(len(found), len(dataset.episodes))
-    return aggregate_stats(found)
+            progress(len(per_episode), len(dataset.episodes))
+    return aggregate_stats(per_episode)
 
 
 def relative_action_stats(

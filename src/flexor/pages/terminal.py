@@ -1,6 +1,6 @@
 """Images in a terminal: with the graphics of kitty, iTerm2 or sixel, or as coloured half blocks, which work everywhere.
 
-print(drawn(pixels, columns=80, way=find_way()))
+print(rendered(pixels, columns=80, way=find_way()))
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_way(environment: Mapping[str, str] = os.environ) -> str:
     return "sixel" if _answers_sixel() else "blocks"
 
 
-def drawn(pixels: np.ndarray, columns: int, way: str, true_colour: bool = True) -> str:
+def rendered(pixels: np.ndarray, columns: int, way: str, true_colour: bool = True) -> str:
     """An image, RGB uint8 [H, W, 3], as text to print; at most `columns` characters wide."""
     height, width = pixels.shape[:2]
     if way == "blocks":
@@ -143,5 +143,5 @@ def _answers_sixel() -> bool:
             answer += os.read(source, 64)
     finally:
         termios.tcsetattr(source, termios.TCSADRAIN, before)
-    found = re.search(rb"\x1b\[\?([\d;]+)c", answer)
-    return found is not None and b"4" in found[1].split(b";")
+    match = re.search(rb"\x1b\[\?([\d;]+)c", answer)
+    return match is not None and b"4" in match[1].split(b";")

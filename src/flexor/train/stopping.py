@@ -33,7 +33,7 @@ class Crashed(FlexorError):
     """An unexpected error in one of several processes. Its stack is in the log; the other processes must end too."""
 
     exit_code = 70
-    said = True
+    already_logged = True
 
 
 class Diverged(FlexorError):
@@ -74,7 +74,7 @@ def stopped(number: signal.Signals, step: int, saved: Path | None, run: Run, sai
     error = TrainingStopped(
         f"{number.name}: stopped after step {step}, {where}. Resume with: flexor resume {run.folder}"
     )
-    error.said = said
+    error.already_logged = said
     if number is signal.SIGINT:
         error.exit_code = 130
     return error
@@ -165,5 +165,5 @@ class Watch:
             "Check the data for NaN with `flexor data check`, or lower --optimizer.lr. Then start a new run from that "
             "checkpoint with --policy.path."
         )
-        error.said = not processes.is_main
+        error.already_logged = not processes.is_main
         raise error

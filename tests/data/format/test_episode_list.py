@@ -12,8 +12,8 @@ from flexor.data.format.episode_list import parse_episodes, select_episodes
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), min_size=1), st.booleans())
 def test_episode_lists(parts, brackets):
     text = ", ".join(str(a) if n == 1 else f"{a}:{a + n}" for a, n in parts)
-    wanted = [episode for a, n in parts for episode in range(a, a + n)]
-    assert parse_episodes(f"[{text}]" if brackets else text, "episodes") == wanted
+    expected = [episode for a, n in parts for episode in range(a, a + n)]
+    assert parse_episodes(f"[{text}]" if brackets else text, "episodes") == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ TASKS = [["Pick the cup"], ["place the cup"], ["pick the box", "close it"], []]
 
 
 @pytest.mark.parametrize(
-    ("tasks", "found"),
+    ("tasks", "expected"),
     [
         ("pick", [0, 2]),
         ("CUP", [0, 1]),
@@ -71,9 +71,9 @@ TASKS = [["Pick the cup"], ["place the cup"], ["pick the box", "close it"], []]
         (["close", "pour"], None),
     ],
 )
-def test_by_task(tasks, found):
-    if found is not None:
-        assert select_episodes("it", np.arange(4), TASKS, by_task=tasks) == found
+def test_by_task(tasks, expected):
+    if expected is not None:
+        assert select_episodes("it", np.arange(4), TASKS, by_task=tasks) == expected
         return
     with pytest.raises(
         DatasetError, match=r"--dataset.tasks=.*Their tasks are 'Pick the cup', 'place the cup'"
@@ -84,10 +84,10 @@ def test_by_task(tasks, found):
 @given(st.sets(st.integers(0, 9), min_size=1), st.sets(st.integers(0, 9)), st.booleans())
 def test_all_ways_to_select_combine(episodes, exclude, even):
     tasks = [["even" if episode % 2 == 0 else "odd"] for episode in range(10)]
-    wanted = sorted(e for e in episodes - exclude if not even or e % 2 == 0)
+    expected = sorted(e for e in episodes - exclude if not even or e % 2 == 0)
     ways = {"episodes": sorted(episodes), "exclude": sorted(exclude), "by_task": "even" if even else None}
-    if wanted:
-        assert select_episodes("it", np.arange(10), tasks, **ways) == wanted
+    if expected:
+        assert select_episodes("it", np.arange(10), tasks, **ways) == expected
     else:
         with pytest.raises(DatasetError):
             select_episodes("it", np.arange(10), tasks, **ways)

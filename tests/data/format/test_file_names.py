@@ -31,7 +31,7 @@ def test_the_other_versions_name_of_a_chunk():
 
 
 @pytest.mark.parametrize(
-    "template, v3, said",
+    "template, v3, message",
     [
         ("data/file-{file_index:03d}.parquet", False, "{file_index} is unknown"),
         ("data/{robot}.parquet", True, "{robot} is unknown"),
@@ -43,10 +43,10 @@ def test_the_other_versions_name_of_a_chunk():
         (7, True, "not a template"),
     ],
 )
-def test_what_can_not_be_filled_in_names_the_fields_there_are(template, v3, said):
+def test_what_can_not_be_filled_in_names_the_fields_there_are(template, v3, message):
     with pytest.raises(ValueError) as error:
         FileNames({"data_path": template}, v3)
-    assert "data_path" in str(error.value) and said in str(error.value)
+    assert "data_path" in str(error.value) and message in str(error.value)
     assert template == 7 or "{chunk_index}" in str(error.value)
 
 

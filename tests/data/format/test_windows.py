@@ -25,9 +25,9 @@ def test_a_window_stays_in_its_episode_and_marks_what_lies_outside(case):
     assert at.shape == is_pad.shape == (len(rows), len(deltas))
     for i, row in enumerate(rows):  # the same, one step at a time
         for j, delta in enumerate(deltas):
-            wanted = row + delta
-            assert at[i, j] == max(start[i], min(end[i] - 1, wanted))
-            assert is_pad[i, j] == (not start[i] <= wanted < end[i])
+            unclamped = row + delta
+            assert at[i, j] == max(start[i], min(end[i] - 1, unclamped))
+            assert is_pad[i, j] == (not start[i] <= unclamped < end[i])
 
 
 @given(windows())

@@ -90,9 +90,9 @@ def test_frames_lie_where_the_metadata_says(tmp_path, codec, fps):
     assert len(index) == sum(LENGTHS)
     rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     for row in rows:
-        wanted = row[f"videos/{TOP}/from_timestamp"] + np.arange(row["length"]) / fps
-        assert nearest(index.times, wanted)[1].max() < 1e-4
-        assert np.abs(keys - wanted[0]).min() < 1e-9, "an episode begins on a key frame"
+        expected_times = row[f"videos/{TOP}/from_timestamp"] + np.arange(row["length"]) / fps
+        assert nearest(index.times, expected_times)[1].max() < 1e-4
+        assert np.abs(keys - expected_times[0]).min() < 1e-9, "an episode begins on a key frame"
         span = row[f"videos/{TOP}/to_timestamp"] - row[f"videos/{TOP}/from_timestamp"]
         assert span == pytest.approx(row["length"] / fps, abs=1e-6)
 

@@ -36,8 +36,10 @@ def server(monkeypatch, tmp_path):
 
 
 def files(server: HubServer) -> dict[str, bytes]:
-    own = ("README.md", ".gitattributes")
-    return {name: blob.data for name, blob in server.dataset(NAME).files.items() if name not in own}
+    written_by_the_hub = ("README.md", ".gitattributes")
+    return {
+        name: blob.data for name, blob in server.dataset(NAME).files.items() if name not in written_by_the_hub
+    }
 
 
 def local(root: Path) -> dict[str, bytes]:
@@ -62,17 +64,17 @@ def test_what_is_pushed_is_read_back(server, samples, version, capsys):
         "tags": ["LeRobot", "pens", "so101"],
         "configs": [{"config_name": "default", "data_files": "data/*/*.parquet"}],
     }
-    there, here = open_dataset(NAME), open_dataset(root=root)
-    assert there.version == version and there.fingerprint() == here.fingerprint()
+    pushed, here = open_dataset(NAME), open_dataset(root=root)
+    assert pushed.version == version and pushed.fingerprint() == here.fingerprint()
     np.testing.assert_array_equal(
-        there.read(np.array([3]))["observation.images.top"],
+        pushed.read(np.array([3]))["observation.images.top"],
         here.read(np.array([3]))["observation.images.top"],
     )
 
 
 def test_the_card_describes_the_dataset(server, samples, capsys):
     assert main(["data", "push", str(samples["v3.0"]), NAME, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for part in (
         "# ann/pens",
         "| episodes | ",
@@ -80,7 +82,7 @@ def test_the_card_describes_the_dataset(server, samples, capsys):
         f"--dataset.repo_id={NAME}",
         "visualize_dataset?path=ann/pens",
     ):
-        assert part in said, part
+        assert part in message, part
     assert not server.asked
 
 
@@ -141,13 +143,13 @@ def test_a_push_that_is_interrupted_is_no_dataset_and_continues(server, samples,
 def test_readers_keep_the_version_before_while_a_new_one_is_pushed(server, samples, tmp_path, monkeypatch):
     root = shutil.copytree(samples["v3.0"], tmp_path / "mine")
     push_dataset(root, NAME)
-    whole = server.dataset(NAME).tags["v3.0"]
+    first_commit = server.dataset(NAME).tags["v3.0"]
     video = next(root.rglob("*.mp4"))
     video.write_bytes(video.read_bytes() + b"\0" * 8)
-    seen = []
-    server.before_commit = lambda: seen.append(server.dataset(NAME).tags["v3.0"])
+    reports = []
+    server.before_commit = lambda: reports.append(server.dataset(NAME).tags["v3.0"])
     push_dataset(root, NAME)
-    assert seen and set(seen) == {whole} and server.dataset(NAME).tags["v3.0"] != whole
+    assert reports and set(reports) == {first_commit} and server.dataset(NAME).tags["v3.0"] != first_commit
 
 
 def test_another_dataset_is_not_overwritten_by_mistake(server, samples, capsys):
@@ -197,19 +199,19 @@ def test_what_is_not_a_dataset(server, samples, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "said"),
+    ("trouble", "message"),
     [((401, {}), "does not accept your token"), ((403, {}), "no permission"), (QUOTA, "is full")],
 )
-def test_what_the_hub_rejects(server, samples, trouble, said, capsys):
+def test_what_the_hub_rejects(server, samples, trouble, message, capsys):
     server.troubles.append(("/preupload/", trouble))
     assert main(["data", "push", str(samples["v3.0"]), NAME]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_token_is_nowhere(server, samples, tmp_path, capfd, log_lines):
     server.troubles.extend([("/commit/", (500, {"X-Error-Message": TOKEN})), ("PUT /upload", "drop")])
     main(["data", "push", str(samples["v3.0"]), NAME, "--json"])
     open_dataset(NAME)
-    said = capfd.readouterr()
-    assert TOKEN not in said.out + said.err + "\n".join(log_lines) and "pushing" in "\n".join(log_lines)
+    message = capfd.readouterr()
+    assert TOKEN not in message.out + message.err + "\n".join(log_lines) and "pushing" in "\n".join(log_lines)
     assert [path for path, data in everything_written(tmp_path) if TOKEN.encode() in data] == []

@@ -45,15 +45,15 @@ def load(root, deltas=None, remote_bytes=None):
     return open_loader(dataset, settings, deltas or {}, cameras=CAMERAS, batch_size=5, num_workers=2, seed=3)
 
 
-def same(one, other) -> bool:
-    return all(torch.equal(one[0][key], other[0][key]) for key in [SAMPLE_ID, *CAMERAS])
+def same(first, second) -> bool:
+    return all(torch.equal(first[0][key], second[0][key]) for key in [SAMPLE_ID, *CAMERAS])
 
 
 @pytest.mark.parametrize("deltas", [{}, STRIDE], ids=["single", "stride"])
 def test_the_same_batches_as_from_a_disk(server, root, deltas):
     expected = list(load(root, deltas).steps(0, 16))
-    found = list(load(server.address, deltas).steps(0, 16))
-    assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+    batches = list(load(server.address, deltas).steps(0, 16))
+    assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
     videos = [name for name in server.whole if name.endswith(".mp4")]
     assert videos == []  # read in parts
 
@@ -62,12 +62,12 @@ def test_faults_lose_and_repeat_nothing(server, root):
     expected = list(load(root).steps(0, 16))
     loader = load(server.address, remote_bytes=0)  # nothing stays: everything is fetched again and again
     chance = random.Random(0)
-    found = []
+    batches = []
     for step in loader.steps(0, 16):
-        found.append(step)
+        batches.append(step)
         server.faults.extend(chance.choices([503, "drop", "short", None], k=3))
         server.latency = chance.choice([0, 0.01])
-    assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
     assert loader.counters()["bad_frames"] == 0
 
 
@@ -75,14 +75,14 @@ def test_a_server_that_is_gone_is_no_broken_frame_and_the_run_goes_on_later(serv
     monkeypatch.setattr(remote, "ATTEMPTS", 2)
     expected = list(load(root).steps(0, 16))
     loader = load(server.address, remote_bytes=0)
-    found = []
+    batches = []
     with pytest.raises(SourceError, match="after 2 attempts"):
         for step in loader.steps(0, 16):
-            found.append(step)
-            if len(found) == 4:
+            batches.append(step)
+            if len(batches) == 4:
                 server.down = 10_000
-    assert 4 <= len(found) < 16
+    assert 4 <= len(batches) < 16
     server.down = 0
-    found += load(server.address).steps(len(found), 16)
-    assert all(same(a, b) for a, b in zip(expected, found, strict=True))
+    batches += load(server.address).steps(len(batches), 16)
+    assert all(same(a, b) for a, b in zip(expected, batches, strict=True))
     assert not [t for t in threading.enumerate() if t.name.startswith("loader")]

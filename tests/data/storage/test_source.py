@@ -199,11 +199,11 @@ def test_block_cache_is_limited(samples, tmp_path, monkeypatch):
 
     monkeypatch.setenv("FLEXOR_CACHE", str(tmp_path))
     fsspec.filesystem("memory").put(str(samples["v3.0"]), "/limited", recursive=True)
-    for limit, kept in ((0, 0), (1 << 30, 1)):
+    for limit, blocks in ((0, 0), (1 << 30, 1)):
         source = find_source(None, "memory://limited", None, cache_bytes=limit)
         [name] = source.list("videos", "000.mp4")
         assert source.ranges(name).read(0, 10) == (samples["v3.0"] / name).read_bytes()[:10]
-        assert len(list((tmp_path / "blocks").rglob("*-0"))) == kept
+        assert len(list((tmp_path / "blocks").rglob("*-0"))) == blocks
 
 
 def test_a_table_in_a_bucket_that_changes_is_copied_again(tmp_path, monkeypatch):

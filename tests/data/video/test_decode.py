@@ -115,9 +115,9 @@ def test_late_start_in_mp4(tmp_path):
 
 def test_packets_hidden_by_an_edit_list_are_no_frames(tmp_path):
     """Cut into a GOP without encoding anew: the frames before the cut stay in the file, unseen."""
-    whole = write_video(tmp_path / "whole.mp4", PICTURES[:20], **X264, g="10", bf="2")
+    intact = write_video(tmp_path / "whole.mp4", PICTURES[:20], **X264, g="10", bf="2")
     cut = tmp_path / "cut.mp4"
-    with av.open(str(whole)) as reader, av.open(str(cut), "w") as writer:
+    with av.open(str(intact)) as reader, av.open(str(cut), "w") as writer:
         stream = reader.streams.video[0]
         copy = writer.add_stream_from_template(stream)
         offset = round(Fraction(3, 10) / stream.time_base)

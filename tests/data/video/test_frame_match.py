@@ -23,8 +23,8 @@ def steady(count, start=0.0):
 
 def test_a_sound_clock_leads_to_the_frames_either_way():
     for frame_by in ("auto", "time", "index"):
-        found = match(steady(8), steady(8), frame_by=frame_by)
-        assert found.numbers.tolist() == list(range(8)) and found.seconds_off == 0
+        matched = match(steady(8), steady(8), frame_by=frame_by)
+        assert matched.numbers.tolist() == list(range(8)) and matched.seconds_off == 0
 
 
 @given(
@@ -34,11 +34,11 @@ def test_a_wall_clock_of_any_kind_is_no_obstacle_where_each_row_has_a_frame(rows
     """Also in a file that other episodes share, wherever in it."""
     clock = np.random.default_rng(seed).uniform(-5, 5, rows)
     times = steady(before + rows + after)
-    found = match(times, clock, start=before / FPS, stop=(before + rows) / FPS)
-    assert found.numbers.tolist() == list(range(before, before + rows))
+    matched = match(times, clock, start=before / FPS, stop=(before + rows) / FPS)
+    assert matched.numbers.tolist() == list(range(before, before + rows))
     expected = np.abs(steady(rows) - clock.astype(np.float32)).max()
-    same = (nearest(times, before / FPS + clock.astype(np.float32))[0] == found.numbers).all()
-    assert found.seconds_off == pytest.approx(0 if same else expected, abs=1e-6)
+    same = (nearest(times, before / FPS + clock.astype(np.float32))[0] == matched.numbers).all()
+    assert matched.seconds_off == pytest.approx(0 if same else expected, abs=1e-6)
 
 
 @given(frames=st.integers(1, 60), rows=st.integers(1, 60), late=st.integers(0, 20))
@@ -80,10 +80,10 @@ def test_a_clock_that_is_no_number():
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=30, unique=True), st.floats(-1, 11))
-def test_nearest(ticks, wanted):
+def test_nearest(ticks, expected):
     times = np.sort(np.array(ticks)) / 10
-    frame, distance = nearest(times, np.array([wanted]))
-    assert distance[0] == np.abs(times - wanted).min() and frame[0] == np.abs(times - wanted).argmin()
+    frame, distance = nearest(times, np.array([expected]))
+    assert distance[0] == np.abs(times - expected).min() and frame[0] == np.abs(times - expected).argmin()
 
 
 def test_own_frames():

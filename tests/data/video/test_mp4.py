@@ -256,8 +256,8 @@ def test_packets_past_the_end(video, folder):
     end = int(expected.offset[30])
     cut = folder / "past.mp4"
     cut.write_bytes(data[:end])
-    found = read_packets(LocalRanges(cut))
-    assert len(found) == 40 and (found.offset + found.size > end).sum() == 10
+    packets = read_packets(LocalRanges(cut))
+    assert len(packets) == 40 and (packets.offset + packets.size > end).sum() == 10
 
 
 @settings(max_examples=150)

@@ -155,14 +155,14 @@ def test_decoding_goes_through_the_decoder_of_the_thread(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr(NvDecoder, "_open", lambda self, packets: opened.append(1) or Software(packets))
     decoder = NvDecoder.__new__(NvDecoder)
-    decoder._kept = nvdec.OrderedDict()
+    decoder._decoders = nvdec.OrderedDict()
     index = write_clip(tmp_path / "a.mp4", "libx264", 10)
-    for wanted in (np.arange(40), np.array([7, 8, 9, 31]), np.array([0])):
-        out = torch.zeros(len(wanted), 240 * 320 * 3 // 2, dtype=torch.uint8)
+    for frames in (np.arange(40), np.array([7, 8, 9, 31]), np.array([0])):
+        out = torch.zeros(len(frames), 240 * 320 * 3 // 2, dtype=torch.uint8)
         writer = PlaneWriter("a.mp4", 240, 320, out)
-        assert decode_frames(index, wanted, writer.add, decoder._decoder) == {}
+        assert decode_frames(index, frames, writer.add, decoder._decoder) == {}
         writer.flush()
-        assert np.array_equal(out, on_cpu(index, wanted))
+        assert np.array_equal(out, on_cpu(index, frames))
     assert len(opened) == 1
 
 
@@ -196,7 +196,7 @@ def test_the_gpu_gives_the_numbers_of_the_cpu(tmp_path, monkeypatch, encoder, co
     monkeypatch.setattr(nvdec, "decode_on_cpu", lambda *args: args[-1])  # no help from there
     index = write_clip(tmp_path / "a.mp4", encoder, 10)
     decoder = NvDecoder(GPU)
-    for wanted in (np.arange(40), np.array([7, 8, 9, 31]), np.array([0])):
-        out = torch.zeros(len(wanted), 240 * 320 * 3 // 2, dtype=torch.uint8, device=GPU)
-        assert decoder.decode(index, wanted, out) == {}
-        assert np.array_equal(out.cpu(), on_cpu(index, wanted))
+    for frames in (np.arange(40), np.array([7, 8, 9, 31]), np.array([0])):
+        out = torch.zeros(len(frames), 240 * 320 * 3 // 2, dtype=torch.uint8, device=GPU)
+        assert decoder.decode(index, frames, out) == {}
+        assert np.array_equal(out.cpu(), on_cpu(index, frames))

@@ -201,9 +201,9 @@ def test_full_range_on_paper_only_is_scaled_without_changing_the_numbers():
 def test_a_frame_of_other_colours_is_brought_to_the_cameras():
     """A file of the same camera may be tagged otherwise; its pictures stay the same."""
     frame = last_frame("h264, bt709, full range")
-    own = format_of(frame)
-    other = PlaneFormat(own.height, own.width, "yuv420p", "bt601", False)
-    far = np.abs(rgb(own, packed(frame, own)).astype(int) - rgb(other, packed(frame, other)))
+    native = format_of(frame)
+    other = PlaneFormat(native.height, native.width, "yuv420p", "bt601", False)
+    far = np.abs(rgb(native, packed(frame, native)).astype(int) - rgb(other, packed(frame, other)))
     assert far.mean() < 2.5
 
 
@@ -211,11 +211,11 @@ def test_a_frame_of_other_colours_is_brought_to_the_cameras():
 @given(level=st.integers(0, 255), u=st.integers(0, 255), v=st.integers(0, 255), full_range=st.booleans())
 def test_jpeg_keeps_numbers_and_not_colours(level, u, v, full_range):
     format = PlaneFormat(32, 48, "yuv420p", "bt709", full_range)
-    planes, found = np.zeros(format.nbytes, np.uint8), np.zeros(format.nbytes, np.uint8)
+    planes, restored = np.zeros(format.nbytes, np.uint8), np.zeros(format.nbytes, np.uint8)
     for part, value in zip(format.split(planes), (level, u, v)):
         part[:] = value
-    decode_jpeg(format, encode_jpeg(format, planes), found)
-    assert np.abs(found.astype(int) - planes).max() <= 1
+    decode_jpeg(format, encode_jpeg(format, planes), restored)
+    assert np.abs(restored.astype(int) - planes).max() <= 1
 
 
 @pytest.mark.parametrize("name", ["h264", "h264, bt709, full range", "h264, rgb", "mpeg4, odd", "gray"])
@@ -223,13 +223,13 @@ def test_jpeg_is_near_the_frame_and_smaller(name):
     frame = last_frame("h264, rgb" if name == "gray" else name)
     frame = frame.reformat(format="gray") if name == "gray" else frame
     format = format_of(frame)
-    planes, found = packed(frame, format), np.zeros(format.nbytes, np.uint8)
+    planes, restored = packed(frame, format), np.zeros(format.nbytes, np.uint8)
     for _ in range(3):
         jpeg = encode_jpeg(format, planes)
-        decode_jpeg(format, jpeg, found)
-        assert np.abs(found.astype(int) - planes).mean() < 3
+        decode_jpeg(format, jpeg, restored)
+        assert np.abs(restored.astype(int) - planes).mean() < 3
     assert len(jpeg) < format.nbytes
-    decode_jpeg(format, np.frombuffer(jpeg, np.uint8), found)  # as it lies in a cache
+    decode_jpeg(format, np.frombuffer(jpeg, np.uint8), restored)  # as it lies in a cache
 
 
 def test_jpeg_says_what_it_cannot_do():

@@ -65,15 +65,15 @@ def depth_scale(info: Mapping[str, Any]) -> DepthScale | None:
         return None
     default = DepthScale()
 
-    def given(name: str, otherwise: Any) -> Any:
+    def setting(name: str, default_value: Any) -> Any:
         value = info.get(f"video.{name}")
-        return otherwise if value is None else value
+        return default_value if value is None else value
 
     return DepthScale(
-        low=float(given("depth_min", default.low)),
-        high=float(given("depth_max", default.high)),
-        shift=float(given("shift", default.shift)),
-        use_log=bool(given("use_log", default.use_log)),
+        low=float(setting("depth_min", default.low)),
+        high=float(setting("depth_max", default.high)),
+        shift=float(setting("shift", default.shift)),
+        use_log=bool(setting("use_log", default.use_log)),
         unit=None if info.get("depth_unit") is None else str(info["depth_unit"]),
     )
 

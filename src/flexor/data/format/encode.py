@@ -117,21 +117,21 @@ def ordinary_priority() -> Iterator[None]:
         yield
         return
     before = _policies()
-    own = before[threading.get_native_id()]
+    caller_policy = before[threading.get_native_id()]
     yield
     for thread, policy in _policies().items():
-        if policy != before.get(thread, own):
+        if policy != before.get(thread, caller_policy):
             with suppress(ProcessLookupError):
-                os.sched_setscheduler(thread, *before.get(thread, own))
+                os.sched_setscheduler(thread, *before.get(thread, caller_policy))
 
 
 def _policies() -> dict[int, tuple[int, os.sched_param]]:
     """How each thread of this process is scheduled."""
-    found = {}
+    policies = {}
     for name in os.listdir("/proc/self/task"):  # noqa: PTH208
         with suppress(ProcessLookupError):  # the thread has ended in the meantime
-            found[int(name)] = os.sched_getscheduler(int(name)), os.sched_getparam(int(name))
-    return found
+            policies[int(name)] = os.sched_getscheduler(int(name)), os.sched_getparam(int(name))
+    return policies
 
 
 class EpisodeEncoder:

@@ -86,7 +86,7 @@ def _read(text: str, where: str) -> list[int]:
 
 def select_episodes(
     name: str,
-    there: np.ndarray,
+    available: np.ndarray,
     tasks: Sequence[Sequence[str]],
     *,
     episodes: Sequence[int] | str | None = None,
@@ -97,39 +97,41 @@ def select_episodes(
 
     `tasks` are those of each episode. `name` is the dataset's, for messages.
     """
-    wanted = there.tolist() if episodes is None else checked_episodes(episodes, there, name)
+    selected = available.tolist() if episodes is None else checked_episodes(episodes, available, name)
     if exclude:
-        unwanted = set(checked_episodes(exclude, there, name, "exclude_episodes"))
-        left = [episode for episode in wanted if episode not in unwanted]
-        if not left:
+        excluded = set(checked_episodes(exclude, available, name, "exclude_episodes"))
+        remaining = [episode for episode in selected if episode not in excluded]
+        if not remaining:
             raise DatasetError(
-                f"{name}: --dataset.exclude_episodes excludes all of its {len(wanted)} episodes"
+                f"{name}: --dataset.exclude_episodes excludes all of its {len(selected)} episodes"
             )
-        wanted = left
-    return wanted if by_task is None else _with_task(name, wanted, by_task, tasks)
+        selected = remaining
+    return selected if by_task is None else _with_task(name, selected, by_task, tasks)
 
 
 def checked_episodes(
-    episodes: Sequence[int] | str, there: np.ndarray, name: str, setting: str = "episodes"
+    episodes: Sequence[int] | str, available: np.ndarray, name: str, setting: str = "episodes"
 ) -> list[int]:
     """The requested episodes, once each and in order; an episode that does not exist is an error."""
     if isinstance(episodes, str):
-        episodes = parse_episodes(episodes, f"dataset.{setting}", int(there.max()) + 1 if len(there) else 0)
-    wanted = sorted({int(episode) for episode in episodes})
-    known = set(there.tolist())
-    wrong = [episode for episode in wanted if episode not in known]
-    if wrong:
-        extent = f"{there.min()} to {there.max()}" if len(there) else "none"
-        if len(known) and len(known) != there.max() - there.min() + 1:
-            extent = f"{sorted(known)}"
-        raise DatasetError(
-            f"{name} has no episodes {_some(wrong)}: valid episodes are {extent}. Correct --dataset.{setting}"
+        episodes = parse_episodes(
+            episodes, f"dataset.{setting}", int(available.max()) + 1 if len(available) else 0
         )
-    if not wanted:
+    requested = sorted({int(episode) for episode in episodes})
+    existing = set(available.tolist())
+    missing = [episode for episode in requested if episode not in existing]
+    if missing:
+        valid = f"{available.min()} to {available.max()}" if len(available) else "none"
+        if len(existing) and len(existing) != available.max() - available.min() + 1:
+            valid = f"{sorted(existing)}"
+        raise DatasetError(
+            f"{name} has no episodes {_some(missing)}: valid episodes are {valid}. Correct --dataset.{setting}"
+        )
+    if not requested:
         raise DatasetError(
             f"{name}: the list of episodes is empty. Leave out --dataset.{setting} to read all"
         )
-    return wanted
+    return requested
 
 
 def _some(episodes: list[int]) -> str:
@@ -140,14 +142,14 @@ def _with_task(
     name: str, episodes: list[int], patterns: Sequence[str] | str, tasks: Sequence[Sequence[str]]
 ) -> list[int]:
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    there = list(dict.fromkeys(task for episode in episodes for task in tasks[episode]))
-    useless = [p for p in patterns if not any(_matches(task, p) for task in there)]
-    if useless or not patterns:
-        shown = ", ".join(map(repr, there[:SHOWN_TASKS])) or "none"
-        more = f" and {len(there) - SHOWN_TASKS} more" if len(there) > SHOWN_TASKS else ""
+    present = list(dict.fromkeys(task for episode in episodes for task in tasks[episode]))
+    unmatched = [p for p in patterns if not any(_matches(task, p) for task in present)]
+    if unmatched or not patterns:
+        examples = ", ".join(map(repr, present[:SHOWN_TASKS])) or "none"
+        and_more = f" and {len(present) - SHOWN_TASKS} more" if len(present) > SHOWN_TASKS else ""
         raise DatasetError(
-            f"{name}: no task of its {len(episodes)} selected episodes matches --dataset.tasks={useless}. "
-            f"Their tasks are {shown}{more}"
+            f"{name}: no task of its {len(episodes)} selected episodes matches --dataset.tasks={unmatched}. "
+            f"Their tasks are {examples}{and_more}"
         )
     return [e for e in episodes if any(_matches(task, p) for task in tasks[e] for p in patterns)]
 

@@ -127,9 +127,9 @@ class Metadata:
 class BrokenFile(DatasetError):
     """An error in one file of a dataset, with a hint how to find out more. `short` is the message without it."""
 
-    def __init__(self, source: Source, file: str, what: str):
-        super().__init__(f"{source}: {file}: {what}. Run `flexor data check {source}`")
-        self.short = f"{file}: {what}"
+    def __init__(self, source: Source, file: str, problem: str):
+        super().__init__(f"{source}: {file}: {problem}. Run `flexor data check {source}`")
+        self.short = f"{file}: {problem}"
 
 
 def read_metadata(source: Source) -> Metadata:
@@ -278,8 +278,8 @@ def _in_order(source: Source, episodes: EpisodeFiles) -> EpisodeFiles:
         warn_once("%s: the metadata lists %d episodes twice; using each once", source, len(order) - len(keep))
     index = episodes.index[keep]
     if len(index) and not (index == np.arange(len(index))).all():
-        what = f"the episode indices are not 0 to {len(index) - 1}, each once. `flexor data repair` renumbers them"
-        raise BrokenFile(source, "the episode metadata", what)
+        problem = f"the episode indices are not 0 to {len(index) - 1}, each once. `flexor data repair` renumbers them"
+        raise BrokenFile(source, "the episode metadata", problem)
     return EpisodeFiles(
         index,
         episodes.length[keep],
@@ -292,13 +292,13 @@ def _in_order(source: Source, episodes: EpisodeFiles) -> EpisodeFiles:
     )
 
 
-def _same(episodes: EpisodeFiles, one: int, other: int) -> bool:
+def _same(episodes: EpisodeFiles, first: int, second: int) -> bool:
     def facts(i: int) -> tuple:
         spans = episodes.videos.values()
         videos = [(s.file[i], np.nan_to_num(s.start[i]), np.nan_to_num(s.stop[i])) for s in spans]
         return int(episodes.index[i]), int(episodes.length[i]), episodes.data_file[i], videos
 
-    return facts(one) == facts(other)
+    return facts(first) == facts(second)
 
 
 def _read_tasks_v3(source: Source) -> list[str]:
@@ -379,21 +379,23 @@ def _read_stats(source: Source, features: dict[str, Feature]) -> Stats:
 
 def read_episode_stats(source: Source, feature: str, key: str) -> dict[int, np.ndarray]:
     """One statistic of a feature by episode, as far as the metadata has it: they are not needed to train."""
-    found: dict[int, np.ndarray] = {}
+    values_by_episode: dict[int, np.ndarray] = {}
     try:
         if source.exists("meta/episodes_stats.jsonl"):
             for line in _read_jsonl(source, "meta/episodes_stats.jsonl"):
-                found[int(line["episode_index"])] = np.asarray(line["stats"][feature][key], np.float64)
-            return found
+                values_by_episode[int(line["episode_index"])] = np.asarray(
+                    line["stats"][feature][key], np.float64
+                )
+            return values_by_episode
         column = f"stats/{feature}/{key}"
         for file in source.list("meta/episodes", ".parquet"):
             if column in parquet_columns(source, file):
                 table = read_parquet(source, file, ["episode_index", column])
                 for episode, value in zip(table["episode_index"].to_pylist(), table[column].to_pylist()):
-                    found[int(episode)] = np.asarray(value, np.float64)
+                    values_by_episode[int(episode)] = np.asarray(value, np.float64)
     except (*MALFORMED, DatasetError):
         return {}
-    return found
+    return values_by_episode
 
 
 def _read_json(source: Source, name: str) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def checked_features(features: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
         if "/" in name:
             raise DatasetError(f"{where}: the name of a feature must not contain '/'. Use '.' instead.")
         if dtype not in NUMERIC | {"image", "video", "string"}:
-            known = ", ".join(sorted(NUMERIC))
+            numeric = ", ".join(sorted(NUMERIC))
             raise DatasetError(
-                f"{where}: unknown dtype {dtype!r}. Use video, image, string or one of {known}."
+                f"{where}: unknown dtype {dtype!r}. Use video, image, string or one of {numeric}."
             )
         if not shape or not all(isinstance(n, int) and n > 0 for n in shape):
             raise DatasetError(

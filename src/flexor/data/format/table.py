@@ -54,30 +54,30 @@ def read_table(
         by_file.setdefault(episodes.data_file[episode], []).append(episode)
     files = sorted(by_file)
     first, present = _first_readable(source, files)
-    wanted = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
-    missing = {n: _why_missing(f, first) for n, f in features.items() if _is_missing(f, present, wanted)}
+    readable = {n: f for n, f in features.items() if n in present and (f.is_numeric or f.dtype == "string")}
+    missing = {n: _why_missing(f, first) for n, f in features.items() if _is_missing(f, present, readable)}
 
     def read(file: str) -> _Piece:
         try:
-            return _read_file(source, file, wanted, episodes, by_file[file])
+            return _read_file(source, file, readable, episodes, by_file[file])
         except BrokenFile as error:
             return _Piece(bad=dict.fromkeys(by_file[file], error.short))
 
     with ThreadPoolExecutor(READERS) as pool:
-        found = list(pool.map(read, files))
-    pieces = [piece for piece in found if piece.episode]
-    bad = {episode: why for piece in found for episode, why in piece.bad.items()}
+        results = list(pool.map(read, files))
+    pieces = [piece for piece in results if piece.episode]
+    bad = {episode: why for piece in results for episode, why in piece.bad.items()}
     if not pieces:  # nothing to make columns of
         none = np.empty(0, np.int64)
         return FrameTable({}, {}, missing, none, none, none, bad)
     columns = {
         name: np.concatenate([piece.columns[name] for piece in pieces])
-        for name, feature in wanted.items()
+        for name, feature in readable.items()
         if feature.is_numeric
     }
     strings = {
         name: [text for piece in pieces for text in piece.strings[name]]
-        for name, feature in wanted.items()
+        for name, feature in readable.items()
         if not feature.is_numeric
     }
     return FrameTable(
@@ -125,10 +125,10 @@ def fill_in(
         warn_once("%s: column %s is missing; deriving it from the episode lengths", name, ", ".join(added))
 
 
-def _is_missing(feature: Feature, present: list[str], wanted: dict[str, Feature]) -> bool:
+def _is_missing(feature: Feature, present: list[str], readable: dict[str, Feature]) -> bool:
     return (
         not feature.is_video
-        and feature.name not in wanted
+        and feature.name not in readable
         and not (feature.is_image and feature.name in present)
     )
 
@@ -140,18 +140,18 @@ def _why_missing(feature: Feature, file: str) -> str:
 
 
 def _read_file(
-    source: Source, file: str, wanted: dict[str, Feature], episodes: EpisodeFiles, selected: list[int]
+    source: Source, file: str, features: dict[str, Feature], episodes: EpisodeFiles, selected: list[int]
 ) -> _Piece:
     present = parquet_columns(source, file)
-    lacking = [name for name in wanted if name not in present]
-    if lacking:
-        raise BrokenFile(source, file, f"columns {lacking} are missing, though other data files have them")
-    table = read_parquet(source, file, list(dict.fromkeys([*wanted, *_index_column(present)])))
+    missing = [name for name in features if name not in present]
+    if missing:
+        raise BrokenFile(source, file, f"columns {missing} are missing, though other data files have them")
+    table = read_parquet(source, file, list(dict.fromkeys([*features, *_index_column(present)])))
     spans, bad = _episode_spans(file, table, episodes, selected)
     if not spans:
         return _Piece(bad=bad)
     columns, strings = {}, {}
-    for name, feature in wanted.items():
+    for name, feature in features.items():
         if feature.is_numeric:
             values = _to_numpy(source, file, table[name], feature)
             parts = [values[first : first + n] for _, first, n in spans]
@@ -184,16 +184,16 @@ def _episode_spans(
     spans, bad = [], {}
     runs = _runs(index)
     for episode in selected:
-        found = runs.get(episode, [])
-        rows, expected = sum(length for _, length in found), int(episodes.length[episode])
+        episode_runs = runs.get(episode, [])
+        rows, expected = sum(length for _, length in episode_runs), int(episodes.length[episode])
         if rows != expected:
             bad[episode] = f"{file} has {rows} rows of this episode, but the metadata says {expected}"
         elif not rows:
             bad[episode] = "it has no rows"
-        elif len(found) > 1:
+        elif len(episode_runs) > 1:
             bad[episode] = f"its rows are not contiguous in {file}"
         else:
-            spans.append((episode, *found[0]))
+            spans.append((episode, *episode_runs[0]))
     return sorted(spans, key=lambda span: span[1]), bad
 
 
@@ -211,17 +211,17 @@ def _to_numpy(source: Source, file: str, column: pa.ChunkedArray, feature: Featu
     """A parquet column [N, *shape] (or [N] for shape [1]) in the dtype that LeRobot's items have."""
     rows, values = len(column), flat_numbers(column)
     if values is None:
-        what = f"column {feature.name} contains {column.type}, but meta/info.json declares {feature.dtype}"
-        raise BrokenFile(source, file, what)
+        problem = f"column {feature.name} contains {column.type}, but meta/info.json declares {feature.dtype}"
+        raise BrokenFile(source, file, problem)
     if values.null_count:
         raise BrokenFile(source, file, f"column {feature.name} has {values.null_count} empty values")
     shape = (rows,) if feature.shape == (1,) else (rows, *feature.shape)
     flat = values.to_numpy(zero_copy_only=False)
     if flat.size != int(np.prod(shape)):
-        what = (
+        problem = (
             f"column {feature.name} has {flat.size} values in {rows} rows, not shape {feature.shape} per row"
         )
-        raise BrokenFile(source, file, what)
+        raise BrokenFile(source, file, problem)
     return np.ascontiguousarray(flat.reshape(shape), _item_dtype(flat.dtype))
 
 

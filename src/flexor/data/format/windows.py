@@ -33,8 +33,8 @@ def window_rows(
     `start` and `end` [B] are the bounds of the episode of each row of `rows` [B]. A step outside the
     episode reads its first or last row and is marked as padding. Returns row indices [B, T] and is_pad [B, T].
     """
-    wanted = np.asarray(rows, np.int64)[:, None] + np.asarray(deltas, np.int64)[None, :]
+    unclamped = np.asarray(rows, np.int64)[:, None] + np.asarray(deltas, np.int64)[None, :]
     first = np.asarray(start, np.int64)[:, None]
     last = np.asarray(end, np.int64)[:, None] - 1
-    clamped = np.minimum(np.maximum(wanted, first), last)
-    return clamped, clamped != wanted
+    clamped = np.minimum(np.maximum(unclamped, first), last)
+    return clamped, clamped != unclamped

@@ -33,7 +33,7 @@ def with_weights(
 
     `paths`: of several datasets, the file of each.
     """
-    if settings.chosen == "uniform":
+    if settings.resolved_type == "uniform":
         return dataset
     if isinstance(dataset, MixedDataset):
         weights = _of_members(dataset, settings, chunk, paths)
@@ -49,7 +49,7 @@ def with_weights(
         raise DatasetError(f"{dataset.repo_id}: {what}. Correct the file or column of sample_weighting.")
     log.info(
         "sample weights (%s): mean %.3f, %.1f %% of the samples have none",
-        *(settings.chosen, weights.mean(), 100 * (weights == 0).mean()),
+        *(settings.resolved_type, weights.mean(), 100 * (weights == 0).mean()),
     )
     return replace(dataset, columns={**dataset.columns, SAMPLE_WEIGHT: weights.astype(np.float32)})
 
@@ -107,10 +107,10 @@ def _of_dataset(
     dataset: Dataset, settings: SampleWeightingConfig, chunk: int, path: str | None
 ) -> np.ndarray:
     """The weight of each row."""
-    if settings.chosen == "column":
+    if settings.resolved_type == "column":
         return _column(dataset, settings.column)
     frames = dataset.frame_ids(np.arange(len(dataset)))
-    if settings.chosen == "file":
+    if settings.resolved_type == "file":
         if path is None:
             raise ConfigError(
                 "sample_weighting.type=file: give the file with --sample_weighting.progress_path."

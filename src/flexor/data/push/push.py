@@ -85,23 +85,23 @@ def push_dataset(
     plan = plan_push(root, repo_id, license, tags)
     require_token()
     repository = HubRepository(repo_id, "dataset", private)
-    what = f"pushing {root}"
-    persist(what, repository.create)
-    there = persist(what, repository.files)
-    extra = _extra(plan, there, repository, delete_extra)
-    new = _changed({**plan.tables_and_videos, **plan.metadata}, there, checking)
+    operation = f"pushing {root}"
+    persist(operation, repository.create)
+    entries = persist(operation, repository.files)
+    extra = _extra(plan, entries, repository, delete_extra)
+    new = _changed({**plan.tables_and_videos, **plan.metadata}, entries, checking)
     new_bytes = sum(path.stat().st_size for path in new.values())
     bar = _Bar(uploading, new_bytes)
     for group in _groups({name: path for name, path in new.items() if name in plan.tables_and_videos}):
         message = f"Upload {len(group)} files"
-        persist(what, partial(repository.commit, group, message, progress=bar.report))
+        persist(operation, partial(repository.commit, group, message, progress=bar.report))
         bar.done += sum(path.stat().st_size for path in group.values())
     last: dict[str, Content] = {name: path for name, path in new.items() if name in plan.metadata}
-    if (root / CARD).is_file() or not persist(what, lambda: repository.keeps_card(there)):
+    if (root / CARD).is_file() or not persist(operation, lambda: repository.keeps_card(entries)):
         last[CARD] = plan.card.encode()
     version = str(json.loads((root / "meta/info.json").read_text())["codebase_version"])
-    commit = persist(what, lambda: repository.commit(last, f"Dataset {version}", extra))
-    persist(what, lambda: repository.tag(version, commit))
+    commit = persist(operation, lambda: repository.commit(last, f"Dataset {version}", extra))
+    persist(operation, lambda: repository.tag(version, commit))
     bar.report(new_bytes, new_bytes)
     return {
         "repo_id": repo_id,
@@ -126,10 +126,12 @@ class _Bar:
             self.progress(min(self.done + done, self.total), self.total)
 
 
-def _extra(plan: PushPlan, there: dict[str, HubEntry], repository: HubRepository, delete: bool) -> list[str]:
+def _extra(
+    plan: PushPlan, entries: dict[str, HubEntry], repository: HubRepository, delete: bool
+) -> list[str]:
     """Files of a dataset in the repository that this dataset does not have: readers would take them for part of it."""
-    known = plan.tables_and_videos.keys() | plan.metadata.keys()
-    extra = [name for name in there if name.split("/")[0] in FOLDERS and name not in known]
+    pushed = plan.tables_and_videos.keys() | plan.metadata.keys()
+    extra = [name for name in entries if name.split("/")[0] in FOLDERS and name not in pushed]
     if extra and not delete:
         raise ConfigError(
             with_examples(
@@ -145,12 +147,12 @@ def _extra(plan: PushPlan, there: dict[str, HubEntry], repository: HubRepository
 
 
 def _changed(
-    files: dict[str, Path], there: dict[str, HubEntry], progress: Progress | None
+    files: dict[str, Path], entries: dict[str, HubEntry], progress: Progress | None
 ) -> dict[str, Path]:
     """Files that the repository does not have, or has with other content."""
     changed = {}
     for number, (name, path) in enumerate(files.items(), 1):
-        if name not in there or not there[name].holds(path):
+        if name not in entries or not entries[name].holds(path):
             changed[name] = path
         if progress:
             progress(number, len(files))

@@ -14,7 +14,7 @@ from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import thumbnail_width
 from flexor.data.show.curves import CurveFeature, curve_features
 from flexor.data.show.strips import camera_thumbnails, chosen_frames
-from flexor.pages.terminal import drawn, find_way, has_true_colour
+from flexor.pages.terminal import find_way, has_true_colour, rendered
 
 LEVELS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
@@ -50,7 +50,7 @@ def print_episode(
         images, why = camera_thumbnails(dataset, camera, start + np.array(frames), height, width)
         shown = ", ".join(str(frame) for frame in frames)
         print_text(one_line(f"{camera}: {why or f'frames {shown}'}"))
-        print(drawn(np.concatenate(list(images), axis=1), columns, way, has_true_colour()))
+        print(rendered(np.concatenate(list(images), axis=1), columns, way, has_true_colour()))
     for line in curve_lines(features, start, length, columns):
         print_text(line)
 

@@ -105,20 +105,24 @@ class BlockCache:
     def _make_room(self, count: int) -> None:
         """Count written bytes; if the folder may be full, check it and remove the oldest blocks."""
         with self._lock:
-            known = self._used is not None
+            was_counted = self._used is not None
             self._used = (self._used or 0) + count
             self._since_scan += count
             # Other processes write too: check again from time to time, even if our count says there is space.
-            if known and self._used <= self.limit and self._since_scan <= max(self.limit // 16, 64 * BLOCK):
+            if (
+                was_counted
+                and self._used <= self.limit
+                and self._since_scan <= max(self.limit // 16, 64 * BLOCK)
+            ):
                 return
             self._since_scan = count
             self._used = count + self._remove_oldest(self.limit - count)
 
     def _remove_oldest(self, limit: int) -> int:
         """Remove the oldest blocks if the folder exceeds `limit`, and a tenth more. Returns its size in bytes."""
-        found = [entry for folder in _entries(self.folder) for entry in _entries(folder)]
+        paths = [entry for folder in _entries(self.folder) for entry in _entries(folder)]
         sized = sorted(
-            (status.st_mtime, status.st_size, path) for path, status in map(_status, found) if status
+            (status.st_mtime, status.st_size, path) for path, status in map(_status, paths) if status
         )
         used = sum(size for _, size, _ in sized)
         if used <= limit:

@@ -156,16 +156,16 @@ class RemoteRanges:
         cached = [self._cache.get(self._file.identity, n, self._size_of(n), *part) for n, *part in parts]
         data = [part for part in cached if part is not None]
         if len(data) < len(parts):
-            whole = self._blocks(numbers)
-            data = [block[begin:end] for block, (_, begin, end) in zip(whole, parts)]
+            blocks = self._blocks(numbers)
+            data = [block[begin:end] for block, (_, begin, end) in zip(blocks, parts)]
         return data[0] if len(data) == 1 else b"".join(data)
 
     def _size_of(self, number: int) -> int:
         return min(BLOCK, self.size - number * BLOCK)
 
     def ahead(self, offset: int, count: int) -> None:
-        wanted = range(offset // BLOCK, -(-min(offset + count, self.size) // BLOCK))
-        for run in _runs([n for n in wanted if not self._cache.has(self._file.identity, n)]):
+        numbers = range(offset // BLOCK, -(-min(offset + count, self.size) // BLOCK))
+        for run in _runs([n for n in numbers if not self._cache.has(self._file.identity, n)]):
             _read_ahead.submit(self, run)
 
     def _blocks(self, numbers: range) -> list[bytes]:

@@ -79,7 +79,7 @@ def copy_file(file: RemoteFile, path: Path) -> None:
             copy.write(read_part(file, start, min(start + LONGEST_REQUEST, file.size)))
 
 
-def retrying(what: str, attempt: Callable[[], T]) -> T:
+def retrying(target: str, attempt: Callable[[], T]) -> T:
     """The result of `attempt`, retried while that may help; a DatasetError if all attempts fail."""
     for number in range(1, ATTEMPTS + 1):
         try:
@@ -90,13 +90,13 @@ def retrying(what: str, attempt: Callable[[], T]) -> T:
             reason = f"{type(error).__name__}: {error}".strip(": ")
             wait = _wait(error, number)
             if wait is None or number == ATTEMPTS:
-                raise SourceError(_gave_up(what, number, reason, error)) from error
-            log.info("%s: %s; trying again in %.1f s", what, reason, wait)
+                raise SourceError(_gave_up(target, number, reason, error)) from error
+            log.info("%s: %s; trying again in %.1f s", target, reason, wait)
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
+def _gave_up(target: str, attempts: int, reason: str, error: Exception) -> str:
     tried = f" after {attempts} attempts" if attempts > 1 else ""
     if http_status(error) in (401, 403) or isinstance(error, PermissionError):
         fix = "Check the credentials (for the Hub: `hf auth login`)"
@@ -104,7 +104,7 @@ def _gave_up(what: str, attempts: int, reason: str, error: Exception) -> str:
         fix = "Check the URL, and that the dataset there is complete"
     else:
         fix = "Check the network and the server, then start again: a run resumes from its last checkpoint"
-    return f"{what} can't be read{tried}: {reason}. {fix}"
+    return f"{target} can't be read{tried}: {reason}. {fix}"
 
 
 def _wait(error: Exception, attempt: int) -> float | None:
@@ -117,9 +117,9 @@ def _wait(error: Exception, attempt: int) -> float | None:
             return None
     elif status not in (408, 425, 429) and status < 500:
         return None
-    asked = retry_after(error)
-    if asked is not None:
-        return asked if asked <= LONGEST_RETRY_AFTER else None
+    retry_after_s = retry_after(error)
+    if retry_after_s is not None:
+        return retry_after_s if retry_after_s <= LONGEST_RETRY_AFTER else None
     return random.uniform(0.5, 1) * min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT)
 
 
@@ -157,7 +157,7 @@ def changed(name: str) -> SourceError:
     )
 
 
-def _whole(data: bytes, start: int, end: int) -> bytes:
+def _complete(data: bytes, start: int, end: int) -> bytes:
     if len(data) != end - start:
         raise OSError(f"got {len(data)} bytes instead of {end - start}")
     return data
@@ -179,7 +179,7 @@ class HubFile:
         headers = build_hf_headers() | _range(start, end)
         with get_session().stream("GET", self.name, headers=headers, timeout=TIMEOUT) as response:
             _check_answer(self, response.status_code, response.headers, start, end)
-            return _whole(response.read(), start, end)
+            return _complete(response.read(), start, end)
 
 
 def http_options() -> dict[str, Any]:
@@ -210,7 +210,7 @@ class HttpFile:
         headers = {**options.pop("headers", {}), **_range(start, end)}
         async with session.get(self.fs.encode_url(self.name), headers=headers, **options) as response:
             _check_answer(self, response.status, response.headers, start, end)
-            return _whole(await response.read(), start, end)
+            return _complete(await response.read(), start, end)
 
 
 def _range(start: int, end: int) -> dict[str, str]:
@@ -236,7 +236,7 @@ class FsspecFile:
         data = self.fs.cat_file(self.path, start=start, end=end, **options)
         if len(data) != end - start:
             self._check()  # shorter now?
-        return _whole(data, start, end)
+        return _complete(data, start, end)
 
     def _check(self) -> None:
         self.fs.invalidate_cache()

@@ -347,14 +347,14 @@ class FsspecSource(Source):
                 # Over HTTP, a folder that fails would silently be missing from the list.
                 options = {"on_error": "raise"} if self._is_http else {}
                 try:
-                    found = retrying(
+                    paths = retrying(
                         f"the list of files of {self.address}", lambda: self.fs.find(self.base, **options)
                     )
                 except DatasetError as error:
                     log.warning("%s can't be listed (%s); checking each file instead", self.address, error)
-                    found = []
+                    paths = []
                 base = self.base.rstrip("/") + "/"
-                self._names = {path.removeprefix(base) for path in found if path.startswith(base)}
+                self._names = {path.removeprefix(base) for path in paths if path.startswith(base)}
             return self._names
 
     def _copy(self, name: str, target: Path) -> None:

@@ -16,7 +16,16 @@ import av
 import numpy as np
 from av.video.reformatter import ColorRange, Interpolation, VideoReformatter
 
-__all__ = ["MATRICES", "full_range_of", "kept", "kept_frame", "matrix_of", "reformat", "rgb_frame", "rows"]
+__all__ = [
+    "MATRICES",
+    "full_range_of",
+    "matrix_of",
+    "per_thread",
+    "reformat",
+    "reusable_frame",
+    "rgb_frame",
+    "rows",
+]
 
 MATRICES = {"bt601": 5, "bt709": 1, "fcc": 4, "smpte240m": 7, "bt2020": 9}  # swscale's numbers
 TAGS = {1: "bt709", 4: "fcc", 7: "smpte240m", 9: "bt2020", 10: "bt2020"}  # AVColorSpace; all others: bt601
@@ -50,7 +59,7 @@ def rgb_frame(frame: av.VideoFrame) -> av.VideoFrame:
     """
     matrix, full_range = matrix_of(frame), full_range_of(frame)
     if frame.format.name.startswith("yuv"):
-        copy = kept_frame(frame.format.name, frame.height, frame.width, full_range)
+        copy = reusable_frame(frame.format.name, frame.height, frame.width, full_range)
         for plane, target in zip(frame.planes, copy.planes):
             row = min(abs(plane.line_size), target.line_size)
             rows(target)[:, :row] = rows(plane)[:, :row]
@@ -58,11 +67,11 @@ def rgb_frame(frame: av.VideoFrame) -> av.VideoFrame:
     return reformat(frame, matrix, full_range, "rgb24")
 
 
-def kept_frame(layout: str, height: int, width: int, full_range: bool) -> av.VideoFrame:
+def reusable_frame(layout: str, height: int, width: int, full_range: bool) -> av.VideoFrame:
     """This thread's reusable frame for conversion to RGB; it may be wider than requested."""
     name = FULL_RANGE_NAMES.get(layout, layout) if full_range else layout
     columns = width + _columns_more(layout, width)
-    return kept(("frame", name, height, columns), lambda: av.VideoFrame(columns, height, name))
+    return per_thread(("frame", name, height, columns), lambda: av.VideoFrame(columns, height, name))
 
 
 def _columns_more(layout: str, width: int) -> int:
@@ -91,7 +100,7 @@ def reformat(
         flags |= FULL_CHROMA
     source = (frame.format.name, frame.height, frame.width, matrix, full_range)
     key = ("scaler", *source, layout, height, width, to_matrix, to_full_range)
-    return kept(key, VideoReformatter).reformat(
+    return per_thread(key, VideoReformatter).reformat(
         frame,
         width=width,
         height=height,
@@ -115,16 +124,16 @@ def rows(plane: Any) -> np.ndarray:
     return memory[::-1] if plane.line_size < 0 else memory
 
 
-class _Kept(threading.local):
+class _PerThread(threading.local):
     def __init__(self) -> None:
         self.objects: dict[tuple, Any] = {}
 
 
-_kept = _Kept()
+_per_thread = _PerThread()
 
 
-def kept(key: tuple, make: Any) -> Any:
+def per_thread(key: tuple, make: Any) -> Any:
     """This thread's object for that key, created at first use."""
-    if key not in _kept.objects:
-        _kept.objects[key] = make()
-    return _kept.objects[key]
+    if key not in _per_thread.objects:
+        _per_thread.objects[key] = make()
+    return _per_thread.objects[key]

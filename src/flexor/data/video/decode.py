@@ -25,7 +25,7 @@ from flexor.data.video.open_file import MOST_PIXELS, open_video
 
 __all__ = ["VideoIndex", "bytes_read", "decode", "decode_frames", "index_video", "read_ahead"]
 
-KEPT_DECODERS = 8  # per thread; a dataset has one kind of stream per set of encoder settings
+MAX_DECODERS = 8  # per thread; a dataset has one kind of stream per set of encoder settings
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,8 @@ def index_video(file: str | Path | Ranges) -> VideoIndex:
     key = packets.key
     if not key[0]:
         key[0] = True  # some muxers do not flag the first packet; there is nothing before it anyway
-    shown = np.flatnonzero(~packets.hidden)
-    packet = shown[np.argsort(packets.pts[shown], kind="stable")]
+    visible = np.flatnonzero(~packets.hidden)
+    packet = visible[np.argsort(packets.pts[visible], kind="stable")]
     return VideoIndex(
         ranges=ranges,
         packets=packets,
@@ -138,12 +138,12 @@ def decode(
     The pixels are those of PyAV's `frame.to_ndarray(format="rgb24")`, bit for bit.
     """
     index = index or index_video(file)
-    wanted = np.asarray(frames, np.int64)
-    if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(index)):
+    requested = np.asarray(frames, np.int64)
+    if len(requested) and (requested.min() < 0 or requested.max() >= len(index)):
         raise IndexError(
-            f"frames {wanted.min()}..{wanted.max()} requested, but {index.ranges.name} has {len(index)} frames"
+            f"frames {requested.min()}..{requested.max()} requested, but {index.ranges.name} has {len(index)} frames"
         )
-    distinct, slots = np.unique(wanted, return_inverse=True)
+    distinct, slots = np.unique(requested, return_inverse=True)
     pixels = np.empty((len(distinct), index.height, index.width, 3), np.uint8)
     reformatter = VideoReformatter()  # reused: to_ndarray() would create a new scaler for every frame
 
@@ -156,12 +156,12 @@ def decode(
     return pixels[slots]
 
 
-def raise_bad(index: VideoIndex, asked: int, bad: dict[int, str]) -> None:
+def raise_bad(index: VideoIndex, requested: int, bad: dict[int, str]) -> None:
     """Raise an error if there are frames that could not be decoded."""
     if bad:
         first = bad[min(bad)]
         raise broken(
-            index.ranges.name, f"{len(bad)} of {asked} frames can't be decoded; the first is {first}"
+            index.ranges.name, f"{len(bad)} of {requested} frames can't be decoded; the first is {first}"
         )
 
 
@@ -255,18 +255,18 @@ def bytes_read() -> int:
     return _read
 
 
-_kept = threading.local()
+_local = threading.local()
 
 
 def _decoder(packets: Packets) -> av.VideoCodecContext:
     """This thread's decoder for streams of this kind."""
-    decoders: OrderedDict[tuple, av.VideoCodecContext] | None = getattr(_kept, "decoders", None)
+    decoders: OrderedDict[tuple, av.VideoCodecContext] | None = getattr(_local, "decoders", None)
     if decoders is None:
-        decoders = _kept.decoders = OrderedDict()
+        decoders = _local.decoders = OrderedDict()
     kind = (packets.codec, packets.extradata, packets.width, packets.height)
     if kind not in decoders:
         decoders[kind] = _new_decoder(packets)
-        while len(decoders) > KEPT_DECODERS:
+        while len(decoders) > MAX_DECODERS:
             decoders.popitem(last=False)
     decoders.move_to_end(kind)
     return decoders[kind]
@@ -293,7 +293,7 @@ def _decoder_name(codec: str) -> str:
 
 def _demux(ranges: Ranges) -> Packets:
     """The packets from the demuxer, for files that `mp4.py` does not support."""
-    found: list[tuple[int, int, bool, int, bool]] = []
+    entries: list[tuple[int, int, bool, int, bool]] = []
     try:
         with open_video(RangesFile(ranges)) as container:
             if not container.streams.video:
@@ -303,19 +303,24 @@ def _demux(ranges: Ranges) -> Packets:
                 if not packet.size or packet.pts is None:
                     continue
                 at = -1 if packet.pos is None else packet.pos
-                if not found and ranges.read(max(at, 0), packet.size) != bytes(packet):
+                if not entries and ranges.read(max(at, 0), packet.size) != bytes(packet):
                     raise broken(
                         ranges.name, f"its packets can't be read from a {container.format.name} file"
                     )
-                found.append((at, packet.size, packet.is_keyframe, packet.pts, packet.is_discard))
+                entries.append((at, packet.size, packet.is_keyframe, packet.pts, packet.is_discard))
             context = stream.codec_context
-            facts = (context.width, context.height, context.codec.canonical_name, context.extradata or b"")
+            stream_info = (
+                context.width,
+                context.height,
+                context.codec.canonical_name,
+                context.extradata or b"",
+            )
             time_base = float(stream.time_base or 0)
     except (av.FFmpegError, OSError) as error:
-        raise broken(ranges.name, f"{error}; {len(found)} packets could be read") from error
-    columns = [np.array(column) for column in zip(*found)] or [np.empty(0, np.int64)] * 5
+        raise broken(ranges.name, f"{error}; {len(entries)} packets could be read") from error
+    columns = [np.array(column) for column in zip(*entries)] or [np.empty(0, np.int64)] * 5
     offset, size, key, pts, hidden = columns
-    return Packets(*facts, time_base, offset, size, key.astype(bool), pts, hidden.astype(bool))
+    return Packets(*stream_info, time_base, offset, size, key.astype(bool), pts, hidden.astype(bool))
 
 
 class RangesFile(io.RawIOBase):

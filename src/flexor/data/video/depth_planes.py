@@ -87,5 +87,5 @@ def decode_depth_image(data: bytes) -> av.VideoFrame:
     layout = frame.format.name
     if not layout.startswith(("gray16", "grayf32")):
         raise ValueError(f"its pixels are {layout}, but depth maps have 16 bits or floating point")
-    wanted = "grayf32le" if layout.startswith("grayf32") else "gray16le"
-    return frame if layout == wanted else VideoReformatter().reformat(frame, format=wanted)
+    target = "grayf32le" if layout.startswith("grayf32") else "gray16le"
+    return frame if layout == target else VideoReformatter().reformat(frame, format=target)

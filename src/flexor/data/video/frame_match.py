@@ -77,11 +77,11 @@ def match_frames(
     return FrameMatch(by_time, 0.0)
 
 
-def nearest(times: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def nearest(times: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The frame nearest to each wanted time, and how far away it is in seconds."""
-    after = np.searchsorted(times, wanted).clip(1, max(len(times) - 1, 1))
+    after = np.searchsorted(times, targets).clip(1, max(len(times) - 1, 1))
     before = after - 1
     after = np.minimum(after, len(times) - 1)
     # <=: the earlier of two equally near frames, as an argmin over all of them would pick.
-    frame = np.where(wanted - times[before] <= times[after] - wanted, before, after)
-    return frame, np.abs(times[frame] - wanted)
+    frame = np.where(targets - times[before] <= times[after] - targets, before, after)
+    return frame, np.abs(times[frame] - targets)

@@ -64,10 +64,10 @@ class Unsupported(Exception):
     """The tables are incomplete or ambiguous: the file must be demuxed."""
 
 
-def broken(name: object, what: str) -> DatasetError:
+def broken(name: object, problem: str) -> DatasetError:
     """The error for a video file that can't be read."""
     return DatasetError(
-        f"{name}: {what}. The video is damaged or truncated: download it again, or run "
+        f"{name}: {problem}. The video is damaged or truncated: download it again, or run "
         f"`flexor data check` on the dataset's folder to see which episodes are affected"
     )
 
@@ -132,18 +132,18 @@ def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 def _find(data: memoryview, *path: bytes) -> memoryview | None:
     """The content of the first box along a path of kinds."""
     for kind in path:
-        found = next((content for name, content in _boxes(data) if name == kind), None)
-        if found is None:
+        content = next((content for name, content in _boxes(data) if name == kind), None)
+        if content is None:
             return None
-        data = found
+        data = content
     return data
 
 
 def _need(data: memoryview, *path: bytes) -> memoryview:
-    found = _find(data, *path)
-    if found is None:
+    content = _find(data, *path)
+    if content is None:
         raise ValueError(f"box {'/'.join(kind.decode() for kind in path)} is missing")
-    return found
+    return content
 
 
 def _table(content: memoryview, kind: str = ">u4", columns: int = 1, skip: int = 8) -> np.ndarray:
@@ -163,21 +163,21 @@ def _track_packets(moov: memoryview) -> Packets:
 
     size = _sizes(tables)
     key = _keys(tables, len(size))
-    decoded, shown = _times(tables, len(size))
+    dts, pts = _times(tables, len(size))
     movie_scale = _time_scale(_need(moov, b"mvhd"))
-    first, end, shift, hidden = _apply_edits(track, Fraction(time_scale, movie_scale), decoded, shown, key)
-    kept = slice(first, end)
+    first, end, shift, hidden = _apply_edits(track, Fraction(time_scale, movie_scale), dts, pts, key)
+    selected = slice(first, end)
     return Packets(
         width=width,
         height=height,
         codec=codec,
         extradata=extradata,
         time_base=1 / time_scale,
-        offset=_offsets(tables, size)[kept],
-        size=size[kept],
-        key=key[kept],
-        pts=shown[kept] + shift,
-        hidden=hidden[kept],
+        offset=_offsets(tables, size)[selected],
+        size=size[selected],
+        key=key[selected],
+        pts=pts[selected] + shift,
+        hidden=hidden[selected],
     )
 
 
@@ -316,7 +316,7 @@ def _offsets(tables: memoryview, size: np.ndarray) -> np.ndarray:
 
 
 def _apply_edits(
-    track: memoryview, scale: Fraction, decoded: np.ndarray, shown: np.ndarray, key: np.ndarray
+    track: memoryview, scale: Fraction, dts: np.ndarray, pts: np.ndarray, key: np.ndarray
 ) -> tuple[int, int, int, np.ndarray]:
     """(first packet, end, offset to add to times, hidden packets [P]), as in FFmpeg.
 
@@ -324,7 +324,7 @@ def _apply_edits(
     the key frame after its end; packets that are not shown are hidden. The first shown packet moves to time
     zero, or to the end of an empty edit before it.
     """
-    hidden = np.zeros(len(shown), bool)
+    hidden = np.zeros(len(pts), bool)
     edits = _edits(track)
     delay = 0
     if edits and edits[0][1] == -1:
@@ -332,25 +332,25 @@ def _apply_edits(
         if not edits:
             raise Unsupported("an empty edit and nothing after it")
     if not edits:
-        return 0, len(shown), 0, hidden
+        return 0, len(pts), 0, hidden
     if len(edits) > 1 or edits[0][1] < 0:
         raise Unsupported("several edits")
     start, stop = edits[0][1], edits[0][1] + _rescale(edits[0][0], scale)
 
-    reordered = int(shown is not decoded)
-    usable = np.flatnonzero(key & (decoded <= start) & (shown <= start))
+    reordered = int(pts is not dts)
+    usable = np.flatnonzero(key & (dts <= start) & (pts <= start))
     first = int(usable[-1]) if len(usable) else 0
-    duration = np.append(np.diff(decoded), stop - start)
-    past = np.flatnonzero(key & (shown + duration >= stop))
+    duration = np.append(np.diff(dts), stop - start)
+    past = np.flatnonzero(key & (pts + duration >= stop))
     past = past[past >= first]
     # With B-frames, packets of the edit may be stored after the key frame that follows it: one more key frame.
-    end = int(past[reordered]) + 1 if len(past) > reordered else len(shown)
+    end = int(past[reordered]) + 1 if len(past) > reordered else len(pts)
 
-    hidden = (shown < start) | (shown >= stop)
+    hidden = (pts < start) | (pts >= stop)
     visible = first + np.flatnonzero(~hidden[first:end])
     if len(visible) == 0:
         raise Unsupported("an edit that shows nothing")
-    earliest, entry = int(shown[visible].min()), int(decoded[visible[0]])
+    earliest, entry = int(pts[visible].min()), int(dts[visible[0]])
     if delay + earliest < entry:
         raise Unsupported("frames shown before they are decoded")
     return first, end, delay - max(earliest, entry), hidden

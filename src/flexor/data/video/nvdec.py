@@ -32,7 +32,7 @@ CODECS = {"h264": 4, "hevc": 8, "vp8": 9, "vp9": 10, "av1": 11}
 """NVIDIA's ids of the formats with exact decoding (MPEG-4 is not exact: its transform may be rounded)."""
 
 CHROMA_420 = 1
-KEPT_DECODERS = 4  # per thread; each takes tens of MB of GPU memory
+MAX_DECODERS = 4  # per thread; each takes tens of MB of GPU memory
 CHUNK = (
     32  # frames packed at once: few kernel launches per frame, and at most this many wait in FFmpeg's memory
 )
@@ -99,24 +99,28 @@ def _not_exact(codec: str, format: PlaneFormat) -> str | None:
 
 
 def _not_in_hardware(codec: str, format: PlaneFormat, device: torch.device) -> str | None:
-    found = _capabilities(codec, _number(device))
-    if isinstance(found, str):
-        return found
-    return judge(found, codec, format, torch.cuda.get_device_name(device))
+    capabilities = _capabilities(codec, _number(device))
+    if isinstance(capabilities, str):
+        return capabilities
+    return judge(capabilities, codec, format, torch.cuda.get_device_name(device))
 
 
-def judge(found: Capabilities, codec: str, format: PlaneFormat, gpu: str) -> str | None:
+def judge(capabilities: Capabilities, codec: str, format: PlaneFormat, gpu: str) -> str | None:
     """Why this GPU can't decode frames of this format, by the driver's capabilities; None if it can."""
     height, width = format.height, format.width
-    if not found.supported or not found.output_formats & 1:  # bit 0: NV12
+    if not capabilities.supported or not capabilities.output_formats & 1:  # bit 0: NV12
         return f"the {gpu} has no decoder for {codec}"
-    if width < found.min_width or height < found.min_height:
-        least = f"{found.min_height}x{found.min_width}"
+    if width < capabilities.min_width or height < capabilities.min_height:
+        least = f"{capabilities.min_height}x{capabilities.min_width}"
         return f"frames are {height}x{width}, but the {gpu} decodes {codec} only from {least} on (height x width)"
     # Macroblocks are 16x16; the last row and column of them may be cropped.
     macroblocks = -(-width // 16) * -(-height // 16)
-    if width > found.max_width or height > found.max_height or macroblocks > found.max_macroblocks:
-        most = f"{found.max_height}x{found.max_width}"
+    if (
+        width > capabilities.max_width
+        or height > capabilities.max_height
+        or macroblocks > capabilities.max_macroblocks
+    ):
+        most = f"{capabilities.max_height}x{capabilities.max_width}"
         return (
             f"frames are {height}x{width}, but the {gpu} decodes {codec} only up to {most} (height x width)"
         )
@@ -137,11 +141,15 @@ def _capabilities(codec: str, device: int) -> Capabilities | str:
             "the driver's video library, libnvcuvid.so.1, is missing: start the container with "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility,video, or install the driver's decoding package"
         )
-    asked = Capabilities(codec=CODECS[codec], chroma=CHROMA_420)
+    capabilities = Capabilities(codec=CODECS[codec], chroma=CHROMA_420)
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # creates the current context, which the query needs
-        status = library.cuvidGetDecoderCaps(ctypes.byref(asked))
-    return asked if status == 0 else f"the driver does not report what it can decode (CUDA error {status})"
+        status = library.cuvidGetDecoderCaps(ctypes.byref(capabilities))
+    return (
+        capabilities
+        if status == 0
+        else f"the driver does not report what it can decode (CUDA error {status})"
+    )
 
 
 class NvDecoder:
@@ -149,7 +157,7 @@ class NvDecoder:
 
     def __init__(self, device: torch.device):
         self.device = torch.device("cuda", _number(device))
-        self._kept: OrderedDict[tuple, av.VideoCodecContext] = OrderedDict()
+        self._decoders: OrderedDict[tuple, av.VideoCodecContext] = OrderedDict()
 
     def decode(self, index: VideoIndex, frames: np.ndarray, out: Tensor) -> dict[int, str]:
         """Planes of distinct frames, frames[i] into out[i], uint8 [n, nbytes] on the device.
@@ -167,12 +175,12 @@ class NvDecoder:
 
     def _decoder(self, packets: Packets) -> av.VideoCodecContext:
         kind = (packets.codec, packets.extradata, packets.width, packets.height)
-        if kind not in self._kept:
-            self._kept[kind] = self._open(packets)
-            while len(self._kept) > KEPT_DECODERS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(kind)
-        return self._kept[kind]
+        if kind not in self._decoders:
+            self._decoders[kind] = self._open(packets)
+            while len(self._decoders) > MAX_DECODERS:
+                self._decoders.popitem(last=False)
+        self._decoders.move_to_end(kind)
+        return self._decoders[kind]
 
     def _open(self, packets: Packets) -> av.VideoCodecContext:
         # FFmpeg must work in torch's context, because torch can read frames only there. torch created it with

@@ -40,10 +40,10 @@ def decode_one(name: str, data: bytes) -> av.VideoFrame:
 
 def _without_texts(png: bytes) -> bytes:
     """The file without the parts that are compressed text. A part is a length, a kind, the content and a checksum."""
-    kept, at = [png[:8]], 8
-    while at < len(png):
-        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
-        if png[at + 4 : at + 8] not in TEXTS:
-            kept.append(png[at:end])
-        at = end
-    return png if sum(map(len, kept)) == len(png) else b"".join(kept)
+    chunks, offset = [png[:8]], 8
+    while offset < len(png):
+        end = offset + 12 + int.from_bytes(png[offset : offset + 4], "big")
+        if png[offset + 4 : offset + 8] not in TEXTS:
+            chunks.append(png[offset:end])
+        offset = end
+    return png if sum(map(len, chunks)) == len(png) else b"".join(chunks)

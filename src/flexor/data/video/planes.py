@@ -136,10 +136,10 @@ def pack(frame: av.VideoFrame, format: PlaneFormat, out: np.ndarray) -> None:
     if format.is_depth:
         pack_depth(frame, format.layout, (format.height, format.width), out)
         return
-    own = format_of(frame)
-    if own == format and (own.layout == "yuv420p" or frame.format.name == own.layout):
+    native = format_of(frame)
+    if native == format and (native.layout == "yuv420p" or frame.format.name == native.layout):
         packed = frame
-    elif format == PlaneFormat(own.height, own.width, "rgb24"):
+    elif format == PlaneFormat(native.height, native.width, "rgb24"):
         packed = colour.rgb_frame(frame)
     else:
         packed = colour.reformat(
@@ -165,7 +165,7 @@ def to_rgb(format: PlaneFormat, planes: np.ndarray, out: np.ndarray) -> None:
     if format.layout != "yuv420p":
         out[:] = planes.reshape(out.shape)
         return
-    frame = colour.kept_frame("yuv420p", format.height, format.width, format.full_range)
+    frame = colour.reusable_frame("yuv420p", format.height, format.width, format.full_range)
     _scatter(format, planes, frame)
     rgb = colour.reformat(frame, format.matrix, format.full_range, "rgb24")
     assert out.flags.c_contiguous  # else the reshape below would write into a copy
@@ -233,7 +233,7 @@ def _levels(
     slope = 1.0 if full_range else 255 / 219
     format = PlaneFormat(512, 512 + odd_columns, "yuv420p", matrix, full_range)
     picture = np.empty((512, 512 + odd_columns, 3), np.uint8)
-    found = []
+    contributions = []
     for swept in (1, 2):  # U, then V
         planes = np.full(format.nbytes, 128, np.uint8)
         parts = format.split(planes)
@@ -245,8 +245,8 @@ def _levels(
         assert inside.any(axis=1).all()
         # Levels are integers, on average half a level below the straight line.
         above = np.where(inside, levels - slope * np.arange(256)[:, None] + 0.5, 0)
-        found.append((above.sum(1) / inside.sum(1)).T)
-    of_u, of_v = found
+        contributions.append((above.sum(1) / inside.sum(1)).T)
+    of_u, of_v = contributions
     of_u -= of_u[:, 128:129]  # both contain the contribution of gray
     return slope, _table(of_u, device), _table(of_v, device)
 
@@ -267,14 +267,14 @@ def encode_jpeg(format: PlaneFormat, planes: np.ndarray) -> bytes:
     if format.layout != "yuv420p":
         frame = colour.reformat(frame, "bt601", True, "yuvj444p")
     key = ("encoder", frame.format.name, format.height, format.width)
-    encoder, numbers = colour.kept(key, lambda: (_jpeg_encoder(frame), count()))
+    encoder, numbers = colour.per_thread(key, lambda: (_jpeg_encoder(frame), count()))
     frame.pts = next(numbers)
     return b"".join(bytes(packet) for packet in encoder.encode(frame))
 
 
 def decode_jpeg(format: PlaneFormat, data: bytes | np.ndarray, out: np.ndarray) -> None:
     """A JPEG from `encode_jpeg` -> the planes in `out`, uint8 [nbytes]."""
-    decoder = colour.kept(("decoder",), lambda: _jpeg_codec("r"))
+    decoder = colour.per_thread(("decoder",), lambda: _jpeg_codec("r"))
     try:
         frames = decoder.decode(av.Packet(data))  # type: ignore[arg-type]
     except av.FFmpegError:
@@ -294,7 +294,7 @@ def _jpeg_frame(format: PlaneFormat) -> av.VideoFrame:
     """This thread's frame of that size; yuv420p is tagged as full range, so that the codec does not convert it."""
     layout = "yuvj420p" if format.layout == "yuv420p" else format.layout
     key = ("jpeg", layout, format.height, format.width)
-    return colour.kept(key, lambda: av.VideoFrame(format.width, format.height, layout))
+    return colour.per_thread(key, lambda: av.VideoFrame(format.width, format.height, layout))
 
 
 def _jpeg_encoder(frame: av.VideoFrame) -> Any:

@@ -18,7 +18,7 @@ from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, UNITS_WANTED
 from flexor.data.loader.loader import PREFETCH_BYTES, PREFETCH_STEPS
 from flexor.data.loader.open import JPEG_SHARE
 from flexor.data.settings import CacheConfig, parse_image_size
-from flexor.data.video.decode import KEPT_DECODERS
+from flexor.data.video.decode import MAX_DECODERS
 from flexor.data.video.planes import PlaneFormat
 
 PROCESS = {True: 3_500_000_000, False: 600_000_000}
@@ -151,7 +151,7 @@ def host_memory(data: Data, loading: Loading, cache: CacheConfig, saved_beside: 
     """What one machine needs. `saved_beside`: bytes of the copy that checkpoint.async saves from, else 0."""
     data, rgb = data.scaled(cache), not loading.gpu
     kinds = {(c.codec, c.height, c.width): c.pixels * 3 // 2 for c in data.cameras}
-    largest = sorted(kinds.values())[-KEPT_DECODERS:]
+    largest = sorted(kinds.values())[-MAX_DECODERS:]
     decoders = (
         0 if loading.gpu_decoder else loading.ranks * max(1, loading.workers) * sum(largest) * DECODER_FRAMES
     )

@@ -47,7 +47,7 @@ def train_config(config: TrainConfig) -> dict[str, Any]:
 def _sample_weighting(config: TrainConfig) -> dict[str, Any] | None:
     """None where LeRobot has no such weights."""
     settings = config.sample_weighting
-    if settings.chosen != "rabc":
+    if settings.resolved_type != "rabc":
         return None
     return {key: value for key, value in {**to_plain(settings), "type": "rabc"}.items() if key != "column"}
 

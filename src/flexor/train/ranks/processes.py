@@ -147,7 +147,7 @@ class Processes:
                 raise
         dist.broadcast_object_list(answer, 0, group=self.control)
         if answer[1] is not None:
-            answer[1].said = True  # rank 0 prints it
+            answer[1].already_logged = True  # rank 0 prints it
             raise answer[1]
         return answer[0]
 
@@ -157,20 +157,20 @@ class Processes:
             return
         with suppress(RuntimeError):  # the store may be gone with its process
             store = dist.distributed_c10d._get_default_store()
-            if error.said:
+            if error.already_logged:
                 store.add(HEARD, 1)
                 return
             if self.is_main:
                 print_error(f"flexor: {error}")  # before the launcher can end us
-                error.said = True
+                error.already_logged = True
                 store.set(ERROR, str(error))
                 # the store may be in this process: the others read it first
                 _poll(lambda: store.add(HEARD, 0) == self.world_size - 1, ALIKE_S / 2)
                 return
             _poll(lambda: store.check([ERROR]), ALIKE_S)
-            error.said = store.check([ERROR]) and store.get(ERROR).decode() == str(error)
+            error.already_logged = store.check([ERROR]) and store.get(ERROR).decode() == str(error)
             store.add(HEARD, 1)
-        if not error.said:
+        if not error.already_logged:
             error.args = (f"rank {self.rank} on {self.host}: {error}",)
 
     @contextmanager
