@@ -436,7 +436,7 @@ def test_lerobots_sample_weighting():
         "--sample_weighting.kappa=0.02",
     ]
     weighting = load_config([DATA, *flags, "--sample_weighting.epsilon=1e-5"]).sample_weighting
-    assert (weighting.chosen, weighting.head_mode, weighting.kappa, weighting.epsilon) == (
+    assert (weighting.resolved_type, weighting.head_mode, weighting.kappa, weighting.epsilon) == (
         "rabc",
         "dense",
         0.02,
