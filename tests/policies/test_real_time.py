@@ -87,12 +87,12 @@ def test_robots_at_different_points_of_their_chunks_share_a_batch(policy):
     st.integers(0, 30),
     st.integers(1, 30),
 )
-def test_the_pull_falls_from_one_to_zero(schedule, chunk, left, delay, horizon):
+def test_guidance_falls_from_one_to_zero(schedule, chunk, left, delay, horizon):
     settings = RealTimeSettings(prefix_attention_schedule=schedule, execution_horizon=horizon)
-    pull = settings.pull(chunk, left, delay)
+    weights = settings.guidance_weights(chunk, left, delay)
     end = min(chunk, left, horizon)
-    assert len(pull) == chunk and (pull.diff() <= 0).all() and (pull >= 0).all()
-    assert (pull[: min(delay, end)] == 1).all() and (pull[end:] == 0).all()
+    assert len(weights) == chunk and (weights.diff() <= 0).all() and (weights >= 0).all()
+    assert (weights[: min(delay, end)] == 1).all() and (weights[end:] == 0).all()
 
 
 def test_what_cant_be_is_refused(policy):

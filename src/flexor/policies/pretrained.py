@@ -42,7 +42,7 @@ from flexor.policies.base import Policy, PolicyConfig
 from flexor.policies.check_weights import check_ties, names_in_file
 from flexor.policies.external import is_code, is_loaded, short_name
 from flexor.policies.meta_init import parameters_without_memory, with_memory
-from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings
+from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS, RealTimeSettings
 from flexor.policies.predict_graph import PredictGraphs
 from flexor.policies.processing.normalize import NormalizationStep
 from flexor.policies.processing.pipeline import POSTPROCESSOR, PREPROCESSOR, Pipeline, StepContext, read_steps
@@ -104,7 +104,9 @@ class Pretrained:
         }
         if previous is not None:
             batch[PREVIOUS] = batch.pop(ACTION)
-            batch[PULL] = self.pull(previous.shape[1] if left is None else left, delay).to(batch[PREVIOUS])
+            batch[GUIDANCE_WEIGHTS] = self.guidance_weights(
+                previous.shape[1] if left is None else left, delay
+            ).to(batch[PREVIOUS])
         if self.policy.training:
             self.policy.eval()
         device = next(self.policy.parameters()).device
@@ -113,17 +115,19 @@ class Pretrained:
         chunk: np.ndarray = self.postprocessor({ACTION: actions}, context)[ACTION].float().numpy()
         return chunk
 
-    def pull(self, remaining: int | Sequence[int], delay: int | Sequence[int]) -> Tensor:
-        """How much each action of a new chunk is drawn to the last one: [H], or [B, H] where robots differ."""
+    def guidance_weights(self, remaining: int | Sequence[int], delay: int | Sequence[int]) -> Tensor:
+        """How much the last chunk guides each action of a new one: [H], or [B, H] where robots differ."""
         config = self.policy.config
         settings = RealTimeSettings.of(getattr(config, "rtc_config", None))
         chunk = len(config.action_deltas)
         if isinstance(remaining, int) and isinstance(delay, int):
-            return settings.pull(chunk, remaining, delay)
+            return settings.guidance_weights(chunk, remaining, delay)
         count = len(delay) if isinstance(remaining, int) else len(remaining)  # type: ignore[arg-type]
         remaining_of = [remaining] * count if isinstance(remaining, int) else remaining
         delays = [delay] * count if isinstance(delay, int) else delay
-        return torch.stack([settings.pull(chunk, *pair) for pair in zip(remaining_of, delays, strict=True)])
+        return torch.stack(
+            [settings.guidance_weights(chunk, *pair) for pair in zip(remaining_of, delays, strict=True)]
+        )
 
     def _continued(self, previous: np.ndarray) -> Tensor:
         kind, actions = self.policy.config.type, self.policy.config.action.shape[0]

@@ -284,6 +284,6 @@ def _blended(pretrained: Pretrained, chunks: np.ndarray, running: list[Executing
     for chunk, robot in zip(chunks, running):
         if robot is not None:
             overlap = min(len(robot.actions), len(chunk))
-            weight = pretrained.pull(overlap, robot.delay).numpy()[:overlap, None]
+            weight = pretrained.guidance_weights(overlap, robot.delay).numpy()[:overlap, None]
             chunk[:overlap] = weight * robot.actions[:overlap] + (1 - weight) * chunk[:overlap]
     return chunks

@@ -12,7 +12,7 @@ from flexor.core.devices import find_device
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.policies.base import Policy, PolicyConfig
-from flexor.policies.nn.lower_weights import lower_weights
+from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
 from flexor.policies.pretrained import Pretrained, find_folder, load_pretrained, read_config
 from flexor.serve.predictor import Predictor
 from flexor.serve.settings import ServeSettings
@@ -74,7 +74,7 @@ def compute_in(dtype: Precision | None, policy: Policy) -> torch.dtype | None:
         part.allow_tf32 = dtype == "tf32"
     if dtype != "bfloat16":
         return None
-    lower_weights(policy)
+    cast_to_bf16(policy)
     return torch.bfloat16
 
 

@@ -8,7 +8,7 @@ import torch
 
 from flexor.data.statistics import relative_action_stats
 from flexor.policies.nn.flow import FlowToNoise
-from flexor.policies.nn.real_time import PREVIOUS, PULL, RealTimeSettings, held_in
+from flexor.policies.nn.real_time import GUIDANCE_WEIGHTS, PREVIOUS, RealTimeSettings, prefix_guidance
 from flexor.policies.nn.resize import resize_with_padding
 from flexor.policies.processing.pipeline import STEPS, StepContext
 from flexor.policies.processing.relative_actions import AbsoluteActions, RelativeActions
@@ -85,7 +85,8 @@ def real_time(settings: dict) -> dict:
     delay, left = settings.pop("delay"), settings.pop("left")
     start = torch.from_numpy(chunk_noise())
     _, length, width = start.shape
-    pull = RealTimeSettings.of(settings).pull(length, left, delay)
-    held = held_in({PREVIOUS: torch.from_numpy(left_over(left)), PULL: pull}, settings, length, width)
-    drawn: Any = SimpleNamespace(normal=lambda name, shape: start)
-    return {"chunk": values(FlowToNoise().sample(velocity, start.shape, drawn, start, held))}
+    weights = RealTimeSettings.of(settings).guidance_weights(length, left, delay)
+    batch = {PREVIOUS: torch.from_numpy(left_over(left)), GUIDANCE_WEIGHTS: weights}
+    guidance = prefix_guidance(batch, settings, length, width)
+    noise: Any = SimpleNamespace(normal=lambda name, shape: start)
+    return {"chunk": values(FlowToNoise().sample(velocity, start.shape, noise, start, guidance))}

@@ -1,7 +1,7 @@
 """FAST: chunks of actions as a few tokens (Pertsch et al. 2025, https://arxiv.org/abs/2501.09747).
 
-The cosine transform of each action over the chunk puts what matters into few coefficients. They are rounded, written
-one after the other, the slowest motion of all actions first, each as a character, and compressed by byte pair encoding.
+The cosine transform of each action over the chunk concentrates it in few coefficients. They are rounded, ordered from
+the slowest motion of all actions to the fastest, mapped to characters, and compressed by byte pair encoding.
 Files are those of `physical-intelligence/fast`, and `save` names the code that reads them elsewhere.
 """
 
@@ -30,7 +30,7 @@ INVALID = "\ufffd"  # what bytes become that are not text
 
 @dataclass(frozen=True)
 class Decoded:
-    """Actions [N, H, A] of N token sequences, and of each what was wrong with it, "" if nothing was."""
+    """Actions [N, H, A] of N token sequences, and the problem of each, "" for none."""
 
     actions: np.ndarray
     problems: list[str]
@@ -56,9 +56,9 @@ class FastTokenizer:
         """The tokens of each chunk of [N, H, A]."""
         if not np.isfinite(chunks).all():
             raise ConfigError("Actions that are NaN or infinite can't be encoded as tokens.")
-        # A coefficient outside the range is far beyond what normalised actions have: it is cut to its end.
+        # A coefficient outside the range is far beyond those of normalised actions: it is clipped.
         codes = (self._rounded(chunks) - self.min_token).clip(0, self.vocab_size)
-        return [found.ids for found in self.bpe.encode_batch([_text(row) for row in codes])]
+        return [encoding.ids for encoding in self.bpe.encode_batch([_text(row) for row in codes])]
 
     def outside(self, chunks: np.ndarray) -> int:
         """How many coefficients of [N, H, A] are outside the range and would be cut."""
@@ -68,10 +68,10 @@ class FastTokenizer:
     def decode(
         self, tokens: Sequence[Sequence[int]], time_horizon: int | None = None, action_dim: int | None = None
     ) -> Decoded:
-        """The chunks of token sequences. A network may write any sequence: what is not one of a chunk is mended.
+        """The chunks of token sequences. A network may predict any sequence, so invalid ones are mended.
 
-        From the first character on that is none, everything is left out. Missing coefficients, which are those of the
-        fastest motions, are 0, and what is too much is left out.
+        A sequence is cut at its first invalid character. Missing coefficients, which are those of the fastest motions,
+        are 0, and surplus ones are dropped.
         """
         steps, values = time_horizon or self.time_horizon, action_dim or self.action_dim
         if steps is None or values is None:
@@ -82,8 +82,8 @@ class FastTokenizer:
         problems = []
         for row, sequence in zip(coefficients, tokens):
             codes, problem = self._codes([int(token) for token in sequence])
-            kept = codes[: len(row)]
-            row[: len(kept)] = kept
+            used = codes[: len(row)]
+            row[: len(used)] = used
             if not problem and len(codes) != len(row):
                 problem = f"{len(codes)} coefficients instead of {len(row)}"
             problems.append(problem)
@@ -92,12 +92,12 @@ class FastTokenizer:
         return Decoded(actions.astype(np.float32), problems)
 
     def _codes(self, tokens: list[int]) -> tuple[np.ndarray, str]:
-        """The rounded coefficients of a sequence up to where it is valid, and what is wrong there."""
-        known = self.bpe.get_vocab_size()
+        """The rounded coefficients of a sequence up to where it is valid, and the problem there."""
+        vocabulary = self.bpe.get_vocab_size()
         problem = ""
         for place, token in enumerate(tokens):
-            if not 0 <= token < known:
-                tokens, problem = tokens[:place], f"token {token} at {place} is not one of {known}"
+            if not 0 <= token < vocabulary:
+                tokens, problem = tokens[:place], f"token {token} at {place} is not one of {vocabulary}"
                 break
         text = self.bpe.decode(tokens, skip_special_tokens=False)
         end = next((i for i, c in enumerate(text) if c == INVALID or ord(c) > self.vocab_size), None)
@@ -107,9 +107,9 @@ class FastTokenizer:
 
     def _rounded(self, chunks: np.ndarray) -> np.ndarray:
         """Rounded coefficients [N, H * A]."""
-        found = np.rint(cosine_transform(chunks) * self.scale)
+        rounded = np.rint(cosine_transform(chunks) * self.scale)
         limit = 2.0**31  # an outlier must not overflow
-        return found.clip(-limit, limit).astype(np.int64).reshape(len(chunks), -1)
+        return rounded.clip(-limit, limit).astype(np.int64).reshape(len(chunks), -1)
 
     def save(self, folder: Path) -> None:
         """Write the files of `physical-intelligence/fast`, but for the code that reads them, which is named."""
@@ -204,11 +204,11 @@ def load_fast_tokenizer(name: str) -> FastTokenizer:
     if vocabulary is None or not (folder / SETTINGS).is_file():
         raise ConfigError(f"{folder} is not a FAST tokenizer: it must hold {SETTINGS} and {VOCABULARY}.")
     try:
-        given = read_json_object(folder / SETTINGS)
-        sizes = {key: given.get(key) for key in ("time_horizon", "action_dim")}
+        settings = read_json_object(folder / SETTINGS)
+        sizes = {key: settings.get(key) for key in ("time_horizon", "action_dim")}
         bpe = _tokenizers().Tokenizer.from_file(str(vocabulary))
         return FastTokenizer(
-            bpe, float(given["scale"]), int(given["vocab_size"]), int(given["min_token"]), **sizes
+            bpe, float(settings["scale"]), int(settings["vocab_size"]), int(settings["min_token"]), **sizes
         )
     except ConfigError:
         raise

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexor.core.rng import NoiseSource
-from flexor.policies.nn.real_time import Held
+from flexor.policies.nn.real_time import PrefixGuidance
 
 Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], time [B] -> dx/dt [B, ...]
 Method = Literal["euler", "rk4"]
@@ -31,7 +31,7 @@ class FlowMatching:
     """The training error, and sampling of a chunk. Time is 0 for noise and 1 for actions."""
 
     sigma_min: float = 0.0
-    """How much noise is left at the end of a path."""
+    """The noise that remains at the end of a path."""
     steps: int = 10
     """Integration steps at inference."""
     method: Method = "euler"
@@ -43,9 +43,9 @@ class FlowMatching:
         """The squared error [B, H, A] of the velocity the network predicts on a path to actions [B, H, A]."""
         start = noise.normal("noise", tuple(actions.shape)).to(actions)
         time = self.times(len(actions), noise).to(actions)
-        t, keep = time[:, None, None], 1 - self.sigma_min
-        predicted = network(t * actions + (1 - keep * t) * start, time)
-        return F.mse_loss(predicted, actions - keep * start, reduction="none")
+        t, noise_range = time[:, None, None], 1 - self.sigma_min
+        predicted = network(t * actions + (1 - noise_range * t) * start, time)
+        return F.mse_loss(predicted, actions - noise_range * start, reduction="none")
 
     def times(self, batch: int, noise: NoiseSource) -> Tensor:
         if self.time_beta is None:
@@ -53,13 +53,13 @@ class FlowMatching:
         return self.time_max * (1 - beta(noise, "time", batch, *self.time_beta))
 
     def sample(self, network: Velocity, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
-        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
+        """Actions of `shape` [B, H, A] integrated from noise, on the device of `like`."""
         return integrate(network, noise.normal("x", shape).to(like), self.steps, self.method)
 
 
 @dataclass(frozen=True)
 class FlowToNoise:
-    """The same with time the other way round, as pi0 and its relatives have it: 0 for actions, 1 for noise."""
+    """The same with reversed time, as in pi0 and its relatives: 0 for actions, 1 for noise."""
 
     steps: int = 10
     """Integration steps at inference."""
@@ -85,22 +85,23 @@ class FlowToNoise:
         shape: Sequence[int],
         noise: NoiseSource,
         like: Tensor,
-        held: Held | None = None,
+        guidance: PrefixGuidance | None = None,
     ) -> Tensor:
-        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`; drawn to what is `held`."""
+        """Actions of `shape` [B, H, A] from pure noise, on the device of `like`; with `guidance` by the last chunk."""
         x = noise.normal("x", shape).to(like)
         for step in range(self.steps):
             time = 1 - step / self.steps
             velocity = network(x, x.new_full((len(x),), time))
-            x = x - (velocity if held is None else held.correct(velocity, x, time)) / self.steps
+            x = x - (velocity if guidance is None else guidance.correct(velocity, x, time)) / self.steps
         return x
 
 
 def time_embedding(time: Tensor, dim: int, shortest: float, longest: float) -> Tensor:
     """Times [B] -> [B, dim]: sines, then cosines, with periods from `shortest` to `longest`."""
-    exact = torch.float32 if time.device.type == "mps" else torch.float64  # the fastest turn a thousand times
-    share = torch.linspace(0, 1, dim // 2, dtype=exact, device=time.device)
-    angle = time.to(exact)[:, None] * (2 * math.pi / (shortest * (longest / shortest) ** share))
+    # the shortest period is passed a thousand times
+    dtype = torch.float32 if time.device.type == "mps" else torch.float64
+    fraction = torch.linspace(0, 1, dim // 2, dtype=dtype, device=time.device)
+    angle = time.to(dtype)[:, None] * (2 * math.pi / (shortest * (longest / shortest) ** fraction))
     return torch.cat((angle.sin(), angle.cos()), dim=1).to(time.dtype)
 
 
@@ -113,14 +114,14 @@ def integrate(velocity: Velocity, start: Tensor, steps: int, method: Method = "e
 
     for step in range(steps):
         t = step / steps
-        move = slope(x, t)
+        step_velocity = slope(x, t)
         if method == "rk4":
-            k1 = move
+            k1 = step_velocity
             k2 = slope(x + dt / 2 * k1, t + dt / 2)
             k3 = slope(x + dt / 2 * k2, t + dt / 2)
             k4 = slope(x + dt * k3, t + dt)
-            move = (k1 + 2 * k2 + 2 * k3 + k4) / 6
-        x = x + dt * move
+            step_velocity = (k1 + 2 * k2 + 2 * k3 + k4) / 6
+        x = x + dt * step_velocity
     return x
 
 
@@ -143,7 +144,7 @@ def gamma(noise: NoiseSource, name: str, batch: int, shape: float) -> Tensor:
     v = (1 + x / (9 * d) ** 0.5).clamp(min=0) ** 3
     accepted = (v > 0) & (u.log() < x.square() / 2 + d - d * v + d * v.clamp(min=1e-300).log())
     first = accepted.int().argmax(1, keepdim=True)
-    drawn = d * v.gather(1, first)[:, 0]
+    sample = d * v.gather(1, first)[:, 0]
     if shape < 1:  # the method requires shape >= 1; a power of a uniform variable corrects for it
-        drawn = drawn * noise.uniform(f"{name}/power", (batch,)).double() ** (1 / shape)
-    return drawn
+        sample = sample * noise.uniform(f"{name}/power", (batch,)).double() ** (1 / shape)
+    return sample

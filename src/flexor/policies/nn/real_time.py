@@ -1,9 +1,8 @@
 """Real-time chunking (Black et al. 2025, https://arxiv.org/abs/2506.07339): a new chunk continues the one before it.
 
-A robot does not stop while its policy predicts: it executes more of the last chunk meanwhile. So the first actions of
-the new chunk are drawn to those of the last one, fully for as long as the prediction takes, then less and less. Every
-integration step moves the chunk that it is heading for towards them. As in LeRobot, the network's derivative is left
-out.
+A robot does not stop while its policy predicts: it goes on executing the last chunk. So the first actions of the new
+chunk are guided towards those of the last one: fully for as long as the prediction takes, then less and less. Every
+integration step moves the denoised chunk towards them. As in LeRobot, the network's derivative is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from flexor.core.errors import ConfigError
 from flexor.core.typed import from_plain
 
 PREVIOUS = "previous_actions"  # [B, K, A]: of the last chunk, from now on, normalised
-PULL = "previous_actions_pull"  # [H] or [B, H]: how much each action of the new chunk is drawn to them
+GUIDANCE_WEIGHTS = (
+    "previous_actions_weights"  # [H] or [B, H]: how much they guide each action of the new chunk
+)
 
 
 @dataclass(frozen=True)
@@ -28,30 +29,30 @@ class RealTimeSettings:
     """The settings `rtc_config` of a policy, under LeRobot's names."""
 
     enabled: bool = True
-    """Part of LeRobot's settings, without effect: whoever gives the last chunk asks for it."""
+    """No effect: it is enabled where the last chunk is passed."""
     prefix_attention_schedule: Literal["ZEROS", "ONES", "LINEAR", "EXP"] = "LINEAR"
-    """How the pull falls after the actions that are executed during the prediction, to 0 at `execution_horizon`."""
+    """How weights fall after the actions that are executed during the prediction, to 0 at `execution_horizon`."""
     max_guidance_weight: float = 10.0
     """The strongest correction in one integration step."""
     execution_horizon: int = 10
-    """Actions of the new chunk that are drawn to the last one."""
+    """Actions of the new chunk that are guided by the last one."""
     debug: bool = False
-    """Part of LeRobot's settings, without effect."""
+    """No effect."""
     debug_maxlen: int = 100
-    """Likewise."""
+    """No effect."""
 
     @classmethod
-    def of(cls, given: dict[str, Any] | None) -> RealTimeSettings:
-        settings = from_plain(cls, given or {}, "policy.rtc_config")
+    def of(cls, config: dict[str, Any] | None) -> RealTimeSettings:
+        settings = from_plain(cls, config or {}, "policy.rtc_config")
         if settings.max_guidance_weight <= 0 or settings.execution_horizon < 1:
             raise ConfigError(
                 "policy.rtc_config: max_guidance_weight must be more than 0, and execution_horizon at least 1."
             )
         return settings
 
-    def pull(self, chunk: int, left: int, delay: int) -> Tensor:
-        """[chunk], from 1 to 0. `left`: actions that are left of the last chunk; `delay`: that will be executed."""
-        end = min(self.execution_horizon, left, chunk)
+    def guidance_weights(self, chunk: int, remaining: int, delay: int) -> Tensor:
+        """[chunk], from 1 to 0. `remaining`: actions of the last chunk; `delay`: how many of them will be executed."""
+        end = min(self.execution_horizon, remaining, chunk)
         start = min(delay, end)
         number = torch.arange(chunk)
         if self.prefix_attention_schedule == "ZEROS":
@@ -64,26 +65,29 @@ class RealTimeSettings:
         return torch.where(number < start, 1.0, falling)
 
 
-class Held(NamedTuple):
-    """What a new chunk is drawn to."""
+class PrefixGuidance(NamedTuple):
+    """Guides a new chunk towards the last one."""
 
-    actions: Tensor  # [B, H, A]
-    pull: Tensor  # [H] or [B, H]
-    most: float  # max_guidance_weight
+    actions: Tensor  # of the last chunk, [B, H, A]
+    weights: Tensor  # [H] or [B, H]
+    max_weight: float
 
     def correct(self, velocity: Tensor, x: Tensor, time: float) -> Tensor:
-        """The velocity at `time` (1: noise, 0: actions) that also leads towards what is held."""
-        ahead = x - time * velocity  # the chunk that x is heading for
-        weight = self.most
+        """The velocity at `time` (1: noise, 0: actions) that also leads towards the last chunk's actions."""
+        denoised = x - time * velocity
+        weight = self.max_weight
         if time < 1:
             weight = min(weight, time / (1 - time) * (time**2 + (1 - time) ** 2) / time**2)
-        return velocity - weight * self.pull[..., None] * (self.actions - ahead)
+        return velocity - weight * self.weights[..., None] * (self.actions - denoised)
 
 
-def held_in(batch: Batch, settings: dict[str, Any] | None, chunk: int, width: int) -> Held | None:
-    """What a chunk of [B, chunk, width] is drawn to; None if there is no last chunk."""
+def prefix_guidance(
+    batch: Batch, config: dict[str, Any] | None, chunk: int, width: int
+) -> PrefixGuidance | None:
+    """The guidance of a chunk [B, chunk, width]; None without a last chunk. `config` is `rtc_config`."""
     if PREVIOUS not in batch:
         return None
     previous = batch[PREVIOUS][:, :chunk]
     padded = F.pad(previous, (0, width - previous.shape[2], 0, chunk - previous.shape[1]))
-    return Held(padded, batch[PULL].to(padded), RealTimeSettings.of(settings).max_guidance_weight)
+    settings = RealTimeSettings.of(config)
+    return PrefixGuidance(padded, batch[GUIDANCE_WEIGHTS].to(padded), settings.max_guidance_weight)

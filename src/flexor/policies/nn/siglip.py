@@ -1,6 +1,6 @@
 """SigLIP's vision transformer (Zhai et al. 2023, https://arxiv.org/abs/2303.15343): an image as one vector per patch.
 
-PaliGemma and SmolVLM2 see with it. Parameter names are those of their checkpoints, below `vision_model.`.
+The image encoder of PaliGemma and SmolVLM2. Parameter names are those of their checkpoints, below `vision_model.`.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.rng import NoiseSource
 from flexor.policies.base import Loss, ParamGroup, Policy, without_padding
 from flexor.policies.nn.flow import FlowToNoise
-from flexor.policies.nn.real_time import held_in
+from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.recompute import recompute
 from flexor.policies.nn.resize import padded
 from flexor.policies.pi0.config import Pi0Config, Pi05Config, PiConfig
 from flexor.policies.pi0.network import Pi0Network, Pi05Network, PiNetwork
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.cameras import prepare_cameras
-from flexor.policies.vlm.paligemma import cast_to_bf16
+from flexor.policies.vlm.paligemma import cast_selected_to_bf16
 from flexor.policies.vlm.paligemma_names import PI_NAMES
 
 
@@ -41,7 +41,7 @@ class PiPolicy(Policy):
         super().__init__(config)
         self.model = self.Network(config)
         if config.dtype == "bfloat16":
-            cast_to_bf16(self.model.paligemma_with_expert)
+            cast_selected_to_bf16(self.model.paligemma_with_expert)
         self._freeze()
         self.flow = FlowToNoise(
             config.num_inference_steps,
@@ -72,8 +72,8 @@ class PiPolicy(Policy):
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        held = held_in(batch, self.config.rtc_config, *shape[1:])
-        chunk = self.flow.sample(self._velocity(batch), shape, noise, state, held)
+        guidance = prefix_guidance(batch, self.config.rtc_config, *shape[1:])
+        chunk = self.flow.sample(self._velocity(batch), shape, noise, state, guidance)
         return chunk[..., : self.config.action.shape[0]]
 
     def _velocity(self, batch: Batch) -> Callable[[Tensor, Tensor], Tensor]:

@@ -29,7 +29,7 @@ from flexor.policies.pi0_fast.config import Pi0FastConfig
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.vlm.backbone import PrefixCache, decode_suffix
 from flexor.policies.vlm.cameras import prepare_cameras
-from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma, cast_to_bf16
+from flexor.policies.vlm.paligemma import PALIGEMMA, PaliGemma, cast_selected_to_bf16
 from flexor.policies.vlm.paligemma_names import OPENPI_NAMES
 
 LOSS_CHUNK = 1024  # tokens whose logits are computed together: a token has 257,152 of them
@@ -141,7 +141,7 @@ class Pi0Fast(AutoregressivePolicy):
         paligemma_with_expert = nn.ModuleDict({"paligemma": PaliGemmaWithHead(config)})
         self.model = nn.ModuleDict({"paligemma_with_expert": paligemma_with_expert})
         if config.dtype == "bfloat16":
-            cast_to_bf16(self.paligemma)
+            cast_selected_to_bf16(self.paligemma)
         if config.gradient_checkpointing:
             for block in self.shard_units():
                 recompute(block)

@@ -25,13 +25,13 @@ from flexor.policies.processing.normalize import Normalize
 from flexor.policies.processing.pipeline import Pipeline
 from flexor.policies.processing.relative_actions import RelativeActionSettings
 
-PART = 4096  # chunks that are read at once
-MEASURED = 2000  # chunks that the result is measured on
+BATCH = 4096  # chunks that are read at once
+MAX_EVALUATED = 2000  # chunks that the tokenizer is evaluated on
 
 
 @dataclass
 class TokenizerSettings(RelativeActionSettings, PolicyConfig):
-    """What the policy will do to actions before they become tokens, and how the tokenizer is trained."""
+    """How the policy will process actions before they become tokens, and how the tokenizer is trained."""
 
     type: ClassVar[str] = "FAST tokenizer"
 
@@ -44,7 +44,7 @@ class TokenizerSettings(RelativeActionSettings, PolicyConfig):
     scale: float = 10.0
     """Coefficients are rounded to multiples of 1 / scale: a larger one is more accurate and takes more tokens."""
     fraction: float = 0.1
-    """The part of all chunks that is trained on, drawn at random."""
+    """The fraction of all chunks to train on, sampled at random."""
     seed: int = 0
 
     def validate(self) -> None:
@@ -61,7 +61,7 @@ class TokenizerSettings(RelativeActionSettings, PolicyConfig):
 def tokenizer_of(
     dataset: Dataset, settings: TokenizerSettings, progress: Progress | None = None
 ) -> tuple[FastTokenizer, dict[str, Any]]:
-    """A tokenizer for the dataset's actions, and how well it compresses and restores those it was not trained on."""
+    """A tokenizer for the dataset's actions, and how well it compresses and restores held-out ones."""
     settings.validate()
     fitted = fit_to_dataset(settings, dataset)
     assert isinstance(fitted, TokenizerSettings)
@@ -76,12 +76,12 @@ def tokenizer_of(
     )
     rows = np.random.default_rng(settings.seed).permutation(sample_rows(dataset, 0))
     count = max(1, round(settings.fraction * len(rows)))
-    learnt, others = np.sort(rows[:count]), rows[count:]
-    parts = _chunks(dataset, settings, actions, learnt, progress)
-    tokenizer = train_fast_tokenizer(parts, settings.vocab_size, settings.scale)
-    measured = np.sort((others if len(others) else rows)[:MEASURED])
-    found = [_measure(tokenizer, part) for part in _chunks(dataset, settings, actions, measured)]
-    lengths, errors = (np.concatenate(each) for each in zip(*found))
+    training, heldout = np.sort(rows[:count]), rows[count:]
+    chunks = _chunks(dataset, settings, actions, training, progress)
+    tokenizer = train_fast_tokenizer(chunks, settings.vocab_size, settings.scale)
+    evaluated = np.sort((heldout if len(heldout) else rows)[:MAX_EVALUATED])
+    measurements = [_measure(tokenizer, batch) for batch in _chunks(dataset, settings, actions, evaluated)]
+    lengths, errors = (np.concatenate(arrays) for arrays in zip(*measurements))
     size = settings.chunk_size * settings.action.shape[0]
     return tokenizer, {
         "dataset": dataset.repo_id,
@@ -109,13 +109,13 @@ def _chunks(
     rows: np.ndarray,
     progress: Progress | None = None,
 ) -> Iterator[np.ndarray]:
-    """Chunks [n, H, A] as the policy sees them: the last action of an episode is repeated."""
-    for first in range(0, len(rows), PART):
-        read = dataset.read(rows[first : first + PART], {ACTION: settings.action_deltas}, [])
-        batch = {name: torch.from_numpy(read[name]).float() for name in (ACTION, STATE) if name in read}
+    """Chunks [n, H, A] as the policy gets them: the last action of an episode is repeated."""
+    for first in range(0, len(rows), BATCH):
+        frames = dataset.read(rows[first : first + BATCH], {ACTION: settings.action_deltas}, [])
+        batch = {name: torch.from_numpy(frames[name]).float() for name in (ACTION, STATE) if name in frames}
         yield actions(batch)[ACTION].numpy()
         if progress is not None:
-            progress(min(first + PART, len(rows)), len(rows))
+            progress(min(first + BATCH, len(rows)), len(rows))
 
 
 def _measure(tokenizer: FastTokenizer, chunks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

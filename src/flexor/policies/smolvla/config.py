@@ -167,8 +167,8 @@ class SmolVLAConfig(FineTuningSettings, AnyRobotConfig):
         tokenize = Tokenize(
             self.vlm_model_name, max_length=self.tokenizer_max_length, padding=self.pad_language_to
         )
-        rename, to_batch, *others = super().steps_before(stats)
-        return [rename, to_batch, AddNewLine(), tokenize, *others]
+        rename, to_batch, *remaining = super().steps_before(stats)
+        return [rename, to_batch, AddNewLine(), tokenize, *remaining]
 
     def lora_targets(self) -> list[str] | str:
         """Queries and values of the expert, and the layers around it."""

@@ -20,7 +20,7 @@ from flexor.core.rng import NoiseSource
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
-from flexor.policies.nn.real_time import held_in
+from flexor.policies.nn.real_time import prefix_guidance
 from flexor.policies.nn.resize import padded
 from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
@@ -50,8 +50,8 @@ class SmolVLA(Policy):
         state = batch[STATE]
         context = self.model.prefill(self._prepare(batch), reuse=True)
         shape = (len(state), self.config.chunk_size, self.config.max_action_dim)
-        held = held_in(batch, self.config.rtc_config, *shape[1:])
-        chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, held)
+        guidance = prefix_guidance(batch, self.config.rtc_config, *shape[1:])
+        chunk = self.flow.sample(partial(self.model.velocity, context=context), shape, noise, state, guidance)
         return chunk[..., : self.config.action.shape[0]]
 
     def _prepare(self, batch: Batch) -> Observation:

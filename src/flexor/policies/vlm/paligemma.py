@@ -89,7 +89,7 @@ class PaliGemma(VisionLanguageModel):
         return PrefixCache(self.decoder.prefill(x.to(self.decoder.dtype), rope, mask[:, None, None]), mask)
 
 
-def cast_to_bf16(network: nn.Module) -> None:
+def cast_selected_to_bf16(network: nn.Module) -> None:
     """Store weights in bfloat16, but for those that need float32."""
     for name, parameter in network.named_parameters():
         if not any(part in name for part in FLOAT32):

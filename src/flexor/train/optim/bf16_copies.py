@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import flexor.kernels.adam  # noqa: F401 (defines the operator)
 from flexor.kernels.available import has_kernels
-from flexor.policies.nn.lower_weights import CAST
+from flexor.policies.nn.cast_to_bf16 import AUTOCAST_LAYERS
 from flexor.policies.weight_names import parameters_only_in
 
 DEVICES = ("cuda", "meta")
@@ -32,8 +32,8 @@ class Bf16Copies:
 
     def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
         trained = {p for group in optimizer.param_groups for p in group["params"]}
-        trained &= parameters_only_in(policy, CAST)
-        layers = [module for module in policy.modules() if isinstance(module, CAST)]
+        trained &= parameters_only_in(policy, AUTOCAST_LAYERS)
+        layers = [module for module in policy.modules() if isinstance(module, AUTOCAST_LAYERS)]
         self.places = [
             (layer, name, weight)
             for layer in layers

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flexor.policies.nn.attention import Attention
-from flexor.policies.nn.lower_weights import lower_weights
+from flexor.policies.nn.cast_to_bf16 import cast_to_bf16
 
 
 class Network(nn.Module):
@@ -27,7 +27,7 @@ def predicted(network: nn.Module, images: torch.Tensor) -> torch.Tensor:
 def test_they_are_those_of_autocast() -> None:
     network, images = Network(), torch.randn(2, 3, 8, 8)
     expected = predicted(network, images)
-    lower_weights(network)
+    cast_to_bf16(network)
     assert torch.equal(predicted(network, images), expected)
     wide = {name for name, weight in network.named_parameters() if weight.dtype == torch.float32}
     assert wide == {"norm.weight", "norm.bias"}
@@ -37,7 +37,7 @@ def test_they_are_those_of_autocast() -> None:
 def test_on_a_gpu_images_are_channels_last() -> None:
     network, images = Network().cuda(), torch.randn(2, 3, 8, 8, device="cuda")
     expected = predicted(network, images)
-    lower_weights(network)
+    cast_to_bf16(network)
     assert network.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert network.conv(images.bfloat16()).is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(predicted(network, images), expected, rtol=0.05, atol=0.02)
