@@ -14,7 +14,7 @@ from flexor.policies.diffusion.config import DiffusionConfig
 from flexor.policies.diffusion.policy import Diffusion
 from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.nn import resnet
-from flexor.policies.nn.camera import SpatialSoftmax, center_crop, random_crop, warn_blind
+from flexor.policies.nn.camera import SpatialSoftmax, center_crop, random_crop, warn_single_pixel
 from flexor.policies.nn.recompute import recompute
 from support import ranks, runs, small_resnet
 
@@ -226,7 +226,7 @@ def test_what_can_t_be_is_refused(settings, says):
 
 
 def test_says_that_pictures_are_too_small(log_lines):
-    warn_blind.cache_clear()
+    warn_single_pixel.cache_clear()
     small = {STATE: LOW_DIM[STATE], CAMERA: PolicyFeature(Kind.VISUAL, (3, 32, 32))}
     policy(replace(TINY, input_features=small, crop_shape=None, resize_shape=(33, 32)))
     assert not log_lines

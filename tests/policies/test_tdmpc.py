@@ -15,7 +15,7 @@ from flexor.policies.features import Kind, PolicyFeature
 from flexor.policies.tdmpc.config import TDMPCConfig
 from flexor.policies.tdmpc.mppi import plan
 from flexor.policies.tdmpc.policy import TDMPC
-from flexor.policies.tdmpc.world_model import enlargement
+from flexor.policies.tdmpc.world_model import upscale_factor
 from support import runs
 from support.samples import write_lowdim
 
@@ -145,7 +145,7 @@ def test_a_plan_is_started_from_the_last_one_of_the_episode():
 def test_small_pictures_are_enlarged(size):
     feature = PolicyFeature(Kind.VISUAL, (3, size, size))
     made = policy(replace(TINY, input_features={IMAGE: feature}))
-    assert enlargement(size) == (2 if size < 39 else 1)
+    assert upscale_factor(size) == (2 if size < 39 else 1)
     assert made.predict({IMAGE: torch.rand(2, 3, size, size)}, noise(0, 1)).shape == (2, 2, 2)
 
 

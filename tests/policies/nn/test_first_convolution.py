@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flexor.evaluate.play import full_float32
-from flexor.policies.nn.first_convolution import FirstConv2d, squares_of_image, squares_of_kernel
+from flexor.policies.nn.first_convolution import FirstConv2d, space_to_depth, space_to_depth_kernel
 
 
 @given(height=st.integers(1, 12), width=st.integers(1, 12), padding=st.integers(0, 3), bias=st.booleans())
@@ -18,8 +18,8 @@ def test_squares_of_pixels(height, width, padding, bias):
     convolution = FirstConv2d(3, 8, padding, bias).double()
     x = torch.randn(2, 3, 2 * height, 2 * width, dtype=torch.float64)
     expected = convolution(x)
-    kernel = squares_of_kernel(convolution.weight, convolution.bias, padding)
-    found = F.conv2d(squares_of_image(x, padding, bias), kernel)
+    kernel = space_to_depth_kernel(convolution.weight, convolution.bias, padding)
+    found = F.conv2d(space_to_depth(x, padding, bias), kernel)
     assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-12)
     weights = list(convolution.parameters())
     for one, other in zip(*(torch.autograd.grad(y.square().sum(), weights) for y in (expected, found))):

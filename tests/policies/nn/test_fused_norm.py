@@ -52,9 +52,9 @@ def far(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 def kernels_used(monkeypatch) -> list[str]:
     used = []
-    original = fused_norm._normalised
+    original = fused_norm._normalize
     monkeypatch.setattr(
-        fused_norm, "_normalised", lambda *args, **more: used.append("yes") or original(*args, **more)
+        fused_norm, "_normalize", lambda *args, **more: used.append("yes") or original(*args, **more)
     )
     return used
 

@@ -129,10 +129,10 @@ class ACTModel(nn.Module):
         tokens = [self.vae_encoder_cls_embed.weight.expand(len(actions), 1, -1)]
         if self.config.state:
             tokens.append(self.vae_encoder_robot_state_input_proj(batch[STATE])[:, None])
-        attend = ~action_padding(batch)  # [B, H]
-        attend = F.pad(attend, (len(tokens), 0), value=True)
+        mask = ~action_padding(batch)  # [B, H]
+        mask = F.pad(mask, (len(tokens), 0), value=True)
         tokens.append(self.vae_encoder_action_input_proj(actions))
-        encoded = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, attend)
+        encoded = self.vae_encoder(torch.cat(tokens, 1), self.vae_encoder_pos_enc, mask)
         mean, log_variance = self.vae_encoder_latent_output_proj(encoded[:, 0]).chunk(2, dim=-1)
         return mean, log_variance
 
@@ -175,9 +175,9 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(depth))
         self.norm = nn.LayerNorm(config.dim_model) if config.pre_norm else nn.Identity()
 
-    def forward(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         for layer in self.layers:
-            x = layer(x, positions, attend)
+            x = layer(x, positions, mask)
         return self.norm(x)
 
 
@@ -211,9 +211,9 @@ class _Layer(nn.Module):
         for i in (1, 2, 3) if cross_attention else (1, 2):
             self.add_module(f"norm{i}", nn.LayerNorm(dim))
 
-    def _attend(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
-        placed = x + positions
-        return self.self_attn(placed, placed, x, attend)
+    def _attend(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        positioned = x + positions
+        return self.self_attn(positioned, positioned, x, mask)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
@@ -226,8 +226,8 @@ class _Layer(nn.Module):
 
 
 class EncoderLayer(_Layer):
-    def forward(self, x: Tensor, positions: Tensor, attend: Tensor | None = None) -> Tensor:
-        x = self._residual(1, x, lambda h: self._attend(h, positions, attend))
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self._residual(1, x, lambda h: self._attend(h, positions, mask))
         return self._residual(2, x, self._feed_forward)
 
 

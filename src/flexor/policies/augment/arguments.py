@@ -15,18 +15,18 @@ Range = tuple[float, float]
 
 
 class Arguments:
-    """The `kwargs` of one transform. What is not taken is an error."""
+    """The `kwargs` of one transform. Arguments that remain are errors."""
 
     def __init__(self, name: str, kind: str, kwargs: Mapping[str, Any]):
-        self.where, self.kind, self.left = f"{WHERE}.{name}.kwargs", kind, dict(kwargs)
-        self.known: list[str] = []
+        self.where, self.kind, self.remaining = f"{WHERE}.{name}.kwargs", kind, dict(kwargs)
+        self.supported: list[str] = []
 
     def take(self, key: str, default: Any = None) -> Any:
-        self.known.append(key)
-        return self.left.pop(key, default)
+        self.supported.append(key)
+        return self.remaining.pop(key, default)
 
-    def fail(self, key: str, value: Any, wanted: str) -> ConfigError:
-        return ConfigError(f"{self.where}.{key}={value!r} is not valid for {self.kind}: expected {wanted}.")
+    def fail(self, key: str, value: Any, expected: str) -> ConfigError:
+        return ConfigError(f"{self.where}.{key}={value!r} is not valid for {self.kind}: expected {expected}.")
 
     def number(self, key: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -60,8 +60,8 @@ class Arguments:
         return value
 
     def done(self) -> None:
-        for key, value in self.left.items():
-            valid = [f"{self.where}.{name}" for name in self.known]
+        for key, value in self.remaining.items():
+            valid = [f"{self.where}.{name}" for name in self.supported]
             hint = closest(f"{self.where}.{key}", valid) if valid else f"{self.kind} takes no arguments."
             raise ConfigError(f"Unknown setting {self.where}.{key}={value!r}. {hint}")
 

@@ -1,7 +1,7 @@
-"""What each sample gets: which transforms, in which order, with which numbers. Tensors only, without a look at values.
+"""Samples which transforms each image gets, in which order, with which parameters. No value is read on the host.
 
 All random numbers of a batch come from one draw of keyed noise, so a sample's augmentation depends on the seed, the
-step and the sample alone. Each camera has its own choice. All frames of a sample's window share it.
+step and the sample alone. Each camera is sampled independently. All frames of a sample's window share its operations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from flexor.core.rng import NoiseSource
 from flexor.policies.augment.arguments import Range
 from flexor.policies.augment.operations import NUMBERS, RANDOM_PIXELS, ImageOp, Operation, Transform
 
-TRIES = 10  # to draw a rectangle that fits into the image, as torchvision does
-RECTANGLE = 2 * TRIES + 3  # random numbers of a rectangle
+ATTEMPTS = 10  # to draw a rectangle that fits into the image, as torchvision does
+RECTANGLE = 2 * ATTEMPTS + 3  # random numbers of a rectangle
 NAME = "augmentation"  # of the noise
 
 
-class Drawn(NamedTuple):
+class SampledOps(NamedTuple):
     """Operations of B samples, C cameras and S slots, which are applied one after the other."""
 
     ops: Tensor  # [B, C, S] int32
@@ -33,19 +33,19 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tables:
-    """What is the same for all samples, on one device."""
+    """What all samples share, on one device."""
 
     ops: Tensor  # [E, M]: of the transforms, each filled up to M operations
     log_weights: Tensor  # [E]
     low: Tensor  # [C, E, M, NUMBERS]
     span: Tensor
-    whole: Tensor  # bool [E, M, NUMBERS]: numbers that are rounded
+    integer: Tensor  # bool [E, M, NUMBERS]: numbers to round
     sizes: Tensor  # [C, 2]
-    fallbacks: list[Tensor]  # of each rectangle [C, 2]: its size if none that was drawn fits
+    fallbacks: list[Tensor]  # of each rectangle [C, 2]: its size if no sampled one fits
 
 
 class Draw:
-    """Draws operations for cameras of the given sizes (height, width)."""
+    """Draws operations for cameras of these sizes (height, width). `depth`: operations per transform."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class Draw:
     ):
         self.transforms, self.sizes, self.random_order = list(transforms), list(sizes), random_order
         self.count = min(count, len(self.transforms))
-        self.most = max(1, *(len(each.operations) for each in self.transforms))
-        self.slots = self.count * self.most
+        self.depth = max(1, *(len(each.operations) for each in self.transforms))
+        self.slots = self.count * self.depth
         self.rectangles = [
             (entry, place, operation)
             for entry, transform in enumerate(self.transforms)
@@ -68,67 +68,75 @@ class Draw:
         self.random_pixels = bool(used & {*RANDOM_PIXELS})
         self._tables: dict[torch.device, _Tables] = {}
 
-    def __call__(self, noise: NoiseSource, samples: int, device: torch.device) -> Drawn:
+    def __call__(self, noise: NoiseSource, samples: int, device: torch.device) -> SampledOps:
         tables = self.on(device)
-        entries, most, cameras = len(self.transforms), self.most, len(self.sizes)
+        entries, depth, cameras = (
+            len(self.transforms),
+            self.depth,
+            len(self.sizes),
+        )
         parts = {
-            "numbers": entries * most * NUMBERS,
+            "numbers": entries * depth * NUMBERS,
             "choice": entries,
-            "order": entries * most if most > 1 else 0,
+            "order": entries * depth if depth > 1 else 0,
             "rectangles": len(self.rectangles) * RECTANGLE,
             "seeds": 2 * self.slots if self.random_pixels else 0,
         }
-        drawn = noise.uniform(NAME, (samples, cameras, sum(parts.values())))
-        uniform = dict(zip(parts, drawn.split([*parts.values()], dim=-1)))
+        random = noise.uniform(NAME, (samples, cameras, sum(parts.values())))
+        uniform = dict(zip(parts, random.split([*parts.values()], dim=-1)))
         numbers = (
-            uniform["numbers"].reshape(samples, cameras, entries, most, NUMBERS) * tables.span + tables.low
+            uniform["numbers"].reshape(samples, cameras, entries, depth, NUMBERS) * tables.span + tables.low
         )
-        numbers = torch.where(tables.whole, numbers.round(), numbers)
-        for which, (entry, place, operation) in enumerate(self.rectangles):
-            own = uniform["rectangles"][..., which * RECTANGLE : (which + 1) * RECTANGLE]
-            rectangle = draw_rectangle(operation, own, tables.sizes, tables.fallbacks[which])
+        numbers = torch.where(tables.integer, numbers.round(), numbers)
+        for index, (entry, place, operation) in enumerate(self.rectangles):
+            part = uniform["rectangles"][..., index * RECTANGLE : (index + 1) * RECTANGLE]
+            rectangle = draw_rectangle(operation, part, tables.sizes, tables.fallbacks[index])
             numbers[:, :, entry, place, :4] = rectangle
-        chosen = self._choose(uniform["choice"], tables)
-        ops, numbers = self._gather(chosen, numbers, uniform["order"], tables)
+        choice = self._choose(uniform["choice"], tables)
+        ops, numbers = self._gather(choice, numbers, uniform["order"], tables)
         seeds = _seeds(uniform["seeds"]) if self.random_pixels else None
-        return Drawn(ops, numbers, seeds)
+        return SampledOps(ops, numbers, seeds)
 
     def _choose(self, uniform: Tensor, tables: _Tables) -> Tensor:
-        """Different transforms [B, C, count], drawn by weight one after the other (Gumbel's way, for all at once)."""
+        """Different transforms [B, C, count], sampled by weight without replacement (Gumbel top-k)."""
         scores = tables.log_weights - (-uniform.log()).log()
-        chosen = scores.topk(self.count, dim=-1).indices
-        return chosen if self.random_order else chosen.sort(dim=-1).values
+        choice = scores.topk(self.count, dim=-1).indices
+        return choice if self.random_order else choice.sort(dim=-1).values
 
     def _gather(
-        self, chosen: Tensor, numbers: Tensor, order: Tensor, tables: _Tables
+        self, choice: Tensor, numbers: Tensor, order: Tensor, tables: _Tables
     ) -> tuple[Tensor, Tensor]:
-        """The operations of the chosen transforms, in the order in which they are applied."""
-        samples, cameras, _ = chosen.shape
-        ops = tables.ops[chosen]  # [B, C, count, M]
-        index = chosen[..., None, None].expand(-1, -1, -1, self.most, NUMBERS)
+        """The operations of these transforms, in the order in which they are applied."""
+        samples, cameras, _ = choice.shape
+        ops = tables.ops[choice]  # [B, C, count, M]
+        index = choice[..., None, None].expand(-1, -1, -1, self.depth, NUMBERS)
         numbers = numbers.gather(2, index)
-        if self.most > 1:
-            keys = order.reshape(samples, cameras, -1, self.most).gather(2, index[..., 0])
+        if self.depth > 1:
+            keys = order.reshape(samples, cameras, -1, self.depth).gather(2, index[..., 0])
             order = keys.argsort(dim=-1)
             ops = ops.gather(3, order)
             numbers = numbers.gather(3, order[..., None].expand_as(numbers))
         return ops.flatten(2).contiguous(), numbers.flatten(2, 3).contiguous()
 
     def on(self, device: torch.device) -> _Tables:
-        """Made once: a CUDA graph can't bring them from the host."""
+        """Built once per device: a CUDA graph can't copy them from the host."""
         if device not in self._tables:
-            self._tables[device] = self._made(device)
+            self._tables[device] = self._build_tables(device)
         return self._tables[device]
 
-    def _made(self, device: torch.device) -> _Tables:
-        entries, most, cameras = len(self.transforms), self.most, len(self.sizes)
-        ops = torch.zeros(entries, most, dtype=torch.int32)
-        low, high = torch.zeros(2, cameras, entries, most, NUMBERS, dtype=torch.float64)
-        whole = torch.zeros(entries, most, NUMBERS, dtype=torch.bool)
+    def _build_tables(self, device: torch.device) -> _Tables:
+        entries, depth, cameras = (
+            len(self.transforms),
+            self.depth,
+            len(self.sizes),
+        )
+        ops = torch.zeros(entries, depth, dtype=torch.int32)
+        low, high = torch.zeros(2, cameras, entries, depth, NUMBERS, dtype=torch.float64)
+        integer = torch.zeros(entries, depth, NUMBERS, dtype=torch.bool)
         for entry, transform in enumerate(self.transforms):
             for place, operation in enumerate(transform.operations):
                 ops[entry, place] = operation.op
-                whole[entry, place, 1:3] = operation.op in (ImageOp.AFFINE_NEAREST, ImageOp.AFFINE_BILINEAR)
+                integer[entry, place, 1:3] = operation.op in (ImageOp.AFFINE_NEAREST, ImageOp.AFFINE_BILINEAR)
                 for camera, size in enumerate(self.sizes):
                     for column, (least, greatest) in _ranges(operation, size).items():
                         low[camera, entry, place, column] = least
@@ -139,7 +147,7 @@ class Draw:
             weights.log().float().to(device),
             low.float().to(device),
             (high - low).float().to(device),
-            whole.to(device),
+            integer.to(device),
             torch.tensor(self.sizes, dtype=torch.float32).to(device),
             [fallback_size(operation, self.sizes).to(device) for _, _, operation in self.rectangles],
         )
@@ -161,14 +169,14 @@ def _ranges(operation: Operation, size: tuple[int, int]) -> dict[int, Range]:
 def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback: Tensor) -> Tensor:
     """Top, left, height and width [B, C, 4], from uniform numbers [B, C, RECTANGLE] and the sizes of the images [C, 2].
 
-    Of ten rectangles, the first that fits. If none does, it has the size `fallback` [C, 2], in the middle.
+    The first of ten rectangles that fits. If none does, one of size `fallback` [C, 2] in the centre.
     """
     rectangle, is_crop = operation.rectangle, operation.op is ImageOp.CROP
     assert rectangle is not None
-    areas, ratios, (down, across, lot) = (
-        uniform[..., :TRIES],
-        uniform[..., TRIES : 2 * TRIES],
-        uniform[..., 2 * TRIES :].unbind(-1),
+    areas, ratios, (down, across, chance) = (
+        uniform[..., :ATTEMPTS],
+        uniform[..., ATTEMPTS : 2 * ATTEMPTS],
+        uniform[..., 2 * ATTEMPTS :].unbind(-1),
     )
     low, high = (math.log(each) for each in rectangle.ratio)
     area = _within(areas, rectangle.area) * size.prod(-1)[:, None]
@@ -180,15 +188,17 @@ def draw_rectangle(operation: Operation, uniform: Tensor, size: Tensor, fallback
     height, width = size[:, :1], size[:, 1:]
     within = (tall > 0) & (tall <= height) & (wide > 0) & (wide <= width)
     fits = within if is_crop else (tall < height) & (wide < width)
-    which, found = fits.int().argmax(-1, keepdim=True), fits.any(-1)
-    tall = torch.where(found, tall.gather(-1, which)[..., 0], fallback[:, 0])
-    wide = torch.where(found, wide.gather(-1, which)[..., 0], fallback[:, 1])
+    first_fit, any_fits = fits.int().argmax(-1, keepdim=True), fits.any(-1)
+    tall = torch.where(any_fits, tall.gather(-1, first_fit)[..., 0], fallback[:, 0])
+    wide = torch.where(any_fits, wide.gather(-1, first_fit)[..., 0], fallback[:, 1])
     free_down, free_across = size[:, 0] - tall, size[:, 1] - wide
-    top = torch.where(found, (down * (free_down + 1)).floor(), (free_down / 2).floor())
-    left = torch.where(found, (across * (free_across + 1)).floor(), (free_across / 2).floor())
-    kept = lot <= rectangle.probability
+    top = torch.where(any_fits, (down * (free_down + 1)).floor(), (free_down / 2).floor())
+    left = torch.where(any_fits, (across * (free_across + 1)).floor(), (free_across / 2).floor())
+    is_applied = chance <= rectangle.probability
     # minimum: a uniform number can round to 1
-    return torch.stack([top.minimum(free_down), left.minimum(free_across), tall * kept, wide * kept], dim=-1)
+    return torch.stack(
+        [top.minimum(free_down), left.minimum(free_across), tall * is_applied, wide * is_applied], dim=-1
+    )
 
 
 def fallback_size(operation: Operation, sizes: Sequence[tuple[int, int]]) -> Tensor:

@@ -53,8 +53,8 @@ def augmented_grid(
         batch = dataset.read([row], cameras=list(cameras))
         images = {name: torch.as_tensor(np.ascontiguousarray(batch[name])) for name in cameras}
         ids = torch.as_tensor(batch[SAMPLE_ID]).reshape(-1)
-        seen = [step(images, StepContext(True, Noise(seed, number, ids))) for number in range(steps)]
-        lines += [[images[name] / 255, *(each[name] for each in seen)] for name in cameras]
+        augmented = [step(images, StepContext(True, Noise(seed, number, ids))) for number in range(steps)]
+        lines += [[images[name] / 255, *(each[name] for each in augmented)] for name in cameras]
         if progress:
             progress(done, len(rows))
     return _arranged([[_cell(image[0]) for image in line] for line in lines])

@@ -77,13 +77,13 @@ class Transform:
 
 def read_transforms(settings: ImageTransformsConfig) -> list[Transform]:
     """The transforms that can be chosen. Refuses what Flexor does not support or what makes no sense."""
-    found = []
+    transforms = []
     for name, entry in settings.tfs.items():
         if not entry.weight >= 0:
             raise ConfigError(f"{WHERE}.{name}.weight={entry.weight} must be at least 0.")
         if entry.weight > 0:
-            found.append(Transform(name, entry.weight, tuple(_operations(name, entry))))
-    return found
+            transforms.append(Transform(name, entry.weight, tuple(_operations(name, entry))))
+    return transforms
 
 
 def _operations(name: str, entry: ImageTransformConfig) -> list[Operation]:
@@ -157,8 +157,8 @@ def _shear(arguments: Arguments) -> tuple[Range, Range]:
         return _radians(x), _radians(y)
     if value is None:
         return (0.0, 0.0), (0.0, 0.0)
-    one = value if isinstance(value, list | tuple) else _around_zero(arguments.number("shear", value, 0.0))
-    return _radians(arguments.pair("shear", one)), (0.0, 0.0)
+    pair = value if isinstance(value, list | tuple) else _around_zero(arguments.number("shear", value, 0.0))
+    return _radians(arguments.pair("shear", pair)), (0.0, 0.0)
 
 
 def _radians(degrees: Range) -> Range:
@@ -166,9 +166,9 @@ def _radians(degrees: Range) -> Range:
 
 
 def _interpolation(arguments: Arguments) -> ImageOp:
-    ways = ("nearest", "bilinear")
-    chosen = arguments.choice("interpolation", "nearest", *ways)
-    return ImageOp.AFFINE_NEAREST if chosen == "nearest" else ImageOp.AFFINE_BILINEAR
+    modes = ("nearest", "bilinear")
+    mode = arguments.choice("interpolation", "nearest", *modes)
+    return ImageOp.AFFINE_NEAREST if mode == "nearest" else ImageOp.AFFINE_BILINEAR
 
 
 def _fill(arguments: Arguments, key: str, default: Any = 0) -> dict[int, Range]:
@@ -219,8 +219,8 @@ def _blur(arguments: Arguments) -> list[Operation]:
 
 def _noise(arguments: Arguments) -> list[Operation]:
     """LeRobot's has `std`, a range in levels of 255; torchvision's `mean`, `sigma` and `clip`, of images in [0, 1]."""
-    theirs = {"mean", "sigma", "clip"} & arguments.left.keys()
-    if "std" in arguments.left or not theirs:
+    theirs = {"mean", "sigma", "clip"} & arguments.remaining.keys()
+    if "std" in arguments.remaining or not theirs:
         span = arguments.span("std", (5.0, 25.0), lambda value: (0.0, value), 0.0)
         assert span is not None
         return [Operation(ImageOp.NOISE, {1: (span[0] / 255, span[1] / 255), 2: (1.0, 1.0)})]
@@ -238,7 +238,7 @@ def _erasing(arguments: Arguments) -> list[Operation]:
     if ratio[0] <= 0:
         raise arguments.fail("ratio", list(ratio), "numbers above 0")
     rectangle = Rectangle(area, ratio, probability)
-    if arguments.left.get("value") == "random":
+    if arguments.remaining.get("value") == "random":
         arguments.take("value")
         return [Operation(ImageOp.ERASE_NOISE, rectangle=rectangle)]
     return [Operation(ImageOp.ERASE, _fill(arguments, "value"), rectangle=rectangle)]

@@ -1,4 +1,4 @@
-"""The operations in torch: what they compute, on any device. `kernels/augment.py` does the same on NVIDIA GPUs.
+"""The operations in torch, for any device. `kernels/augment.py` does the same on NVIDIA GPUs.
 
 Images are float [B, T, C, H, W] in [0, 1], with one or three channels. Formulas are torchvision's. Every image is
 computed by itself, so the result does not depend on the others in the batch.
@@ -29,17 +29,17 @@ def apply_slot(
 ) -> Tensor:
     """One operation for each sample: ops [B], numbers [B, NUMBERS], seeds [B].
 
-    `used`: those that occur in a run; `reach`: of its largest blur, in pixels from the centre; `look`: which samples
-    have an operation is looked up, and it is computed for these only. On a GPU, the host would have to wait for that.
+    `used`: the operations that occur in a run; `reach`: radius of its largest blur in pixels; `look`: compute each
+    operation only for the samples that have it, which the host must read: on a GPU that would synchronise.
     """
     out = images
     for op in sorted({*used} - {ImageOp.IDENTITY}):
-        chosen = ops == op
+        selected = ops == op
         if not look:
-            out = torch.where(chosen.view(-1, 1, 1, 1, 1), apply(op, images, numbers, seeds, reach), out)
-        elif len(rows := chosen.nonzero()[:, 0]):
-            own = None if seeds is None else seeds[rows]
-            out = out.index_copy(0, rows, apply(op, images[rows], numbers[rows], own, reach))
+            out = torch.where(selected.view(-1, 1, 1, 1, 1), apply(op, images, numbers, seeds, reach), out)
+        elif len(rows := selected.nonzero()[:, 0]):
+            row_seeds = None if seeds is None else seeds[rows]
+            out = out.index_copy(0, rows, apply(op, images[rows], numbers[rows], row_seeds, reach))
     return out
 
 
@@ -77,8 +77,8 @@ def gray(images: Tensor) -> Tensor:
     return GRAY[0] * red + GRAY[1] * green + GRAY[2] * blue
 
 
-def _blend(images: Tensor, others: Tensor, factor: Tensor) -> Tensor:
-    return (images * factor + others * (1 - factor)).clamp(0, 1)
+def _blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    return (images * factor + other * (1 - factor)).clamp(0, 1)
 
 
 def brightness(images: Tensor, factor: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Around the mean gray of each frame. It is computed row by row: torch sums up a lone image in another order."""
+    """Around the mean gray of each frame. It is computed row by row: torch sums a single image in another order."""
     mean = gray(images).mean(-1, keepdim=True).mean(-2, keepdim=True)
     return _blend(images, mean, factor)
 
@@ -102,27 +102,27 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
     red, green, blue = images.split(1, dim=-3)
     least, largest = torch.aminmax(images, dim=-3, keepdim=True)
     chroma = largest - least
-    wheel = torch.where(chroma == 0, 1.0, chroma)
+    divisor = torch.where(chroma == 0, 1.0, chroma)
     sixths = torch.where(
         largest == red,
-        (green - blue) / wheel,
-        torch.where(largest == green, 2 + (blue - red) / wheel, 4 + (red - green) / wheel),
+        (green - blue) / divisor,
+        torch.where(largest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
     sixths = torch.remainder(sixths + 6 * turns, 6)
-    where = torch.cat([torch.remainder(sixths + start, 6) for start in (5, 3, 1)], dim=-3)
-    return largest - chroma * torch.minimum(where, 4 - where).clamp(0, 1)
+    sectors = torch.cat([torch.remainder(sixths + start, 6) for start in (5, 3, 1)], dim=-3)
+    return largest - chroma * torch.minimum(sectors, 4 - sectors).clamp(0, 1)
 
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
-    """Away from a smoothed image; the outermost pixels stay as they are."""
+    """Away from a smoothed image; the border pixels stay unchanged."""
     height, width = images.shape[-2:]
     if min(height, width) <= 2:
         return images
     inner = images[..., 1:-1, 1:-1]
-    around = sum(
+    neighbourhood = sum(
         images[..., y : height - 2 + y, x : width - 2 + x] for y in range(3) for x in range(3)
     )  # with the pixel itself
-    smooth = (around + 4 * inner) / 13
+    smooth = (neighbourhood + 4 * inner) / 13
     out = images.clone()
     out[..., 1:-1, 1:-1] = inner + (smooth - inner) * (1 - factor)
     return out.clamp(0, 1)
@@ -158,8 +158,8 @@ def affine(images: Tensor, numbers: Tensor, mode: str) -> Tensor:
     )
     grid = torch.stack([x / (width / 2), y / (height / 2)], dim=-1)  # [B, H, W, 2] from -1 to 1
     flat = torch.cat([images, torch.ones_like(images[:, :, :1])], dim=2).flatten(1, 2)
-    found = F.grid_sample(flat, grid, mode=mode, padding_mode="zeros", align_corners=False)
-    pixels, inside = found.view(samples, frames, -1, height, width).split([channels, 1], dim=2)
+    sampled = F.grid_sample(flat, grid, mode=mode, padding_mode="zeros", align_corners=False)
+    pixels, inside = sampled.view(samples, frames, -1, height, width).split([channels, 1], dim=2)
     fill = _fill(images, numbers)
     if mode == "nearest":
         return torch.where(inside < 0.5, fill, pixels)
@@ -171,16 +171,16 @@ def crop_and_resize(images: Tensor, numbers: Tensor) -> Tensor:
     for dim in (-2, -1):
         size = images.shape[dim]
         start, length = numbers[:, dim + 2, None], numbers[:, dim + 4, None]
-        at = (torch.arange(size, device=images.device) + 0.5) * (length / size) - 0.5
-        at = at.clamp(min=0)  # [B, size]
-        first = at.floor()
+        position = (torch.arange(size, device=images.device) + 0.5) * (length / size) - 0.5
+        position = position.clamp(min=0)  # [B, size]
+        first = position.floor()
         second = torch.minimum(first + 1, length - 1)
         shape = [len(images), 1, 1, size, 1] if dim == -2 else [len(images), 1, 1, 1, size]
-        share = (at - first).view(shape)
+        weight = (position - first).view(shape)
         # within limits, because samples with another operation have other numbers here
-        places = [(start + index).clamp(0, size - 1).long().view(shape) for index in (first, second)]
-        near, far = (images.gather(dim, place.expand_as(images)) for place in places)
-        images = near * (1 - share) + far * share
+        indices = [(start + index).clamp(0, size - 1).long().view(shape) for index in (first, second)]
+        lower, upper = (images.gather(dim, row_or_column.expand_as(images)) for row_or_column in indices)
+        images = lower * (1 - weight) + upper * weight
     return images
 
 
@@ -192,9 +192,9 @@ def blur(images: Tensor, numbers: Tensor, reach: int) -> Tensor:
         weights = (-0.5 * (taps / sigma).square()).exp() * (taps.abs() <= kernel // 2)
         weights = weights / weights.sum(-1, keepdim=True)  # [B, taps]
         out = torch.zeros_like(images)
-        place = torch.arange(size, device=images.device)
+        position = torch.arange(size, device=images.device)
         for number, tap in enumerate(range(-reach, reach + 1)):
-            index = (place + tap).abs()
+            index = (position + tap).abs()
             index = torch.minimum(index, 2 * (size - 1) - index).clamp(0, size - 1)
             out = out + images.index_select(images.dim() + dim, index) * _column(weights, number)
         images = out

@@ -16,7 +16,7 @@ from flexor.core.rng import Noise
 from flexor.data.settings import ImageTransformsConfig
 from flexor.kernels.available import has_kernels
 from flexor.policies.augment.arguments import WHERE
-from flexor.policies.augment.draw import Draw, Drawn
+from flexor.policies.augment.draw import Draw, SampledOps
 from flexor.policies.augment.operations import ImageOp, Transform, read_transforms
 from flexor.policies.augment.plain import apply_slot
 from flexor.policies.features import PolicyFeature
@@ -50,36 +50,36 @@ class AugmentImages(ProcessingStep):
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         if not context.training:
             return batch
-        there = [name for name in self.cameras if isinstance(batch.get(name), Tensor)]
+        cameras = [name for name in self.cameras if isinstance(batch.get(name), Tensor)]
         out = dict(batch)
-        if there:
-            images = batch[there[0]]
+        if cameras:
+            images = batch[cameras[0]]
             assert context.noise is not None, "augmentation needs keyed noise"
             noise = context.noise
             if isinstance(noise, Noise) and noise.sample_ids.device != images.device:
                 noise = noise.to(images.device)
-            drawn = self.draw(noise, len(images), images.device)
-        for name in there:
-            out[name] = self._augmented(out[name], drawn, self.cameras.index(name))
+            sampled = self.draw(noise, len(images), images.device)
+        for name in cameras:
+            out[name] = self._augmented(out[name], sampled, self.cameras.index(name))
         return out if context.keeps_bytes else {name: _as_float(name, value) for name, value in out.items()}
 
-    def _augmented(self, images: Tensor, drawn: Drawn, camera: int) -> Tensor:
+    def _augmented(self, images: Tensor, sampled: SampledOps, camera: int) -> Tensor:
         shape = images.shape
         images = images.reshape(shape[0], -1, *shape[-3:]).contiguous()  # [B, T, C, H, W]
         apply = self._fused if has_kernels(images.device) else self._plain
         for slot in range(self.draw.slots):
-            images = apply(images, drawn, camera, slot)
+            images = apply(images, sampled, camera, slot)
         return (float_image(images) if images.dtype == torch.uint8 else images).view(shape)
 
-    def _plain(self, images: Tensor, drawn: Drawn, camera: int, slot: int) -> Tensor:
+    def _plain(self, images: Tensor, sampled: SampledOps, camera: int, slot: int) -> Tensor:
         images = float_image(images) if images.dtype == torch.uint8 else images.float()
-        own = drawn.ops[:, camera, slot], drawn.numbers[:, camera, slot]
-        seeds = None if drawn.seeds is None else drawn.seeds[:, camera, slot]
-        return apply_slot(images, *own, seeds, self.used, self.reach, look=images.device.type == "cpu")
+        draws = sampled.ops[:, camera, slot], sampled.numbers[:, camera, slot]
+        seeds = None if sampled.seeds is None else sampled.seeds[:, camera, slot]
+        return apply_slot(images, *draws, seeds, self.used, self.reach, look=images.device.type == "cpu")
 
-    def _fused(self, images: Tensor, drawn: Drawn, camera: int, slot: int) -> Tensor:
+    def _fused(self, images: Tensor, sampled: SampledOps, camera: int, slot: int) -> Tensor:
         """The same in one or two passes over the images; `drawn` is read where it is."""
-        ops, (kinds, numbers, seeds) = torch.ops.flexor, drawn
+        ops, (kinds, numbers, seeds) = torch.ops.flexor, sampled
         if images.dtype != torch.uint8:
             images = images.float()
         sums = rows = None
@@ -121,10 +121,10 @@ def augmentation(
     settings: ImageTransformsConfig, cameras: Mapping[str, PolicyFeature], skip: Collection[str] = ()
 ) -> AugmentImages | None:
     """The step for these cameras; None if there is nothing to do. `skip`: cameras of depth, which stay as they are."""
-    chosen = {name: feature for name, feature in cameras.items() if name not in skip}
-    if not settings.enable or not chosen or not read_transforms(settings):
+    selected = {name: feature for name, feature in cameras.items() if name not in skip}
+    if not settings.enable or not selected or not read_transforms(settings):
         return None
-    return AugmentImages(settings, chosen)
+    return AugmentImages(settings, selected)
 
 
 def augmented(pipeline: Pipeline, step: ProcessingStep | None) -> Pipeline:

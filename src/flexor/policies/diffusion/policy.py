@@ -1,4 +1,4 @@
-"""Diffusion Policy (Chi et al. 2023, https://arxiv.org/abs/2303.04137), the convolutional kind.
+"""Diffusion Policy (Chi et al. 2023, https://arxiv.org/abs/2303.04137), the convolutional variant.
 
 A U-Net over time learns to remove noise from a chunk of actions, given the last few observations. Inference
 starts from pure noise, so that the policy picks one of several good solutions instead of their average. The
@@ -59,26 +59,26 @@ class DiffusionModel(nn.Module):
         super().__init__()
         self.config = config
         assert config.state is not None
-        observed = config.state.shape[0]
+        step_features = config.state.shape[0]
         if config.environment_state:
-            observed += config.environment_state.shape[0]
+            step_features += config.environment_state.shape[0]
         if config.images:
             separate = config.use_separate_rgb_encoder_per_camera
             shapes = [camera.shape for camera in config.images.values()]
-            built = shapes if separate else shapes[:1]
-            encoders = [RgbEncoder(config, shape, config.resize_shape) for shape in built]
+            encoder_shapes = shapes if separate else shapes[:1]
+            encoders = [RgbEncoder(config, shape, config.resize_shape) for shape in encoder_shapes]
             self.rgb_encoder = nn.ModuleList(encoders) if separate else encoders[0]
-            observed += len(config.images) * encoders[0].feature_dim
+            step_features += len(config.images) * encoders[0].feature_dim
         unet = ConditionalUnet1d(
             config.action.shape[0],
-            observed * config.n_obs_steps,
+            step_features * config.n_obs_steps,
             config.down_dims,
             config.kernel_size,
             config.n_groups,
             config.diffusion_step_embed_dim,
             config.use_film_scale_modulation,
         )
-        self.unet_blocks = unet.blocks()  # a plain list: their names are the U-Net's
+        self.unet_blocks = unet.blocks()  # a plain list: not registered a second time
         if config.compile_model:
             keep_compiled_code()
         self.unet: Any = torch.compile(unet, mode=config.compile_mode) if config.compile_model else unet
@@ -88,14 +88,14 @@ class DiffusionModel(nn.Module):
 
     def observe(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """The condition of the U-Net, [B, T * features]: for each time step the state, images, environment state."""
-        seen = [batch[STATE]]  # [B, T, D]
+        features = [batch[STATE]]  # [B, T, D]
         if self.config.images:
-            seen.append(self._look([batch[key] for key in self.config.images], noise))
+            features.append(self._encode_images([batch[key] for key in self.config.images], noise))
         if self.config.environment_state:
-            seen.append(batch[ENV_STATE])
-        return torch.cat(seen, -1).flatten(1)
+            features.append(batch[ENV_STATE])
+        return torch.cat(features, -1).flatten(1)
 
-    def _look(self, cameras: list[Tensor], noise: NoiseSource) -> Tensor:
+    def _encode_images(self, cameras: list[Tensor], noise: NoiseSource) -> Tensor:
         """Cameras [B, T, 3, H, W] -> [B, T, cameras * features]."""
         if isinstance(self.rgb_encoder, nn.ModuleList):
             pairs = zip(self.rgb_encoder, cameras)

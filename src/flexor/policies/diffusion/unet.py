@@ -60,7 +60,7 @@ class ConditionalUnet1d(nn.Module):
         )
 
     def blocks(self) -> list[nn.Module]:
-        """The residual blocks, in which nearly all weights are."""
+        """The residual blocks, which hold nearly all weights."""
         return [module for module in self.modules() if isinstance(module, ResidualBlock)]
 
     def forward(self, x: Tensor, level: Tensor, condition: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ResidualBlock(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Convolution over time, group normalisation, Mish, and what `norm_mish` can add to them."""
+    """Convolution over time, group normalisation, Mish; optionally FiLM or a residual."""
 
     def __init__(self, inputs: int, outputs: int, kernel_size: int, groups: int):
         super().__init__()
@@ -127,7 +127,7 @@ class ConvBlock(nn.Module):
 
 
 class Conv1d(nn.Conv1d):
-    """A convolution over time that reads sequences as they lie in memory.
+    """A convolution over time that reads channels-last sequences without copying them.
 
     torch copies the input of a one-dimensional convolution twice on a GPU if the weight is in channels-last format:
     it makes it contiguous, then channels-last. As a flat image it is not copied.
@@ -141,7 +141,7 @@ class Conv1d(nn.Conv1d):
 
 
 class ConvTranspose1d(nn.ConvTranspose1d):
-    """The same, from coarse to fine."""
+    """The transposed convolution, which upsamples."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         if output_size is not None or not flat_image(x, self.weight):
@@ -152,9 +152,9 @@ class ConvTranspose1d(nn.ConvTranspose1d):
 
 
 def flat_image(x: Tensor, weight: Tensor) -> bool:
-    """Whether to compute as an image of height 1. Only in training: autocast keeps its copy of a weight, not of a view.
+    """Whether to compute as an image of height 1. Only in training: autocast caches casts of weights, not of views.
 
     On the meta device, a plan asks what a GPU does.
     """
-    last = weight.stride()[1:] == (1, weight.shape[1])
-    return x.device.type in ("cuda", "meta") and last and torch.is_grad_enabled()
+    channels_last = weight.stride()[1:] == (1, weight.shape[1])
+    return x.device.type in ("cuda", "meta") and channels_last and torch.is_grad_enabled()

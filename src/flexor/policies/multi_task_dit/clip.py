@@ -16,12 +16,14 @@ from flexor.kernels.quick_gelu import QuickGELU
 from flexor.policies.hf_transformers import fetch, import_transformers
 from flexor.policies.sizes import check_model_sizes
 
-# what differs from the defaults of `transformers`
-KNOWN: dict[str, dict[str, Any]] = {"openai/clip-vit-base-patch16": {"CLIPVisionConfig": {"patch_size": 16}}}
+# differences from the defaults of `transformers`
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "openai/clip-vit-base-patch16": {"CLIPVisionConfig": {"patch_size": 16}}
+}
 
 
 class ClipVision(nn.Module):
-    """Images [B, 3, H, W] -> the vector [B, D] of the class token, which summarises the whole image."""
+    """Images [B, 3, H, W] -> the vector [B, D] of the class token, which summarises the image."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -62,12 +64,11 @@ class ClipText(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         length = tokens.shape[1]
-        before = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        attend = (
-            before & mask[:, None, None].bool()
-        )  # the whole mask: otherwise `transformers` checks whether anything is masked
+        causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+        # a 4-D mask: given a 2-D one, `transformers` reads on the host whether anything is masked
+        attention_mask = causal & mask[:, None, None].bool()
         with torch.no_grad():
-            out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=attend)
+            out = self.text_encoder["text_model"](input_ids=tokens, attention_mask=attention_mask)
         return self.projection(out.pooler_output)
 
     def load_pretrained(self) -> None:
@@ -79,27 +80,27 @@ class ClipText(nn.Module):
 
 def _settings(kind: str, name: str) -> Any:
     """The sizes of a published CLIP, for which the default one needs no Hub: a plan has no network."""
-    if name in KNOWN:
-        return getattr(import_transformers("CLIP"), kind)(**KNOWN[name].get(kind, {}))
+    if name in PUBLISHED:
+        return getattr(import_transformers("CLIP"), kind)(**PUBLISHED[name].get(kind, {}))
     settings = fetch(kind, name)
     check_model_sizes(f"{name}: {kind}", settings.to_dict())
     return settings
 
 
 def _network(model: nn.Module, inner: str) -> nn.Module:
-    """With Flexor's activation function, which is faster, in place of the same one of `transformers`."""
-    network = _bare(model, inner)
+    """The model's network, with Flexor's faster QuickGELU in place of that of `transformers`."""
+    network = _inner_network(model, inner)
     for layer in network.encoder.layers:  # type: ignore[union-attr]
         if layer.mlp.config.hidden_act == "quick_gelu":
             layer.mlp.activation_fn = QuickGELU()
     return network
 
 
-def _bare(model: nn.Module, inner: str) -> nn.Module:
+def _inner_network(model: nn.Module, inner: str) -> nn.Module:
     """In `transformers` up to 5.5 the network is a part of the model; in newer ones the model is the network."""
     return getattr(model, inner, model)
 
 
 def _load(network: nn.Module, kind: str, name: str, inner: str) -> None:
     published = fetch(kind, name, dtype=torch.float32)
-    network.load_state_dict(_bare(published, inner).state_dict())
+    network.load_state_dict(_inner_network(published, inner).state_dict())

@@ -130,8 +130,8 @@ class MultiTaskDiTConfig(DenoisingConfig):
             padding_side=self.tokenizer_padding_side,
             truncation=self.tokenizer_truncation,
         )
-        rename, to_batch, *others = super().steps_before(stats)
-        return [rename, to_batch, tokenize, *others]
+        rename, to_batch, *other_steps = super().steps_before(stats)
+        return [rename, to_batch, tokenize, *other_steps]
 
     @property
     def resized(self) -> Size:

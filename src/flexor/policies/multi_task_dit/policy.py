@@ -1,8 +1,8 @@
 """The multi-task diffusion transformer (after TRI's Large Behavior Models, https://arxiv.org/abs/2507.05331).
 
 CLIP encodes the camera images and the task. Its vectors and the robot's state condition a transformer that turns
-noise into an action chunk, by diffusion or by flow matching. With one vector per image the policy is small and
-fast for one that understands language. It is weaker at tasks that need exact positions in an image.
+noise into an action chunk, by diffusion or by flow matching. With one vector per image, the policy is small and
+fast among those that understand language. It is weaker at tasks that need exact positions in an image.
 
 Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
@@ -99,10 +99,10 @@ class ObservationEncoder(nn.Module):
             self.vision_encoder = ClipVision(config.vision_encoder_name)
         self.text_encoder = ClipText(config.text_encoder_name, config.hidden_dim)
         assert config.state is not None
-        moment = config.state.shape[0] + config.hidden_dim
+        step_features = config.state.shape[0] + config.hidden_dim
         if self.cameras:
-            moment += len(self.cameras) * self.vision()[0].out_dim
-        self.out_dim = config.n_obs_steps * moment
+            step_features += len(self.cameras) * self.vision()[0].out_dim
+        self.out_dim = config.n_obs_steps * step_features
         self._check(config)
         if config.vision_encoder_lr_multiplier == 0:
             for encoder in self.vision():
@@ -133,34 +133,34 @@ class ObservationEncoder(nn.Module):
                 config.image_crop_shape,
                 config.resized,
             )
-        size, wanted = config.crop or config.resized, self.vision()[0].image_size
-        if size != (wanted, wanted):
+        size, expected = config.crop or config.resized, self.vision()[0].image_size
+        if size != (expected, expected):
             raise ConfigError(
                 f"Images are {size[0]} x {size[1]} after resizing and cropping, but {config.vision_encoder_name} takes "
-                f"{wanted} x {wanted}: set --policy.image_resize_shape='[{wanted}, {wanted}]' and "
+                f"{expected} x {expected}: set --policy.image_resize_shape='[{expected}, {expected}]' and "
                 "--policy.image_crop_shape=null, or other values that result in this size."
             )
 
     def forward(self, batch: Batch, noise: NoiseSource) -> Tensor:
         state = batch[STATE]  # [B, T, S]
-        seen = [state, self._see(batch, noise)] if self.cameras else [state]
+        features = [state, self._encode_images(batch, noise)] if self.cameras else [state]
         task = self.text_encoder(batch[TASK_TOKENS], batch[TASK_MASK])
-        seen.append(task[:, None].expand(-1, state.shape[1], -1))
-        return torch.cat(seen, -1).flatten(1)  # [B, T * (state + cameras + task)]
+        features.append(task[:, None].expand(-1, state.shape[1], -1))
+        return torch.cat(features, -1).flatten(1)  # [B, T * (state + cameras + task)]
 
-    def _see(self, batch: Batch, noise: NoiseSource) -> Tensor:
+    def _encode_images(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """CLIP's vectors of all cameras: [B, T, cameras * D]. Cameras that share an encoder are encoded together."""
         encoders = self.vision()
         groups = [self.cameras] if len(encoders) == 1 else [[camera] for camera in self.cameras]
-        seen = []
+        features = []
         for index, (encoder, cameras) in enumerate(zip(encoders, groups)):
             images = torch.stack([batch[camera] for camera in cameras], 2)  # [B, T, N, 3, H, W]
-            fitted = self._fit(images.flatten(1, 2), noise, f"crop{index}")  # [B, T * N, 3, h, w]
-            vectors = encoder(fitted.flatten(0, 1)).unflatten(0, (*images.shape[:2], -1))
-            seen.append(vectors.flatten(2))  # [B, T, N * D]
-        return torch.cat(seen, -1)
+            inputs = self._resize_and_crop(images.flatten(1, 2), noise, f"crop{index}")  # [B, T * N, 3, h, w]
+            vectors = encoder(inputs.flatten(0, 1)).unflatten(0, (*images.shape[:2], -1))
+            features.append(vectors.flatten(2))  # [B, T, N * D]
+        return torch.cat(features, -1)
 
-    def _fit(self, images: Tensor, noise: NoiseSource, name: str) -> Tensor:
+    def _resize_and_crop(self, images: Tensor, noise: NoiseSource, name: str) -> Tensor:
         """Images [B, N, 3, H, W] in the input size of CLIP."""
         config = self.config
         size = tuple(images.shape[-2:])

@@ -41,15 +41,15 @@ class RotaryAttention(nn.Module):
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.heads, -1))  # [B, S, 3, heads, size]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, size]
         dropout = self.dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(self._turn(q), self._turn(k), v, dropout_p=dropout)
+        out = F.scaled_dot_product_attention(self._apply_rope(q), self._apply_rope(k), v, dropout_p=dropout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _apply_rope(self, x: Tensor) -> Tensor:
         """Channels i and i + size/2 are a point in a plane, rotated by the angle of the position."""
         steps = x.shape[-2]
         first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), -1)
-        return x * self.cos[:steps].to(x) + turned * self.sin[:steps].to(x)
+        rotated = torch.cat((-second, first), -1)
+        return x * self.cos[:steps].to(x) + rotated * self.sin[:steps].to(x)
 
 
 class DiTBlock(nn.Module):
@@ -73,17 +73,17 @@ class DiTBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU("tanh"), nn.Linear(4 * dim, dim))
-        steer = nn.Linear(condition_dim, 6 * dim)
-        nn.init.zeros_(steer.weight)
-        nn.init.zeros_(steer.bias)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), steer)
+        projection = nn.Linear(condition_dim, 6 * dim)
+        nn.init.zeros_(projection.weight)
+        nn.init.zeros_(projection.bias)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), projection)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         """x [B, S, D], condition [B, C] -> [B, S, D]."""
-        steering = self.adaLN_modulation(condition)[:, None].chunk(6, dim=-1)  # six of [B, 1, D]
-        shift, scale, gate = steering[:3]
+        modulation = self.adaLN_modulation(condition)[:, None].chunk(6, dim=-1)  # each [B, 1, D]
+        shift, scale, gate = modulation[:3]
         x = x + gate * self._attend(self.norm1(x) * (1 + scale) + shift)
-        shift, scale, gate = steering[3:]
+        shift, scale, gate = modulation[3:]
         return x + gate * self.mlp(self.norm2(x) * (1 + scale) + shift)
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class DiTBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """A noisy chunk, its noise level and the observations -> the prediction that the objective trains."""
+    """A noisy chunk, its noise level and the observations -> the target that the objective defines."""
 
     def __init__(
         self,

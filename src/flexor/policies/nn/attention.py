@@ -26,29 +26,29 @@ class Attention(nn.Module):
         nn.init.xavier_uniform_(self.in_proj_weight)
         nn.init.zeros_(self.out_proj.bias)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attend: Tensor | None = None) -> Tensor:
-        """query [B, Q, D], key and value [B, K, D], attend [B, K] (False hides a key) -> [B, Q, D]."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """query [B, Q, D], key and value [B, K, D], key_mask [B, K] (False hides a key) -> [B, Q, D]."""
         projected = self._project(query, key, value)
         q, k, v = (
             x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projected
         )  # [B, heads, S, D/heads]
-        mask = None if attend is None else attend[:, None, None, :]
+        mask = None if key_mask is None else key_mask[:, None, None, :]
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Each through its part of the weights; inputs that are the same tensor go through together."""
-        dtype = autocast_type(query)  # cast as a whole: autocast would cast each part
+        """The three projections; inputs that are the same tensor are projected together."""
+        dtype = autocast_type(query)  # cast at once: autocast would cast each part
         weight, bias = self.in_proj_weight.to(dtype), self.in_proj_bias.to(dtype)
         if query is key is value:
             return F.linear(query, weight, bias).chunk(3, -1)
         weights, biases = weight.chunk(3), bias.chunk(3)
-        last = F.linear(value, weights[2], biases[2])
+        v = F.linear(value, weights[2], biases[2])
         if query is key:
             width = 2 * query.shape[-1]
-            return (*F.linear(query, weight[:width], bias[:width]).chunk(2, -1), last)
-        return F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1]), last
+            return (*F.linear(query, weight[:width], bias[:width]).chunk(2, -1), v)
+        return F.linear(query, weights[0], biases[0]), F.linear(key, weights[1], biases[1]), v
 
 
 def sinusoidal_positions(count: int, dim: int) -> Tensor:

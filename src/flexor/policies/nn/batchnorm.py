@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_reduce
 
 
 def recomputing() -> bool:
-    """Whether this is within a backward pass: activation checkpointing recomputes the forward pass there."""
+    """Whether a backward pass is running: activation checkpointing recomputes the forward pass in it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -44,14 +44,14 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def _over_ranks(self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         wide, channels = x.to(mean.dtype), x.shape[1]
-        own = wide.new_full((1,), x.numel() / channels)
-        sums = all_reduce(torch.cat((wide.sum((0, 2, 3)), wide.square().sum((0, 2, 3)), own)))
+        local_count = wide.new_full((1,), x.numel() / channels)
+        sums = all_reduce(torch.cat((wide.sum((0, 2, 3)), wide.square().sum((0, 2, 3)), local_count)))
         total, squares, count = sums.split([channels, channels, 1])
-        now_mean = total / count
-        now_var = (squares / count - now_mean.square()).clamp(min=0)
+        batch_mean = total / count
+        batch_var = (squares / count - batch_mean.square()).clamp(min=0)
         with torch.no_grad():
-            mean.lerp_(now_mean, self.momentum)
-            var.lerp_(now_var * count / (count - 1).clamp(min=1), self.momentum)
-        scale = weight * (now_var + self.eps).rsqrt()
-        shift = bias - now_mean * scale
+            mean.lerp_(batch_mean, self.momentum)
+            var.lerp_(batch_var * count / (count - 1).clamp(min=1), self.momentum)
+        scale = weight * (batch_var + self.eps).rsqrt()
+        shift = bias - batch_mean * scale
         return torch.addcmul(shift.view(1, -1, 1, 1), wide, scale.view(1, -1, 1, 1)).to(x.dtype)

@@ -42,7 +42,7 @@ class VisionSettings:
 
     @property
     def crop(self) -> Size | None:
-        """Height and width of the crop, whichever setting gives them."""
+        """Height and width of the crop."""
         return self.crop_shape
 
     def check_vision(self, cameras: dict[str, tuple[int, ...]]) -> None:
@@ -102,10 +102,10 @@ class RgbEncoder(nn.Module):
             settings.vision_backbone, group_norm_of_16 if settings.use_group_norm else BatchNorm2d
         )
         self.backbone = UnnamedResNet(*resnet.children())
-        seen = settings.crop or resize or size
-        height, width = resnet.feature_map_size(*seen)
+        input_size = settings.crop or resize or size
+        height, width = resnet.feature_map_size(*input_size)
         if height * width == 1:
-            warn_blind(*seen)
+            warn_single_pixel(*input_size)
         keypoints = settings.spatial_softmax_num_keypoints
         self.pool = SpatialSoftmax(resnet.out_channels, height, width, keypoints)
         self.feature_dim = 2 * keypoints
@@ -135,7 +135,7 @@ class RgbEncoder(nn.Module):
 
 
 @functools.cache
-def warn_blind(height: int, width: int) -> None:
+def warn_single_pixel(height: int, width: int) -> None:
     """Warn once, however many cameras there are."""
     log.warning(
         "A ResNet reduces images of %d x %d pixels to a single point, so positions are lost and the cameras have no "
@@ -167,9 +167,9 @@ def random_crop(
     """
     counts, (height, width) = x.shape[:2], x.shape[-2:]
     slack = [have + 2 * border - want for have, want in zip((height, width), size)]
-    drawn = counts[:1] if together else counts
+    shape = counts[:1] if together else counts
     top, left = (
-        noise.integers(f"{name}/{side}", drawn, space + 1).flatten().to(x.device)
+        noise.integers(f"{name}/{side}", shape, space + 1).flatten().to(x.device)
         for side, space in zip(("top", "left"), slack)
     )
     if not together:

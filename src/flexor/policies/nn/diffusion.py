@@ -76,7 +76,7 @@ class DiffusionSettings:
 
 
 class DiffusionSchedule:
-    """How much signal is left at each noise level; adds noise and removes it."""
+    """The signal at each noise level; adds noise and removes it."""
 
     def __init__(self, settings: DiffusionSettings):
         self.settings = settings
@@ -102,47 +102,49 @@ class DiffusionSchedule:
 
     def error(self, network: Network, clean: Tensor, noise: NoiseSource) -> Tensor:
         """The squared error [B, H, A] of what the network predicts for actions [B, H, A] with noise."""
-        added = noise.normal("noise", tuple(clean.shape)).to(clean)
+        epsilon = noise.normal("noise", tuple(clean.shape)).to(clean)
         count = self.settings.num_train_timesteps
         level = noise.integers("timestep", (len(clean),), count).to(clean.device)
-        predicted = network(self.add_noise(clean, added, level), level)
-        target = added if self.settings.prediction_type == "epsilon" else clean
+        predicted = network(self.add_noise(clean, epsilon, level), level)
+        target = epsilon if self.settings.prediction_type == "epsilon" else clean
         return F.mse_loss(predicted, target, reduction="none")
 
     def sample(self, network: Network, shape: Sequence[int], noise: NoiseSource, like: Tensor) -> Tensor:
         """Actions of `shape` [B, H, A] from pure noise, on the device of `like`."""
         x = noise.normal("x", shape).to(like)
         levels = self.levels()
-        for level, following in zip(levels, [*levels[1:], -1]):
+        for level, next_level in zip(levels, [*levels[1:], -1]):
             predicted = network(x, torch.full(shape[:1], level, device=x.device))
-            fresh = None
+            new_noise = None
             if self.settings.noise_scheduler_type == "DDPM" and level > 0:
-                fresh = noise.normal(f"step{level}", shape).to(x)
-            x = self.step(predicted, x, level, following, fresh)
+                new_noise = noise.normal(f"step{level}", shape).to(x)
+            x = self.step(predicted, x, level, next_level, new_noise)
         return x
 
-    def step(self, predicted: Tensor, x: Tensor, level: int, following: int, fresh: Tensor | None) -> Tensor:
-        """x at `level` -> x at the level `following` (-1: clean), with DDPM's `fresh` noise."""
+    def step(
+        self, predicted: Tensor, x: Tensor, level: int, next_level: int, new_noise: Tensor | None
+    ) -> Tensor:
+        """x at `level` -> x at `next_level` (-1: clean); DDPM adds `new_noise`."""
         signal = self.signal[level]
-        root, noise_root = signal.sqrt().item(), (1 - signal).sqrt().item()
+        signal_root, noise_root = signal.sqrt().item(), (1 - signal).sqrt().item()
         if self.settings.prediction_type == "epsilon":
-            clean, epsilon = (x - noise_root * predicted) / root, predicted
+            clean, epsilon = (x - noise_root * predicted) / signal_root, predicted
         else:
-            clean, epsilon = predicted, (x - root * predicted) / noise_root
+            clean, epsilon = predicted, (x - signal_root * predicted) / noise_root
         if self.settings.clip_sample:
             clean = clean.clamp(-self.settings.clip_sample_range, self.settings.clip_sample_range)
 
-        after = self.signal[following] if following >= 0 else torch.tensor(1.0)
+        next_signal = self.signal[next_level] if next_level >= 0 else torch.tensor(1.0)
         if self.settings.noise_scheduler_type == "DDIM":
-            return after.sqrt().item() * clean + (1 - after).sqrt().item() * epsilon
-        kept = signal / after
-        to_clean = (after.sqrt() * (1 - kept) / (1 - signal)).item()
-        to_x = (kept.sqrt() * (1 - after) / (1 - signal)).item()
+            return next_signal.sqrt().item() * clean + (1 - next_signal).sqrt().item() * epsilon
+        ratio = signal / next_signal
+        to_clean = (next_signal.sqrt() * (1 - ratio) / (1 - signal)).item()
+        to_x = (ratio.sqrt() * (1 - next_signal) / (1 - signal)).item()
         x = to_clean * clean + to_x * x
-        if fresh is None:
+        if new_noise is None:
             return x
-        variance = ((1 - after) / (1 - signal) * (1 - kept)).clamp(min=1e-20)
-        return x + variance.sqrt().item() * fresh
+        variance = ((1 - next_signal) / (1 - signal) * (1 - ratio)).clamp(min=1e-20)
+        return x + variance.sqrt().item() * new_noise
 
 
 def betas(settings: DiffusionSettings) -> Tensor:
@@ -153,11 +155,11 @@ def betas(settings: DiffusionSettings) -> Tensor:
     if settings.beta_schedule == "scaled_linear":
         return torch.linspace(start**0.5, end**0.5, count).square()
 
-    # Nichol and Dhariwal 2021, https://arxiv.org/abs/2102.09672: the signal left is a squared cosine
-    def left(time: float) -> float:
+    # Nichol and Dhariwal 2021, https://arxiv.org/abs/2102.09672: the remaining signal is a squared cosine
+    def remaining(time: float) -> float:
         return math.cos((time + 0.008) / 1.008 * math.pi / 2) ** 2
 
-    steps = [1 - left((i + 1) / count) / left(i / count) for i in range(count)]
+    steps = [1 - remaining((i + 1) / count) / remaining(i / count) for i in range(count)]
     return torch.tensor(steps).clamp(max=0.999)
 
 

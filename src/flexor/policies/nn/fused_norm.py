@@ -1,6 +1,6 @@
-"""Normalisation, ReLU and what stands next to them in a ResNet, in one pass over a feature map, on NVIDIA GPUs.
+"""Normalisation, residual, ReLU and pooling of a ResNet, in one pass over a feature map on NVIDIA GPUs.
 
-`norm_relu` and `norm_relu_pool` compute what their plain versions below say. Feature maps of images are large, and
+`norm_relu` and `norm_relu_pool` compute what their plain versions below do. Feature maps of images are large, and
 torch reads and writes them once per operation. The Triton kernels of `flexor.kernels` read and write them once,
 or twice where statistics are needed first. They take maps in channels-last layout on a GPU. Everything else, such as
 batch normalisation over several ranks, runs the plain version.
@@ -51,7 +51,7 @@ def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
 def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None, relu: bool = True) -> Tensor:
     """relu(norm(x) + residual)"""
     if _fused(norm, x) and (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape)):
-        return _normalised(norm, x, residual, relu, pool=False)
+        return _normalize(norm, x, residual, relu, pool=False)
     x = norm(x)
     if residual is not None:
         x = x + residual
@@ -59,9 +59,9 @@ def norm_relu(norm: nn.Module, x: Tensor, residual: Tensor | None = None, relu: 
 
 
 def norm_relu_pool(norm: nn.Module, x: Tensor) -> Tensor:
-    """The maximum of relu(norm(x)) in windows of 3 by 3 pixels, at every second pixel."""
+    """The maximum of relu(norm(x)) in 3x3 windows with stride 2."""
     if _fused(norm, x):
-        return _normalised(norm, x, None, True, pool=True)
+        return _normalize(norm, x, None, True, pool=True)
     return F.max_pool2d(F.relu(norm(x), inplace=True), 3, 2, 1)
 
 
@@ -84,7 +84,7 @@ def _supported(norm: nn.Module) -> bool:
     return isinstance(norm, FrozenBatchNorm2d)
 
 
-def _normalised(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
+def _normalize(norm: Any, x: Tensor, residual: Tensor | None, relu: bool, pool: bool) -> Tensor:
     if isinstance(norm, FrozenBatchNorm2d) or (isinstance(norm, BatchNorm2d) and not norm.training):
         with torch.no_grad():
             scale, shift = (each[None] for each in scale_and_shift(norm))

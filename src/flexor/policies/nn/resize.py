@@ -18,11 +18,11 @@ def resize_with_padding(
     "centre" puts an image in the middle, as pi0 and its relatives do; "left-top" puts the border at its left and top,
     as SmolVLA does. Pixels are LeRobot's: no antialiasing, and "centre" also limits them to [0, 1].
     """
-    have_height, have_width = images.shape[-2:]
-    if (have_height, have_width) == (height, width):
+    input_height, input_width = images.shape[-2:]
+    if (input_height, input_width) == (height, width):
         return images
-    ratio = max(have_width / width, have_height / height)
-    resized = max(1, int(have_height / ratio)), max(1, int(have_width / ratio))
+    ratio = max(input_width / width, input_height / height)
+    resized = max(1, int(input_height / ratio)), max(1, int(input_width / ratio))
     flat = images.flatten(0, -4) if images.dim() > 3 else images[None]  # [N, C, H, W]
     small = F.interpolate(flat, resized, mode="bilinear", align_corners=False)
     if where == "centre":

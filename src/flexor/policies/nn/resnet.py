@@ -74,8 +74,8 @@ class Conv2d(nn.Conv2d):
         height, width = (-(-size // stride) for size in x.shape[-2:])
 
         def used(taps: range, size: int, out: int) -> tuple[int, int]:
-            hits = [t for t in taps if any(0 <= i * stride + t < size for i in range(out))]
-            return hits[0], hits[-1]
+            used_taps = [t for t in taps if any(0 <= i * stride + t < size for i in range(out))]
+            return used_taps[0], used_taps[-1]
 
         (top, bottom), (left, right) = used(rows, x.shape[-2], height), used(columns, x.shape[-1], width)
         kernel = self.weight[:, :, top + padding : bottom + padding + 1, left + padding : right + padding + 1]

@@ -115,13 +115,13 @@ class TDMPCConfig(PolicyConfig):
         counts = ("horizon", "n_action_steps", "n_action_repeats", "q_ensemble_size", "cem_iterations")
         self.require(1, *sizes, *counts, "n_gaussian_samples", "n_elites")
         self.require(0, "n_pi_samples", "min_std", "uncertainty_regularizer_coeff", "max_random_shift_ratio")
-        shares = ("discount", "expectile_weight", "target_model_momentum", "gaussian_mean_momentum")
-        self.require(0, *shares, high=1)
+        fractions = ("discount", "expectile_weight", "target_model_momentum", "gaussian_mean_momentum")
+        self.require(0, *fractions, high=1)
         if self.min_std > self.max_std:
             raise ConfigError(f"policy.min_std={self.min_std} is more than policy.max_std={self.max_std}.")
-        if self.n_elites > (tried := self.n_gaussian_samples + self.n_pi_samples):
+        if self.n_elites > (candidates := self.n_gaussian_samples + self.n_pi_samples):
             raise ConfigError(
-                f"policy.n_elites={self.n_elites} is more than the {tried} sequences of an iteration "
+                f"policy.n_elites={self.n_elites} is more than the {candidates} sequences of an iteration "
                 "(policy.n_gaussian_samples and policy.n_pi_samples)."
             )
         if self.use_mpc and self.q_ensemble_size == 1 and self.uncertainty_regularizer_coeff > 0:

@@ -54,8 +54,8 @@ class TDMPC(Policy):
         """Move the target model towards the model after the last optimizer step."""
         if step > 0:
             pairs = list(zip(self.model_target.parameters(), self.model.parameters(), strict=True))
-            targets, own = [local(t) for t, _ in pairs], [local(p) for _, p in pairs]
-            torch._foreach_lerp_(targets, own, 1 - self.config.target_model_momentum)
+            targets, params = [local(t) for t, _ in pairs], [local(p) for _, p in pairs]
+            torch._foreach_lerp_(targets, params, 1 - self.config.target_model_momentum)
 
     def graph_key(self) -> str:
         return "step"
@@ -71,22 +71,23 @@ class TDMPC(Policy):
         latents, predicted_rewards = model.imagine(model.encode(first), actions)  # [B, H + 1, L], [B, H]
         starts = latents[:, :-1]
         critics, value = model.values(starts, actions), model.value(starts)  # [B, H, E], [B, H]
-        imitated = model.act(starts.detach())  # [B, H, A]
+        policy_actions = model.act(starts.detach())  # [B, H, A]
         target = self._targets(following, starts, actions, rewards, value, noise)
 
-        known, followed, rewarded = self._valid(batch)
-        surprise = target.value - value
-        expectile = torch.where(surprise > 0, config.expectile_weight, 1 - config.expectile_weight)
+        step_mask, next_mask, reward_mask = self._valid(batch)
+        value_error = target.value - value
+        expectile = torch.where(value_error > 0, config.expectile_weight, 1 - config.expectile_weight)
         errors = {
-            "consistency_loss": _squares(latents[:, 1:], target.latents).mean(-1) * followed,
-            "reward_loss": _squares(predicted_rewards, rewards) * rewarded,
-            "Q_value_loss": _squares(critics, target.critics[..., None]).sum(-1) * (followed & rewarded),
-            "V_value_loss": expectile * surprise.square(),
+            "consistency_loss": _squared_error(latents[:, 1:], target.latents).mean(-1) * next_mask,
+            "reward_loss": _squared_error(predicted_rewards, rewards) * reward_mask,
+            "Q_value_loss": _squared_error(critics, target.critics[..., None]).sum(-1)
+            * (next_mask & reward_mask),
+            "V_value_loss": expectile * value_error.square(),
             # a mean over time, as in the paper's code; the others are sums
-            "pi_loss": target.preference * _squares(imitated, actions).sum(-1) / config.horizon,
+            "pi_loss": target.preference * _squared_error(policy_actions, actions).sum(-1) / config.horizon,
         }
         decay = config.temporal_decay_coeff ** torch.arange(config.horizon, device=actions.device)
-        parts = {name: (decay * error * known).sum(1) for name, error in errors.items()}
+        parts = {name: (decay * error * step_mask).sum(1) for name, error in errors.items()}
         total = (
             config.consistency_coeff * parts["consistency_loss"]
             + config.reward_coeff * parts["reward_loss"]
@@ -106,13 +107,13 @@ class TDMPC(Policy):
         noise: NoiseSource,
     ) -> Targets:
         config = self.config
-        believed = self.model_target.values(starts, actions)  # [B, H, E]
-        advantage = lower_of_two(believed, noise, "critics/advantage") - value
+        q_values = self.model_target.values(starts, actions)  # [B, H, E]
+        advantage = lower_of_two(q_values, noise, "critics/advantage") - value
         return Targets(
             latents=self.model_target.encode(following),
             # for recorded actions only, and from the model, not the target model: as in FOWM
             critics=rewards + config.discount * self.model.value(self.model.encode(following)),
-            value=lower_of_two(believed, noise, "critics/value"),
+            value=lower_of_two(q_values, noise, "critics/value"),
             preference=(config.advantage_scaling * advantage).exp().clamp(max=LARGEST_PREFERENCE),
         )
 
@@ -127,8 +128,8 @@ class TDMPC(Policy):
     def _valid(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Masks [B, H] of steps within the episode: by start and action, by next observation, by reward."""
         key = STATE if STATE in self.config.observed else next(iter(self.config.observed))
-        seen = ~batch[f"{key}_is_pad"]  # [B, H + 1]
-        return seen[:, :1] & ~batch[f"{ACTION}_is_pad"], seen[:, 1:], ~batch[f"{REWARD}_is_pad"]
+        valid = ~batch[f"{key}_is_pad"]  # [B, H + 1]
+        return valid[:, :1] & ~batch[f"{ACTION}_is_pad"], valid[:, 1:], ~batch[f"{REWARD}_is_pad"]
 
     def predict(self, batch: Batch, noise: NoiseSource) -> Tensor:
         """Actions [B, n, A]: the first n of a plan, or its first one n times."""
@@ -155,5 +156,5 @@ def _now(observed: Tensor, feature: PolicyFeature) -> Tensor:
     return observed[:, 0] if observed.dim() > 1 + len(feature.shape) else observed
 
 
-def _squares(predicted: Tensor, target: Tensor) -> Tensor:
+def _squared_error(predicted: Tensor, target: Tensor) -> Tensor:
     return (predicted - target).square()

@@ -29,10 +29,10 @@ class LatentWorld(nn.Module):
         actions, latent, width = config.action.shape[0], config.latent_dim, config.mlp_dim
         self._encoder = LatentEncoder(config)
         self._dynamics = nn.Sequential(
-            *_network(latent + actions, width, latent), nn.LayerNorm(latent), nn.Sigmoid()
+            *_mlp(latent + actions, width, latent), nn.LayerNorm(latent), nn.Sigmoid()
         )
-        self._reward = nn.Sequential(*_network(latent + actions, width, 1))
-        self._pi = nn.Sequential(*_network(latent, width, actions))
+        self._reward = nn.Sequential(*_mlp(latent + actions, width, 1))
+        self._pi = nn.Sequential(*_mlp(latent, width, actions))
         self._Qs = nn.ModuleList(_critic(latent + actions, width) for _ in range(config.q_ensemble_size))
         self._V = _critic(latent, width)
         self._initialize()
@@ -63,7 +63,7 @@ class LatentWorld(nn.Module):
         return self._dynamics(x), self._reward(x).squeeze(-1).float()
 
     def imagine(self, latent: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [B, H + 1, L], the first one given, and rewards [B, H] of a sequence of actions [B, H, A]."""
+        """Latents [B, H + 1, L], the first being `latent`, and rewards [B, H] of a sequence of actions [B, H, A]."""
         latents, rewards = [latent], []
         for action in actions.unbind(1):
             latent, reward = self.step(latent, action)
@@ -92,22 +92,22 @@ class LatentEncoder(nn.Module):
         latent, width = config.latent_dim, config.state_encoder_hidden_dim
         if self.camera is not None:
             channels, size, _ = config.images[self.camera].shape
-            self.enlarge = enlargement(size)
-            self.image_enc_layers = _camera(
-                channels, size * self.enlarge, config.image_encoder_hidden_dim, latent
+            self.upscale = upscale_factor(size)
+            self.image_enc_layers = _image_network(
+                channels, size * self.upscale, config.image_encoder_hidden_dim, latent
             )
         if config.state:
-            self.state_enc_layers = _state(config.state.shape[0], width, latent)
+            self.state_enc_layers = _state_network(config.state.shape[0], width, latent)
         if config.environment_state:
-            self.env_state_enc_layers = _state(config.environment_state.shape[0], width, latent)
+            self.env_state_enc_layers = _state_network(config.environment_state.shape[0], width, latent)
 
     def forward(self, observed: dict[str, Tensor]) -> Tensor:
         latents = []
         if self.camera is not None:
             images = observed[self.camera]  # [..., C, S, S]
             flat = images.flatten(0, -4)
-            if self.enlarge > 1:
-                flat = F.interpolate(flat, scale_factor=float(self.enlarge), mode="nearest")
+            if self.upscale > 1:
+                flat = F.interpolate(flat, scale_factor=float(self.upscale), mode="nearest")
             latents.append(self.image_enc_layers(flat).unflatten(0, images.shape[:-3]))
         if ENV_STATE in observed:
             latents.append(self.env_state_enc_layers(observed[ENV_STATE]))
@@ -116,37 +116,37 @@ class LatentEncoder(nn.Module):
         return torch.stack(latents).mean(0)
 
 
-def enlargement(size: int) -> int:
+def upscale_factor(size: int) -> int:
     """The factor by which an image is enlarged, so that the convolutions leave at least one pixel.
 
     It is above 1 below 39 pixels, which LeRobot does not support.
     """
-    return next(factor for factor in range(1, 40) if _convolved(factor * size) >= 1)
+    return next(factor for factor in range(1, 40) if _output_size(factor * size) >= 1)
 
 
-def _convolved(size: int) -> int:
+def _output_size(size: int) -> int:
     for kernel in KERNELS:
         size = (size - kernel) // 2 + 1
     return size
 
 
-def _camera(channels: int, size: int, width: int, latent: int) -> nn.Sequential:
+def _image_network(channels: int, size: int, width: int, latent: int) -> nn.Sequential:
     layers: list[nn.Module] = [FirstConv2d(channels, width, padding=0, bias=True), nn.ReLU(inplace=True)]
     for kernel in KERNELS[1:]:
         layers += [nn.Conv2d(width, width, kernel, stride=2), nn.ReLU(inplace=True)]
-    pixels = _convolved(size) ** 2
+    pixels = _output_size(size) ** 2
     return nn.Sequential(
         *layers, nn.Flatten(), nn.Linear(width * pixels, latent), nn.LayerNorm(latent), nn.Sigmoid()
     )
 
 
-def _state(size: int, width: int, latent: int) -> nn.Sequential:
+def _state_network(size: int, width: int, latent: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(size, width), nn.ELU(), nn.Linear(width, latent), nn.LayerNorm(latent), nn.Sigmoid()
     )
 
 
-def _network(inputs: int, width: int, outputs: int) -> list[nn.Module]:
+def _mlp(inputs: int, width: int, outputs: int) -> list[nn.Module]:
     return [
         *(nn.Linear(inputs, width), nn.LayerNorm(width), nn.Mish()),
         *(nn.Linear(width, width), nn.LayerNorm(width), nn.Mish()),

@@ -1,4 +1,4 @@
-"""A causal transformer over given vectors, with nanoGPT's parameter names (as LeRobot's VQ-BeT has them).
+"""A causal transformer over input vectors, with nanoGPT's parameter names (as LeRobot's VQ-BeT has them).
 
 Tokens are projections of observations, not words, so there is no vocabulary: vectors in, vectors out.
 Attention is torch's fused attention. The attention mask of every layer is a buffer only because checkpoints
@@ -99,8 +99,8 @@ class CausalSelfAttention(nn.Module):
         self.dropout = dropout
         self.c_attn = nn.Linear(dim, 3 * dim)
         self.c_proj = nn.Linear(dim, dim)
-        seen = torch.ones(block_size, block_size).tril()
-        self.register_buffer("bias", seen[None, None])  # not used: LeRobot's checkpoints have it
+        causal_mask = torch.ones(block_size, block_size).tril()
+        self.register_buffer("bias", causal_mask[None, None])  # not used: LeRobot's checkpoints have it
 
     def forward(self, x: Tensor) -> Tensor:  # [B, S, D]
         q, k, v = (

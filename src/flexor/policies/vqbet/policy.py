@@ -2,9 +2,9 @@
 
 It is trained in two phases. First an auto-encoder learns a small vocabulary of action chunks: two codes
 approximate a chunk. Then it is frozen, and a causal transformer over the last observations learns to predict
-the codes and an offset that corrects them. Sampling codes keeps different ways of doing a task apart, which a
-mean would mix. Inference takes one forward pass, unlike diffusion. The drawback: the vocabulary must be trained
-first, and a poor one limits everything after it.
+the codes and an offset that corrects them. Sampling codes keeps the modes of the demonstrations
+separate, which a mean would average. Inference takes one forward pass, unlike diffusion. The drawback: the vocabulary
+must be trained first, and a poor one limits the policy.
 
 Parameter names and settings are LeRobot's, so either program can load the other's checkpoints.
 """
@@ -25,7 +25,7 @@ from flexor.policies.vqbet.config import TOKENS_PER_STEP, VQBeTConfig
 from flexor.policies.vqbet.gpt import GPT
 from flexor.policies.vqbet.vector_quantizer import VQVAE, mlp
 
-FOCUS = 2.0  # exponent of the focal loss: how much less well-predicted codes count
+FOCUS = 2.0  # exponent of the focal loss: the larger, the less well-predicted codes count
 COMMITMENT_WEIGHT = 5.0
 
 
@@ -36,7 +36,7 @@ class VQBeT(Policy):
     def __init__(self, config: VQBeTConfig):
         super().__init__(config)
         self.vqbet = VQBeTModel(config)
-        self.discretizing: bool | None = None  # whether this is the first phase; None until a step begins
+        self.discretizing: bool | None = None  # in the vocabulary phase; None before the first step
 
     @property
     def vqvae(self) -> VQVAE:
@@ -44,7 +44,7 @@ class VQBeT(Policy):
 
     def begin_step(self, step: int) -> None:
         """The step determines the phase, unless the loaded weights already have a trained vocabulary."""
-        if self.discretizing is None:  # read once: reading waits for the GPU
+        if self.discretizing is None:  # read once: it synchronises with the GPU
             self.discretizing = not self.vqvae.discretized.item()
         last = max(1, self.config.n_vqvae_training_steps) - 1
         if self.discretizing and step >= last:
@@ -54,7 +54,7 @@ class VQBeT(Policy):
             self.vqvae.begin_step()
 
     def graph_key(self) -> str | None:
-        return None if self.discretizing else "behavior"  # the vocabulary's codes are made by the host
+        return None if self.discretizing else "behavior"  # the vocabulary phase updates codes on the host
 
     def loss(self, batch: Batch, noise: NoiseSource) -> Loss:
         chunks = self.vqbet.chunks_of(batch[ACTION])  # [B, T, H * A]
@@ -75,19 +75,19 @@ class VQBeT(Policy):
     def _behavior_loss(self, batch: Batch, chunks: Tensor, noise: NoiseSource) -> Loss:
         config = self.config
         features = self.vqbet(batch, noise)
-        said = self.vqbet.action_head(features, noise)
+        output = self.vqbet.action_head(features, noise)
         codes = self.vqvae.encode(chunks)  # [B, T, 2]
-        primary, secondary = focal_loss(said.logits, codes).mean(1).unbind(-1)
+        primary, secondary = focal_loss(output.logits, codes).mean(1).unbind(-1)
         code_loss = config.primary_code_loss_weight * primary + config.secondary_code_loss_weight * secondary
-        offset_loss = (chunks - said.actions).abs().mean((1, 2))
-        right_primary, right_secondary = (codes == said.codes).float().mean(1).unbind(-1)
+        offset_loss = (chunks - output.actions).abs().mean((1, 2))
+        primary_accuracy, secondary_accuracy = (codes == output.codes).float().mean(1).unbind(-1)
         parts = {
             "classification_loss": code_loss,
             "offset_loss": offset_loss,
-            "equal_primary_code_rate": right_primary,
-            "equal_secondary_code_rate": right_secondary,
-            "vq_action_error": (chunks - said.decoded).abs().mean((1, 2)),
-            "action_mse_error": (chunks - said.actions).square().mean((1, 2)),
+            "equal_primary_code_rate": primary_accuracy,
+            "equal_secondary_code_rate": secondary_accuracy,
+            "vq_action_error": (chunks - output.decoded).abs().mean((1, 2)),
+            "action_mse_error": (chunks - output.actions).square().mean((1, 2)),
         }
         return Loss(code_loss + config.offset_loss_weight * offset_loss, parts)
 
@@ -106,9 +106,9 @@ class VQBeT(Policy):
     def param_groups(self) -> list[ParamGroup]:
         """In LeRobot's order: a saved optimizer state is numbered by it."""
         model, head = self.vqbet, self.vqbet.action_head
-        matrices, rest = model.policy.decay_groups()
+        matrices, no_decay = model.policy.decay_groups()
         encoders = [model.rgb_encoder, model.state_projector, model.rgb_feature_projector]
-        others = [p for module in encoders for p in module.parameters()]
+        encoder_params = [p for module in encoders for p in module.parameters()]
         heads = [
             p for module in (head.map_to_cbet_preds_offset, *head.code_heads()) for p in module.parameters()
         ]
@@ -117,9 +117,9 @@ class VQBeT(Policy):
             "lr": self.config.optimizer_vqvae_lr,
         }
         return [
-            ParamGroup([*matrices, *others, model.action_token, *heads]),
+            ParamGroup([*matrices, *encoder_params, model.action_token, *heads]),
             ParamGroup(list(self.vqvae.parameters()), vocabulary),
-            ParamGroup(rest, {"weight_decay": 0.0}),
+            ParamGroup(no_decay, {"weight_decay": 0.0}),
         ]
 
 
@@ -161,14 +161,14 @@ class VQBeTModel(nn.Module):
         state, images = batch[STATE], batch[self.camera]  # [B, O, S], [B, O, 3, H, W]
         steps = state.shape[1]
         assert steps == self.config.n_obs_steps
-        ask = self.action_token.expand(len(state), -1, -1)
-        seen = self.rgb_feature_projector(self.rgb_encoder(images, noise))
-        tokens = torch.stack((seen, self.state_projector(state), ask.expand(-1, steps, -1)), dim=2)
-        future = ask.expand(-1, self.config.n_action_pred_token - 1, -1)
+        query = self.action_token.expand(len(state), -1, -1)
+        image_tokens = self.rgb_feature_projector(self.rgb_encoder(images, noise))
+        tokens = torch.stack((image_tokens, self.state_projector(state), query.expand(-1, steps, -1)), dim=2)
+        future = query.expand(-1, self.config.n_action_pred_token - 1, -1)
         features = self.policy(torch.cat((tokens.flatten(1, 2), future), dim=1))
-        asked = TOKENS_PER_STEP * steps
-        answers = features[:, TOKENS_PER_STEP - 1 : asked : TOKENS_PER_STEP]
-        return torch.cat((answers, features[:, asked:]), dim=1)
+        observed_tokens = TOKENS_PER_STEP * steps
+        current = features[:, TOKENS_PER_STEP - 1 : observed_tokens : TOKENS_PER_STEP]
+        return torch.cat((current, features[:, observed_tokens:]), dim=1)
 
 
 @dataclass
@@ -208,8 +208,8 @@ class VQBeTHead(nn.Module):
         if self.config.sequentially_select:
             first = self.map_to_cbet_preds_primary_bin(features)
             primary = self._draw(first, uniform[:, :, 0])
-            known = torch.cat((features, F.one_hot(primary, shape[-1]).to(features)), dim=-1)
-            second = self.map_to_cbet_preds_secondary_bin(known)
+            conditioned = torch.cat((features, F.one_hot(primary, shape[-1]).to(features)), dim=-1)
+            second = self.map_to_cbet_preds_secondary_bin(conditioned)
             logits = torch.stack((first, second), dim=2)
             codes = torch.stack((primary, self._draw(second, uniform[:, :, 1])), dim=2)
         else:

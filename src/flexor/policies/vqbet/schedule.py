@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def after_vocabulary(vocabulary_steps: int, then: Callable[[int], float]) -> Callable[[int], float]:
-    """step -> factor of the learning rate; `then` counts its steps from the end of the vocabulary phase."""
-    return lambda step: 1.0 if step < vocabulary_steps else then(step - vocabulary_steps)
+def after_vocabulary(vocabulary_steps: int, after: Callable[[int], float]) -> Callable[[int], float]:
+    """step -> factor of the learning rate; `after` counts its steps from the end of the vocabulary phase."""
+    return lambda step: 1.0 if step < vocabulary_steps else after(step - vocabulary_steps)

@@ -1,10 +1,10 @@
 """Residual vector quantisation (Zeghidour et al. 2021, https://arxiv.org/abs/2107.03312), and an auto-encoder with it.
 
-A vector is replaced by the nearest code of a codebook, the remainder by the nearest code of a second codebook, and so
+A vector is replaced by the nearest code of a codebook, its residual by the nearest code of a second codebook, and so
 on: two codebooks of 16 codes represent 256 vectors. Codes are not trained by gradients. Each follows the mean of the
 vectors mapped to it (an exponential moving average). So it matters which vectors are counted together:
 
-- The counts and sums of an optimizer step are those of the whole global batch: they are summed over ranks and
+- The counts and sums of an optimizer step are those of the global batch: they are summed over ranks and
   micro-batches. `begin_step` starts a new step. Within a step, all vectors are mapped to the codes as they were
   when the step began.
 - After the last micro-batch the buffers are final for this step. Nothing is left for the next step, so a checkpoint
@@ -54,21 +54,21 @@ class Codebook(nn.Module):
         self.step: StepStatistics | None = None
 
     def begin_step(self) -> None:
-        self.step = self._no_statistics()
+        self.step = self._empty_statistics()
 
-    def _no_statistics(self) -> StepStatistics:
+    def _empty_statistics(self) -> StepStatistics:
         codes = self.embed[0].clone()
-        nothing = codes.new_zeros(len(codes), 1 + codes.shape[1])
-        return StepStatistics(codes, self.cluster_size[0].clone(), self.embed_avg[0].clone(), nothing)
+        zeros = codes.new_zeros(len(codes), 1 + codes.shape[1])
+        return StepStatistics(codes, self.cluster_size[0].clone(), self.embed_avg[0].clone(), zeros)
 
     def forward(self, x: Tensor, learn: bool) -> tuple[Tensor, Tensor]:
         """Vectors [N, D] -> the nearest code [N, D] and its index [N]; `learn` updates the codes."""
         if not learn:
             return self._nearest(x, self.embed[0])
         # without `begin_step`, every forward pass is a step
-        step = self.step or self._no_statistics()
+        step = self.step or self._empty_statistics()
         quantized, index = self._nearest(x, step.codes)
-        self._count(x.detach(), index, step)
+        self._update(x.detach(), index, step)
         return quantized, index
 
     @staticmethod
@@ -78,9 +78,9 @@ class Codebook(nn.Module):
         index = distance.argmin(-1)
         return codes[index], index
 
-    def _count(self, x: Tensor, index: Tensor, step: StepStatistics) -> None:
-        chosen = F.one_hot(index, len(step.codes)).to(x)  # [N, C]
-        mapped = torch.cat((chosen.sum(0)[:, None], chosen.T @ x), dim=1)
+    def _update(self, x: Tensor, index: Tensor, step: StepStatistics) -> None:
+        one_hot = F.one_hot(index, len(step.codes)).to(x)  # [N, C]
+        mapped = torch.cat((one_hot.sum(0)[:, None], one_hot.T @ x), dim=1)
         step.mapped += _sum_over_ranks(mapped)
         count, total = step.mapped[:, 0], step.mapped[:, 1:]
         size = step.cluster_size.lerp(count, 1 - DECAY)
@@ -98,7 +98,7 @@ def _sum_over_ranks(values: Tensor) -> Tensor:
 
 
 class ResidualVQ(nn.Module):
-    """A sequence of codebooks; each quantises the remainder of the one before."""
+    """A sequence of codebooks; each quantises the residual of the one before."""
 
     freeze_codebook: Tensor
 
@@ -136,8 +136,8 @@ class ResidualVQ(nn.Module):
 
     def vectors(self, codes: Tensor) -> Tensor:
         """The vectors [..., D] of codes [..., layers]."""
-        found = [codebook.embed[0][codes[..., i]] for i, codebook in enumerate(self.codebooks)]
-        return torch.stack(found).sum(0)
+        vectors_per_codebook = [codebook.embed[0][codes[..., i]] for i, codebook in enumerate(self.codebooks)]
+        return torch.stack(vectors_per_codebook).sum(0)
 
 
 class VQVAE(nn.Module):
