@@ -24,16 +24,16 @@ def page(about: dict[str, Any], results: Results, stream: str, cached: str) -> s
         "",
         "| case | LeRobot's best | Flexor | ratio | bar | |",
         "| --- | --- | --- | --- | --- | --- |",
-        *(line for case, found in results.items() for line in bar_lines(case, found, stream, cached)),
+        *(line for case, settings in results.items() for line in bar_lines(case, settings, stream, cached)),
         "",
     ]
-    for case, found in results.items():
-        lines += setting_lines(case, found)
+    for case, settings in results.items():
+        lines += setting_lines(case, settings)
     return "\n".join(lines)
 
 
-def bar_lines(case: str, found: dict[str, list[dict[str, Any]]], stream: str, cached: str) -> list[str]:
-    lerobot = {n: rounds for n, rounds in found.items() if n.startswith("lerobot") and rate(rounds)}
+def bar_lines(case: str, settings: dict[str, list[dict[str, Any]]], stream: str, cached: str) -> list[str]:
+    lerobot = {n: rounds for n, rounds in settings.items() if n.startswith("lerobot") and rate(rounds)}
     if not lerobot:
         return [f"| {case} | no setting worked | | | | |"]
     best = max(lerobot, key=lambda name: rate(lerobot[name]) or 0)
@@ -42,33 +42,35 @@ def bar_lines(case: str, found: dict[str, list[dict[str, Any]]], stream: str, ca
     lines = []
     ratio_bar, limit_bar = BARS.get(case, (None, None))
     for setting, bar in ((stream, ratio_bar), (cached, None if case.startswith("h264") else CACHED_BAR)):
-        ours = rate(found.get(setting, [])) or 0
+        ours = rate(settings.get(setting, [])) or 0
         label = f"{case}, {setting.removeprefix('flexor, ')}, frames/s"
-        verdict, shown = ("", "") if bar is None else (passed(ours >= bar * theirs), f"{bar:g}x")
+        verdict, bar_text = ("", "") if bar is None else (passed(ours >= bar * theirs), f"{bar:g}x")
         lines.append(
-            f"| {label} | {theirs:,.0f} ({name}) | {ours:,.0f} | {ours / theirs:.1f}x | {shown} | {verdict} |"
+            f"| {label} | {theirs:,.0f} ({name}) | {ours:,.0f} | {ours / theirs:.1f}x | {bar_text} | {verdict} |"
         )
-    share = median(found.get(stream, []), "of_limit")
+    share = median(settings.get(stream, []), "of_limit")
     if share is not None:
         verdict = "" if limit_bar is None else passed(share >= limit_bar)
-        shown = "" if limit_bar is None else f"{limit_bar:.0%}"
-        lines.append(f"| {case}, streaming, of the physical limit | | {share:.0%} | | {shown} | {verdict} |")
+        bar_text = "" if limit_bar is None else f"{limit_bar:.0%}"
+        lines.append(
+            f"| {case}, streaming, of the physical limit | | {share:.0%} | | {bar_text} | {verdict} |"
+        )
     return [
         *lines,
-        *first_batch_line(case, found, stream),
-        *memory_line(case, found[stream], lerobot[best], name),
+        *first_batch_line(case, settings, stream),
+        *memory_line(case, settings[stream], lerobot[best], name),
     ]
 
 
-def first_batch_line(case: str, found: dict[str, list[dict[str, Any]]], stream: str) -> list[str]:
+def first_batch_line(case: str, settings: dict[str, list[dict[str, Any]]], stream: str) -> list[str]:
     """Against LeRobot with workers, at its quickest."""
     theirs = {
         name: seconds
-        for name, rounds in found.items()
+        for name, rounds in settings.items()
         if name.startswith("lerobot") and " 0 workers" not in name
         if (seconds := median(rounds, "first_batch_latency_s")) is not None
     }
-    ours = median(found[stream], "first_batch_latency_s")
+    ours = median(settings[stream], "first_batch_latency_s")
     if not theirs or ours is None:
         return []
     name = min(theirs, key=lambda n: theirs[n])
@@ -93,14 +95,14 @@ def memory_line(case: str, ours: list[dict[str, Any]], theirs: list[dict[str, An
     ]
 
 
-def setting_lines(case: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def setting_lines(case: str, settings: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = [
         f"## {case}",
         "",
         "| setting | frames/s (each round) | first batch s | peak memory GB | above imports GB |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for name, rounds in found.items():
+    for name, rounds in settings.items():
         errors = [r["error"] for r in rounds if "error" in r]
         rates = ", ".join(f"{r['frames_per_s']:,.0f}" for r in rounds if r.get("frames_per_s")) or "; ".join(
             errors

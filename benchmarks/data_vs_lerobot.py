@@ -76,16 +76,16 @@ def parse() -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     if args.root is not None:
-        found = [Case(f"{args.root.name}-{mode}", args.root, mode) for mode in ("single", "sarm")]
+        selection = [Case(f"{args.root.name}-{mode}", args.root, mode) for mode in ("single", "sarm")]
     else:
         size = (6, 240) if args.quick else (20, 300)
-        wanted = (("av1_gop2", "single"), ("av1_gop2", "sarm"), ("h264_gop250", "single"))
-        found = [
+        combinations = (("av1_gop2", "single"), ("av1_gop2", "sarm"), ("h264_gop250", "single"))
+        selection = [
             Case(f"{name}-{mode}", data_sets.dataset(name, *size), mode)
-            for name, mode in wanted
+            for name, mode in combinations
             if not args.cases or f"{name}-{mode}" in args.cases
         ]
-    return [case for case in found if not args.cases or case.name in args.cases]
+    return [case for case in selection if not args.cases or case.name in args.cases]
 
 
 class Bench:
@@ -97,13 +97,13 @@ class Bench:
     def run(self, case: Case) -> dict[str, list[dict[str, Any]]]:
         """Measurements by setting: one per round."""
         lerobot = self.settings(case)
-        found: dict[str, list[dict[str, Any]]] = {}
+        measurements: dict[str, list[dict[str, Any]]] = {}
         for number in range(self.args.rounds):
             if number == 1:
-                lerobot = {name: lerobot[name] for name in fastest(found, list(lerobot))[:2]}
+                lerobot = {name: lerobot[name] for name in fastest(measurements, list(lerobot))[:2]}
             for name, words in {**self.flexor(case), **lerobot}.items():
-                found.setdefault(name, []).append(self.measure(case, number, name, words))
-        return found
+                measurements.setdefault(name, []).append(self.measure(case, number, name, words))
+        return measurements
 
     def measure(self, case: Case, number: int, name: str, words: list[object]) -> dict[str, Any]:
         if name in (STREAM, CACHED):
@@ -116,11 +116,11 @@ class Bench:
             env = lerobot_environment.environment(self.python)
             result = measuring.measure(words, env, self.cores, self.args.timeout)
         rate = result.get("frames_per_s")
-        said = (
+        outcome = (
             result.get("error")
             or f"{rate:,.0f} frames/s, first batch {result['first_batch_latency_s']:.1f} s"
         )
-        print(f"{case.name}, round {number + 1}, {name}: {said}", file=sys.stderr, flush=True)
+        print(f"{case.name}, round {number + 1}, {name}: {outcome}", file=sys.stderr, flush=True)
         return result
 
     def flexor(self, case: Case) -> dict[str, list[object]]:
@@ -142,22 +142,22 @@ class Bench:
         # Its default of 1000 windows of 16 pictures would take 15 GB in each worker.
         buffer = ["--buffer", 200 if case.mode == "sarm" else 1000]
         every = (0, 2) if self.args.quick else (0, 2, 4)
-        found: dict[str, list[object]] = {}
+        commands: dict[str, list[object]] = {}
         for workers in every:
             map_style = [*program, "--kind", "map", "--workers", workers, *backend]
-            found[f"lerobot, map-style, {workers} workers, uint8"] = [*map_style, "--uint8"]
+            commands[f"lerobot, map-style, {workers} workers, uint8"] = [*map_style, "--uint8"]
             if workers == 2:
-                found[f"lerobot, map-style, {workers} workers, float32"] = map_style
+                commands[f"lerobot, map-style, {workers} workers, float32"] = map_style
             if self.torchcodec:  # its streaming has no other way to decode
                 stream = [*program, "--kind", "stream", "--workers", workers, *buffer]
-                found[f"lerobot, streaming, {workers} workers, uint8"] = [*stream, "--uint8"]
-        return found
+                commands[f"lerobot, streaming, {workers} workers, uint8"] = [*stream, "--uint8"]
+        return commands
 
 
-def fastest(found: dict[str, list[dict[str, Any]]], names: list[str]) -> list[str]:
+def fastest(results: dict[str, list[dict[str, Any]]], names: list[str]) -> list[str]:
     """Settings that worked, by their median rate."""
     rates = {
-        name: [r["frames_per_s"] for r in found.get(name, []) if r.get("frames_per_s")] for name in names
+        name: [r["frames_per_s"] for r in results.get(name, []) if r.get("frames_per_s")] for name in names
     }
     return sorted((n for n in names if rates[n]), key=lambda n: -statistics.median(rates[n]))
 
@@ -165,7 +165,13 @@ def fastest(found: dict[str, list[dict[str, Any]]], names: list[str]) -> list[st
 def flexor_figures(report: dict[str, Any]) -> dict[str, Any]:
     """What is kept of our own report: of several epochs, the last."""
     epoch = report["epochs"][-1]
-    kept = ("of_limit", "limit_frames_per_s", "samples_per_s", "frames_decoded_per_frame_delivered", "bound")
+    fields = (
+        "of_limit",
+        "limit_frames_per_s",
+        "samples_per_s",
+        "frames_decoded_per_frame_delivered",
+        "bound",
+    )
     about = (
         "first_batch_latency_s",
         "peak_memory_bytes",
@@ -175,7 +181,7 @@ def flexor_figures(report: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "frames_per_s": epoch["frames_per_s_node"],
-        **{name: epoch[name] for name in (*kept, "wallclock_s", "cpu_s_per_frame", "cpu_s")},
+        **{name: epoch[name] for name in (*fields, "wallclock_s", "cpu_s_per_frame", "cpu_s")},
         **{name: report[name] for name in (*about, "decode_limit_frames_per_s", "memory_limit_frames_per_s")},
         "imported_bytes": report["memory_at_start_bytes"],
     }

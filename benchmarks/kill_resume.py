@@ -64,9 +64,12 @@ def summary(kills: Sequence[Kill], cases: Sequence[str]) -> str:
         ["case", "kills", "during a save", "before the first checkpoint", "bitwise equal"]
     ]
     for case in cases:
-        own = [kill for kill in kills if kill.case == case]
-        saving, early = sum(kill.saving for kill in own), sum(kill.saved is None for kill in own)
-        rows.append([case, len(own), saving, early, len(own)])
+        case_kills = [kill for kill in kills if kill.case == case]
+        saving, early = (
+            sum(kill.saving for kill in case_kills),
+            sum(kill.saved is None for kill in case_kills),
+        )
+        rows.append([case, len(case_kills), saving, early, len(case_kills)])
     return table(rows)
 
 

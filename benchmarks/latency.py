@@ -69,10 +69,10 @@ def served(policy: Path) -> Iterator[str]:
         server.wait()
 
 
-def measure(policy: RemotePolicy, given: argparse.Namespace) -> list[dict[str, Any]]:
-    seeds = range(EVAL_SEED_START, EVAL_SEED_START + given.episodes)
+def measure(policy: RemotePolicy, args: argparse.Namespace) -> list[dict[str, Any]]:
+    seeds = range(EVAL_SEED_START, EVAL_SEED_START + args.episodes)
     obs_type = STATE if "observation.environment_state" in policy.metadata["inputs"] else "pixels_agent_pos"
-    cases = [*itertools.product(given.block_speeds, given.execute, given.latencies, (False, True))]
+    cases = [*itertools.product(args.block_speeds, args.execute, args.latencies, (False, True))]
     report, results = progress("measuring"), []
     for number, (speed, execute, latency, real_time) in enumerate(cases):
         score = score_in_real_time(
@@ -116,14 +116,14 @@ def main() -> None:
     parser.add_argument("--execute", type=int, nargs="+", default=[1, 4, 8], metavar="N")
     parser.add_argument("--block-speeds", type=float, nargs="+", default=[0.0, 0.03], metavar="V")
     parser.add_argument("--output", type=Path, help="file for the results, as JSON")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        run = given.policy or train(Path(folder))
+        run = args.policy or train(Path(folder))
         with served(run) as url, RemotePolicy(url) as policy:
-            results = measure(policy, given)
+            results = measure(policy, args)
     print(as_table(results))
-    if given.output:
-        given.output.write_text(json.dumps(results, indent=1) + "\n")
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

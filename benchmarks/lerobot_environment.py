@@ -27,9 +27,9 @@ FOLDER = Path(__file__).parent / ".venv-lerobot"
 
 def lerobot_python() -> Path:
     """The Python to run LeRobot with: $LEROBOT_BENCH_PYTHON, or an environment made on the first call."""
-    given = os.environ.get("LEROBOT_BENCH_PYTHON")
-    python = Path(given).absolute() if given else FOLDER / "bin/python"
-    if not given and not (FOLDER / ".ready").is_file():
+    override = os.environ.get("LEROBOT_BENCH_PYTHON")
+    python = Path(override).absolute() if override else FOLDER / "bin/python"
+    if not override and not (FOLDER / ".ready").is_file():
         print(f"installing {LEROBOT} with torchcodec into {FOLDER} ...", file=sys.stderr, flush=True)
         subprocess.run([find_python312(), "-m", "venv", "--clear", FOLDER], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -80,5 +80,5 @@ def has_torchcodec(python: Path) -> bool:
 
 
 if __name__ == "__main__":
-    found = lerobot_python()
-    print(found, "with torchcodec" if has_torchcodec(found) else "without torchcodec")
+    interpreter = lerobot_python()
+    print(interpreter, "with torchcodec" if has_torchcodec(interpreter) else "without torchcodec")

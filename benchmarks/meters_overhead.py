@@ -149,14 +149,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15, help="pairs of windows, at least 2")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a window")
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    device = find_device(given.device)
+    args = parser.parse_args()
+    device = find_device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)  # threads that wait for each other vary more than the meters cost
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for way in given.ways or (WAYS if device.type == "cuda" else ["eager"]):
-            row = overhead(way, device, given.repeats, given.steps, Path(folder))
+        for way in args.ways or (WAYS if device.type == "cuda" else ["eager"]):
+            row = overhead(way, device, args.repeats, args.steps, Path(folder))
             rows.append(row)
             print(
                 f"{way}: batch {row['batch_size']}, {row['off_ms']:.3f} ms without, {row['on_ms']:.3f} ms with meters: "
@@ -168,11 +168,11 @@ def main() -> None:
         "date": str(date.today()),
         "device": name_of(device),
         "torch": torch.__version__,
-        "steps_per_window": given.steps,
+        "steps_per_window": args.steps,
         "rows": rows,
     }
-    if given.output:
-        given.output.write_text(json.dumps(report, indent=1) + "\n")
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

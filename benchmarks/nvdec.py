@@ -139,11 +139,11 @@ def units_of(index: VideoIndex) -> list[np.ndarray]:
     """Frames in runs of whole GOPs."""
     starts = np.unique(index.start)
     first = np.searchsorted(index.start, starts)  # first frame that needs each GOP (closed GOPs)
-    kept = [0]
+    cuts = [0]
     for frame in first:
-        if frame - kept[-1] >= UNIT:
-            kept.append(int(frame))
-    return [np.arange(a, b) for a, b in zip(kept, [*kept[1:], len(index)])]
+        if frame - cuts[-1] >= UNIT:
+            cuts.append(int(frame))
+    return [np.arange(a, b) for a, b in zip(cuts, [*cuts[1:], len(index)])]
 
 
 # exact
@@ -152,11 +152,11 @@ def units_of(index: VideoIndex) -> list[np.ndarray]:
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for codec in CODECS:
-        found = _capabilities(codec, 0)
+        capabilities = _capabilities(codec, 0)
         result[f"driver_{codec}"] = (
-            {name: getattr(found, name) for name, _ in Capabilities._fields_ if "reserved" not in name}
-            if isinstance(found, Capabilities)
-            else found
+            {name: getattr(capabilities, name) for name, _ in Capabilities._fields_ if "reserved" not in name}
+            if isinstance(capabilities, Capabilities)
+            else capabilities
         )
     for name in CLIPS:
         index, format = open_clip(args.clips, name)
@@ -172,13 +172,13 @@ def compare(index: VideoIndex, format: PlaneFormat) -> dict[str, Any]:
     decoder = NvDecoder(CUDA)
     some = np.sort(np.random.default_rng(1).choice(len(index), 25, replace=False))
     result = {}
-    for what, wanted in (("in_order", everything), ("at_random", some), ("again", everything)):
-        out = torch.zeros(len(wanted), format.nbytes, dtype=torch.uint8, device=CUDA)
-        bad = decoder.decode(index, wanted, out)
-        difference = np.abs(out.cpu().numpy().astype(np.int16) - truth[wanted])
+    for order, frames in (("in_order", everything), ("at_random", some), ("again", everything)):
+        out = torch.zeros(len(frames), format.nbytes, dtype=torch.uint8, device=CUDA)
+        bad = decoder.decode(index, frames, out)
+        difference = np.abs(out.cpu().numpy().astype(np.int16) - truth[frames])
         equal = int((difference.max(1) == 0).sum())
-        result[what] = {
-            "frames": len(wanted),
+        result[order] = {
+            "frames": len(frames),
             "equal": equal,
             "worst": int(difference.max()),
             "bad": len(bad),
@@ -195,14 +195,14 @@ def units(args: argparse.Namespace) -> dict[str, Any]:
         index, format = open_clip(args.clips, name)
         if supported(index.packets.codec, format, CUDA):
             continue
-        whole = units_of(index)
+        runs = units_of(index)
         singles = [np.array([frame]) for frame in range(len(index))]
         result[name] = {
-            "units": {n: rate(args.seconds, n, on_gpu(index, format, whole)) for n in args.threads},
+            "units": {n: rate(args.seconds, n, on_gpu(index, format, runs)) for n in args.threads},
             "single": {
                 n: rate(args.seconds, n, on_gpu(index, format, singles)) for n in (1, max(args.threads))
             },
-            "cpu_units": {n: rate(args.seconds, n, on_cpu(index, format, whole)) for n in (1, 8, 16)},
+            "cpu_units": {n: rate(args.seconds, n, on_cpu(index, format, runs)) for n in (1, 8, 16)},
         }
     return result
 

@@ -185,11 +185,11 @@ def measured(case: Case) -> dict[str, Any]:
 
 def times_of(cases: list[Case]) -> list[list[float]]:
     """One after the other in one process, which takes less time than one for each."""
-    found = []
+    all_times = []
     for case in cases:
         with Measured(case.config(), case.batch, case.accumulation) as run:
-            found.append(timed(run))
-    return found
+            all_times.append(timed(run))
+    return all_times
 
 
 def timed(run: Measured) -> list[float]:
@@ -274,10 +274,10 @@ def another_round(rows: list[Row], number: int) -> Iterator[list[Row]]:
     ]
     for at in range(0, len(left), TOGETHER):
         some = left[at : at + TOGETHER]
-        found = in_own_process(times_of, [Case.named(row["case"]) for row in some])
-        if isinstance(found, dict):
-            sys.exit(f"Could not be measured again: {found['error']}")
-        for row, times in zip(some, found):
+        all_times = in_own_process(times_of, [Case.named(row["case"]) for row in some])
+        if isinstance(all_times, dict):
+            sys.exit(f"Could not be measured again: {all_times['error']}")
+        for row, times in zip(some, all_times):
             row["measured"]["times"] += times
             row["measured"]["seconds"] = statistics.median(row["measured"]["times"])
             print(line(row), flush=True)

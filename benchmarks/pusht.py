@@ -26,11 +26,11 @@ FIRST_START = 1_000_000  # seed of the first episode
 class SeedRun:
     """The run of one seed: training, perhaps in several parts, then the evaluation in several processes."""
 
-    def __init__(self, seed: int, given: argparse.Namespace):
-        self.seed, self.given = seed, given
-        self.folder: Path = given.runs / f"seed_{seed}"
-        self.clock = given.runs / f"seed_{seed}_seconds.json"
-        self.log = given.runs / f"seed_{seed}.log"
+    def __init__(self, seed: int, args: argparse.Namespace):
+        self.seed, self.args = seed, args
+        self.folder: Path = args.runs / f"seed_{seed}"
+        self.clock = args.runs / f"seed_{seed}_seconds.json"
+        self.log = args.runs / f"seed_{seed}.log"
         self.training: subprocess.Popen[bytes] | None = None
         self.playing: list[tuple[Path, subprocess.Popen[bytes]]] = []
         self.result: dict[str, Any] | None = None
@@ -42,8 +42,8 @@ class SeedRun:
             words = ["resume", str(self.folder)]
         else:
             words = ["train", f"--config={CONFIG}", f"--seed={self.seed}", f"--output_dir={self.folder}"]
-            words += [f"--dataset.root={self.given.data}"] if self.given.data else []
-            words += self.given.flags
+            words += [f"--dataset.root={self.args.data}"] if self.args.data else []
+            words += self.args.flags
         with self.log.open("ab") as log:
             self.training = subprocess.Popen([*FLEXOR, *words], stdout=log, stderr=log)
 
@@ -66,10 +66,10 @@ class SeedRun:
             self.gather()
 
     def play(self) -> None:
-        per_process = -(-self.given.episodes // self.given.processes)
-        for first in range(0, self.given.episodes, per_process):
-            out = self.given.runs / f"seed_{self.seed}_from_{first}.json"
-            count = min(per_process, self.given.episodes - first)
+        per_process = -(-self.args.episodes // self.args.processes)
+        for first in range(0, self.args.episodes, per_process):
+            out = self.args.runs / f"seed_{self.seed}_from_{first}.json"
+            count = min(per_process, self.args.episodes - first)
             words = [*FLEXOR, "eval", str(self.folder), "--env.type=pusht", "--json"]
             words += [f"--eval.n_episodes={count}", f"--eval.batch_size={count}"]
             words += [f"--eval.seed={FIRST_START + first}"]
@@ -77,15 +77,15 @@ class SeedRun:
                 self.playing.append((out, subprocess.Popen(words, stdout=results, stderr=log)))
 
     def gather(self) -> None:
-        found = [json.loads(out.read_text()) for out, _ in self.playing]
+        results = [json.loads(out.read_text()) for out, _ in self.playing]
         self.playing = []
-        episodes = sum(part["episodes"] for part in found)
+        episodes = sum(part["episodes"] for part in results)
         self.result = {
             "seed": self.seed,
             "training_minutes": round(json.loads(self.clock.read_text()) / 60, 1),
             "episodes": episodes,
-            "mean_best_reward": sum(p["mean_max_reward"] * p["episodes"] for p in found) / episodes,
-            "success_rate": sum(p["successes"] for p in found) / episodes,
+            "mean_best_reward": sum(p["mean_max_reward"] * p["episodes"] for p in results) / episodes,
+            "success_rate": sum(p["successes"] for p in results) / episodes,
         }
         say(f"{self.result}")
 
@@ -109,12 +109,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/pusht"))
     parser.add_argument("--output", type=Path)
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    given = parser.parse_args(sys.argv[1:cut])
-    given.flags = sys.argv[cut + 1 :]
-    given.runs.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(sys.argv[1:cut])
+    args.flags = sys.argv[cut + 1 :]
+    args.runs.mkdir(parents=True, exist_ok=True)
 
-    ended, stopping = time.monotonic() + given.stop_after, False
-    runs = [SeedRun(seed, given) for seed in given.seeds]
+    ended, stopping = time.monotonic() + args.stop_after, False
+    runs = [SeedRun(seed, args) for seed in args.seeds]
     waiting = list(runs)
     try:
         while any(run.busy for run in runs) or (waiting and not stopping):
@@ -123,7 +123,7 @@ def main() -> None:
                 for run in runs:
                     if run.training:
                         run.training.send_signal(signal.SIGTERM)  # it saves, and can be resumed
-            while waiting and not stopping and sum(run.training is not None for run in runs) < given.at_once:
+            while waiting and not stopping and sum(run.training is not None for run in runs) < args.at_once:
                 waiting.pop(0).start()
             time.sleep(0.2)
             for run in runs:
@@ -131,28 +131,28 @@ def main() -> None:
     finally:
         for process in [p for run in runs for p in (run.training, *(p for _, p in run.playing)) if p]:
             process.terminate()
-    report(runs, given)
+    report(runs, args)
 
 
-def report(runs: list[SeedRun], given: argparse.Namespace) -> None:
+def report(runs: list[SeedRun], args: argparse.Namespace) -> None:
     import torch
 
-    found = [run.result for run in runs if run.result]
-    if len(found) < len(runs):
-        say(f"{len(runs) - len(found)} run(s) are not done: the same command resumes them")
-    whole = {
+    results = [run.result for run in runs if run.result]
+    if len(results) < len(runs):
+        say(f"{len(runs) - len(results)} run(s) are not done: the same command resumes them")
+    summary = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
-        "trained_at_once": given.at_once,
-        "flags": given.flags,
-        "seeds": found,
+        "trained_at_once": args.at_once,
+        "flags": args.flags,
+        "seeds": results,
     }
-    if found:
-        whole["mean_best_reward"] = sum(each["mean_best_reward"] for each in found) / len(found)
-    if given.output:
-        given.output.write_text(json.dumps(whole, indent=1))
-    print(json.dumps(whole, indent=1))
+    if results:
+        summary["mean_best_reward"] = sum(each["mean_best_reward"] for each in results) / len(results)
+    if args.output:
+        args.output.write_text(json.dumps(summary, indent=1))
+    print(json.dumps(summary, indent=1))
 
 
 if __name__ == "__main__":

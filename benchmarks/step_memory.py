@@ -58,9 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, nargs="?", default=DEFAULT)
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
-    given = parser.parse_args()
+    args = parser.parse_args()
     errors = []
-    for peak in peaks(given.results, given.only):
+    for peak in peaks(args.results, args.only):
         print(f"{peak.case:45} planned {peak.planned:8.0f} measured {peak.measured:8.0f} {peak.error:+.2%}")
         errors.append(abs(peak.error))
     print(f"{len(errors)} peaks: median error {statistics.median(errors):.2%}, worst {max(errors):.2%}")

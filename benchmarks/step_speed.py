@@ -116,9 +116,9 @@ def window(step: Callable[[], Any], steps: int) -> float:
 
 def settings(case: Case, flags: list[str]) -> TrainConfig:
     """Flexor's settings of a case."""
-    own = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
-    own += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
-    config = load_config([*own, *flags])
+    arguments = [f"--policy.type={case.policy}", f"--batch_size={case.batch}", "--dataset.repo_id=made/up"]
+    arguments += [f"--policy.{name}={str(value).lower()}" for name, value in case.settings.items()]
+    config = load_config([*arguments, *flags])
     config.policy = case.robot.fill_in(config.policy)
     return config
 
@@ -235,9 +235,9 @@ def main() -> None:
     parser.add_argument("--policies", nargs="*", default=POLICIES, choices=POLICIES)
     parser.add_argument("--compile", action="store_true", help="also with compiled blocks: minutes more")
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure_all(given, Path(folder))
+        measure_all(args, Path(folder))
 
 
 def ways_of(case: Case, folder: Path, compiled: bool) -> dict[str, Callable[[], dict[str, float]]]:
@@ -251,28 +251,28 @@ def ways_of(case: Case, folder: Path, compiled: bool) -> dict[str, Callable[[], 
     return ways | {name: lambda flags=flags: flexor(case, flags) for name, flags in mine.items()}
 
 
-def measure_all(given: argparse.Namespace, folder: Path) -> None:
+def measure_all(args: argparse.Namespace, folder: Path) -> None:
     report: dict[str, Any] = {
         "date": str(date.today()),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cases": [],
     }
-    for case in (case for case in CASES if case.policy in given.policies):
-        found: dict[str, Any] = {}
-        for name, measure in ways_of(case, folder, given.compile).items():
+    for case in (case for case in CASES if case.policy in args.policies):
+        measured: dict[str, Any] = {}
+        for name, measure in ways_of(case, folder, args.compile).items():
             gc.collect()
             torch._C._cuda_clearCublasWorkspaces()  # of the streams of the previous way
             torch.cuda.empty_cache()
             try:
-                found[name] = measure()
+                measured[name] = measure()
             except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
+                measured[name] = {"error": f"{type(error).__name__}: {error}"[:200]}
                 traceback.print_exc(limit=5)
-            print(f"{case.title} {case.batch}: {name}: {found[name]}", flush=True)
-        report["cases"].append({"policy": case.title, "batch": case.batch, "ways": found})
-        if given.output:
-            given.output.write_text(json.dumps(report, indent=1))
+            print(f"{case.title} {case.batch}: {name}: {measured[name]}", flush=True)
+        report["cases"].append({"policy": case.title, "batch": case.batch, "ways": measured})
+        if args.output:
+            args.output.write_text(json.dumps(report, indent=1))
     print(table(report))
 
 

@@ -67,7 +67,7 @@ def test_single_has_every_figure(root, tmp_path, capsys):
     assert 0 < report["first_batch_latency_s"] <= report["wallclock_s"]
     assert report["decoded"] >= 2 * FRAMES and report["frames_decoded_per_frame_delivered"] < 1.3
     assert report["bytes_delivered"] > report["frames"] * 32 * 48 * 3 // 2  # planes
-    limits = [report[f"{what}_limit_frames_per_s"] for what in ("decode", "memory")]
+    limits = [report[f"{resource}_limit_frames_per_s"] for resource in ("decode", "memory")]
     # which is decoding's, unless others use the machine
     assert report["limit_frames_per_s"] == pytest.approx(min(limits))
     assert report["of_limit"] == pytest.approx(report["frames_per_s_node"] / report["limit_frames_per_s"])
@@ -111,16 +111,16 @@ def test_without_cameras_there_is_nothing_to_measure(lowdim, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--batches=2", "--epochs=2"], "either --batches"),
         (["--warmup=100"], "is too long"),
         (["--ranks=0"], "at least 1"),
     ],
 )
-def test_impossible_options_are_refused(root, tmp_path, capsys, flags, said):
+def test_impossible_options_are_refused(root, tmp_path, capsys, flags, message):
     assert cli.main(["bench", "data", f"--dataset.root={root}", f"--output={tmp_path}", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_rank_that_fails_says_why(tmp_path, capsys):
@@ -159,17 +159,24 @@ ABOUT = {"threads": 2, "remote": False, "tier": "stream", "samples_per_epoch": 1
 
 
 def stretch(started: float, ended: float, samples: int, frames: int, **counters: float) -> EpochMeasurement:
-    known = {"decoded": 0.0, "hits": 0.0, "misses": 0.0, "decode_s": 0.0, "convert_s": 0.0, "pool_bytes": 7.0}
+    defaults = {
+        "decoded": 0.0,
+        "hits": 0.0,
+        "misses": 0.0,
+        "decode_s": 0.0,
+        "convert_s": 0.0,
+        "pool_bytes": 7.0,
+    }
     latencies = [(0.010 * n, 10) for n in range(1, 5)]
     return EpochMeasurement(
-        started, ended, started, samples, frames, 3 * frames, 1.0, latencies, {**known, **counters}
+        started, ended, started, samples, frames, 3 * frames, 1.0, latencies, {**defaults, **counters}
     )
 
 
 def test_node_rate_is_from_the_first_rank_to_start_to_the_last_to_end():
-    one = stretch(10, 14, 50, 100, decoded=100, decode_s=4)
+    first = stretch(10, 14, 50, 100, decoded=100, decode_s=4)
     other = stretch(11, 15, 50, 100, decoded=100, decode_s=4)
-    report = make_report(ABOUT, 0.5, [[one], [other]], Limits(50, 1000))
+    report = make_report(ABOUT, 0.5, [[first], [other]], Limits(50, 1000))
     assert report["wallclock_s"] == 5 and report["frames_per_s_node"] == 40 and report["samples_per_s"] == 20
     assert report["limit_frames_per_s"] == 50 and report["of_limit"] == pytest.approx(0.8)
     assert report["p50_sample_latency_ms"] == pytest.approx(2.5)
@@ -204,7 +211,7 @@ def test_decoding_again_what_is_kept_lowers_no_limit():
 
 
 @pytest.mark.parametrize(
-    ("decode_s", "convert_s", "remote", "said"),
+    ("decode_s", "convert_s", "remote", "message"),
     [
         (15, 2, False, "decoding"),
         (2, 15, False, "gathering and conversion"),
@@ -213,9 +220,9 @@ def test_decoding_again_what_is_kept_lowers_no_limit():
         (15, 2, True, "decoding"),
     ],
 )
-def test_what_bounds_it_follows_from_what_the_threads_did(decode_s, convert_s, remote, said):
+def test_what_bounds_it_follows_from_what_the_threads_did(decode_s, convert_s, remote, message):
     counters = {"decode_s": decode_s, "convert_s": convert_s}
-    assert bound(counters, Limits(100, 1000), 100, 90, 20, remote).startswith(said)
+    assert bound(counters, Limits(100, 1000), 100, 90, 20, remote).startswith(message)
 
 
 # --- memory
@@ -241,11 +248,11 @@ class Small:
 
 
 def test_peak_memory_includes_children_that_are_gone():
-    held = "b = bytearray(150 << 20); b[::4096] = b'x' * len(b[::4096]); print(); input()"
+    program = "b = bytearray(150 << 20); b[::4096] = b'x' * len(b[::4096]); print(); input()"
     with Small() as small, PeakMemory(small.process.pid, interval=0.02) as memory:
         before = memory.sample()
         small.do(
-            f"child = subprocess.Popen([sys.executable, '-c', {held!r}], stdin=-1, stdout=-1); "
+            f"child = subprocess.Popen([sys.executable, '-c', {program!r}], stdin=-1, stdout=-1); "
             "child.stdout.readline()"
         )
         assert len(process_tree(memory.pid)) == 2
@@ -279,7 +286,7 @@ def test_peak_memory_includes_shared_memory_that_nobody_has_looked_at():
 def test_bars_are_held_against_the_fastest_setting():
     slow, fast = "lerobot, map-style, 2 workers, uint8", "lerobot, streaming, 4 workers, uint8"
     memory = {"imported_bytes": 1e9}
-    found = {
+    results = {
         "flexor": [
             {"frames_per_s": r, "of_limit": 0.9, "first_batch_latency_s": 3, "peak_memory_bytes": 2e9}
             for r in (240, 260)
@@ -289,8 +296,8 @@ def test_bars_are_held_against_the_fastest_setting():
         fast: [{"frames_per_s": 100, "first_batch_latency_s": 9, "peak_memory_bytes": 3e9}],
         "lerobot, broken": [{"error": "failed"}],
     }
-    found = {name: [{**memory, **one} for one in rounds] for name, rounds in found.items()}
-    lines = bar_lines("av1_gop2-single", found, "flexor", "cached")
+    results = {name: [{**memory, **row} for row in rounds] for name, rounds in results.items()}
+    lines = bar_lines("av1_gop2-single", results, "flexor", "cached")
     verdicts = [line.split("|")[-2].strip() for line in lines]
     # 2.5x of 100 is reached, 40x is not; 90 % of the limit; a later first batch than the quickest; less memory
     assert verdicts == ["pass", "FAIL", "pass", "FAIL", "pass"]

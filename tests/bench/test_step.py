@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexor.bench.step import Work, made_up, with_shares
+from flexor.bench.step import StepCost, synthetic, with_shares
 from flexor.bench.step_report import render_step
 from flexor.cli import main as cli
 from flexor.plan.speed import ceilings
@@ -38,7 +38,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> list[str]:
+def affine(tmp_path: Path) -> list[str]:
     """A policy of a matrix, which can be told to ask for a value on the host."""
     (tmp_path / "own.py").write_text(own_policy(LINEAR, settings="    asks: bool = False"))
     return [
@@ -53,7 +53,7 @@ def bench(capsys: pytest.CaptureFixture, *flags: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_cpu_without_data(tiny_act, own, capsys):
+def test_a_cpu_without_data(tiny_act, affine, capsys):
     report = bench(capsys, *tiny_act, *ROBOT, "--batch_size=4")
     (row,) = report["rows"]
     assert {*row} == {"way", "step_ms", "samples_per_s", "of_arithmetic", "of_bandwidth"}
@@ -62,17 +62,17 @@ def test_a_cpu_without_data(tiny_act, own, capsys):
     assert row["of_arithmetic"] == pytest.approx(reached / report["ceilings"]["flops_per_s"])
     assert report["ceilings"]["bytes_per_s"] > 0 and report["ceilings"]["arithmetic"] == "float32"
     assert report["note"].startswith("no NVIDIA GPU: ")
-    assert cli.main(["bench", "step", "--steps=1", *own]) == 0
+    assert cli.main(["bench", "step", "--steps=1", *affine]) == 0
     printed = capsys.readouterr()
     assert "batch 8 on cpu" in printed.out and "no NVIDIA GPU: " in printed.out
     assert "kernels" not in printed.out.splitlines()[4] and "graph" not in printed.out.splitlines()[5]
 
 
-def test_a_step_of_several_passes_computes_more(own, capsys):
-    one = bench(capsys, *own, "--batch_size=2")
-    three = bench(capsys, *own, "--batch_size=2", "--global_batch_size=6")
+def test_a_step_of_several_passes_computes_more(affine, capsys):
+    single = bench(capsys, *affine, "--batch_size=2")
+    three = bench(capsys, *affine, "--batch_size=2", "--global_batch_size=6")
     assert three["gradient_accumulation_steps"] == 3
-    assert three["flops_per_step"] == pytest.approx(3 * one["flops_per_step"])
+    assert three["flops_per_step"] == pytest.approx(3 * single["flops_per_step"])
     assert three["rows"][0]["samples_per_s"] == pytest.approx(6 / three["rows"][0]["step_ms"] * 1e3)
 
 
@@ -95,7 +95,7 @@ def test_features_are_those_of_a_dataset(dataset, tiny_act, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "message"),
     [
         ("--steps=0", "--steps=0 must be at least 1"),
         ("--parallel.strategy=fsdp", "one process"),
@@ -103,36 +103,36 @@ def test_features_are_those_of_a_dataset(dataset, tiny_act, capsys):
         ("--batchsize=2", "batch_size"),
     ],
 )
-def test_mistakes_are_named(flag, said, tiny_act, capsys):
+def test_mistakes_are_named(flag, message, tiny_act, capsys):
     assert cli.main(["bench", "step", *tiny_act, flag]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_only_a_graph_on_a_cpu_says_why_there_is_none(own, capsys):
-    report = bench(capsys, *own, "--step=graph")
+def test_only_a_graph_on_a_cpu_says_why_there_is_none(affine, capsys):
+    report = bench(capsys, *affine, "--step=graph")
     assert report["rows"] == [{"way": "graph", "reason": "the run does not use an NVIDIA GPU."}]
     assert "graph  the run does not use an NVIDIA GPU." in render_step(report)
 
 
-def test_a_policy_that_cant_be_planned_is_measured_all_the_same(own, capsys, log_lines):
-    report = bench(capsys, *own, "--policy.asks=true")
+def test_a_policy_that_cant_be_planned_is_measured_all_the_same(affine, capsys, log_lines):
+    report = bench(capsys, *affine, "--policy.asks=true")
     assert report["flops_per_step"] is None and report["rows"][0]["of_arithmetic"] is None
     assert report["rows"][0]["step_ms"] > 0
     assert any("can't be planned" in line and "shares of the ceilings" in line for line in log_lines)
     assert "-  " in render_step(report).splitlines()[-3]
 
 
-def test_compiled_blocks_are_measured(own, capsys, monkeypatch):
+def test_compiled_blocks_are_measured(affine, capsys, monkeypatch):
     """All of the compiler but its last part, which takes long."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    report = bench(capsys, *own, "--compile=true")
+    report = bench(capsys, *affine, "--compile=true")
     assert report["compile"] and report["rows"][0]["compile_s"] > 0
     assert "compiling, s" in render_step(report)
 
 
-def test_made_up_values_vary_and_samples_differ():
+def test_synthetic_values_vary_and_samples_differ():
     batch = {
         "observation.image": torch.zeros(3, 3, 4, 4, dtype=torch.uint8),
         "action": torch.zeros(3, 2),
@@ -140,18 +140,18 @@ def test_made_up_values_vary_and_samples_differ():
         "index": torch.zeros(3, dtype=torch.int64),
         "task": ["do something"] * 3,
     }
-    made = made_up(batch)
+    made = synthetic(batch)
     assert {name: value.dtype for name, value in made.items() if name != "task"} == {
         name: value.dtype for name, value in batch.items() if name != "task"
     }
     assert made["observation.image"].float().std() > 50 and 0 < made["action"].abs().max() <= 1
     assert not made["action_is_pad"].any() and made["task"] == batch["task"]
     assert made["index"].tolist() == [0, 1, 2]
-    assert torch.equal(made["action"], made_up(batch)["action"])
+    assert torch.equal(made["action"], synthetic(batch)["action"])
 
 
 def test_the_table_has_a_row_for_each_way_or_the_reason():
-    work, ceilings = Work(flops=2e12, bytes=4e9), Ceilings(500e12, 4e12, "TF32")
+    work, ceilings = StepCost(flops=2e12, bytes=4e9), Ceilings(500e12, 4e12, "TF32")
     row = {"way": "eager", "step_ms": 20.0, "samples_per_s": 400.0, "kernels": 1234, "idle_share": 0.25}
     eager = with_shares({**row, "peak_memory_bytes": 3.5e9}, work, ceilings)
     assert (eager["of_arithmetic"], eager["of_bandwidth"]) == pytest.approx((0.2, 0.05))
@@ -196,16 +196,16 @@ def test_eager_and_graph_side_by_side(more, tiny_act, capsys):
 
 
 @pytest.mark.gpu
-def test_compiled_blocks_in_a_graph(own, capsys):
-    eager, graph = bench(capsys, *on_gpu(own), "--compile=true")["rows"]
+def test_compiled_blocks_in_a_graph(affine, capsys):
+    eager, graph = bench(capsys, *on_gpu(affine), "--compile=true")["rows"]
     assert eager["compile_s"] > 0 and graph["kernels"] > 0
 
 
 @pytest.mark.gpu
-def test_what_cant_be_captured_is_told_in_its_row(own, tmp_path, capsys):
-    eager, graph = bench(capsys, *on_gpu(own), "--policy.asks=true")["rows"]
+def test_what_cant_be_captured_is_told_in_its_row(affine, tmp_path, capsys):
+    eager, graph = bench(capsys, *on_gpu(affine), "--policy.asks=true")["rows"]
     assert eager["step_ms"] > 0 and "can't be captured" in graph["reason"] and "own.py" in graph["reason"]
-    refused = bench(capsys, *on_gpu(own), "--activation_checkpointing=true")["rows"][1]
+    refused = bench(capsys, *on_gpu(affine), "--activation_checkpointing=true")["rows"][1]
     assert refused["reason"].startswith("activation_checkpointing=true")
 
 
@@ -216,8 +216,8 @@ def test_too_little_gpu_memory_says_what_to_change(capsys):
         assert cli.main(["bench", "step", "--policy.type=act", *ROBOT, "--batch_size=64"]) == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    said = capsys.readouterr().err
-    assert "batch_size=64 does not fit" in said and "smaller --batch_size" in said
+    message = capsys.readouterr().err
+    assert "batch_size=64 does not fit" in message and "smaller --batch_size" in message
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("step_speed*.json")), ids=lambda file: file.stem)
@@ -228,9 +228,9 @@ def test_the_page_compares_with_lerobot_as_measured(file: Path):
         ways = case["ways"]
         theirs = [ways[f"LeRobot, {precision}"] for precision in ("float32", "bf16")]
         best = min(theirs, key=lambda way: way["ms"])
-        own = ways.get("graph, bf16, channels last") or ways["graph, bf16"]
+        flexor_way = ways.get("graph, bf16, channels last") or ways["graph, bf16"]
         times = " / ".join(f"{way['ms']:,.1f}" for way in theirs)
-        peaks = " / ".join(f"{way['peak_mb'] / 1e3:.1f}" for way in (best, own))
-        ratio = f"{best['ms'] / own['ms']:.1f}x"
-        row = f"batch {case['batch']} | {times} | {own['ms']:.1f} | {ratio} | {peaks} |"
+        peaks = " / ".join(f"{way['peak_mb'] / 1e3:.1f}" for way in (best, flexor_way))
+        ratio = f"{best['ms'] / flexor_way['ms']:.1f}x"
+        row = f"batch {case['batch']} | {times} | {flexor_way['ms']:.1f} | {ratio} | {peaks} |"
         assert row in page, case["policy"]

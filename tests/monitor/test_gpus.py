@@ -52,8 +52,8 @@ class FakeNvml:
         return 700_000
 
     def nvmlDeviceGetProcessUtilization(self, handle, since):
-        found = [(11, 60), (99, 30)]
-        return [SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + 1) for pid, share in found]
+        entries = [(11, 60), (99, 30)]
+        return [SimpleNamespace(pid=pid, smUtil=share, timeStamp=since + 1) for pid, share in entries]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
         self.energy += 3_000_000
@@ -67,8 +67,8 @@ class FakeNvml:
         return SimpleNamespace(total=150_000_000_000, used=50_000_000_000, free=0)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        found = [(11, 40_000_000_000), (99, 9_000_000_000)]
-        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in found]
+        entries = [(11, 40_000_000_000), (99, 9_000_000_000)]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in entries]
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):
         return 0x24 | 0x1
@@ -140,9 +140,9 @@ def test_no_driver_no_error():
 @pytest.mark.gpu
 def test_a_real_gpu():
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    held = torch.ones(1 << 28, device="cuda")
+    tensor = torch.ones(1 << 28, device="cuda")
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     (gpu,) = open_gpus({uuid: [1]})
     figures = gpu.read()
     assert 0 <= figures["util"] <= 1 and figures["sm_mhz"] > 0
-    assert figures["vram_used_gb"] > held.nbytes / 1e9
+    assert figures["vram_used_gb"] > tensor.nbytes / 1e9

@@ -45,30 +45,30 @@ def test_an_action_that_never_changes(tmp_path):
 @pytest.mark.parametrize("odd", [[3], [1, 2, 3, 6], [0, 1, 2, 4, 5, 6, 7]])
 def test_episodes_in_degrees_among_others_in_radians(tmp_path, odd):
     """Whichever are fewer: one in degrees, half of them, or one in radians."""
-    found = findings(write_arm(tmp_path / "arm", scaled(DEGREES, odd, ARM)))
-    assert [one.name for one in found] == ["mixed units"] * 2
+    faults = findings(write_arm(tmp_path / "arm", scaled(DEGREES, odd, ARM)))
+    assert [fault.name for fault in faults] == ["mixed units"] * 2
     few = odd if len(odd) <= 4 else [3]
     words = {1: "episode 3", 4: "episodes 1 to 3, 6"}[len(few)]
     size = "larger" if few == odd else "smaller"
-    for one, feature in zip(found, ("observation.state", "action")):
-        assert one.evidence.startswith(f"{feature}[0] (base) and 5 more are about ")
-        assert one.evidence.endswith(
+    for fault, feature in zip(faults, ("observation.state", "action")):
+        assert fault.evidence.startswith(f"{feature}[0] (base) and 5 more are about ")
+        assert fault.evidence.endswith(
             f"{feature}[0 (base), 1 (shoulder), 2 (elbow), 3 (roll), 4 (pitch), 5 (yaw)]"
         )
-        assert f"{size} in {words} than in the others" in one.evidence
-        assert "gripper" not in one.evidence and "degrees and radians" in one.evidence
-        assert f"--dataset.exclude_episodes={'1:4,6' if len(few) == 4 else '3'}" in one.fix
+        assert f"{size} in {words} than in the others" in fault.evidence
+        assert "gripper" not in fault.evidence and "degrees and radians" in fault.evidence
+        assert f"--dataset.exclude_episodes={'1:4,6' if len(few) == 4 else '3'}" in fault.fix
 
 
 @pytest.mark.parametrize("factor", [100, 0.01])
 def test_a_gripper_in_percent(tmp_path, factor):
-    found = findings(write_arm(tmp_path / "arm", scaled(factor, [1, 4], GRIPPER)))
-    assert [one.name for one in found] == ["mixed units"] * 2
+    faults = findings(write_arm(tmp_path / "arm", scaled(factor, [1, 4], GRIPPER)))
+    assert [fault.name for fault in faults] == ["mixed units"] * 2
     size = "larger" if factor > 1 else "smaller"
-    for one, feature in zip(found, ("observation.state", "action")):
-        assert one.evidence.startswith(f"{feature}[6] (gripper) is about ")
-        assert f" times {size} in episodes 1, 4 than in the others" in one.evidence
-        assert one.evidence.endswith("percent and fractions")
+    for fault, feature in zip(faults, ("observation.state", "action")):
+        assert fault.evidence.startswith(f"{feature}[6] (gripper) is about ")
+        assert f" times {size} in episodes 1, 4 than in the others" in fault.evidence
+        assert fault.evidence.endswith("percent and fractions")
 
 
 def test_a_joint_that_is_used_now_and_then_is_no_fault(tmp_path):
@@ -106,29 +106,29 @@ def test_statistics_of_another_dataset(tmp_path, mode, change):
 
 
 def test_a_sensor_that_failed_in_one_frame(tmp_path):
-    found = findings(write_arm(tmp_path / "arm", glitch(2, 5, 1)))
-    (far,) = [one for one in found if one.name == "values out of range"]
+    faults = findings(write_arm(tmp_path / "arm", glitch(2, 5, 1)))
+    (far,) = [fault for fault in faults if fault.name == "values out of range"]
     assert far.evidence.startswith("observation.state[1] (shoulder) is 1.00e+06 in episode 2, frame 5; 98 %")
     assert far.fix.endswith("--dataset.exclude_episodes=2")
 
 
 def test_a_selection_of_episodes_has_the_numbers_of_the_whole(tmp_path):
     root = write_arm(tmp_path / "arm", scaled(DEGREES, [6], ARM))
-    chosen = open_dataset(root=root).select([1, 2, 5, 6])
-    found, odd = other_units(summarise(chosen, "observation.state"))
-    assert "in episode 6 than" in found[0].evidence and odd.any(1).tolist() == [False, False, False, True]
-    assert outliers(summarise(chosen, "observation.state"), odd) == []
+    selection = open_dataset(root=root).select([1, 2, 5, 6])
+    faults, odd = other_units(summarise(selection, "observation.state"))
+    assert "in episode 6 than" in faults[0].evidence and odd.any(1).tolist() == [False, False, False, True]
+    assert outliers(summarise(selection, "observation.state"), odd) == []
 
 
 def test_episodes_of_several_datasets(tmp_path):
-    one = write_arm(tmp_path / "one")
-    two = write_arm(tmp_path / "two", scaled(DEGREES, [3], ARM))
-    mixed = join_datasets([Member("a", open_dataset(root=one)), Member("b", open_dataset(root=two))])
-    found, _ = other_units(summarise(mixed, "action"))
-    assert "in episode 3 of b than" in found[0].evidence
-    assert "exclude_episodes: 3 of b in dataset.mix" in found[0].fix
+    first = write_arm(tmp_path / "one")
+    second = write_arm(tmp_path / "two", scaled(DEGREES, [3], ARM))
+    mixed = join_datasets([Member("a", open_dataset(root=first)), Member("b", open_dataset(root=second))])
+    faults, _ = other_units(summarise(mixed, "action"))
+    assert "in episode 3 of b than" in faults[0].evidence
+    assert "exclude_episodes: 3 of b in dataset.mix" in faults[0].fix
     assert in_words(mixed, [1, 8, 9, 10, 12]) == "episode 1 of a and episodes 0 to 2, 4 of b"
-    assert exclude(open_dataset(root=one), [0, 1, 4, 5, 6]) == "--dataset.exclude_episodes=0,1,4:7"
+    assert exclude(open_dataset(root=first), [0, 1, 4, 5, 6]) == "--dataset.exclude_episodes=0,1,4:7"
 
 
 def test_values_that_are_not_finite_do_not_disturb(tmp_path):

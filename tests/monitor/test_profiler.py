@@ -86,9 +86,9 @@ def test_a_disk_that_can_not_be_written_is_a_warning(tmp_path, caplog):
     assert "was not written" in caplog.text
 
 
-def event(key: str, device: DeviceType, own: float, label: bool = False) -> SimpleNamespace:
+def event(key: str, device: DeviceType, self_time: float, label: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        key=key, device_type=device, self_device_time_total=own, count=2, is_user_annotation=label
+        key=key, device_type=device, self_device_time_total=self_time, count=2, is_user_annotation=label
     )
 
 

@@ -49,9 +49,9 @@ def test_parts_are_the_times_between_marks(clock):
     spent = {"other": 7.0, "data": 1.0, "copy": 2.0, "forward": 3.0, "backward": 4.0, "optimizer": 5.0}
     for _ in range(2):
         clock.step(times, spent)
-    found, steps = times.take()
-    assert steps == 2 and found.pop("launch") == 24 and found.pop("rest") == 0
-    assert found == {part: 2 * seconds for part, seconds in spent.items()}
+    taken, steps = times.take()
+    assert steps == 2 and taken.pop("launch") == 24 and taken.pop("rest") == 0
+    assert taken == {part: 2 * seconds for part, seconds in spent.items()}
     assert times.take() == ({}, 0)
 
 
@@ -113,12 +113,12 @@ def test_before_the_first_step_there_are_no_times():
 class Gathered(Engine):
     """This rank, and others that measured something else."""
 
-    def __init__(self, *others: RankTimes):
+    def __init__(self, *other_ranks: RankTimes):
         super().__init__(CPU)
-        self.others = others
+        self.other_ranks = other_ranks
 
     def gather(self, value):
-        return [value, *self.others]
+        return [value, *self.other_ranks]
 
 
 def rank(host: str, exchanges: bool = True, **seconds: float) -> RankTimes:

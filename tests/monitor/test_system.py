@@ -71,8 +71,8 @@ def test_one_line_for_two():
 def test_summary_for_a_log_line():
     gpus = [{"index": 0, "util": 1.0, "energy_j": 10, "throttled": ["power_cap"]}, {"index": 1, "util": 0.5}]
     other = [{"index": 0, "util": 1.0, "energy_j": 10, "throttled": []}, {"index": 1, "util": 0.5}]
-    found = summary(merge(for_log(sample(1, gpus=gpus)), for_log(sample(2, gpus=other))))
-    assert found == {
+    figures = summary(merge(for_log(sample(1, gpus=gpus)), for_log(sample(2, gpus=other))))
+    assert figures == {
         "cpu": 0.5,
         "gpu_util": 0.75,
         "gpu_energy_j": 20.0,
@@ -80,7 +80,7 @@ def test_summary_for_a_log_line():
         "gpu_slowed": 0.0,
     }
     assert summary(None) == {}
-    assert over_hosts([found, {}, {"cpu": 1.0, "gpu_energy_j": 5.0}]) == {
+    assert over_hosts([figures, {}, {"cpu": 1.0, "gpu_energy_j": 5.0}]) == {
         "cpu": 0.75,
         "gpu_util": 0.75,
         "gpu_energy_j": 25.0,

@@ -122,9 +122,9 @@ def test_an_account_is_asked_for_before_the_run(monkeypatch):
 
 
 def test_a_resumed_run_has_the_same_id():
-    own = settings_of("wandb", config("--wandb.enable"), "abc")
-    given = settings_of("wandb", config("--wandb.enable", "--wandb.run_id=mine"), "abc")
-    assert (own["id"], given["id"]) == ("abc", "mine")
+    default = settings_of("wandb", config("--wandb.enable"), "abc")
+    named = settings_of("wandb", config("--wandb.enable", "--wandb.run_id=mine"), "abc")
+    assert (default["id"], named["id"]) == ("abc", "mine")
     assert settings_of("trackio", config(), "0123456789")["name"] == "act-01234567"
 
 
@@ -179,29 +179,29 @@ def events(run: Path) -> list[tuple[str, int, float]]:
     """All that TensorBoard has of a run, in order of writing."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    found = []
+    scalars = []
     for path in sorted((run / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
         for event in EventFileLoader(str(path)).Load():
             for value in event.summary.value:
                 number = value.tensor.float_val[0] if value.HasField("tensor") else value.simple_value
-                found.append((value.tag, event.step, number))
-    return found
+                scalars.append((value.tag, event.step, number))
+    return scalars
 
 
 def test_tensorboard_gets_what_the_file_has(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    asked = config("--trackers=[tensorboard]")
+    settings = config("--trackers=[tensorboard]")
     write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 4.0})  # before the tracker was switched on
     for steps in ((2, 3), (4,)):
-        with Trackers(asked, tmp_path) as several:
+        with Trackers(settings, tmp_path) as several:
             for step in steps:
                 several.log(step, {"loss": float(step), "system": {"cpu": 0.5}})
-    found = events(tmp_path)
-    assert [entry for entry in found if entry[0] == "loss"] == [
+    scalars = events(tmp_path)
+    assert [entry for entry in scalars if entry[0] == "loss"] == [
         *(("loss", 1, 4.0), ("loss", 2, 2.0)),
         *(("loss", 3, 3.0), ("loss", 4, 4.0)),
     ]
-    assert [step for tag, step, _ in found if tag == "system/cpu"] == [2, 3, 4]
+    assert [step for tag, step, _ in scalars if tag == "system/cpu"] == [2, 3, 4]
 
 
 def test_a_killed_run_is_sent_to_the_end(tmp_path):
@@ -223,12 +223,12 @@ def test_a_killed_run_is_sent_to_the_end(tmp_path):
 @pytest.mark.slow
 def test_wandb_offline_twice_is_one_run(tmp_path):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    asked = config("--wandb.enable", "--wandb.mode=offline")
+    settings = config("--wandb.enable", "--wandb.mode=offline")
     for step in (1, 2):
-        with Trackers(asked, tmp_path, "abc123") as several:
+        with Trackers(settings, tmp_path, "abc123") as several:
             several.log(step, {"loss": 1.0})
-    kept = [path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir()]
-    assert len(kept) == 2 and all(path.name.endswith("-abc123") for path in kept)
+    folders = [path for path in (tmp_path / "wandb").glob("offline-run-*") if path.is_dir()]
+    assert len(folders) == 2 and all(path.name.endswith("-abc123") for path in folders)
     assert json.loads(sent_file(tmp_path, "wandb").read_text()) == {"step": 2, "lines": 1}
 
 
@@ -268,8 +268,8 @@ def test_trackio_twice_is_one_run(tmp_path, monkeypatch):
         "import json; from trackio.sqlite_storage import SQLiteStorage as s\n"
         "print(json.dumps([s.get_runs('flexor'), s.get_logs('flexor', 'arm-01234567')]))"
     )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    names, logs = json.loads(shown.stdout.splitlines()[-1])
+    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names, logs = json.loads(output.stdout.splitlines()[-1])
     assert names == ["arm-01234567"]
     assert [(entry["step"], entry["loss"]) for entry in logs] == [(1, 1.0), (2, 2.0)]
 
@@ -291,7 +291,7 @@ def test_killed_again_and_again_the_file_is_that_of_an_untouched_run(lowdim, tin
     """Held-out losses too, and TensorBoard, which gets each line once."""
     here = [*SAVED, "--system_every_s=0.1"]
     with_board = [*here, "--trackers=[tensorboard]"] if trackers._is_installed("tensorboard") else here
-    whole = runs.train(lowdim, tmp_path / "whole", tiny_act, *here)
+    uninterrupted = runs.train(lowdim, tmp_path / "whole", tiny_act, *here)
     run, rng = tmp_path / "run", random.Random(0)
     verb, flags = "train", runs.flags(lowdim, run, tiny_act, *with_board)
     for number, after in enumerate((3, 5, 6)):
@@ -302,15 +302,18 @@ def test_killed_again_and_again_the_file_is_that_of_an_untouched_run(lowdim, tin
         process.end()
         verb, flags = "resume", [str(run)]
     assert main(["resume", str(run)]) == 0
-    runs.assert_same(whole, run, STEPS)
-    kept = ("step", "loss", "held_out_loss")
-    lines = [[{k: line[k] for k in kept if k in line} for line in runs.metrics(r)] for r in (whole, run)]
+    runs.assert_same(uninterrupted, run, STEPS)
+    compared = ("step", "loss", "held_out_loss")
+    lines = [
+        [{k: line[k] for k in compared if k in line} for line in runs.metrics(r)]
+        for r in (uninterrupted, run)
+    ]
     assert lines[0] == lines[1] and len(lines[0]) == STEPS + STEPS // 2
     samples = [json.loads(line) for line in (run / "system.jsonl").read_text().splitlines()]
     assert [s["step"] for s in samples] == sorted(s["step"] for s in samples)
     if "--trackers=[tensorboard]" in with_board:
         for tag, count in (("loss", STEPS), ("held_out_loss", STEPS // 2)):
-            steps = [step for found, step, _ in events(run) if found == tag]
+            steps = [step for scalars, step, _ in events(run) if scalars == tag]
             assert steps == list(range(STEPS // count, STEPS + 1, STEPS // count)), tag
 
 

@@ -26,8 +26,8 @@ def falling(count, seed=0, noise=0.1):
     return [(2 * math.exp(-n / 30) + 0.2) * math.exp(draw.gauss(0, noise)) for n in range(count)]
 
 
-def names(found):
-    return [one.name for one in found]
+def names(faults):
+    return [finding.name for finding in faults]
 
 
 @given(
@@ -75,10 +75,10 @@ def test_many_spikes_are_few_findings():
 
 
 def test_a_loss_that_stays_up_has_exploded():
-    found = findings(lines(falling(60) + [30.0] * 40), {"optimizer": {"grad_clip_norm": 0}})
-    assert names(found) == ["loss spike", "loss exploded"]
-    assert "high for 5 log lines" in found[1].evidence
-    assert "--optimizer.grad_clip_norm=1" in found[1].fix
+    faults = findings(lines(falling(60) + [30.0] * 40), {"optimizer": {"grad_clip_norm": 0}})
+    assert names(faults) == ["loss spike", "loss exploded"]
+    assert "high for 5 log lines" in faults[1].evidence
+    assert "--optimizer.grad_clip_norm=1" in faults[1].fix
 
 
 def test_a_loss_that_explodes_at_once_or_slowly():
@@ -145,8 +145,8 @@ def test_values_that_are_not_finite_are_skipped():
 def test_the_rest_of_a_run_finds_what_the_whole_run_finds():
     run = lines(falling(60) + [30.0] * 40)
     health = LearningHealth({}, list)
-    before = [found for line in run[:62] for found in health.update(line)]
-    after = [found for line in run[62:] for found in health.update(line)]
+    before = [finding for line in run[:62] for finding in health.update(line)]
+    after = [finding for line in run[62:] for finding in health.update(line)]
     assert before + after == findings(run)
     assert names(before) == ["loss spike"] and names(after) == ["loss exploded"]
 

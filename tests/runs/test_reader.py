@@ -66,29 +66,29 @@ def test_a_file_that_a_resumed_run_wrote_anew(tmp_path: Path):
 
 
 def test_whatever_lines_contain_becomes_a_series():
-    found = AllSeries("gpu.")
-    found.add(
+    series = AllSeries("gpu.")
+    series.add(
         {"time": 10.0, "power": [1, 2.5], "name": "H200", "throttled": False, "deep": {"a": {"b": None}}}
     )
-    found.add({"time": 12.0, "power": [3, 4]})
-    found.add({"power": [5, 6]})  # neither step nor time
-    assert found.series["gpu.power.1"] == Series("time", [10.0, 12.0], [2.5, 4.0])
-    assert math.isnan(found.series["gpu.deep.a.b"].last) and found.series["gpu.throttled"].y == [0.0]
-    assert found.texts == {"gpu.name": "H200"}
+    series.add({"time": 12.0, "power": [3, 4]})
+    series.add({"power": [5, 6]})  # neither step nor time
+    assert series.series["gpu.power.1"] == Series("time", [10.0, 12.0], [2.5, 4.0])
+    assert math.isnan(series.series["gpu.deep.a.b"].last) and series.series["gpu.throttled"].y == [0.0]
+    assert series.texts == {"gpu.name": "H200"}
 
 
 def test_samples_are_over_time_even_if_they_say_the_step():
-    found = AllSeries("system.", "time")
-    found.add({"step": 5, "time": 10.0, "cpu": 0.5, "span": 5, "cpu_cores": [0.0, 1.0] * 20})
-    found.add({"step": 5, "time": 15.0, "cpu": 0.6})
-    assert found.series["system.cpu"] == Series("time", [10.0, 15.0], [0.5, 0.6])
-    cores = {name: series.y for name, series in found.series.items() if "cores" in name}
+    all_series = AllSeries("system.", "time")
+    all_series.add({"step": 5, "time": 10.0, "cpu": 0.5, "span": 5, "cpu_cores": [0.0, 1.0] * 20})
+    all_series.add({"step": 5, "time": 15.0, "cpu": 0.6})
+    assert all_series.series["system.cpu"] == Series("time", [10.0, 15.0], [0.5, 0.6])
+    cores = {name: series.y for name, series in all_series.series.items() if "cores" in name}
     assert cores == {
         "system.cpu_cores.mean": [0.5],
         "system.cpu_cores.lowest": [0.0],
         "system.cpu_cores.highest": [1.0],
     }
-    assert "system.span" not in found.series
+    assert "system.span" not in all_series.series
 
 
 def test_repeated_steps_replace_what_was_reported_before():
@@ -147,8 +147,8 @@ def test_what_is_written_later_appears_by_itself(tmp_path: Path):
 
 
 def test_the_verdict_of_a_run(tmp_path: Path):
-    said = {"verdict": "GPU-bound", "evidence": "the GPU is busy", "change": "", "figures": {}}
-    run = write_run(tmp_path / "run", record={"diagnosis": said})
+    diagnosis = {"verdict": "GPU-bound", "evidence": "the GPU is busy", "change": "", "figures": {}}
+    run = write_run(tmp_path / "run", record={"diagnosis": diagnosis})
     assert polled(run).state().verdict == "GPU-bound: the GPU is busy"
     told = {"verdict": "data-bound (disk)", "evidence": "it waits", "change": "--num_workers=8 helps"}
     add_lines(run / "metrics.jsonl", report(1100, verdict=told))
@@ -164,7 +164,7 @@ def test_reports_that_say_the_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("step", "steps", "alive", "ago", "there", "status"),
+    ("step", "steps", "alive", "ago", "has_begun", "status"),
     [
         (2000, 2000, False, 5.0, True, "finished"),
         (2000, 3000, True, 5.0, True, "running"),  # resumed with more steps
@@ -177,9 +177,9 @@ def test_reports_that_say_the_time(tmp_path: Path):
     ],
 )
 def test_status(
-    step: int, steps: int | None, alive: bool | None, ago: float | None, there: bool, status: str
+    step: int, steps: int | None, alive: bool | None, ago: float | None, has_begun: bool, status: str
 ):
-    assert status_of(step, steps, alive, ago, 1.0, there) == status
+    assert status_of(step, steps, alive, ago, 1.0, has_begun) == status
 
 
 def test_a_process_with_the_same_number_is_another_one(tmp_path: Path):
@@ -203,7 +203,7 @@ def test_a_process_that_waits_for_its_parent_has_ended(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("recorded", "text"),
     [
         (None, None),
         ("", None),
@@ -217,8 +217,8 @@ def test_a_process_that_waits_for_its_parent_has_ended(tmp_path: Path):
         (3, None),
     ],
 )
-def test_verdicts(found: object, text: str | None):
-    assert verdict_text(found) == text
+def test_verdicts(recorded: object, text: str | None):
+    assert verdict_text(recorded) == text
 
 
 def test_files_that_are_not_what_they_should_be(tmp_path: Path):
@@ -238,9 +238,9 @@ def test_runs_are_found_in_folders(tmp_path: Path):
     for name in ("a/one", "a/two", "b/one"):
         write_run(tmp_path / name)
     add_checkpoint(tmp_path / "a/one", 1)
-    found = find_runs([tmp_path / "b/one", tmp_path, tmp_path / "a/one/metrics.jsonl"])
-    assert found == [tmp_path / name for name in ("b/one", "a/one", "a/two")]
-    assert short_names(found) == ["b/one", "a/one", "a/two"]
+    folders = find_runs([tmp_path / "b/one", tmp_path, tmp_path / "a/one/metrics.jsonl"])
+    assert folders == [tmp_path / name for name in ("b/one", "a/one", "a/two")]
+    assert short_names(folders) == ["b/one", "a/one", "a/two"]
     assert short_names([tmp_path / "a/one", tmp_path / "a/two"]) == ["one", "two"]
     with pytest.raises(ConfigError, match="does not exist"):
         find_runs([tmp_path / "none"])

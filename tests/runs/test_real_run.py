@@ -19,18 +19,21 @@ def test_a_run_is_watched_and_reported(lowdim, tiny_act, tmp_path, capsys):
     (state,) = json.loads(capsys.readouterr().out)["runs"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert (state["status"], state["step"], state["steps"]) == ("finished", 3, 3)
-    shown = {name: value for name, value in state["values"].items() if "." not in name}
-    assert shown == {
+    values_shown = {name: value for name, value in state["values"].items() if "." not in name}
+    assert values_shown == {
         name: value for name, value in lines[-1].items() if isinstance(value, float) and name != "time"
     }
     assert lines[-1]["loader"]["threads"] == 0 and state["values"]["loader.read_s"] == 0
-    assert [found["step"] for found in state["checkpoints"]] == [2, 3]
+    assert [checkpoint["step"] for checkpoint in state["checkpoints"]] == [2, 3]
     assert "step 3  loss" in state["log_line"] or "checkpoint" in state["log_line"]
     assert cli.main(["report", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["step"] == 3
     assert cli.main(["diagnose", str(run.parent), "--json"]) == 0  # of all runs in a folder
-    (told,) = json.loads(capsys.readouterr().out)["runs"]
-    assert (told["verdict"], told["status"]) == (None, "finished") and "not enough reports" in told["why_not"]
+    (diagnosed,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (diagnosed["verdict"], diagnosed["status"]) == (
+        None,
+        "finished",
+    ) and "not enough reports" in diagnosed["why_not"]
     assert cli.main(["diagnose", str(run)]) == 0 and "not enough reports yet" in capsys.readouterr().out
     assert cli.main(["resume", str(run), "--steps=4"]) == 0  # a report in its folder does not disturb it
     reader = RunReader(run)

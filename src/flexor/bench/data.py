@@ -1,6 +1,6 @@
 """`flexor bench data`: measures how fast batches are loaded, without a model, and compares it with the hardware limit.
 
-Time counts from the moment the dataset is opened: a loader that had filled its memory before would look faster
+Time counts from the moment the dataset is opened: a loader that had already filled its memory would seem faster
 than it is. Each batch is dropped as soon as it is loaded. So the result is the rate at which the loader could feed
 a training loop that takes no time itself.
 """
@@ -41,7 +41,7 @@ READ_AHEAD = 1000  # steps
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure, in addition to the settings of `flexor train`."""
+    """What to measure, besides the settings of `flexor train`."""
 
     mode: str = "single"
     ranks: int = 1
@@ -52,10 +52,10 @@ class Options:
     device: str = "host"
 
     def __post_init__(self) -> None:
-        for name, least in (("ranks", 1), ("epochs", 1), ("batches", 1), ("warmup", 0)):
+        for name, minimum in (("ranks", 1), ("epochs", 1), ("batches", 1), ("warmup", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}.")
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}={value} must be at least {minimum}.")
         if self.batches is not None and self.epochs > 1:
             raise ConfigError("Give either --batches, to stop early, or --epochs, to measure whole epochs.")
 
@@ -74,7 +74,9 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
     threads = max(1, config.num_workers) * options.ranks
     with PeakMemory() as memory:
         at_start = memory.total
-        seen = [_measure(config, options, 0, None)] if options.ranks == 1 else _measure_ranks(config, options)
+        measured = (
+            [_measure(config, options, 0, None)] if options.ranks == 1 else _measure_ranks(config, options)
+        )
     dataset, _ = build_datasets(config.dataset)
     cameras = _sample(config, options.mode, dataset)[1]
     limits = measure_limits(dataset, cameras, threads, options.device, config.batch_size)
@@ -92,12 +94,12 @@ def bench_data(config: TrainConfig, options: Options) -> dict[str, Any]:
         "episodes": len(dataset.episodes.index),
         "dataset_frames": len(dataset) * len(cameras),
         "remote": is_remote(dataset, cameras),
-        **seen[0].facts,
+        **measured[0].facts,
         "memory_at_start_bytes": at_start,
         **memory.figures(),
     }
-    first_batch_s = max(rank.first_batch_s for rank in seen)
-    return make_report(about, first_batch_s, [rank.stretches for rank in seen], limits)
+    first_batch_s = max(rank.first_batch_s for rank in measured)
+    return make_report(about, first_batch_s, [rank.stretches for rank in measured], limits)
 
 
 def threads_per_rank(ranks: int) -> int:
@@ -109,26 +111,26 @@ def _measure_ranks(config: TrainConfig, options: Options) -> list[RankMeasuremen
     """One process per rank, as in training; they start together."""
     _open(config, options, 0).close()  # fixes the order: all ranks must use the same
     context = multiprocessing.get_context("spawn")
-    together = context.Barrier(options.ranks)
+    start = context.Barrier(options.ranks)
     results: Any = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(config, options, rank, together, results), daemon=True)
+        context.Process(target=_rank, args=(config, options, rank, start, results), daemon=True)
         for rank in range(options.ranks)
     ]
     for process in ranks:
         process.start()
     try:
-        seen: dict[int, RankMeasurements] = {}
-        while len(seen) < len(ranks):
+        measured: dict[int, RankMeasurements] = {}
+        while len(measured) < len(ranks):
             rank, result = _next_result(ranks, results)
             if isinstance(result, BaseException):
                 raise result
-            seen[rank] = result
+            measured[rank] = result
     finally:
         for process in ranks:
             process.terminate()  # the finished ones have already sent their results
             process.join()
-    return [seen[rank] for rank in range(options.ranks)]
+    return [measured[rank] for rank in range(options.ranks)]
 
 
 def _next_result(ranks: Sequence[Any], results: Any) -> tuple[int, Any]:
@@ -142,18 +144,18 @@ def _next_result(ranks: Sequence[Any], results: Any) -> tuple[int, Any]:
     return results.get()
 
 
-def _rank(config: TrainConfig, options: Options, rank: int, together: Barrier, results: Any) -> None:
+def _rank(config: TrainConfig, options: Options, rank: int, start: Barrier, results: Any) -> None:
     try:
-        results.put((rank, _measure(config, options, rank, together)))
+        results.put((rank, _measure(config, options, rank, start)))
     except BaseException as error:
         results.put((rank, error if isinstance(error, FlexorError) else FlexorError(repr(error))))
 
 
-def _measure(config: TrainConfig, options: Options, rank: int, together: Barrier | None) -> RankMeasurements:
+def _measure(config: TrainConfig, options: Options, rank: int, start: Barrier | None) -> RankMeasurements:
     """The measurements of one rank, starting with opening the dataset."""
-    if together is not None:
+    if start is not None:
         torch.set_num_threads(max(1, config.num_workers))
-        together.wait()
+        start.wait()
     clock = Clock()
     loader = _open(config, options, rank)
     edges = _edges(loader, options)
@@ -248,14 +250,14 @@ def _shuffle(loader: Loader) -> dict[str, float]:
 
 def _take(steps: Iterator[list[Batch]], stretch: EpochMeasurement, frames_per_sample: int) -> None:
     """Count the batches of one optimizer step and drop them."""
-    asked = time.perf_counter()
+    started = time.perf_counter()
     batches = next(steps)
     now = time.perf_counter()
     stretch.first_batch_at = stretch.first_batch_at or now
     samples = sum(len(batch["index"]) for batch in batches)
     stretch.samples += samples
     stretch.frames += samples * frames_per_sample
-    stretch.latencies.append((now - asked, samples))
+    stretch.latencies.append((now - started, samples))
     for batch in batches:
         tensors = [v.host if isinstance(v, Staged) else v for v in batch.values()]
         stretch.bytes += sum(v.numel() * v.element_size() for v in tensors if torch.is_tensor(v))

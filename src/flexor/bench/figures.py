@@ -37,13 +37,13 @@ def make_report(
 ) -> dict[str, Any]:
     """`about` the run, its total results, and those of every epoch. `ranks` has one stretch per epoch."""
     stretches = list(zip(*ranks))
-    needed = frames_to_decode(about, stretches)
-    epochs = [figures([epoch], about, limits, count) for epoch, count in zip(stretches, needed)]
-    whole = figures(stretches, about, limits, sum(needed))
+    required = frames_to_decode(about, stretches)
+    epochs = [figures([epoch], about, limits, count) for epoch, count in zip(stretches, required)]
+    overall = figures(stretches, about, limits, sum(required))
     return {
         **about,
         "first_batch_latency_s": first_batch_s,
-        **whole,
+        **overall,
         "decode_limit_frames_per_s": limits.decode,
         "memory_limit_frames_per_s": limits.memory,
         "epochs": [{"epoch": number, **epoch} for number, epoch in enumerate(epochs, 1)],
@@ -55,15 +55,15 @@ def frames_to_decode(about: dict[str, Any], epochs: Sequence[Sequence[EpochMeasu
 
     Windows overlap: an epoch delivers each frame `reuse` times. Frames cached by an earlier epoch do not count.
     """
-    keeps, known, needed = about["tier"] in KEEPING_TIERS, 0.0, []
+    keeps, cached, required = about["tier"] in KEEPING_TIERS, 0.0, []
     for epoch in epochs:
         frames, samples = sum(s.frames for s in epoch), sum(s.samples for s in epoch)
         reuse = max(1.0, frames / samples * about["samples_per_epoch"] / about["dataset_frames"])
-        new = about["dataset_frames"] - known if keeps else frames / reuse
+        uncached = about["dataset_frames"] - cached if keeps else frames / reuse
         decoded = sum(s.counters.get("decoded", 0) for s in epoch)
-        needed.append(max(0.0, min(decoded, frames / reuse, new)))
-        known += decoded
-    return needed
+        required.append(max(0.0, min(decoded, frames / reuse, uncached)))
+        cached += decoded
+    return required
 
 
 def figures(
@@ -114,9 +114,9 @@ def bound(
         why = f"decoding: it takes {decoding:.0%} of the threads' time, gathering and conversion {converting:.0%}"
     else:
         why = f"gathering and conversion: they take {converting:.0%} of the threads' time, decoding {decoding:.0%}"
-    what = "copying memory" if limit == limits.memory else "decoding"
-    return f"{why}; {rate / limit:.0%} of what {what} alone allows" if rate else why
+    operation = "copying memory" if limit == limits.memory else "decoding"
+    return f"{why}; {rate / limit:.0%} of what {operation} alone allows" if rate else why
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total else None

@@ -50,18 +50,18 @@ class PeakMemory:
 
     def sample(self) -> int:
         """Take one sample; returns the tree's current memory."""
-        own = files = rss = 0
+        private = files = rss = 0
         shared: dict[tuple[int, int], int] = {}
         for pid in process_tree(self.pid):
             memory = _fields(PROC / str(pid) / "smaps_rollup")
             status = _fields(PROC / str(pid) / "status")
             resident = status.get("VmRSS", 0)
-            own += memory.get("Pss", resident) - memory.get("Pss_Shmem", 0)
+            private += memory.get("Pss", resident) - memory.get("Pss_Shmem", 0)
             files += memory.get("Pss_File", 0)
             rss += resident
             shared |= shared_memory(pid)
             self._high_water[pid] = max(self._high_water.get(pid, 0), status.get("VmHWM", 0))
-        total = own + sum(shared.values())
+        total = private + sum(shared.values())
         self.total = max(self.total, total)
         self.without_files = max(self.without_files, total - files)
         self.rss = max(self.rss, rss)
@@ -89,7 +89,7 @@ class PeakMemory:
 
 def shared_memory(pid: int) -> dict[tuple[int, int], int]:
     """Files in shared memory that a process has open or mapped: {(device, inode): bytes they take}."""
-    folder, found = PROC / str(pid), {}
+    folder, sizes = PROC / str(pid), {}
     try:
         descriptors = list((folder / "fd").iterdir())
         maps = (folder / "maps").read_text().splitlines()
@@ -99,7 +99,7 @@ def shared_memory(pid: int) -> dict[tuple[int, int], int]:
         try:
             if str(descriptor.readlink()).startswith(SHARED):
                 status = descriptor.stat()
-                found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
         except OSError:
             continue  # closed in the meantime
     for line in maps:
@@ -108,9 +108,9 @@ def shared_memory(pid: int) -> dict[tuple[int, int], int]:
             continue
         major, minor = (int(part, 16) for part in device.split(":"))
         key = (os.makedev(major, minor), int(inode))
-        if key not in found:
-            found[key] = _mapped_bytes(folder / "map_files" / area)
-    return found
+        if key not in sizes:
+            sizes[key] = _mapped_bytes(folder / "map_files" / area)
+    return sizes
 
 
 def _mapped_bytes(area: Path) -> int:

@@ -52,8 +52,8 @@ def bench_policy(
             for way in ways:
                 log.info("measuring %d camera(s), batch %d, %s", cameras, batch, way)
                 with computing_in(dtype, policy):
-                    found = measure(policy, batch, way, count)
-                rows.append({"cameras": cameras, "batch": batch, "way": way, **found})
+                    measured = measure(policy, batch, way, count)
+                rows.append({"cameras": cameras, "batch": batch, "way": way, **measured})
         config = policy.policy.config
         report = {
             "policy": config.type,
@@ -79,13 +79,13 @@ def untrained(config: PolicyConfig, dtype: Precision | None = None) -> Pretraine
 
 
 def trained(path: str, device: str | None, dtype: Precision | None = None) -> Pretrained:
-    own = {"dtype": dtype} if keeps_weights_in(dtype, read_config(path)) else {}
-    return load_pretrained(path, str(find_device(device)), own)
+    overrides = {"dtype": dtype} if keeps_weights_in(dtype, read_config(path)) else {}
+    return load_pretrained(path, str(find_device(device)), overrides)
 
 
 @contextmanager
 def computing_in(dtype: Precision | None, policy: Pretrained) -> Iterator[None]:
-    """Inside, the policy computes as `flexor serve --dtype` lets it."""
+    """Compute as `flexor serve --dtype` does."""
     device = next(policy.policy.parameters()).device
     with full_float32():  # which is undone afterwards, like what compute_in sets
         lower = compute_in(dtype, policy.policy)
@@ -101,25 +101,25 @@ def measure(policy: Pretrained, batch: int, way: Way, calls: int) -> dict[str, A
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         policy.graphs.gave_up = way == "eager"
-    seen, task = made_up_observation(policy.policy.config, batch), ["pick up the block"] * batch
+    observation, task = synthetic_observation(policy.policy.config, batch), ["pick up the block"] * batch
     noise = Noise(0, 0, torch.arange(batch))
     for _ in range(WARM_UP if device.type == "cuda" else 1):
-        policy.chunk(seen, task, noise)
+        policy.chunk(observation, task, noise)
     if way == "graph" and policy.graphs.gave_up:
         return {"reason": "the prediction can't be captured in a CUDA graph"}
     times = []
     for _ in range(calls):
         wait_for(device)
         started = time.perf_counter()
-        policy.chunk(seen, task, noise)
+        policy.chunk(observation, task, noise)
         times.append(1e3 * (time.perf_counter() - started))
-    found = {"median_ms": statistics.median(times), "slowest_ms": max(times)}
+    figures = {"median_ms": statistics.median(times), "slowest_ms": max(times)}
     if device.type == "cuda":
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-    return found
+        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    return figures
 
 
-def made_up_observation(config: PolicyConfig, batch: int) -> dict[str, np.ndarray]:
+def synthetic_observation(config: PolicyConfig, batch: int) -> dict[str, np.ndarray]:
     """Random images and states, as robots send them."""
     rng = np.random.default_rng(0)
     steps = [] if config.observation_deltas is None else [sum(d <= 0 for d in config.observation_deltas)]

@@ -46,8 +46,8 @@ class ServeCase:
     """Of each client."""
 
 
-class Nothing(Policy):
-    """The place of a policy that computes nothing."""
+class EmptyPolicy(Policy):
+    """A policy that computes nothing."""
 
     def __init__(self, config: ACTConfig):
         super().__init__(config)
@@ -58,7 +58,7 @@ class Nothing(Policy):
 
 
 class NoModel(Pretrained):
-    """Zeros at once, without processing: what is measured with it is the server."""
+    """Returns zeros at once, without processing: measures the server alone."""
 
     def chunk(
         self,
@@ -75,7 +75,7 @@ class NoModel(Pretrained):
 
 
 def no_model(cameras: tuple[int, int, int], state: int = 14, action: int = 14) -> Predictor:
-    """A server's side without a policy. `cameras`: number, height, width."""
+    """A predictor without a policy. `cameras`: number, height, width."""
     count, height, width = cameras
     config = ACTConfig(
         input_features={
@@ -87,7 +87,7 @@ def no_model(cameras: tuple[int, int, int], state: int = 14, action: int = 14) -
         },
         output_features={ACTION: PolicyFeature(Kind.ACTION, (action,))},
     )
-    return Predictor(NoModel(Nothing(config), *config.pipelines({}, "cpu")))
+    return Predictor(NoModel(EmptyPolicy(config), *config.pipelines({}, "cpu")))
 
 
 def bench_serve(
@@ -129,7 +129,7 @@ def bench_serve(
 
 
 def _measure(case: ServeCase, url: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Start the clients, let them ask at the same time, and put together what they measured."""
+    """Start the clients, let them send requests at the same time, and merge their measurements."""
     settings = {
         "url": url,
         "inputs": inputs,
@@ -145,13 +145,13 @@ def _measure(case: ServeCase, url: str, inputs: dict[str, Any]) -> dict[str, Any
         for robot in robots:
             robot.stdin.write("go\n")  # type: ignore[union-attr]
             robot.stdin.flush()  # type: ignore[union-attr]
-        found = []
+        results = []
         for robot in robots:
-            out, problems = robot.communicate()
+            out, errors = robot.communicate()
             if robot.returncode:
-                raise FlexorError(f"A client failed:\n{problems}")
-            found.append(json.loads(out))
-    return {**vars(case), **_figures(found)}
+                raise FlexorError(f"A client failed:\n{errors}")
+            results.append(json.loads(out))
+    return {**vars(case), **_figures(results)}
 
 
 def _start(stack: ExitStack, settings: dict[str, Any]) -> subprocess.Popen[str]:
@@ -163,16 +163,16 @@ def _start(stack: ExitStack, settings: dict[str, Any]) -> subprocess.Popen[str]:
     return robot
 
 
-def _figures(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _figures(clients: list[dict[str, Any]]) -> dict[str, Any]:
     """Percentiles over the requests of all clients, in milliseconds."""
-    rows = [row for client in found for row in client["rows"]]
+    rows = [row for client in clients for row in client["rows"]]
     times = {part: np.array([row[part] for row in rows]) for part in rows[0]}
     inside = sum(times[part] for part in PARTS[1:])
     times["network"] = times["round_trip"] - inside
     times["without_model"] = times["round_trip"] - times["model"]
-    seconds = max(client["ended"] for client in found) - min(client["begun"] for client in found)
-    count = sum(len(client["rows"]) + 1 for client in found)
-    frame = found[0]["frame_bytes"]
+    seconds = max(client["ended"] for client in clients) - min(client["begun"] for client in clients)
+    count = sum(len(client["rows"]) + 1 for client in clients)
+    frame = clients[0]["frame_bytes"]
     return {
         "ms": {part: _percentiles(values) for part, values in times.items()},
         "requests_per_s": count / seconds,
@@ -186,10 +186,10 @@ def _percentiles(values: np.ndarray) -> dict[str, float]:
 
 
 def render_serve(report: dict[str, Any]) -> str:
-    what = report["policy"] or "no model: what is measured is the server"
+    policy = report["policy"] or "no model: measures the server alone"
     lines = [
-        f"{what}; {report['device']}, torch {report['torch']}, processes for connections: {report['processes']}; "
-        "milliseconds, as a robot waits for its actions",
+        f"{policy}; {report['device']}, torch {report['torch']}, processes for connections: {report['processes']}; "
+        "milliseconds that a robot waits for its actions",
         "",
     ]
     cells = [

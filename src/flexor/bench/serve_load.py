@@ -1,6 +1,7 @@
 """One client of `flexor bench serve`, a program of its own: it does not import torch.
 
-It gets a JSON object as its argument, connects, says `ready`, waits for a line, asks, and prints what it measured.
+Its argument is a JSON object. It connects, prints `ready`, waits for a line, sends requests, and prints its
+measurements.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from websockets.sync.client import connect
 from flexor_client.jpeg import encode_jpeg
 from flexor_client.wire import pack, unpack
 
-SEEDS = 8  # different images, so that no cache knows them
+SEEDS = 8  # different images, so that no cache has them
 
 
-def made_up_image(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
+def synthetic_image(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Uint8 [H, W, 3] with large shapes, edges and some noise: a JPEG of it is about as large as that of a scene."""
     y, x = np.mgrid[0:height, 0:width]
     image = np.zeros((height, width, 3))
@@ -33,45 +34,45 @@ def made_up_image(rng: np.random.Generator, height: int, width: int) -> np.ndarr
 
 def observations(settings: dict[str, Any]) -> list[dict[str, Any]]:
     rng = np.random.default_rng(settings["seed"])
-    found = []
+    observed = []
     for _ in range(SEEDS):
-        seen: dict[str, Any] = {"prompt": "pick up the block"}
+        observation: dict[str, Any] = {"prompt": "pick up the block"}
         for name, about in settings["inputs"].items():
             if about["image"]:
                 channels, height, width = about["shape"]
-                seen[name] = made_up_image(rng, height, width)[:, :, :channels]
+                observation[name] = synthetic_image(rng, height, width)[:, :, :channels]
             else:
-                seen[name] = rng.uniform(-1, 1, about["shape"]).astype(np.float32)
-        found.append(seen)
-    return found
+                observation[name] = rng.uniform(-1, 1, about["shape"]).astype(np.float32)
+        observed.append(observation)
+    return observed
 
 
-def frame(seen: dict[str, Any], jpeg: bool) -> bytes:
+def frame(observation: dict[str, Any], jpeg: bool) -> bytes:
     compressed = {
         name: encode_jpeg(value) if jpeg and getattr(value, "ndim", 0) == 3 else value
-        for name, value in seen.items()
+        for name, value in observation.items()
     }
     return pack(compressed)
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    seen, jpeg = observations(settings), settings["encoding"] == "jpeg"
+    robot_observations, jpeg = observations(settings), settings["encoding"] == "jpeg"
     rows: list[dict[str, float]] = []
     with connect(settings["url"], compression=None, max_size=None) as socket:
         socket.recv()
         for number in range(settings["warm_up"]):
-            socket.send(frame(seen[number % SEEDS], jpeg))
+            socket.send(frame(robot_observations[number % SEEDS], jpeg))
             socket.recv()
         print("ready", flush=True)
         sys.stdin.readline()
         begun = time.time()
         for number in range(settings["requests"]):
             packing = time.perf_counter()
-            sent = frame(seen[number % SEEDS], jpeg)
+            sent = frame(robot_observations[number % SEEDS], jpeg)
             sending = time.perf_counter()
             socket.send(sent)
             reply = socket.recv()
-            there = time.perf_counter()
+            received = time.perf_counter()
             if isinstance(reply, str):
                 raise SystemExit(reply)
             timing = unpack(reply)["server_timing"]
@@ -80,7 +81,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
             rows.append(
                 {
                     "pack": 1e3 * (sending - packing),
-                    "round_trip": 1e3 * (there - sending),
+                    "round_trip": 1e3 * (received - sending),
                     **{part: timing[f"{part}_ms"] for part in ("decode", "queue", "model")},
                 }
             )

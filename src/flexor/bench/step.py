@@ -1,6 +1,6 @@
 """`flexor bench step`: measures the training step of a policy, without data, and compares it with the hardware limit.
 
-The step is the trainer's own, eager and as one CUDA graph, on a made-up batch that stays on the device. Its FLOPs and
+The step is the trainer's own, eager and as one CUDA graph, on a synthetic batch that stays on the device. Its FLOPs and
 bytes are those of the planner's trace.
 """
 
@@ -41,13 +41,13 @@ AFTER_CAPTURE = 3  # steps before the measurement
 
 
 class RepeatedStep:
-    """The trainer's own step of the last phase, again and again on a made-up batch that stays on the device."""
+    """The trainer's own step of the last phase, repeated on a synthetic batch that stays on the device."""
 
     def __init__(self, config: TrainConfig, device: torch.device):
         split = split_batch(config, 1)
         self.run = Rehearsal(config, split.batch_size, split.accumulation, Stopwatch(), device)
         self.run.state.step = self.run.steps_to_see()[-1]
-        self.batches = [made_up(batch) for batch in self.run.load()]
+        self.batches = [synthetic(batch) for batch in self.run.load()]
 
     def __call__(self) -> None:
         self.run.run_step(self.batches, self.run.meters)
@@ -59,7 +59,7 @@ class RepeatedStep:
             raise NoGraph("the policy asks to run these steps eagerly (its graph_key() is None)")
 
 
-def made_up(batch: Batch) -> Batch:
+def synthetic(batch: Batch) -> Batch:
     """The batch with random values: a GPU computes with zeros faster, because they take less power."""
     generator = torch.Generator().manual_seed(0)
 
@@ -67,7 +67,7 @@ def made_up(batch: Batch) -> Batch:
         if name == SAMPLE_ID:
             return torch.arange(len(old), device=old.device)
         if not isinstance(old, Tensor) or not (old.is_floating_point() or old.dtype == torch.uint8):
-            return old  # tokens and positions too: not every number is one
+            return old  # such as tokens and positions, whose values must be valid
         new = torch.empty(old.shape, dtype=old.dtype)
         if old.is_floating_point():
             return new.uniform_(-1, 1, generator=generator).to(old.device)
@@ -77,8 +77,8 @@ def made_up(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a step computes and moves, operation by operation; None if the policy can't be planned."""
+class StepCost:
+    """FLOPs and bytes of a step, summed over its operations; None if the policy can't be planned."""
 
     flops: float | None = None
     bytes: float | None = None
@@ -98,7 +98,7 @@ def bench_step(config: TrainConfig, ways: Sequence[Way] = WAYS, steps: int | Non
     work = step_work(config, split, device)
     count = steps or (GPU_STEPS if on_gpu else CPU_STEPS)
     rows = [_row(config, way, count, split, device) for way in ways]
-    log.info("measuring what %s can do at most", name_of(device))
+    log.info("measuring the ceilings of %s", name_of(device))
     ceilings = measure_ceilings(device, config.precision)
     return {
         "policy": config.policy.type,
@@ -122,8 +122,8 @@ def _check(config: TrainConfig, steps: int | None) -> None:
         raise ConfigError(f"--steps={steps} must be at least 1.")
     if config.parallel.strategy in ("fsdp", "hsdp"):
         raise ConfigError(
-            f"parallel.strategy={config.parallel.strategy}: the step of one process is measured, which has the whole "
-            "model. Leave it out."
+            f"parallel.strategy={config.parallel.strategy}: this measures the step of one process, which has the whole "
+            "model. Remove the option."
         )
 
 
@@ -139,22 +139,22 @@ def name_of(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class ThisDevice:
-    """What a trace needs to know about it."""
+    """The properties that a trace needs."""
 
     memory: int
     compute_capability: tuple[int, int] | None
 
 
-def step_work(config: TrainConfig, split: Split, device: torch.device) -> Work:
+def step_work(config: TrainConfig, split: Split, device: torch.device) -> StepCost:
     """From the planner's trace. Copying the batch to the device does not count: it is there."""
     card = ThisDevice(0, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     try:
         trace = trace_step(config, split.batch_size, card, split.accumulation)
     except ConfigError as error:
         log.warning("%s So the shares of the ceilings are unknown.", error)
-        return Work()
+        return StepCost()
     ops = [op for op in steps_ops(trace) if op.phase != "load"]
-    return Work(sum(op.flops for op in ops), float(sum(op.read + op.written for op in ops)))
+    return StepCost(sum(op.flops for op in ops), float(sum(op.read + op.written for op in ops)))
 
 
 def _row(config: TrainConfig, way: Way, steps: int, split: Split, device: torch.device) -> dict[str, Any]:
@@ -194,14 +194,14 @@ def _measure(config: TrainConfig, steps: int, split: Split, device: torch.device
     if compiling:
         compiling.tell()
     seconds = statistics.median(seconds_each(step, steps, device) for _ in range(WINDOWS))
-    found: dict[str, Any] = {"step_ms": 1e3 * seconds, "samples_per_s": split.share / seconds}
+    figures: dict[str, Any] = {"step_ms": 1e3 * seconds, "samples_per_s": split.share / seconds}
     if compiling:
-        found["compile_s"] = compiling.seconds
+        figures["compile_s"] = compiling.seconds
     if on_gpu:
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-        found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
-        found |= _kernels(step, seconds, device)
-    return found
+        figures["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+        figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        figures |= _kernels(step, seconds, device)
+    return figures
 
 
 def _kernels(step: RepeatedStep, seconds: float, device: torch.device) -> dict[str, Any]:
@@ -216,21 +216,21 @@ def _kernels(step: RepeatedStep, seconds: float, device: torch.device) -> dict[s
         for _ in range(PROFILED):
             step()
         wait_for(device)
-    ran = [
+    events = [
         event
         for event in profiled.events() or []
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
-    if not ran:
-        log.warning("torch's profiler saw no kernels, so their number and the idle share are unknown")
+    if not events:
+        log.warning("torch's profiler recorded no kernels, so their number and the idle share are unknown")
         return {"kernels": None, "idle_share": None}
-    busy = sum(event.time_range.elapsed_us() for event in ran) * 1e-6 / PROFILED
-    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in ran)
+    busy = sum(event.time_range.elapsed_us() for event in events) * 1e-6 / PROFILED
+    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
     return {"kernels": round(kernels / PROFILED), "idle_share": max(0.0, 1 - busy / seconds)}
 
 
 def _free(device: torch.device) -> None:
-    """Give back the memory of a way before the next is measured."""
+    """Free the memory of a measurement before the next."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -238,7 +238,7 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def with_shares(row: dict[str, Any], work: Work, ceilings: Ceilings) -> dict[str, Any]:
+def with_shares(row: dict[str, Any], work: StepCost, ceilings: Ceilings) -> dict[str, Any]:
     """The row with its shares of the ceilings."""
     seconds = row["step_ms"] / 1e3
 

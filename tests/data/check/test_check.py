@@ -55,7 +55,7 @@ def copy(originals, tmp_path):
     return make
 
 
-def found(report: CheckReport) -> set[tuple]:
+def kinds_of(report: CheckReport) -> set[tuple]:
     return {(p.severity, p.name, p.episode, p.feature) for p in report.findings}
 
 
@@ -72,14 +72,14 @@ def test_no_dataset_at_all(tmp_path):
     with pytest.raises(DatasetError, match="is not a folder"):
         check_dataset(tmp_path / "nowhere")
     report = check_dataset(tmp_path)
-    assert found(report) == {("error", "info-missing", None, None)}
+    assert kinds_of(report) == {("error", "info-missing", None, None)}
     assert not report.ok and report.good_episodes == []
 
 
 def test_broken_info(copy):
     root = copy("one")
     (root / "meta/info.json").write_text('{"fps": 10, ')
-    assert found(check_dataset(root)) == {("error", "info-unreadable", None, None)}
+    assert kinds_of(check_dataset(root)) == {("error", "info-unreadable", None, None)}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_wrong_info(copy, change, kind):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda info: info.update(change))
     report = check_dataset(root, deep=False)
-    assert ("error", kind, None, None) in found(report)
+    assert ("error", kind, None, None) in kinds_of(report)
     assert not report.ok and report.good_episodes == ALL
 
 
@@ -101,7 +101,7 @@ def test_totals_that_do_not_matter_are_warnings(copy):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda i: i.update(total_tasks=9, splits={"train": "0:100"}))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("warning", "totals", None, None), ("warning", "splits", None, None)}
+    assert kinds_of(report) == {("warning", "totals", None, None), ("warning", "splits", None, None)}
     assert report.ok
 
 
@@ -112,7 +112,7 @@ def test_missing_data_file(copy):
     root = copy("many")
     (root / "data/chunk-000/file-001.parquet").unlink()
     report = check_dataset(root)
-    assert found(report) == {("error", "data-missing", 1, None)}
+    assert kinds_of(report) == {("error", "data-missing", 1, None)}
     assert report.good_episodes == [0, 2, 3]
 
 
@@ -121,7 +121,7 @@ def test_truncated_data_file(copy):
     path = root / "data/chunk-000/file-002.parquet"
     path.write_bytes(path.read_bytes()[:-200])
     report = check_dataset(root)
-    assert found(report) == {("error", "data-unreadable", 2, None)}
+    assert kinds_of(report) == {("error", "data-unreadable", 2, None)}
     assert report.good_episodes == [0, 1, 3]
 
 
@@ -130,7 +130,7 @@ def test_missing_video_file(copy, deep):
     root = copy("many")
     (root / f"videos/{SIDE}/chunk-000/file-003.mp4").unlink()
     report = check_dataset(root, deep=deep)
-    assert found(report) == {("error", "video-missing", 3, SIDE)}
+    assert kinds_of(report) == {("error", "video-missing", 3, SIDE)}
     assert report.good_episodes == [0, 1, 2]
 
 
@@ -138,7 +138,7 @@ def test_a_camera_without_any_file_is_left_out(copy):
     root = copy("one")
     shutil.rmtree(root / f"videos/{SIDE}")
     report = check_dataset(root)
-    assert found(report) == {("warning", "camera-absent", None, SIDE)}
+    assert kinds_of(report) == {("warning", "camera-absent", None, SIDE)}
     assert report.ok
 
 
@@ -146,12 +146,12 @@ def test_a_camera_without_any_file_is_left_out(copy):
 def test_truncated_video_loses_the_episodes_behind_the_cut(copy, deep):
     root = copy("one")
     path = root / VIDEO
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(len(whole) * 0.7)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * 0.7)])
     report = check_dataset(root, deep=deep)
     bad = {p.episode for p in report.errors if p.episode is not None}
-    assert ("error", "video-truncated", None, TOP) in found(report)
-    assert ("error", "video-frames", 3, TOP) in found(report)
+    assert ("error", "video-truncated", None, TOP) in kinds_of(report)
+    assert ("error", "video-frames", 3, TOP) in kinds_of(report)
     assert 3 in bad and 0 not in bad
     assert report.good_episodes == [e for e in ALL if e not in bad] and 0 in report.good_episodes
 
@@ -161,7 +161,7 @@ def test_video_without_its_index(copy):
     path = root / f"videos/{TOP}/chunk-000/file-001.mp4"
     path.write_bytes(path.read_bytes()[:40])
     report = check_dataset(root)
-    assert found(report) == {("error", "video-unreadable", 1, TOP)}
+    assert kinds_of(report) == {("error", "video-unreadable", 1, TOP)}
 
 
 @pytest.mark.parametrize(("name", "at_least"), [("one", 1), ("gop30", 4)])
@@ -171,7 +171,7 @@ def test_a_damaged_picture_is_found_by_decoding_only(copy, name, at_least):
     damage_frame(root / VIDEO, LENGTHS[0] + 4)
     assert check_dataset(root, deep=False).ok
     report = check_dataset(root, deep=True)
-    assert found(report) == {("error", "video-undecodable", 1, TOP)}
+    assert kinds_of(report) == {("error", "video-undecodable", 1, TOP)}
     count, _, total = report.errors[0].evidence.split()[:3]
     assert int(count) >= at_least and int(total) == LENGTHS[1]
     assert "the first is frame 4" in report.errors[0].evidence
@@ -182,14 +182,14 @@ def test_missing_episode_metadata(copy):
     root = copy("one")
     (root / EPISODES).unlink()
     report = check_dataset(root)
-    assert ("error", "episodes-missing", None, None) in found(report)
+    assert ("error", "episodes-missing", None, None) in kinds_of(report)
     assert report.checked == [] and not report.ok
 
 
 def test_truncated_episode_metadata(copy):
     root = copy("one")
     (root / EPISODES).write_bytes((root / EPISODES).read_bytes()[:500])
-    assert ("error", "episodes-unreadable", None, None) in found(check_dataset(root))
+    assert ("error", "episodes-unreadable", None, None) in kinds_of(check_dataset(root))
 
 
 def test_broken_line_in_the_episodes_of_v2(copy):
@@ -197,8 +197,8 @@ def test_broken_line_in_the_episodes_of_v2(copy):
     lines = (root / "meta/episodes.jsonl").read_text().splitlines()
     (root / "meta/episodes.jsonl").write_text("\n".join([*lines[:3], lines[3][:15]]))
     report = check_dataset(root)
-    assert ("error", "episodes-unreadable", None, None) in found(report)
-    assert ("warning", "totals", None, None) in found(report)
+    assert ("error", "episodes-unreadable", None, None) in kinds_of(report)
+    assert ("warning", "totals", None, None) in kinds_of(report)
     assert report.good_episodes == [0, 1, 2]
 
 
@@ -214,7 +214,7 @@ def test_lost_rows(copy, name):
     rows = [i for i, e in enumerate(table["episode_index"].to_pylist()) if e == 2]
     pq.write_table(table.take(sorted(keep + rows[:-2])), path)
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "length", 2, None)}
+    assert kinds_of(report) == {("error", "length", 2, None)}
     assert "5 rows, but the metadata says 7" in report.errors[0].evidence
     assert report.good_episodes == [0, 1, 3]
 
@@ -223,8 +223,8 @@ def test_wrong_length_in_the_metadata(copy):
     root = copy("one")
     edit_table(root / EPISODES, length=set_rows(1, 2, 8))
     report = check_dataset(root, deep=False)
-    assert {("error", "length", 1, None), ("warning", "totals", None, None)} <= found(report)
-    assert ("error", "row-range", 2, None) in found(report)
+    assert {("error", "length", 1, None), ("warning", "totals", None, None)} <= kinds_of(report)
+    assert ("error", "row-range", 2, None) in kinds_of(report)
     assert 0 in report.good_episodes and 1 not in report.good_episodes
 
 
@@ -233,21 +233,21 @@ def test_indices_that_are_not_contiguous(copy, column):
     root = copy("one")
     edit_table(root / DATA, **{column: set_rows(15, 16, 999)})
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "index", 1, column)}
+    assert kinds_of(report) == {("error", "index", 1, column)}
     assert "after frame 2" in report.errors[0].evidence
 
 
 def test_indices_that_start_wrong(copy):
     root = copy("one")
     edit_table(root / DATA, index=set_rows(12, 21, lambda v, i: v + 100))
-    assert found(check_dataset(root, deep=False)) == {("error", "index", 1, "index")}
+    assert kinds_of(check_dataset(root, deep=False)) == {("error", "index", 1, "index")}
 
 
 def test_unknown_task(copy):
     root = copy("one")
     edit_table(root / DATA, task_index=set_rows(21, 28, 7))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "task-unknown", 2, "task_index")}
+    assert kinds_of(report) == {("error", "task-unknown", 2, "task_index")}
 
 
 def test_task_that_is_no_number(copy):
@@ -258,7 +258,7 @@ def test_task_that_is_no_number(copy):
     tasks[21:28] = np.nan
     position = table.column_names.index("task_index")
     pq.write_table(table.set_column(position, "task_index", pa.array(tasks)), root / DATA)
-    assert ("error", "task-unknown", 2, "task_index") in found(check_dataset(root, deep=False))
+    assert ("error", "task-unknown", 2, "task_index") in kinds_of(check_dataset(root, deep=False))
 
 
 def test_rows_of_unknown_episodes(copy):
@@ -282,7 +282,7 @@ def test_not_finite(copy, bad, name):
     row = 14 if name == "one" else 2
     edit_table(path, action=set_rows(row, row + 1, [bad, 0.0]))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "not-finite", 1, "action")}
+    assert kinds_of(report) == {("error", "not-finite", 1, "action")}
     assert "1 of 18 values" in report.errors[0].evidence and "frame 2" in report.errors[0].evidence
     assert report.good_episodes == [0, 2, 3]
 
@@ -291,7 +291,7 @@ def test_clock_that_goes_backwards(copy):
     root = copy("one")
     edit_table(root / DATA, timestamp=set_rows(4, 5, 0.1))
     report = check_dataset(root, deep=False)
-    assert ("warning", "clock-backwards", 0, "timestamp") in found(report)
+    assert ("warning", "clock-backwards", 0, "timestamp") in kinds_of(report)
     assert report.good_episodes == [0, 1, 2, 3]
 
 
@@ -299,8 +299,8 @@ def test_dropped_frames_show_as_drift(copy):
     root = copy("one")
     edit_table(root / DATA, timestamp=set_rows(16, 21, lambda v, i: v + 0.3))
     report = check_dataset(root, deep=False)
-    assert ("warning", "clock-drift", 1, "timestamp") in found(report)
-    assert ("warning", "clock-video", 1, TOP) in found(report)
+    assert ("warning", "clock-drift", 1, "timestamp") in kinds_of(report)
+    assert ("warning", "clock-video", 1, TOP) in kinds_of(report)
     assert "up to 0.300 s (3.0 frames)" in report.warnings[0].evidence
     assert report.good_episodes == [0, 1, 2, 3]
 
@@ -311,7 +311,7 @@ def test_clock_that_starts_late_is_read_anyway(copy, name):
     path = root / (DATA if name == "one" else "data/chunk-000/episode_000000.parquet")
     edit_table(path, timestamp=set_rows(0, 12, lambda v, i: v + 0.1))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("warning", "clock-video", 0, TOP), ("warning", "clock-video", 0, SIDE)}
+    assert kinds_of(report) == {("warning", "clock-video", 0, TOP), ("warning", "clock-video", 0, SIDE)}
     assert "up to 0.100 s from the video" in report.warnings[0].evidence
 
 
@@ -319,7 +319,7 @@ def test_unsteady_clock(copy):
     root = copy("one")
     edit_table(root / DATA, timestamp=set_rows(12, 21, lambda v, i: v + 0.01 * (i % 2)))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("warning", "clock-jitter", 1, TOP), ("warning", "clock-jitter", 1, SIDE)}
+    assert kinds_of(report) == {("warning", "clock-jitter", 1, TOP), ("warning", "clock-jitter", 1, SIDE)}
     assert "up to 10.00 ms" in report.warnings[0].evidence
 
 
@@ -327,14 +327,14 @@ def test_wrong_place_in_the_video(copy):
     root = copy("one")
     edit_table(root / EPISODES, **{f"videos/{TOP}/from_timestamp": set_rows(2, 3, 1.5)})
     report = check_dataset(root, deep=False)
-    assert ("error", "video-overlap", 1, TOP) in found(report)
-    assert ("error", "video-overlap", 2, TOP) in found(report)
+    assert ("error", "video-overlap", 1, TOP) in kinds_of(report)
+    assert ("error", "video-overlap", 2, TOP) in kinds_of(report)
 
 
 def test_wrong_end_in_the_video(copy):
     root = copy("one")
     edit_table(root / EPISODES, **{f"videos/{TOP}/to_timestamp": set_rows(2, 3, 9.0)})
-    assert found(check_dataset(root, deep=False)) == {("warning", "video-span", 2, TOP)}
+    assert kinds_of(check_dataset(root, deep=False)) == {("warning", "video-span", 2, TOP)}
 
 
 # --- statistics and declarations
@@ -346,7 +346,7 @@ def test_missing_statistics(copy):
     report = check_dataset(root, deep=False)
     expected = {("error", "stats-missing", None, name) for name in ("action", "observation.state")}
     expected |= {("warning", "stats-missing", None, name) for name in (TOP, SIDE)}
-    assert found(report) == expected and report.good_episodes == ALL
+    assert kinds_of(report) == expected and report.good_episodes == ALL
 
 
 @pytest.mark.parametrize(
@@ -361,14 +361,14 @@ def test_missing_statistics(copy):
 def test_wrong_statistics(copy, change, severity, kind):
     root = copy("one")
     edit_json(root / "meta/stats.json", lambda stats: stats["action"].update(change))
-    assert found(check_dataset(root, deep=False)) == {(severity, kind, None, "action")}
+    assert kinds_of(check_dataset(root, deep=False)) == {(severity, kind, None, "action")}
 
 
 def test_declared_but_absent(copy):
     root = copy("one")
     declared = {"dtype": "float32", "shape": [4], "names": None}
     edit_json(root / "meta/info.json", lambda info: info["features"].update(force=declared))
-    assert found(check_dataset(root, deep=False)) == {("warning", "column-absent", None, "force")}
+    assert kinds_of(check_dataset(root, deep=False)) == {("warning", "column-absent", None, "force")}
 
 
 def test_a_column_that_only_some_files_have(copy):
@@ -376,21 +376,21 @@ def test_a_column_that_only_some_files_have(copy):
     path = root / "data/chunk-000/file-001.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["action"]), path)
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "column-missing", 1, "action")}
+    assert kinds_of(report) == {("error", "column-missing", 1, "action")}
 
 
 def test_wrong_shape(copy):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda info: info["features"]["action"].update(shape=[3]))
     report = check_dataset(root, deep=False)
-    assert ("error", "column-shape", 0, "action") in found(report) and report.good_episodes == []
+    assert ("error", "column-shape", 0, "action") in kinds_of(report) and report.good_episodes == []
 
 
 def test_wrong_picture_size(copy):
     root = copy("one")
     edit_json(root / "meta/info.json", lambda info: info["features"][TOP].update(shape=[64, 48, 3]))
     report = check_dataset(root, deep=False)
-    assert found(report) == {("error", "video-size", e, TOP) for e in ALL}
+    assert kinds_of(report) == {("error", "video-size", e, TOP) for e in ALL}
     assert "images are 32x48, but 64x48 is declared" in report.errors[0].evidence
 
 
@@ -406,7 +406,7 @@ def test_damaged_pictures_in_the_table(copy):
     edit_table(root / DATA, **{STILL: set_rows(3, 4, {"bytes": b"\x89PNG no", "path": None})})
     assert check_dataset(root, deep=False).ok
     report = check_dataset(root)
-    assert found(report) == {("error", "image-undecodable", 0, STILL)}
+    assert kinds_of(report) == {("error", "image-undecodable", 0, STILL)}
     assert "1 of 12 images" in report.errors[0].evidence
 
 
@@ -472,11 +472,11 @@ def test_several_faults_are_all_found(copy, tmp_path):
     (root / "data/chunk-000/file-000.parquet").unlink()
     (root / f"videos/{TOP}/chunk-000/file-001.mp4").unlink()
     edit_json(root / "meta/info.json", lambda info: info.update(total_frames=1))
-    seen = []
-    report = check_dataset(root, progress=lambda done, total: seen.append((done, total)))
+    calls = []
+    report = check_dataset(root, progress=lambda done, total: calls.append((done, total)))
     kinds = {p.name for p in report.errors}
     assert kinds == {"data-missing", "video-missing"}
-    assert seen[-1] == (2 * sum(LENGTHS), 2 * sum(LENGTHS))
+    assert calls[-1] == (2 * sum(LENGTHS), 2 * sum(LENGTHS))
     text = str(report)
     assert "NOT OK: 2 errors" in text and "2 of 4 episodes have no errors" in text
     data = json.loads(json.dumps(report.to_json()))

@@ -26,7 +26,7 @@ from flexor.core.errors import DatasetError
 from flexor.data.check.check import check_dataset
 from flexor.data.check.layout import Span
 from flexor.data.dataset import open_dataset
-from flexor.data.repair.remux import starts_anew
+from flexor.data.repair.remux import resets_decoder
 from flexor.data.repair.repair import RepairReport, repair_dataset
 from flexor.data.repair.tables import row_order
 from flexor.data.repair.videos import first_frame
@@ -96,8 +96,8 @@ def contents(root: Path) -> dict[str, str]:
 def assert_same(original: Path, report: RepairReport, skip: tuple[str, ...] = ()) -> None:
     """Every row and every frame of the kept episodes is what it was, bit for bit."""
     ours, theirs = open_dataset(root=report.out), open_dataset(root=original)
-    assert len(ours) == sum(plan.length for plan in report.kept)
-    for plan in report.kept:
+    assert len(ours) == sum(plan.length for plan in report.included)
+    for plan in report.included:
         new, old = ours.select([plan.new]), theirs.select([plan.episode.index])
         rows = np.arange(len(new))
         assert len(new) == len(old) == plan.length
@@ -119,7 +119,7 @@ def lines_of(report: RepairReport) -> str:
 def test_a_sound_dataset_comes_out_the_same(originals, broken, name):
     report = repair(broken(name))
     assert [plan.new for plan in report.episodes] == ALL
-    assert all(not plan.done for plan in report.episodes), str(report)
+    assert all(not plan.repairs for plan in report.episodes), str(report)
     assert_same(originals / ("still" if name == "still" else "one" if "v2" in name else name), report)
     if name.startswith("v2"):
         assert f"converted from {name} to v3.0" in str(report)
@@ -278,10 +278,10 @@ MENDED = {
 
 @pytest.mark.parametrize("case", MENDED)
 def test_mended(originals, broken, case):
-    name, fault, said = MENDED[case]
+    name, fault, message = MENDED[case]
     report = repair(broken(name, fault))
     assert [plan.new for plan in report.episodes] == ALL, str(report)
-    assert said in lines_of(report), str(report)
+    assert message in lines_of(report), str(report)
     skip = ("action",) if case == "declared int" else ()
     assert_same(originals / ("one" if "v2" in name else name), report, skip)
 
@@ -339,12 +339,12 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("case", LEFT_OUT)
 def test_left_out(originals, broken, case):
-    name, fault, bad, said = LEFT_OUT[case]
+    name, fault, bad, message = LEFT_OUT[case]
     report = repair(broken(name, fault))
-    assert [plan.episode.index for plan in report.left_out] == bad, str(report)
+    assert [plan.episode.index for plan in report.excluded] == bad, str(report)
     good = [episode for episode in ALL if episode not in bad]
-    assert [(p.episode.index, p.new) for p in report.kept] == list(zip(good, range(len(good))))
-    assert said in report.left_out[0].reason
+    assert [(p.episode.index, p.new) for p in report.included] == list(zip(good, range(len(good))))
+    assert message in report.excluded[0].reason
     assert f"LEFT OUT episode {bad[0]}" in str(report)
     assert_same(originals / ("one" if "v2" in name else name), report)
 
@@ -358,21 +358,21 @@ def test_a_camera_without_any_file_is_no_longer_declared(originals, broken):
 
 def test_episodes_before_the_cut_of_a_video_are_kept(originals, broken):
     report = repair(broken("one", lambda root: truncate(root / VIDEO, 0.7)))
-    assert 0 in [p.episode.index for p in report.kept] and 3 in [p.episode.index for p in report.left_out]
+    assert 0 in [p.episode.index for p in report.included] and 3 in [p.episode.index for p in report.excluded]
     assert_same(originals / "one", report)
 
 
 def test_episodes_that_the_metadata_lost_are_left_out(originals, broken):
     report = repair(broken("v2.1", cut_line))
     assert "line 4 of 4 is not valid JSON" in str(report) and "total_episodes is 4" in str(report)
-    assert [p.episode.index for p in report.kept] == [0, 1, 2]
+    assert [p.episode.index for p in report.included] == [0, 1, 2]
     assert_same(originals / "one", report)
 
 
 def test_rows_that_no_episode_names_are_not_copied(originals, broken):
     report = repair(broken("many", meta_rows(lambda r: r[:2] + r[3:]), info(total_episodes=3)))
     assert "stray" not in str(report) and "files belong to no episode" in str(report)
-    assert [(p.episode.index, p.new) for p in report.kept] == [(0, 0), (1, 1), (3, 2)]
+    assert [(p.episode.index, p.new) for p in report.included] == [(0, 0), (1, 1), (3, 2)]
     assert_same(originals / "many", report)
 
 
@@ -415,7 +415,7 @@ def test_pictures_whose_column_is_damaged(broken):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (unlink("meta/info.json"), "info.json"),
         (info(fps=0), "not a frame rate"),
@@ -425,9 +425,9 @@ def test_pictures_whose_column_is_damaged(broken):
         (unlink(DATA), "no episode can be kept"),
     ],
 )
-def test_hopeless(broken, fault, said):
+def test_hopeless(broken, fault, message):
     root = broken("one", fault)
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         repair_dataset(root, root.with_name("repaired"))
     assert not root.with_name("repaired").exists()
 
@@ -474,7 +474,7 @@ def test_reordered_frames(broken, name, options):
     """B-frames; in one file for all, episodes do not begin on key frames then, and the file is copied whole."""
     root = broken(name, encode_again(**options))
     report = repair(root)
-    assert [plan.new for plan in report.episodes] == ALL and all(not plan.done for plan in report.episodes)
+    assert [plan.new for plan in report.episodes] == ALL and all(not plan.repairs for plan in report.episodes)
     assert_same(root, report)
     assert ("video files copied unchanged" in str(report)) == (name == "one")
 
@@ -494,7 +494,7 @@ def test_reordered_frames_are_set_right_too(originals, broken):
     report = repair(root)
     assert f"episodes 0-3: {TOP}: frames moved to the times of their rows" in str(report)
     dataset = open_dataset(root=report.out)
-    for plan in report.kept:
+    for plan in report.included:
         part = dataset.select([plan.new]).read(np.arange(plan.length))
         expected = before[root / plan.episode.videos[TOP].file]
         apart = np.moveaxis(part[TOP], 1, -1).astype(int) - expected
@@ -518,8 +518,8 @@ def test_an_episode_that_can_be_neither_cut_nor_kept_in_place_is_left_out(broken
         write_video(root / VIDEO, images, pts, Fraction(1, 10 * FPS), bf="0", g="250", sc_threshold="0")
 
     report = repair(broken("one", unsteady))
-    assert [plan.episode.index for plan in report.kept] == [0]
-    assert "can't be cut out" in report.left_out[0].reason
+    assert [plan.episode.index for plan in report.included] == [0]
+    assert "can't be cut out" in report.excluded[0].reason
 
 
 def test_streams_that_differ_are_not_joined(broken):
@@ -621,8 +621,8 @@ def test_key_frames_that_may_follow_other_packets(tmp_path, options, anew):
     index = index_video(write_video(tmp_path / "video.mp4", pictures, **options))
     keys = [bytes(p) for i, p in read_video_packets(index, 0, len(index.key)) if index.key[i]]
     facts = index.packets
-    assert len(keys) > 2 and starts_anew(facts.codec, facts.extradata, keys[0])
-    assert {starts_anew(facts.codec, facts.extradata, key) for key in keys[1:]} == {anew}
+    assert len(keys) > 2 and resets_decoder(facts.codec, facts.extradata, keys[0])
+    assert {resets_decoder(facts.codec, facts.extradata, key) for key in keys[1:]} == {anew}
 
 
 # --- a part of a dataset
@@ -638,17 +638,17 @@ def test_a_part(originals, broken, name):
 
 
 def test_frames_of_an_episode_that_was_not_asked_for_are_not_taken(broken):
-    _, fault, bad, said = LEFT_OUT["wrong place"]
+    _, fault, bad, message = LEFT_OUT["wrong place"]
     root = broken("one", fault)
-    with pytest.raises(DatasetError, match=said):
+    with pytest.raises(DatasetError, match=message):
         repair_dataset(root, root.with_name("repaired"), episodes=bad)
 
 
 def test_frames_of_an_episode_that_is_left_out_are_not_taken(broken):
     root = broken("one", LEFT_OUT["wrong place"][1], rows(action=set_rows(14, 15, [np.nan, 0.0])))
     report = repair(root)
-    assert [plan.episode.index for plan in report.kept] == [0, 3]
-    assert "NaN" in report.left_out[0].reason and "claims frames" in report.left_out[1].reason
+    assert [plan.episode.index for plan in report.included] == [0, 3]
+    assert "NaN" in report.excluded[0].reason and "claims frames" in report.excluded[1].reason
 
 
 def test_a_file_is_not_copied_whole_for_an_episode_that_can_be_cut_out(broken):
@@ -712,7 +712,7 @@ def test_nothing_is_written_over(broken, tmp_path):
 def test_a_dry_run_writes_nothing(broken):
     root = broken("one", lambda root: damage_frame(root / VIDEO, 16))
     report = repair_dataset(root, root.with_name("repaired"), dry_run=True)
-    assert [plan.episode.index for plan in report.left_out] == [1]
+    assert [plan.episode.index for plan in report.excluded] == [1]
     assert "3 episodes would be kept" in str(report)
     assert not root.with_name("repaired").exists()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flexor.data.dataset import Episodes, open_dataset
-from flexor.data.show.budget import EPISODE_BYTES, PAGE_BYTES, page_budget, sheet_layout, thumbnail_width
+from flexor.data.show.budget import EPISODE_BYTES, PAGE_BYTES, page_budget, thumbnail_layout, thumbnail_width
 from flexor.data.show.curves import (
     MISSING,
     STEPS,
@@ -17,7 +17,7 @@ from flexor.data.show.curves import (
     frames_per_point,
 )
 from flexor.data.show.statistics import histogram, task_counts, value_statistics
-from flexor.data.show.strips import chosen_frames
+from flexor.data.show.strips import spread_frames
 
 
 def feature(values: np.ndarray) -> CurveFeature:
@@ -51,16 +51,24 @@ def test_state_and_action_come_first(dataset: Path):
 
 def test_statistics_are_those_of_the_finite_values():
     values = np.array([1.0, 2.0, 3.0, np.nan, np.inf], np.float32)
-    found = value_statistics(values)
-    assert (found["min"], found["max"], found["mean"], found["not_finite"], found["count"]) == (1, 3, 2, 2, 5)
-    assert found["std"] == pytest.approx(np.std([1, 2, 3])) and sum(found["histogram"]["counts"]) == 3
+    statistics = value_statistics(values)
+    assert (
+        statistics["min"],
+        statistics["max"],
+        statistics["mean"],
+        statistics["not_finite"],
+        statistics["count"],
+    ) == (1, 3, 2, 2, 5)
+    assert (
+        statistics["std"] == pytest.approx(np.std([1, 2, 3])) and sum(statistics["histogram"]["counts"]) == 3
+    )
     assert value_statistics(np.full(3, np.nan))["min"] is None
 
 
 @pytest.mark.parametrize("values", [[5.0], [0.0, 1e-320], [-1e308, 1e308], [1.0, np.nextafter(1.0, 2)]])
 def test_histograms_of_odd_values(values: list[float]):
-    found = histogram(np.array(values))
-    assert found is None or sum(found["counts"]) == len(values)
+    statistics = histogram(np.array(values))
+    assert statistics is None or sum(statistics["counts"]) == len(values)
 
 
 def test_integers_get_a_bin_each():
@@ -78,22 +86,22 @@ def test_tasks_are_counted_once_per_episode(dataset: Path):
 @pytest.mark.parametrize("episodes", [1, 1000, 100_000])
 def test_shares_stay_within_the_page(episodes: int):
     budget = page_budget([300] * episodes)
-    shown = len(budget.episodes)
+    count = len(budget.episodes)
     each = 4 / 3 * (budget.curve_bytes + budget.image_bytes)
-    assert shown * each < PAGE_BYTES and 2 * 64 * budget.points(64) <= budget.curve_bytes
-    assert shown == min(episodes, shown) and budget.episodes[-1] == episodes - 1
-    assert episodes > 2000 or shown == episodes
-    assert shown * EPISODE_BYTES <= PAGE_BYTES
+    assert count * each < PAGE_BYTES and 2 * 64 * budget.points(64) <= budget.curve_bytes
+    assert count == min(episodes, count) and budget.episodes[-1] == episodes - 1
+    assert episodes > 2000 or count == episodes
+    assert count * EPISODE_BYTES <= PAGE_BYTES
 
 
 def test_few_episodes_get_large_thumbnails():
     sizes = {"top": (480, 640), "wrist": (480, 640)}
-    few, many = (sheet_layout(sizes, nbytes) for nbytes in (1_000_000, 10_000))
+    few, many = (thumbnail_layout(sizes, nbytes) for nbytes in (1_000_000, 10_000))
     assert few.height == 144 and few.most > 24 and few.widths["top"] == 192
     assert many.height == 40 and many.most >= 4
     assert thumbnail_width(10, 5000, 40) == 160 and thumbnail_width(5000, 10, 40) == 8
 
 
 def test_frames_include_first_and_last():
-    assert chosen_frames(1, 12) == [0] and chosen_frames(5, 12) == [0, 1, 2, 3, 4]
-    assert chosen_frames(300, 4) == [0, 100, 199, 299]
+    assert spread_frames(1, 12) == [0] and spread_frames(5, 12) == [0, 1, 2, 3, 4]
+    assert spread_frames(300, 4) == [0, 100, 199, 299]

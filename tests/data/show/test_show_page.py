@@ -86,9 +86,9 @@ def test_the_page_shows_the_data(browser: Browser, sample: Path, tmp_path: Path,
     ]
     # Frame 7 of 12 under the pointer: its values and its images, of all cameras.
     browser.point("#episode-0 .curves svg", 7 / 11)
-    shown = browser.run("[...document.querySelectorAll('#episode-0 .legend b')].map(e => e.textContent)")
+    legend = browser.run("[...document.querySelectorAll('#episode-0 .legend b')].map(e => e.textContent)")
     exact = [*data.columns["observation.state"][7], *data.columns["action"][7], data.columns["next.done"][7]]
-    assert [float(value) for value in shown] == pytest.approx([float(x) for x in exact], abs=1e-4)
+    assert [float(value) for value in legend] == pytest.approx([float(x) for x in exact], abs=1e-4)
     captions = browser.run("[...document.querySelectorAll('#episode-0 figcaption')].map(e => e.textContent)")
     assert captions == [f"{name}, frame 7" for name in (TOP, SIDE, STILL)]
     assert browser.run("getComputedStyle(document.body).backgroundColor") == (
@@ -108,8 +108,8 @@ def test_zoom_of_an_episode(browser: Browser, sample: Path, tmp_path: Path):
     browser.drag("#episode-0 .curves svg", 4 / 11, 8 / 11)  # of the first plot; all of them follow
     for place, frame in ((0.0, 4), (0.5, 6), (1.0, 8)):
         browser.point(f"{second} svg", min(max(place, 0.01), 0.99))
-        shown = browser.run(f"document.querySelector('{second} .legend b').textContent")
-        assert float(shown) == pytest.approx(float(values[frame]), abs=1e-4)
+        legend = browser.run(f"document.querySelector('{second} .legend b').textContent")
+        assert float(legend) == pytest.approx(float(values[frame]), abs=1e-4)
     assert browser.run("document.querySelector('.selection')") is None
     browser.double_click(f"{second} svg")
     browser.point("#episode-0 .curves svg", 0.99)
@@ -162,8 +162,8 @@ def test_what_the_check_found_and_the_filter(browser: Browser, sample: Path, tmp
     pq.write_table(table.set_column(table.column_names.index("task"), "task", pa.array(texts)), tasks)
     spoil(root, "observation.state", row=2)
     opened(browser, root, tmp_path / "page.html")
-    found = browser.run("[...document.querySelectorAll('.problem code')].map(e => e.textContent)")
-    assert "not-finite" in found
+    kinds = browser.run("[...document.querySelectorAll('.problem code')].map(e => e.textContent)")
+    assert "not-finite" in kinds
     assert browser.run("document.querySelectorAll('#episode-0 .gap').length") == 3  # values of a state
     browser.run("document.querySelector('#only-problems').click()")
     hidden = browser.run("[...document.querySelectorAll('.episode')].map(e => e.hidden)")
@@ -265,11 +265,11 @@ def test_a_thousand_episodes_take_at_most_20_mb(browser: Browser, tmp_path: Path
     limit = TEXT_BYTES + (PAGE_BYTES - TEXT_BYTES) // 10
     budgets = [page_budget([6] * 1000), page_budget(dataset.episodes.length.tolist(), limit)]
     assert budgets[0].image_bytes == budgets[1].image_bytes and len(budgets[0].episodes) == 1000
-    seen: list[int] = []
+    calls: list[int] = []
     data = page_data(
-        dataset, CheckReport(dataset.root, deep=False), limit, progress=lambda done, _: seen.append(done)
+        dataset, CheckReport(dataset.root, deep=False), limit, progress=lambda done, _: calls.append(done)
     )
-    assert seen == list(range(1, 101))
+    assert calls == list(range(1, 101))
     data["episodes"] = [
         episode | {"index": 100 * times + episode["index"]}
         for times in range(10)

@@ -109,36 +109,40 @@ def verdict_of(line: dict[str, Any], record: dict[str, Any] = H200, **settings: 
     return diagnose_lines(lines_of(line), {**CONFIG, **settings}, record)[0]
 
 
-def assert_names(found: Diagnosis, verdict: str, *flags: str) -> None:
-    assert found.verdict is not None and found.verdict.name == verdict, found.to_json()
-    given = [fix.flag or "" for fix in found.verdict.fixes]
-    assert all(any(flag in one for one in given) for flag in flags), given
-    assert found.verdict.evidence and found.verdict.figures
-    assert found.verdict.cost == 0 or not found.healthy
+def assert_names(diagnosis: Diagnosis, verdict: str, *flags: str) -> None:
+    assert diagnosis.verdict is not None and diagnosis.verdict.name == verdict, diagnosis.to_json()
+    suggested = [fix.flag or "" for fix in diagnosis.verdict.fixes]
+    assert all(any(flag in item for item in suggested) for flag in flags), suggested
+    assert diagnosis.verdict.evidence and diagnosis.verdict.figures
+    assert diagnosis.verdict.cost == 0 or not diagnosis.healthy
 
 
 # --- healthy
 
 
 def test_a_healthy_run_on_a_gpu():
-    found = verdict_of(HEALTHY)
-    assert_names(found, "GPU-bound")
-    assert found.healthy and len(found.findings) == 1
+    diagnosis = verdict_of(HEALTHY)
+    assert_names(diagnosis, "GPU-bound")
+    assert diagnosis.healthy and len(diagnosis.findings) == 1
     precise = {**H200, "machine": {**H200["machine"], "precision": "no"}}
     assert_names(verdict_of(HEALTHY, precise), "GPU-bound", "--precision=bf16")
 
 
 def test_a_healthy_run_on_a_cpu():
-    found = verdict_of(ON_CPU, CPU)
-    assert_names(found, "compute-bound (CPU)")
-    assert found.healthy and len(found.findings) == 1
+    diagnosis = verdict_of(ON_CPU, CPU)
+    assert_names(diagnosis, "compute-bound (CPU)")
+    assert diagnosis.healthy and len(diagnosis.findings) == 1
 
 
 def test_neighbours_that_take_nothing_from_the_run_are_no_alarm():
     busy = {"cpu_others": 14.0, "cpu_wait": 0.6, "pressure_cpu": 0.9}
     assert verdict_of(changed(HEALTHY, system=busy)).healthy  # the GPU has enough to do
-    own = {"cpu_own": 1.95, "cpu_wait": 3.0, "cpu_others": 0.02}  # the run's own threads wait for each other
-    assert verdict_of(changed(ON_CPU, system=own), CPU).healthy
+    used_cores = {
+        "cpu_own": 1.95,
+        "cpu_wait": 3.0,
+        "cpu_others": 0.02,
+    }  # the run's own threads wait for each other
+    assert verdict_of(changed(ON_CPU, system=used_cores), CPU).healthy
 
 
 # --- data
@@ -151,9 +155,9 @@ def test_decoding():
     line = changed(
         HEALTHY, data_wait=0.6, gpu_busy=0.38, loader=DECODING, system={"cpu_own": 5, "gpu_util": 0.35}
     )
-    found = verdict_of(line)
-    assert_names(found, "data-bound (decode)", "--num_workers=")
-    (threads,) = [change for change in found.verdict.fixes if "num_workers" in (change.flag or "")]
+    diagnosis = verdict_of(line)
+    assert_names(diagnosis, "data-bound (decode)", "--num_workers=")
+    (threads,) = [change for change in diagnosis.verdict.fixes if "num_workers" in (change.flag or "")]
     assert threads.flag == "--num_workers=14" and threads.speedup == pytest.approx(2.5)
     stream = {"dataset": {"cache": {"tier": "stream"}}}
     assert_names(verdict_of(line, **stream), "data-bound (decode)", "--dataset.cache.tier=ram")
@@ -169,9 +173,9 @@ def test_more_threads_are_no_help_without_cores():
         loader=DECODING,
         system={"cpu_own": 3.9, "cpu_allowed": 4, "cpu_usable": 4},
     )
-    found = verdict_of(line)
-    assert_names(found, "data-bound (decode)")
-    assert not any("num_workers" in (fix.flag or "") for fix in found.verdict.fixes)
+    diagnosis = verdict_of(line)
+    assert_names(diagnosis, "data-bound (decode)")
+    assert not any("num_workers" in (fix.flag or "") for fix in diagnosis.verdict.fixes)
 
 
 def test_a_slow_disk():
@@ -220,9 +224,9 @@ def test_the_first_epoch_fills_the_cache():
     line = changed(
         HEALTHY, data_wait=0.5, epoch=0.3, loader={**DECODING, "cache": "ram"}, system={"cpu_own": 15.5}
     )
-    found = verdict_of(line)
-    assert_names(found, "data-bound (decode)")
-    assert "first epoch" in found.verdict.fixes[0].text
+    diagnosis = verdict_of(line)
+    assert_names(diagnosis, "data-bound (decode)")
+    assert "first epoch" in diagnosis.verdict.fixes[0].text
 
 
 def test_an_old_run_that_says_little():
@@ -236,16 +240,16 @@ def test_an_old_run_that_says_little():
 
 def test_starved_by_neighbours():
     hogs = {"cpu_own": 0.3, "cpu_wait": 1.4, "cpu_others": 1.7}
-    found = verdict_of(changed(ON_CPU, system=hogs), CPU)
-    assert_names(found, "starved by neighbours")
-    assert found.verdict.cost == pytest.approx(1 - 0.3 / 1.7)
+    diagnosis = verdict_of(changed(ON_CPU, system=hogs), CPU)
+    assert_names(diagnosis, "starved by neighbours")
+    assert diagnosis.verdict.cost == pytest.approx(1 - 0.3 / 1.7)
     # on a GPU it matters as far as the GPU waits for cores: for decoding, not for reading
     hogs = {"cpu_own": 2.0, "cpu_wait": 3.5, "cpu_others": 13.9, "gpu_util": 0.4}
     decoding = changed(
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={**DECODING, "decode_cpu_s": 2.0}, system=hogs
     )
     assert_names(verdict_of(decoding), "starved by neighbours")
-    assert [one.name for one in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
+    assert [item.name for item in verdict_of(decoding).findings[1:]] == ["data-bound (decode)"]
     reading = changed(
         HEALTHY, data_wait=0.6, gpu_busy=0.4, loader={"read_s": 7.5, "decode_s": 0.1}, system=hogs
     )
@@ -267,9 +271,9 @@ def test_starved_by_a_limit():
 def test_launching():
     line = changed(HEALTHY, launch_s=0.098, gpu_busy=0.99, system={"gpu_util": 0.45})
     assert_names(verdict_of(line, step="eager"), "host-launch-bound", "--step=auto", "--batch_size=16")
-    found = verdict_of(line)
-    assert_names(found, "host-launch-bound", "--batch_size=16")
-    assert not any("--step" in (fix.flag or "") for fix in found.verdict.fixes)
+    diagnosis = verdict_of(line)
+    assert_names(diagnosis, "host-launch-bound", "--batch_size=16")
+    assert not any("--step" in (fix.flag or "") for fix in diagnosis.verdict.fixes)
     # a full queue makes launching as slow as the GPU is: that is no reason
     assert verdict_of(changed(HEALTHY, launch_s=0.099)).healthy
     # without the time of launching: the GPU idles within steps
@@ -288,9 +292,9 @@ def test_launching():
     ],
 )
 def test_throttled(system: dict[str, float], evidence: str):
-    found = verdict_of(changed(HEALTHY, system=system))
-    assert_names(found, "throttled")
-    assert evidence in found.verdict.evidence
+    diagnosis = verdict_of(changed(HEALTHY, system=system))
+    assert_names(diagnosis, "throttled")
+    assert evidence in diagnosis.verdict.evidence
     # a GPU that idles has low clocks too
     idle = {**system, "gpu_util": 0.1, "gpu_slowed": 0.0}
     waits = verdict_of(changed(HEALTHY, data_wait=0.85, gpu_busy=0.1, loader=DECODING, system=idle))
@@ -298,18 +302,18 @@ def test_throttled(system: dict[str, float], evidence: str):
 
 
 def test_another_process_on_the_gpu():
-    others = {"gpu_util_others": 0.45, "gpu_vram_others_gb": 30.0}
-    found = verdict_of(changed(HEALTHY, system=others))
-    assert_names(found, "starved by neighbours")
-    assert "30 GB" in found.verdict.evidence
+    other_gb = {"gpu_util_others": 0.45, "gpu_vram_others_gb": 30.0}
+    diagnosis = verdict_of(changed(HEALTHY, system=other_gb))
+    assert_names(diagnosis, "starved by neighbours")
+    assert "30 GB" in diagnosis.verdict.evidence
 
 
 def test_gpu_memory_that_is_full():
     lines = lines_of(HEALTHY)
     for number, line in enumerate(lines):
         line["memory"] = {"peak_gb": 147.0, "retries": 3 + 2 * number}
-    found = diagnose_lines(lines, CONFIG, H200)[0]
-    assert_names(found, "memory-pressure", "--batch_size=4", "--activation_checkpointing=true")
+    diagnosis = diagnose_lines(lines, CONFIG, H200)[0]
+    assert_names(diagnosis, "memory-pressure", "--batch_size=4", "--activation_checkpointing=true")
     for line in lines:
         line["memory"]["retries"] = 3  # once, long ago
     assert diagnose_lines(lines, CONFIG, H200)[0].healthy
@@ -317,8 +321,10 @@ def test_gpu_memory_that_is_full():
 
 def test_host_memory_that_is_full():
     stalls = {"pressure_memory": 0.5, "ram_used_gb": 127.0, "swap_used_gb": 3.0}
-    found = verdict_of(changed(HEALTHY, data_wait=0.6, loader={"read_s": 6.0, "cache": "ram"}, system=stalls))
-    assert_names(found, "memory-pressure", "--dataset.cache.tier=disk")
+    diagnosis = verdict_of(
+        changed(HEALTHY, data_wait=0.6, loader={"read_s": 6.0, "cache": "ram"}, system=stalls)
+    )
+    assert_names(diagnosis, "memory-pressure", "--dataset.cache.tier=disk")
     limit = {"ram_limit_gb": 8.0, "ram_limit_used_gb": 7.9}
     assert_names(verdict_of(changed(HEALTHY, system=limit)), "memory-pressure")
     assert verdict_of(changed(HEALTHY, system={"ram_used_gb": 110.0})).healthy
@@ -331,9 +337,11 @@ TWO = {"machine": {"device": "NVIDIA H200", "processes": 2, "precision": "bf16"}
 
 def test_a_slow_rank():
     late = {"rank": 1, "host": "b", "own_s": 0.09, "others_s": 0.03}
-    found = verdict_of(changed(HEALTHY, slowest=late, communication_s=0.06), TWO)
-    assert_names(found, "straggler rank 1")
-    assert "on b" in found.verdict.evidence and len(found.findings) == 1  # the exchange itself is quick
+    diagnosis = verdict_of(changed(HEALTHY, slowest=late, communication_s=0.06), TWO)
+    assert_names(diagnosis, "straggler rank 1")
+    assert (
+        "on b" in diagnosis.verdict.evidence and len(diagnosis.findings) == 1
+    )  # the exchange itself is quick
     waits = changed(
         HEALTHY, data_wait=0.6, slowest=late, communication_s=0.06, loader=DECODING, system={"cpu_own": 15}
     )
@@ -354,14 +362,14 @@ def test_communication():
 
 def test_saving_all_the_time():
     saved = changed(HEALTHY, checkpoint_s=0.04)  # 40 % of a step, on average
-    found = verdict_of(saved, save_freq=10)
-    assert_names(found, "saving-bound", "--save_freq=500")
-    assert "0.4 s every 10 steps" in found.verdict.evidence and found.steps == 140
+    diagnosis = verdict_of(saved, save_freq=10)
+    assert_names(diagnosis, "saving-bound", "--save_freq=500")
+    assert "0.4 s every 10 steps" in diagnosis.verdict.evidence and diagnosis.steps == 140
     # in every third line: 12 of 40 seconds
     lines = [line | {"checkpoint_s": 0.09 * (i % 3 == 0)} for i, line in enumerate(lines_of(HEALTHY, 21))]
-    found = diagnose_lines(lines, {**CONFIG, "save_freq": 60}, H200)[0]
-    assert_names(found, "saving-bound", "--save_freq=2000")
-    assert len(found.findings) == 1
+    diagnosis = diagnose_lines(lines, {**CONFIG, "save_freq": 60}, H200)[0]
+    assert_names(diagnosis, "saving-bound", "--save_freq=2000")
+    assert len(diagnosis.findings) == 1
 
 
 def test_saving_now_and_then_is_no_alarm():
@@ -373,19 +381,19 @@ def test_evaluating_all_the_time():
     lines = []
     for line in lines_of(changed(HEALTHY, evaluation_s=0.05), 10):
         lines += [line, {"step": line["step"], "held_out_loss": 1.0}]
-    found = diagnose_lines(lines, {**CONFIG, "eval_steps": 20, "env_eval_freq": 100}, H200)[0]
-    assert_names(found, "evaluation-bound", "--eval_steps=1000 --env_eval_freq=5000")
+    diagnosis = diagnose_lines(lines, {**CONFIG, "eval_steps": 20, "env_eval_freq": 100}, H200)[0]
+    assert_names(diagnosis, "evaluation-bound", "--eval_steps=1000 --env_eval_freq=5000")
     live = LiveDiagnosis({**CONFIG, "eval_steps": 20}, H200)
-    told = [one for line in lines if (one := live.add(line))]
-    assert [one.verdict.name for one in told] == ["evaluation-bound"]
+    changes = [item for line in lines if (item := live.add(line))]
+    assert [item.verdict.name for item in changes] == ["evaluation-bound"]
 
 
 # --- which lines count, and no flapping
 
 
 def test_too_few_reports():
-    found, _, reports = diagnose_lines(lines_of(HEALTHY, 3), CONFIG, H200)
-    assert found.verdict is None and found.to_json() == {"verdict": None} and len(reports.recent) == 2
+    diagnosis, _, reports = diagnose_lines(lines_of(HEALTHY, 3), CONFIG, H200)
+    assert diagnosis.verdict is None and diagnosis.to_json() == {"verdict": None} and len(reports.recent) == 2
     assert diagnose_lines([], {}, {})[0].verdict is None
 
 
@@ -401,19 +409,19 @@ def test_first_lines_evaluations_and_checkpoints_do_not_count():
     resumed[0] |= {"data_wait": 0.9}
     for line in (*lines[:6], evaluation, *lines[6:8], *resumed):
         reports.add(line)
-    found = figures_of(reports)
-    assert found.of("data_wait") == pytest.approx(0.01) and found.steps == 6 * 20
+    diagnosis = figures_of(reports)
+    assert diagnosis.of("data_wait") == pytest.approx(0.01) and diagnosis.steps == 6 * 20
 
 
 def test_a_run_that_logs_every_step():
     live = LiveDiagnosis(CONFIG, H200)
-    told = [live.add({"step": step, **HEALTHY}) for step in range(1, 2001)]
-    assert [one.verdict.name for one in told if one] == ["GPU-bound"]
+    changes = [live.add({"step": step, **HEALTHY}) for step in range(1, 2001)]
+    assert [item.verdict.name for item in changes if item] == ["GPU-bound"]
     assert len(live.reports.recent) < 70 and live.reports.seconds < 70
 
 
 def test_verdicts_do_not_flap():
-    live, told, step = LiveDiagnosis(CONFIG, H200), [], 0
+    live, changes, step = LiveDiagnosis(CONFIG, H200), [], 0
     waits = changed(HEALTHY, data_wait=0.6, gpu_busy=0.4, loader=DECODING)
     edge = [changed(HEALTHY, data_wait=wait, loader=DECODING) for wait in (0.13, 0.17)]
 
@@ -421,19 +429,19 @@ def test_verdicts_do_not_flap():
         nonlocal step
         for line in lines:
             step += 20
-            if found := live.add({"step": step, **line}):
-                told.append(found.verdict.name)
+            if diagnosis := live.add({"step": step, **line}):
+                changes.append(diagnosis.verdict.name)
 
     train(*[HEALTHY] * 40)
     train(waits)  # one report is not enough
     train(*[HEALTHY] * 40)
-    assert told == ["GPU-bound"]
+    assert changes == ["GPU-bound"]
     train(*[waits] * 40)
-    assert told == ["GPU-bound", "data-bound (decode)"]
+    assert changes == ["GPU-bound", "data-bound (decode)"]
     train(*edge * 40)  # around the threshold
-    assert len(told) == 2
+    assert len(changes) == 2
     train(*[HEALTHY] * 60)
-    assert told[2:] == ["GPU-bound"] and live.for_line()["verdict"] == "GPU-bound"
+    assert changes[2:] == ["GPU-bound"] and live.for_line()["verdict"] == "GPU-bound"
 
 
 # --- whatever the lines contain
@@ -485,5 +493,5 @@ def test_no_figures_are_an_error(lines: list[dict[str, Any]], anything: Any, rec
 @given(st.sampled_from(sorted(HEALTHY)), st.sampled_from([H200, CPU]))
 def test_figures_that_are_missing(name: str, record: dict[str, Any]):
     line = {key: value for key, value in HEALTHY.items() if key != name}
-    found = verdict_of(line, record)
-    assert found.verdict is None or found.healthy
+    diagnosis = verdict_of(line, record)
+    assert diagnosis.verdict is None or diagnosis.healthy

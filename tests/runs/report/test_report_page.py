@@ -123,19 +123,19 @@ def test_the_curve_goes_where_its_values_are(browser: Browser, tmp_path: Path):
     run = write_run(tmp_path / "run")
     values = [report(step)["loss"] for step in range(100, 1001, 100)]
     opened(browser, [run], tmp_path / "page.html")
-    x, y = drawn(browser, "loss")
+    x, y = curves_drawn(browser, "loss")
     assert np.allclose(np.diff(x), np.diff(x)[0], atol=0.2)
     scaled = (np.array(values) - min(values)) / (max(values) - min(values))
     assert np.allclose((y.max() - y) / (y.max() - y.min()), scaled, atol=0.01)
     browser.run("document.querySelector('#log').click()")
-    _, y = drawn(browser, "loss")
+    _, y = curves_drawn(browser, "loss")
     logs = np.log(values)
     scaled = (logs - logs.min()) / (logs.max() - logs.min())
     assert np.allclose((y.max() - y) / (y.max() - y.min()), scaled, atol=0.01)
     assert browser.errors == []
 
 
-def drawn(browser: Browser, name: str) -> tuple[np.ndarray, np.ndarray]:
+def curves_drawn(browser: Browser, name: str) -> tuple[np.ndarray, np.ndarray]:
     browser.run(f"document.querySelector({json.dumps(plot(name))}).scrollIntoView({{behavior: 'instant'}})")
     browser.wait(f"document.querySelector({json.dumps(plot(name) + ' path.curve')}) !== null")
     path = browser.run(
@@ -147,15 +147,15 @@ def drawn(browser: Browser, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def test_zoom_is_shared_and_ends_with_a_double_click(browser: Browser, tmp_path: Path):
     opened(browser, [full_run(tmp_path / "run")], tmp_path / "page.html")
-    before = drawn(browser, "loss")[0]
+    before = curves_drawn(browser, "loss")[0]
     browser.drag(f"{plot('loss')} svg", 0.4, 0.8)
-    after = drawn(browser, "loss")[0]
+    after = curves_drawn(browser, "loss")[0]
     assert np.diff(after)[0] == pytest.approx(np.diff(before)[0] / 0.4 * (1 - 72 / _wide(browser)), rel=0.02)
-    assert np.diff(drawn(browser, "gradient norm")[0])[0] == pytest.approx(np.diff(after)[0], abs=0.2)
-    power = drawn(browser, "gpu.power w")[0]  # over time: it has an axis of its own
+    assert np.diff(curves_drawn(browser, "gradient norm")[0])[0] == pytest.approx(np.diff(after)[0], abs=0.2)
+    power = curves_drawn(browser, "gpu.power w")[0]  # over time: it has an axis of its own
     browser.double_click(f"{plot('gradient norm')} svg")
-    assert np.allclose(drawn(browser, "loss")[0], before)
-    assert np.allclose(drawn(browser, "gpu.power w")[0], power) and browser.errors == []
+    assert np.allclose(curves_drawn(browser, "loss")[0], before)
+    assert np.allclose(curves_drawn(browser, "gpu.power w")[0], power) and browser.errors == []
 
 
 def _wide(browser: Browser) -> float:
@@ -174,17 +174,17 @@ def test_smoothing(browser: Browser, tmp_path: Path):
     for value in values:
         average, norm = 0.5 * average + 0.5 * value, 0.5 * norm + 0.5
         smooth.append(average / norm)
-    _, y = drawn(browser, "loss")
+    _, y = curves_drawn(browser, "loss")
     scaled = (np.array(smooth) - min(smooth)) / (max(smooth) - min(smooth))
     assert np.allclose((y.max() - y) / (y.max() - y.min()), scaled, atol=0.01)
-    assert len({*drawn(browser, "same")[1]}) == 1  # rounding is not drawn as a curve
+    assert len({*curves_drawn(browser, "same")[1]}) == 1  # rounding is not drawn as a curve
     assert browser.errors == []
 
 
 def test_runs_are_compared(browser: Browser, tmp_path: Path):
-    one = full_run(tmp_path / "one")
-    two = write_run(tmp_path / "two", last=2000, settings={"optimizer": {"type": "adamw", "lr": 5e-4}})
-    result = opened(browser, [one, two], tmp_path / "page.html")
+    first = full_run(tmp_path / "one")
+    second = write_run(tmp_path / "two", last=2000, settings={"optimizer": {"type": "adamw", "lr": 5e-4}})
+    result = opened(browser, [first, second], tmp_path / "page.html")
     assert [(run["name"], run["status"]) for run in result["runs"]] == [
         ("one", "stopped"),
         ("two", "finished"),
@@ -286,9 +286,9 @@ def test_long_runs_take_little_room(tmp_path: Path):
     reader = RunReader(run)
     reader.poll()
     data = report_data([reader], limit=2_000_000)
-    found = data["runs"][0]["series"]["loss"]
-    assert found["count"] == 20_000 and len(found["x"]) <= 5000 and len(json.dumps(data)) < 2_000_000
-    assert 11_111 in found["x"] and found["x"][-1] == 20_000
+    curve = data["runs"][0]["series"]["loss"]
+    assert curve["count"] == 20_000 and len(curve["x"]) <= 5000 and len(json.dumps(data)) < 2_000_000
+    assert 11_111 in curve["x"] and curve["x"][-1] == 20_000
 
 
 def test_samples_of_the_machine(browser: Browser, tmp_path: Path):
@@ -327,9 +327,9 @@ def test_the_parts_of_a_step_add_up():
         "data_wait": Series("step", x, [0.25, 0.0]),
         "gpu_busy": Series("step", x, [0.5, 1.0]),
     }
-    found = breakdown(series, 4, 100)
-    assert found is not None and found["x"] == [100, 200]
-    assert {part["name"]: part["y"] for part in found["parts"]} == {
+    curve = breakdown(series, 4, 100)
+    assert curve is not None and curve["x"] == [100, 200]
+    assert {part["name"]: part["y"] for part in curve["parts"]} == {
         "waiting for data": [2.5, 0.0],
         "GPU busy": [5.0, 20.0],
         "GPU idle for other reasons": [2.5, 0.0],
@@ -350,9 +350,9 @@ def test_parts_of_several_ranks_are_not_more_than_the_step():
     x = [100.0, 200.0]
     seconds = {"forward_s": [0.004, 0.014], "backward_s": [0.005, 0.005], "communication_s": [0.003, 0.005]}
     series = {name: Series("step", x, values) for name, values in seconds.items()}
-    found = breakdown(series | {"samples_per_s": Series("step", x, [400.0, 400.0])}, 4, 100)
-    assert found is not None
-    parts = {part["name"]: part["y"] for part in found["parts"]}
+    result = breakdown(series | {"samples_per_s": Series("step", x, [400.0, 400.0])}, 4, 100)
+    assert result is not None
+    parts = {part["name"]: part["y"] for part in result["parts"]}
     assert {*parts} == {"forward", "backward", "communication"}
     assert parts["communication"] == pytest.approx([1.0, 0.0])
     assert parts["forward"] == pytest.approx([4.0, 14 * 10 / 19])
@@ -360,12 +360,12 @@ def test_parts_of_several_ranks_are_not_more_than_the_step():
 
 
 def test_differences_of_settings():
-    one = flat_settings({"steps": 5, "optimizer": {"lr": 1e-4, "betas": [0.9, 0.99]}, "empty": {}})
-    two = flat_settings(
+    first = flat_settings({"steps": 5, "optimizer": {"lr": 1e-4, "betas": [0.9, 0.99]}, "empty": {}})
+    second = flat_settings(
         {"steps": 5, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "new": None, "empty": {}}
     )
-    assert differing([one, two]) == [("optimizer.lr", ["0.0001", "0.001"]), ("new", [None, "null"])]
-    assert differing([one]) == []
+    assert differing([first, second]) == [("optimizer.lr", ["0.0001", "0.001"]), ("new", [None, "null"])]
+    assert differing([first]) == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

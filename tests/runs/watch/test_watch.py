@@ -205,10 +205,10 @@ def test_watching_changes_nothing(trained: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_curve_goes_where_its_values_are():
     rows = chart([ChartLine([0, 1, 2, 3], [0.0, 1.0, 2.0, 3.0])], 50, 9)
-    drawn = [row.plain for row in rows]
-    assert drawn[0].strip().startswith("3 │") and drawn[7].strip().startswith("0 │")
-    assert drawn[8].split() == ["0", "3"]
-    first = [next(i for i, char in enumerate(line[12:]) if char != " ") for line in drawn[:8]]
+    braille = [row.plain for row in rows]
+    assert braille[0].strip().startswith("3 │") and braille[7].strip().startswith("0 │")
+    assert braille[8].split() == ["0", "3"]
+    first = [next(i for i, char in enumerate(line[12:]) if char != " ") for line in braille[:8]]
     assert first == sorted(first, reverse=True)  # it rises from the left to the right
     plain = chart([ChartLine([0, 1], [1.0, 2.0])], 50, 9, plain=True)
     assert all(row.plain.isascii() for row in plain)

@@ -69,21 +69,21 @@ def _selected(layout: Layout, episodes: Sequence[int] | None) -> list[EpisodeEnt
 
 def check_episodes(layout: Layout, report: CheckReport) -> None:
     """Check indices, lengths and rows of the episodes in the metadata."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     next_row = 0
     fix = "download meta/ again: episodes were added or removed without updating it"
     for position, episode in enumerate(layout.episodes):
-        if episode.index in seen:
+        if episode.index in visited:
             report.error("episode-twice", "the metadata lists it twice", fix, episode=episode.index)
-        elif episode.index != position and position not in seen and position - 1 in seen | {-1}:
-            what = f"episode {position} is missing: the next one is {episode.index}"
-            report.error("episode-missing", what, fix)
-        seen.add(episode.index)
+        elif episode.index != position and position not in visited and position - 1 in visited | {-1}:
+            message = f"episode {position} is missing: the next one is {episode.index}"
+            report.error("episode-missing", message, fix)
+        visited.add(episode.index)
         if episode.length < 1:
             report.error("length", f"its length is {episode.length}", fix, episode=episode.index)
         if episode.first_row != next_row:
-            what = f"its rows should start at {next_row}, but dataset_from_index is {episode.first_row}"
-            report.error("row-range", what, "correct meta/episodes", episode=episode.index)
+            message = f"its rows should start at {next_row}, but dataset_from_index is {episode.first_row}"
+            report.error("row-range", message, "correct meta/episodes", episode=episode.index)
         next_row = episode.first_row + max(episode.length, 0)
 
 
@@ -97,15 +97,15 @@ def check_totals(layout: Layout, report: CheckReport) -> None:
         declared = layout.info.get(name)
         if declared is None or declared == number:
             continue
-        what = f"{name} is {declared}, but the metadata adds up to {number}"
-        fix = "none needed to train with Flexor, if no episode was lost; `flexor data repair` corrects it"
-        report.warning("totals", what, fix, file="meta/info.json")
+        message = f"{name} is {declared}, but the metadata adds up to {number}"
+        fix = "none needed to train with Flexor if no episode was lost; `flexor data repair` corrects it"
+        report.warning("totals", message, fix, file="meta/info.json")
     splits = layout.info.get("splits")
     for split, span in splits.items() if isinstance(splits, dict) else ():
         end = str(span).partition(":")[2]
         if re.fullmatch("[0-9]{1,15}", end) and int(end) > len(layout.episodes):
-            what = f"the split {split!r} is {span}, but there are {len(layout.episodes)} episodes"
-            report.warning("splits", what, "none needed to train with Flexor", file="meta/info.json")
+            message = f"the split {split!r} is {span}, but there are {len(layout.episodes)} episodes"
+            report.warning("splits", message, "none needed to train with Flexor", file="meta/info.json")
     if any(not task for task in layout.tasks.values()):
         report.warning("task-empty", "a task has no text", "policies that read the task need one: add it")
 
@@ -118,13 +118,15 @@ def check_depth(layout: Layout, report: CheckReport) -> None:
             continue
         where = {"feature": name, "file": "meta/info.json"}
         if feature.chw[0] != 1:
-            what = f"the depth map has {feature.chw[0]} channels instead of one: training leaves it out"
-            report.warning("depth-scale", what, fix, **where)
+            message = f"the depth map has {feature.chw[0]} channels instead of one: training leaves it out"
+            report.warning("depth-scale", message, fix, **where)
         elif fault := feature.depth.fault():
             report.warning("depth-scale", f"{fault}: training leaves the depth map out", fix, **where)
         elif feature.depth.unit is None:
-            what = "depth_unit is missing: statistics, and images in the tables, are used as they are"
-            report.warning("depth-unit", what, "add `depth_unit` (m or mm) to the feature's `info`", **where)
+            message = "depth_unit is missing: statistics, and images in the tables, are used as they are"
+            report.warning(
+                "depth-unit", message, "add `depth_unit` (m or mm) to the feature's `info`", **where
+            )
 
 
 def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
@@ -137,14 +139,16 @@ def _check_stats(layout: Layout, tables: Tables, report: CheckReport) -> None:
         if not feature.is_camera and name not in tables.low:
             continue
         if feature.is_camera and len(feature.shape) != 3:
-            continue  # so is a shape that can't be an image
+            continue  # a shape that can't be an image is also reported elsewhere
         stats = layout.stats.get(name) or {}
         lacking = [key for key in NEEDED_STATS if key not in stats]
         if lacking:
-            # A camera is often normalised with other statistics than its own; a vector never is.
-            say = report.warning if feature.is_camera else report.error
-            what = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
-            say("stats-missing", f"it has {what}, which policies normalise with", COMPUTE, feature=name)
+            # Cameras are often normalised with other statistics; vectors never are.
+            add_finding = report.warning if feature.is_camera else report.error
+            message = "no statistics" if len(lacking) == len(NEEDED_STATS) else f"no {', '.join(lacking)}"
+            add_finding(
+                "stats-missing", f"it has {message}, which policies normalise with", COMPUTE, feature=name
+            )
             continue
         try:
             values = {key: np.asarray(value, np.float64).reshape(-1) for key, value in stats.items()}
@@ -163,22 +167,22 @@ def _check_values(feature: Feature, values: dict[str, np.ndarray], report: Check
     """Whether the statistics are finite and match the feature's size."""
     bad = [key for key, value in values.items() if not np.isfinite(value).all()]
     if bad:
-        what = f"{', '.join(bad)} are NaN or infinite, so every loss would be too"
-        report.error("stats-not-finite", what, COMPUTE, feature=feature.name)
+        message = f"{', '.join(bad)} are NaN or infinite, and so would be every loss"
+        report.error("stats-not-finite", message, COMPUTE, feature=feature.name)
         return False
     # For a matrix, LeRobot stores only the statistics of its columns.
     expected = feature.chw[:1] if feature.is_camera else (int(np.prod(feature.shape)), feature.shape[-1])
     wrong = {key: value.size for key, value in values.items() if value.size not in expected}
     if wrong or len({value.size for value in values.values()}) > 1:
         sizes = wrong or {key: value.size for key, value in values.items()}
-        what = f"the statistics have {sizes} values, but the feature has {expected[0]}"
-        report.error("stats-shape", what, COMPUTE, feature=feature.name)
+        message = f"the statistics have {sizes} values, but the feature has {expected[0]}"
+        report.error("stats-shape", message, COMPUTE, feature=feature.name)
         return False
     flat = np.flatnonzero(values["std"] < 1e-8)  # less than the epsilon that normalisation adds
     if len(flat):
-        what = f"{_dimensions(flat, values['std'].size)} never change: their standard deviation is 0"
+        message = f"{_dimensions(flat, values['std'].size)} never change: their standard deviation is 0"
         fix = "if they can change on the robot, remove them: normalisation divides any change by almost zero"
-        report.warning("std-zero", what, fix, feature=feature.name)
+        report.warning("std-zero", message, fix, feature=feature.name)
     return True
 
 
@@ -192,18 +196,18 @@ def _check_range(
     out = (low < values["min"] - slack) | (high > values["max"] + slack)
     if out.any():
         i = int(np.argmax(out))
-        what = (
+        message = (
             f"the data exceeds the statistics in {_dimensions(np.flatnonzero(out), out.size)}: dimension "
             f"{i} ranges from {low[i]:.4g} to {high[i]:.4g}, the statistics say {values['min'][i]:.4g} to "
             f"{values['max'][i]:.4g}"
         )
-        report.warning("stats-stale", what, COMPUTE, feature=name)
+        report.warning("stats-stale", message, COMPUTE, feature=name)
 
 
-def _dimensions(which: Iterable[int], size: int) -> str:
-    which = list(which)
-    shown = ", ".join(str(i) for i in which[:8]) + (" ..." if len(which) > 8 else "")
-    return f"{len(which)} of {size} dimensions ({shown})"
+def _dimensions(indices: Iterable[int], size: int) -> str:
+    indices = list(indices)
+    listing = ", ".join(str(i) for i in indices[:8]) + (" ..." if len(indices) > 8 else "")
+    return f"{len(indices)} of {size} dimensions ({listing})"
 
 
 def check_stray_files(layout: Layout, report: CheckReport) -> None:
@@ -211,8 +215,8 @@ def check_stray_files(layout: Layout, report: CheckReport) -> None:
     named = {episode.data_file for episode in layout.episodes}
     named |= {span.file for episode in layout.episodes for span in episode.videos.values()}
     for folder, suffix in (("data", "*.parquet"), ("videos", "*.mp4")):
-        found = [path.relative_to(layout.root).as_posix() for path in (layout.root / folder).rglob(suffix)]
-        stray = sorted(file for file in found if file not in named)
+        files = [path.relative_to(layout.root).as_posix() for path in (layout.root / folder).rglob(suffix)]
+        stray = sorted(file for file in files if file not in named)
         if stray and layout.episodes:
-            what = f"{len(stray)} files belong to no episode, such as {stray[0]}"
-            report.warning("stray-files", what, "delete them, or download meta/ again", file=folder)
+            message = f"{len(stray)} files belong to no episode, such as {stray[0]}"
+            report.warning("stray-files", message, "delete them, or download meta/ again", file=folder)

@@ -31,13 +31,13 @@ LONG_GOP = 50
 
 
 def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
-    """Everything `render` shows, as plain JSON values."""
+    """The input of `render`, as plain JSON values."""
     root = Path(dataset if isinstance(dataset, str | Path) else dataset.root)
     report = CheckReport(root, deep=False)
     layout = read_layout(root, report)
     if not layout.info:
-        problem = report.findings[0]
-        raise DatasetError(f"{root}: {problem.file}: {problem.evidence}. To fix it: {problem.fix}.")
+        finding = report.findings[0]
+        raise DatasetError(f"{root}: {finding.file}: {finding.evidence}. To fix it: {finding.fix}.")
     cameras = {f.name: _camera(layout, f) for f in layout.features.values() if f.is_camera}
     frames = sum(episode.length for episode in layout.episodes)
     lengths = [episode.length for episode in layout.episodes]
@@ -62,7 +62,7 @@ def describe(dataset: Dataset | str | Path) -> dict[str, Any]:
         },
         "statistics": _statistics(layout, cameras),
     }
-    result["notes"] = [problem.evidence for problem in report.errors] + _notes(layout, result)
+    result["notes"] = [finding.evidence for finding in report.errors] + _notes(layout, result)
     result["train"] = _train_line(root, result)
     return result
 
@@ -84,12 +84,16 @@ def _spread(values: np.ndarray) -> dict[str, int]:
 
 
 def _statistics(layout: Layout, cameras: dict[str, Any]) -> dict[str, list[str]]:
-    """Which features that policies normalise have statistics."""
-    wanted = [n for n in layout.features if n.startswith(("action", "observation")) and n not in OWN_COLUMNS]
-    wanted = [n for n in wanted if n not in cameras or cameras[n]["files"]]
-    present = [name for name in wanted if {"mean", "std", "min", "max"} <= set(layout.stats.get(name, {}))]
+    """The features that policies normalise, with and without statistics."""
+    normalized = [
+        n for n in layout.features if n.startswith(("action", "observation")) and n not in OWN_COLUMNS
+    ]
+    normalized = [n for n in normalized if n not in cameras or cameras[n]["files"]]
+    present = [
+        name for name in normalized if {"mean", "std", "min", "max"} <= set(layout.stats.get(name, {}))
+    ]
     quantiles = [name for name in present if {"q01", "q99"} <= set(layout.stats[name])]
-    missing = [name for name in wanted if name not in present]
+    missing = [name for name in normalized if name not in present]
     return {"present": present, "with_quantiles": quantiles, "missing": missing}
 
 
@@ -106,8 +110,8 @@ def _camera(layout: Layout, feature: Feature) -> dict[str, Any]:
     files = [path for path in files if path.is_file()]
     if not files:
         return camera
-    chosen = np.unique(np.linspace(0, len(files) - 1, FILES_MEASURED).round().astype(int))
-    scans = [scan_video(files[i]) for i in chosen]
+    sampled = np.unique(np.linspace(0, len(files) - 1, FILES_MEASURED).round().astype(int))
+    scans = [scan_video(files[i]) for i in sampled]
     good = [scan for scan in scans if len(scan.times)]
     camera |= {"files": len(files), "measured": len(scans), "unreadable": len(scans) - len(good)}
     camera["bytes"] = sum(path.stat().st_size for path in files)
@@ -154,9 +158,9 @@ def _camera_notes(layout: Layout, name: str, camera: dict[str, Any]) -> list[str
         notes.append(f"{name}: {camera['unreadable']} of {camera['measured']} measured files are unreadable")
     if "codec" not in camera:
         return notes
-    for what in ("codec", "resolution", "pix_fmt"):
-        if len(camera[what]) > 1:
-            notes.append(f"{name}: files differ in {what}: {', '.join(camera[what])}")
+    for field in ("codec", "resolution", "pix_fmt"):
+        if len(camera[field]) > 1:
+            notes.append(f"{name}: files differ in {field}: {', '.join(camera[field])}")
     declared = f"{camera['declared']['height']}x{camera['declared']['width']}"
     if camera["resolution"] != [declared]:
         notes.append(

@@ -1,6 +1,6 @@
 """Reads a dataset's metadata so that one broken file does not hide the rest.
 
-`dataset.py` stops at the first error, as training should. This reader continues and adds each problem to a
+`dataset.py` stops at the first error, as training should. This reader continues and adds each problem to the
 report. `flexor data check` and `flexor data info` use it.
 """
 
@@ -55,7 +55,7 @@ class EpisodeEntry:
     """Its first row among all rows of the dataset."""
 
     videos: dict[str, Span] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    other_fields: dict[str, Any] = field(default_factory=dict)
     """Other fields of its metadata, such as whether it was a success."""
 
 
@@ -77,25 +77,25 @@ class Layout:
         return [feature for feature in self.features.values() if feature.is_video]
 
     def path(self, file: str) -> Path:
-        """Where a file is that the metadata names: see `core/paths.py`."""
+        """The path of a file that the metadata names: see `core/paths.py`."""
         return inside(self.root, file)
 
     def camera_files(self, camera: str) -> list[str]:
-        """The files the metadata names for a camera, each once, in episode order."""
+        """The files of a camera that the metadata names, each once, in episode order."""
         spans = [episode.videos[camera] for episode in self.episodes if camera in episode.videos]
         return list(dict.fromkeys(span.file for span in spans))
 
 
 def read_layout(root: str | Path, report: CheckReport) -> Layout:
-    """Read the metadata under `root`; its problems are added to `report`."""
+    """Read the metadata under `root`, and add its problems to `report`."""
     layout = Layout(Path(root))
     if not layout.root.is_dir():
         raise DatasetError(f"{root} is not a folder. Give the folder that contains meta/, data/ and videos/.")
     info = _read_json(layout.root, "meta/info.json", report)
     if not isinstance(info, dict):
         if not report.findings:
-            what = f"the file contains a {type(info).__name__}, not a JSON object"
-            report.error("info-unreadable", what, FETCH_META, file="meta/info.json")
+            message = f"the file contains a {type(info).__name__}, not a JSON object"
+            report.error("info-unreadable", message, FETCH_META, file="meta/info.json")
         return layout
     layout.info, layout.version = info, str(info.get("codebase_version", "unknown"))
     report.version = layout.version
@@ -124,7 +124,7 @@ def read_layout(root: str | Path, report: CheckReport) -> Layout:
 
 
 def _checked_paths(layout: Layout, episode: EpisodeEntry) -> EpisodeEntry:
-    """Refuse an episode with a file that a link leads out of the dataset to."""
+    """Refuse an episode whose files are links to outside of the dataset."""
     for file in (episode.data_file, *(span.file for span in episode.videos.values())):
         layout.path(file)
     return episode
@@ -146,8 +146,8 @@ def _read_features(layout: Layout, report: CheckReport) -> None:
             layout.features[name] = declared_feature(name, spec)
         except MALFORMED as error:
             why = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
-            what = f"the feature is declared as {spec!r}: {why}"
-            report.error("info-field", what, fix, feature=name, file="meta/info.json")
+            message = f"the feature is declared as {spec!r}: {why}"
+            report.error("info-field", message, fix, feature=name, file="meta/info.json")
 
 
 def _count(value: Any) -> int:
@@ -170,18 +170,18 @@ def _add_episode(
         layout.episodes.append(_checked_paths(layout, make(row)))
         return
     except KeyError as error:
-        what = f"its metadata has no {error.args[0]}"
+        message = f"its metadata has no {error.args[0]}"
     except MALFORMED as error:
-        what = f"its metadata can't be used: {error}"
+        message = f"its metadata can't be used: {error}"
     fix = "take meta/ from the original dataset, or exclude the episode"
-    report.error("episode-metadata", what, fix, episode=None if _number(row) < 0 else _number(row))
+    report.error("episode-metadata", message, fix, episode=None if _number(row) < 0 else _number(row))
 
 
 def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, Any]]:
     files = sorted((layout.root / "meta/episodes").rglob("*.parquet"))
     if not files:
-        what = "the folder contains no parquet file, so the episodes are unknown"
-        report.error("episodes-missing", what, FETCH_META, file="meta/episodes/")
+        message = "the folder contains no parquet file, so the episodes are unknown"
+        report.error("episodes-missing", message, FETCH_META, file="meta/episodes/")
     for path in files:
         file = path.relative_to(layout.root).as_posix()
         try:
@@ -189,8 +189,8 @@ def _episode_rows_v3(layout: Layout, report: CheckReport) -> Iterator[dict[str, 
                 names = [n for n in opened.schema_arrow.names if not n.startswith("stats/")]
                 rows = opened.read(names).to_pylist()
         except (pa.ArrowException, OSError, ValueError) as error:
-            what = f"damaged or truncated ({_short(error)}); its episodes are unknown"
-            report.error("episodes-unreadable", what, FETCH_META, file=file)
+            message = f"damaged or truncated ({_short(error)}); its episodes are unknown"
+            report.error("episodes-unreadable", message, FETCH_META, file=file)
         else:
             yield from rows
 
@@ -203,7 +203,7 @@ def _episode_v3(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
         tasks=list(row.get("tasks") or []),
         data_file=names.data(index, row["data/chunk_index"], row["data/file_index"]),
         first_row=_count(row.get("dataset_from_index", _next_row(layout))),
-        more=_more(row),
+        other_fields=_other_fields(row),
     )
     for feature in layout.video_features:
         prefix = f"videos/{feature.name}/"
@@ -220,14 +220,14 @@ def _episode_v2(layout: Layout, names: FileNames, row: dict[str, Any]) -> Episod
     videos = {f.name: Span(names.video(f.name, index)) for f in layout.video_features}
     tasks = list(row.get("tasks") or [])
     return EpisodeEntry(
-        index, _count(row["length"]), tasks, names.data(index), _next_row(layout), videos, _more(row)
+        index, _count(row["length"]), tasks, names.data(index), _next_row(layout), videos, _other_fields(row)
     )
 
 
-def _more(row: dict[str, Any]) -> dict[str, Any]:
-    known = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
+def _other_fields(row: dict[str, Any]) -> dict[str, Any]:
+    standard = ("episode_index", "length", "tasks", "dataset_from_index", "dataset_to_index")
     return {
-        key: value for key, value in row.items() if key not in known and "/" not in key and key[:2] != "__"
+        key: value for key, value in row.items() if key not in standard and "/" not in key and key[:2] != "__"
     }
 
 
@@ -259,7 +259,7 @@ def _tasks_v3(layout: Layout, report: CheckReport) -> dict[int, str]:
 
 
 def _tasks_v2(layout: Layout, report: CheckReport) -> dict[int, str]:
-    rows = _read_jsonl(layout, "tasks", report, needed=False)
+    rows = _read_jsonl(layout, "tasks", report, required=False)
     pairs = ((row.get("task_index"), row.get("task")) for row in rows)
     return _task_texts(pairs, "meta/tasks.jsonl", report)
 
@@ -270,8 +270,8 @@ def _task_texts(pairs: Iterable[tuple[Any, Any]], file: str, report: CheckReport
         try:
             tasks[_count(number)] = str(text)
         except MALFORMED:
-            what = f"{number!r} is not the task_index of {text!r}"
-            report.error("tasks-unreadable", what, FETCH_META, file=file)
+            message = f"{number!r} is not the task_index of {text!r}"
+            report.error("tasks-unreadable", message, FETCH_META, file=file)
     return tasks
 
 
@@ -287,8 +287,8 @@ def _read_stats(layout: Layout, report: CheckReport) -> dict[str, dict[str, Any]
     try:
         return statistics.from_json(raw)
     except MALFORMED as error:
-        what = f"the file does not contain the statistics of features ({_short(error)})"
-        report.error("stats-unreadable", what, FETCH_META, file="meta/stats.json")
+        message = f"the file does not contain the statistics of features ({_short(error)})"
+        report.error("stats-unreadable", message, FETCH_META, file="meta/stats.json")
         return {}
 
 
@@ -296,8 +296,8 @@ def _merged(parts: list[dict[str, Any]], report: CheckReport) -> dict[str, Any]:
     try:
         return statistics.aggregate_stats([statistics.from_json(part) for part in parts])
     except MALFORMED as error:
-        what = f"the episodes' statistics can't be merged ({_short(error)})"
-        report.error("stats-unreadable", what, FETCH_META, file="meta/episodes_stats.jsonl")
+        message = f"the episodes' statistics can't be merged ({_short(error)})"
+        report.error("stats-unreadable", message, FETCH_META, file="meta/episodes_stats.jsonl")
         return {}
 
 
@@ -305,21 +305,21 @@ def _read_json(root: Path, file: str, report: CheckReport) -> Any:
     try:
         return read_json(inside(root, file))
     except FileNotFoundError:
-        what = "the file is missing: this is not a dataset, or writing or copying it did not finish"
-        report.error("info-missing" if "info" in file else "file-missing", what, FETCH_META, file=file)
+        message = "the file is missing: this is not a dataset, or it was not written or copied completely"
+        report.error("info-missing" if "info" in file else "file-missing", message, FETCH_META, file=file)
     except (ValueError, OSError) as error:
         kind = "info-unreadable" if "info" in file else "stats-unreadable"
         report.error(kind, f"not valid JSON ({_short(error)})", FETCH_META, file=file)
     return None
 
 
-def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = True) -> list[dict]:
+def _read_jsonl(layout: Layout, name: str, report: CheckReport, required: bool = True) -> list[dict]:
     file = f"meta/{name}.jsonl"
     try:
         lines = read_text(layout.path(file), LARGEST_LINES).rstrip("\n").split("\n")
     except FileNotFoundError:
-        say = report.error if needed else report.warning
-        say(f"{name}-missing", "the file is missing", FETCH_META, file=file)
+        add_finding = report.error if required else report.warning
+        add_finding(f"{name}-missing", "the file is missing", FETCH_META, file=file)
         return []
     except (OSError, ValueError) as error:
         report.error(f"{name}-unreadable", f"can't be read ({_short(error)})", FETCH_META, file=file)
@@ -329,8 +329,8 @@ def _read_jsonl(layout: Layout, name: str, report: CheckReport, needed: bool = T
         try:
             rows += [parse_json(line)] if line.strip() else []
         except ValueError as error:
-            what = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
-            report.error(f"{name}-unreadable", what, FETCH_META, file=file)
+            message = f"line {number} of {len(lines)} is not valid JSON ({_short(error)})"
+            report.error(f"{name}-unreadable", message, FETCH_META, file=file)
     return [row for row in rows if isinstance(row, dict)]
 
 

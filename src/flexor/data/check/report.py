@@ -73,11 +73,11 @@ class CheckReport:
             yield from _group_lines(group)
         good = self.good_episodes
         if self.ok:
-            warned = f"no errors, {_count(len(self.warnings), 'warning')}"
-            yield f"OK: {warned}" if self.warnings else "OK: no problems found"
+            summary = f"no errors, {_count(len(self.warnings), 'warning')}"
+            yield f"OK: {summary}" if self.warnings else "OK: no problems found"
             return
-        found = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
-        yield f"NOT OK: {found}; {len(good)} of {len(self.checked)} episodes have no errors"
+        counts = f"{_count(len(self.errors), 'error')}, {_count(len(self.warnings), 'warning')}"
+        yield f"NOT OK: {counts}; {len(good)} of {len(self.checked)} episodes have no errors"
         yield f"`flexor data repair {self.root} NEW_FOLDER` repairs what it can and leaves out the other episodes"
 
 
@@ -97,9 +97,9 @@ def group_findings(findings: list[Finding]) -> list[list[Finding]]:
     """Group findings by name and feature, errors first: one broken file may affect 200 episodes."""
     groups: dict[tuple, list[Finding]] = {}
     for finding in sorted(findings, key=lambda finding: finding.severity):
-        whole = finding.evidence if finding.episode is None else None
-        file = finding.file if whole else None
-        key = (finding.severity, finding.name, finding.feature, file, whole)
+        evidence = finding.evidence if finding.episode is None else None
+        file = finding.file if evidence else None
+        key = (finding.severity, finding.name, finding.feature, file, evidence)
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
 
@@ -107,11 +107,11 @@ def group_findings(findings: list[Finding]) -> list[list[Finding]]:
 def _group_lines(group: list[Finding]) -> Iterable[str]:
     first = group[0]
     episodes = sorted({finding.episode for finding in group if finding.episode is not None})
-    place = [f"episode{'s' if len(episodes) > 1 else ''} {ranges(episodes)}"] if episodes else []
+    parts = [f"episode{'s' if len(episodes) > 1 else ''} {ranges(episodes)}"] if episodes else []
     files = list(dict.fromkeys(finding.file for finding in group if finding.file))
-    place += [first.feature] if first.feature else []
-    place += [f"{len(files)} files"] if len(files) > 1 else files
-    where = ", ".join(place) or "dataset"
+    parts += [first.feature] if first.feature else []
+    parts += [f"{len(files)} files"] if len(files) > 1 else files
+    where = ", ".join(parts) or "dataset"
     yield f"  {first.severity.upper():7} [{first.name}] {where}"
     messages = list(dict.fromkeys(finding.evidence for finding in group))
     for message in messages[:3]:
@@ -129,9 +129,9 @@ def ranges(numbers: list[int]) -> str:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in parts[:10]]
+    listing = [str(a) if a == b else f"{a}-{b}" for a, b in parts[:10]]
     more = f" and {sum(b - a + 1 for a, b in parts[10:])} more" if len(parts) > 10 else ""
-    return ", ".join(shown) + more
+    return ", ".join(listing) + more
 
 
 def _count(number: int, noun: str) -> str:

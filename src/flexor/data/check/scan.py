@@ -1,7 +1,7 @@
 """Scans a video file that may be damaged: reads its packets, and finds which frames can be decoded.
 
 `data/video/decode.py` raises an error for a damaged file. A check must know the extent of the damage, so this
-module keeps everything that can be read and records where reading stopped.
+module returns everything that can be read, and where reading stopped.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ OWN_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index
 """Columns of every dataset; the reader derives missing ones."""
 
 REPAIR_CLOCK = (
-    "none needed to train with Flexor, if no frame was dropped; `flexor data repair` corrects the timestamps"
+    "none needed to train with Flexor if no frame was dropped; `flexor data repair` corrects the timestamps"
 )
 RECORD_AGAIN = "exclude the episode, or repair the column from the original recording"
 
@@ -45,8 +45,8 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
     for file, episodes in files.items():
         if not layout.path(file).is_file():
             for episode in episodes:
-                what = "the file is missing"
-                report.error("data-missing", what, FETCH_AGAIN, episode=episode.index, file=file)
+                message = "the file is missing"
+                report.error("data-missing", message, FETCH_AGAIN, episode=episode.index, file=file)
             continue
         names = [n for n, f in layout.features.items() if n in present[file] and (f.is_numeric or f.is_image)]
         names += [name for name in OWN_COLUMNS if name in present[file] and name not in names]
@@ -56,9 +56,9 @@ def check_tables(layout: Layout, selected: list[EpisodeEntry], report: CheckRepo
             with pq.ParquetFile(layout.path(file)) as opened:
                 table = opened.read(names)
         except (pa.ArrowException, OSError) as error:
-            what = f"damaged or truncated ({str(error).splitlines()[0][:160]})"
+            message = f"damaged or truncated ({str(error).splitlines()[0][:160]})"
             for episode in episodes:
-                report.error("data-unreadable", what, FETCH_AGAIN, episode=episode.index, file=file)
+                report.error("data-unreadable", message, FETCH_AGAIN, episode=episode.index, file=file)
             continue
         _File(layout, file, table, report, tables).check(episodes)
     return tables
@@ -81,22 +81,22 @@ def _check_columns(
         if feature.is_video or not lacking:
             continue
         if len(lacking) == len(readable):
-            what = "the feature is declared in meta/info.json, but no data file has such a column"
+            message = "the feature is declared in meta/info.json, but no data file has such a column"
             fix = "remove it from `features` in meta/info.json, or download the data files again"
-            report.warning("column-absent", what, fix, feature=name)
+            report.warning("column-absent", message, fix, feature=name)
             continue
-        what = "the column is missing in this file, though other data files have it"
+        message = "the column is missing in this file, though other data files have it"
         for file in lacking:
             for episode in files[file]:
                 report.error(
-                    "column-missing", what, FETCH_AGAIN, episode=episode.index, feature=name, file=file
+                    "column-missing", message, FETCH_AGAIN, episode=episode.index, feature=name, file=file
                 )
     derived = [
         n for n in OWN_COLUMNS if n not in layout.features and not any(n in p for p in readable.values())
     ]
     if derived and readable:
-        what = f"column {', '.join(derived)} is missing; Flexor derives it from the episodes' lengths"
-        report.warning("column-derived", what, "none needed to train with Flexor")
+        message = f"column {', '.join(derived)} is missing; Flexor derives it from the episodes' lengths"
+        report.warning("column-derived", message, "none needed to train with Flexor")
 
 
 @dataclass
@@ -115,12 +115,12 @@ class _File:
         for episode in episodes:
             rows = rows_of.get(episode.index, np.empty(0, int))
             if len(rows) != episode.length:
-                what = f"the table has {len(rows)} rows, but the metadata says {episode.length}"
+                message = f"the table has {len(rows)} rows, but the metadata says {episode.length}"
                 fix = "download the data file and meta/ again: one of them is older than the other"
-                self._error("length", what, fix, episode)
+                self._error("length", message, fix, episode)
             elif len(rows) and rows[-1] - rows[0] + 1 != len(rows):
-                what = "its rows are not contiguous"
-                self._error("rows-scattered", what, "sort the data file by `index`", episode)
+                message = "its rows are not contiguous"
+                self._error("rows-scattered", message, "sort the data file by `index`", episode)
             else:
                 self._check_indices(episode, rows)
             if len(rows):
@@ -128,17 +128,19 @@ class _File:
                 self._check_numbers(episode, rows)
                 self._check_tasks(episode, rows)
                 self._check_images(episode, rows)
-        known = {episode.index for episode in self.layout.episodes}
-        unknown = sorted(int(e) for e in rows_of if e not in known)
+        listed = {episode.index for episode in self.layout.episodes}
+        unknown = sorted(int(e) for e in rows_of if e not in listed)
         if unknown:
             count = sum(len(rows_of[e]) for e in unknown)
-            what = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not list"
-            self.report.warning("rows-unknown", what, "download meta/ again, or ignore them", file=self.name)
+            message = f"{count} rows belong to episodes {unknown[:10]}, which meta/ does not list"
+            self.report.warning(
+                "rows-unknown", message, "download meta/ again, or ignore them", file=self.name
+            )
 
     def _error(
-        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+        self, kind: str, message: str, fix: str, episode: EpisodeEntry, feature: str | None = None
     ) -> None:
-        self.report.error(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
+        self.report.error(kind, message, fix, episode=episode.index, feature=feature, file=self.name)
 
     def _read(self) -> dict[str, np.ndarray]:
         """The numeric columns as [N, D]; a column without its declared shape is reported."""
@@ -174,22 +176,24 @@ class _File:
             values = self._columns[name][rows, 0]
             steps = np.flatnonzero(np.diff(values) != 1)
             if len(steps):
-                what = f"{name} is not contiguous at {len(steps)} places; the first is after frame {steps[0]}"
-                self._error("index", what, RECORD_AGAIN, episode, name)
+                message = (
+                    f"{name} is not contiguous at {len(steps)} places; the first is after frame {steps[0]}"
+                )
+                self._error("index", message, RECORD_AGAIN, episode, name)
             elif values[0] != start:
-                what = f"{name} starts at {values[0]:.0f} instead of {start}"
-                say = self._error if self.layout.version.startswith("v3") else self._warn
-                say("index", what, "renumber the rows of the dataset", episode, name)
+                message = f"{name} starts at {values[0]:.0f} instead of {start}"
+                add_finding = self._error if self.layout.version.startswith("v3") else self._warn
+                add_finding("index", message, "renumber the rows of the dataset", episode, name)
 
     def _warn(
-        self, kind: str, what: str, fix: str, episode: EpisodeEntry, feature: str | None = None
+        self, kind: str, message: str, fix: str, episode: EpisodeEntry, feature: str | None = None
     ) -> None:
-        self.report.warning(kind, what, fix, episode=episode.index, feature=feature, file=self.name)
+        self.report.warning(kind, message, fix, episode=episode.index, feature=feature, file=self.name)
 
     def _check_clock(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         """Compare the timestamps with 1/fps. The video part of the check compares them with the video."""
         if "timestamp" not in self._columns or not self.layout.fps:
-            # Missing timestamps are derived, so they are correct by construction.
+            # Missing timestamps are derived, so they are correct.
             self.tables.timestamps[episode.index] = np.arange(len(rows)) / (self.layout.fps or 1)
             return
         clock = self._columns["timestamp"][rows, 0].astype(np.float64)
@@ -200,19 +204,19 @@ class _File:
         drift = np.abs(clock - clock[0] - np.arange(len(clock)) * period)
         back = np.flatnonzero(np.diff(clock) <= 0)
         if len(back):
-            what = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
-            self._warn_of_clock("clock-backwards", what, episode)
+            message = f"timestamps do not increase at {len(back)} places; the first is after frame {back[0]}"
+            self._warn_of_clock("clock-backwards", message, episode)
         elif drift.max() > period / 2:
             frame = int(np.argmax(drift > period / 2))
-            what = (
+            message = (
                 f"timestamps drift up to {drift.max():.3f} s ({drift.max() / period:.1f} frames) from "
                 f"{self.layout.fps:g} fps; from frame {frame} on it is more than half a frame"
             )
-            self._warn_of_clock("clock-drift", what, episode)
+            self._warn_of_clock("clock-drift", message, episode)
 
-    def _warn_of_clock(self, kind: str, what: str, episode: EpisodeEntry) -> None:
+    def _warn_of_clock(self, kind: str, message: str, episode: EpisodeEntry) -> None:
         place = {"episode": episode.index, "feature": "timestamp", "file": self.name}
-        self.report.warning(kind, what, REPAIR_CLOCK, **place)
+        self.report.warning(kind, message, REPAIR_CLOCK, **place)
 
     def _check_numbers(self, episode: EpisodeEntry, rows: np.ndarray) -> None:
         for name, values in self._columns.items():
@@ -221,11 +225,11 @@ class _File:
                 bad = ~np.isfinite(part)
                 if bad.any():
                     frames = np.flatnonzero(bad.any(axis=1))
-                    what = (
+                    message = (
                         f"{bad.sum()} of {part.size} values are NaN or infinite, in {len(frames)} frames; "
                         f"the first is frame {frames[0]}"
                     )
-                    self._error("not-finite", what, RECORD_AGAIN, episode, name)
+                    self._error("not-finite", message, RECORD_AGAIN, episode, name)
                     part = np.where(bad, np.nan, part)
             low, high = np.fmin.reduce(part, axis=0), np.fmax.reduce(part, axis=0)
             lows, highs = self.tables.low, self.tables.high
@@ -238,10 +242,10 @@ class _File:
         used = np.unique(self._columns["task_index"][rows, 0]).tolist()
         unknown = [task for task in used if task not in self.layout.tasks]  # NaN too
         if unknown:
-            what = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
+            message = f"task_index {unknown[:5]} is not among the dataset's {len(self.layout.tasks)} tasks"
             self._error(
                 "task-unknown",
-                what,
+                message,
                 "download meta/tasks again, or correct the column",
                 episode,
                 "task_index",
@@ -255,8 +259,8 @@ class _File:
             bad = [(frame, why) for frame, row in enumerate(rows) if (why := self._image_fault(feature, row))]
             if bad:
                 frame, why = bad[0]
-                what = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
-                self._error("image-undecodable", what, FETCH_AGAIN, episode, name)
+                message = f"{len(bad)} of {len(rows)} images are unusable; the first is frame {frame}: {why}"
+                self._error("image-undecodable", message, FETCH_AGAIN, episode, name)
 
     def _image_fault(self, feature: Feature, row: int) -> str | None:
         cell = self.table[feature.name][int(row)].as_py()
@@ -275,7 +279,7 @@ class _File:
 
 
 def numbers(column: pa.ChunkedArray, feature: Feature) -> np.ndarray | str:
-    """A column as [N, D], or what is wrong with it."""
+    """A column as [N, D], or its fault."""
     rows, width, values = len(column), int(np.prod(feature.shape)), flat_numbers(column)
     if values is None:
         return f"the column is {column.type}, not {feature.dtype}"

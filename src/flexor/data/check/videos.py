@@ -38,13 +38,13 @@ def check_videos(
         if not _check_declared(layout, feature, files, report):
             _check_named(feature, selected, report)
             jobs += [(feature, file, episodes) for file, episodes in files.items()]
-    done = _Done(sum(e.length for _, _, episodes in jobs for e in episodes), progress)
+    counter = _FrameCounter(sum(e.length for _, _, episodes in jobs for e in episodes), progress)
     workers = max(1, min(len(jobs), os.cpu_count() or 1))
     threads = max(1, (os.cpu_count() or 1) // workers)
 
     def scan(job: tuple[Feature, str, list[EpisodeEntry]]) -> VideoScan:
         result = scan_video(layout.path(job[1]), decode=report.deep, threads=threads)
-        done.add(sum(episode.length for episode in job[2]))
+        counter.add(sum(episode.length for episode in job[2]))
         return result
 
     with ThreadPoolExecutor(workers) as pool:
@@ -52,7 +52,7 @@ def check_videos(
             _check_file(layout, feature, file, episodes, timestamps, result, report)
 
 
-class _Done:
+class _FrameCounter:
     """Counts finished frames from several threads, and reports progress."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -69,18 +69,18 @@ def _check_declared(
     layout: Layout, feature: Feature, files: dict[str, list[EpisodeEntry]], report: CheckReport
 ) -> bool:
     """Warn if a camera is declared but completely missing: the rest of the dataset can be used."""
-    there = [file for file in layout.camera_files(feature.name) if layout.path(file).is_file()]
-    if there or not layout.episodes:
+    present = [file for file in layout.camera_files(feature.name) if layout.path(file).is_file()]
+    if present or not layout.episodes:
         return False
     example = next(iter(files), None)
-    what = (
+    message = (
         f"it has no video files (such as {example})"
         if example
         else "the episode metadata names no video file"
     )
     report.warning(
         "camera-absent",
-        f"the camera is declared in meta/info.json, but {what}: training leaves it out",
+        f"the camera is declared in meta/info.json, but {message}: training leaves it out",
         "remove it from `features` in meta/info.json, or download its videos",
         feature=feature.name,
     )
@@ -90,9 +90,9 @@ def _check_declared(
 def _check_named(feature: Feature, selected: list[EpisodeEntry], report: CheckReport) -> None:
     for episode in selected:
         if feature.name not in episode.videos:
-            what = "the metadata does not name its video file"
+            message = "the metadata does not name its video file"
             fix = "download meta/episodes again, or exclude the episode"
-            report.error("video-unnamed", what, fix, episode=episode.index, feature=feature.name)
+            report.error("video-unnamed", message, fix, episode=episode.index, feature=feature.name)
 
 
 def _check_file(
@@ -107,15 +107,15 @@ def _check_file(
     where = {"feature": feature.name, "file": file}
     if not scan.path.is_file() or not len(scan.times):
         missing = not scan.path.is_file()
-        what = "the file is missing" if missing else f"the video can't be read: {scan.error}"
+        message = "the file is missing" if missing else f"the video can't be read: {scan.error}"
         for episode in episodes:
             kind = "video-missing" if missing else "video-unreadable"
-            report.error(kind, what, FETCH_AGAIN, episode=episode.index, **where)
+            report.error(kind, message, FETCH_AGAIN, episode=episode.index, **where)
         return
     if scan.error:
         promised = f" of {scan.declared}" if scan.declared else ""
-        what = f"{scan.error}: it has {len(scan.times)}{promised} frames"
-        report.error("video-truncated", what, FETCH_AGAIN, **where)
+        message = f"{scan.error}: it has {len(scan.times)}{promised} frames"
+        report.error("video-truncated", message, FETCH_AGAIN, **where)
     _check_picture(layout, feature, episodes, scan, report, where)
     _check_overlap(layout, feature, file, episodes, report)
     for episode in episodes:
@@ -134,34 +134,34 @@ def _check_picture(
 ) -> None:
     _, height, width = feature.chw if len(feature.shape) == 3 else (0, 0, 0)
     if (scan.height, scan.width) != (height, width):
-        what = f"images are {scan.height}x{scan.width}, but {height}x{width} is declared (height x width)"
+        message = f"images are {scan.height}x{scan.width}, but {height}x{width} is declared (height x width)"
         fix = "correct the feature's shape in meta/info.json, or download the right video"
         for episode in episodes:
-            report.error("video-size", what, fix, episode=episode.index, **where)
+            report.error("video-size", message, fix, episode=episode.index, **where)
     step = float(np.median(np.diff(np.sort(scan.times)))) if len(scan.times) > 1 else 0.0
     if layout.fps and step > 0 and abs(step * layout.fps - 1) > 0.01:
-        what = f"the video has {1 / step:.2f} frames per second, but {layout.fps:g} are declared"
-        report.warning("video-fps", what, "re-encode it at the dataset's fps, or correct fps", **where)
+        message = f"the video has {1 / step:.2f} frames per second, but {layout.fps:g} are declared"
+        report.warning("video-fps", message, "re-encode it at the dataset's fps, or correct fps", **where)
 
 
 def _check_overlap(
     layout: Layout, feature: Feature, file: str, episodes: list[EpisodeEntry], report: CheckReport
 ) -> None:
-    """Check for two episodes that claim the same time span of a file: one of them shows the other's frames."""
+    """Check for episodes that claim the same time span of a file: one of them shows the other's frames."""
     if not layout.fps:
         return
     half = 0.5 / layout.fps
     ordered = sorted(episodes, key=lambda episode: episode.videos[feature.name].start)
-    for one, other in pairwise(ordered):
-        next_start = other.videos[feature.name].start
-        end = one.videos[feature.name].start + one.length / layout.fps
+    for earlier, later in pairwise(ordered):
+        next_start = later.videos[feature.name].start
+        end = earlier.videos[feature.name].start + earlier.length / layout.fps
         if next_start < end - half:
             frames = round((end - next_start) * layout.fps)
-            what = f"episodes {one.index} and {other.index} claim the same {frames} frames of the file"
-            for episode in (one, other):
+            message = f"episodes {earlier.index} and {later.index} claim the same {frames} frames of the file"
+            for episode in (earlier, later):
                 report.error(
                     "video-overlap",
-                    what,
+                    message,
                     "correct from_timestamp in meta/episodes",
                     episode=episode.index,
                     feature=feature.name,
@@ -180,22 +180,24 @@ def _check_frames(
     first, end = own_frames(scan.times[order], span.start, span.end, layout.fps)
     if span.stop is not None and end - first != episode.length:  # then use the duration of its rows
         first, end = own_frames(scan.times[order], span.start, span.start + seconds, layout.fps)
-    own, count = order[first:end], end - first
-    if scan.decodes is not None and not scan.decodes[own].all():
-        bad = np.flatnonzero(~scan.decodes[own])
-        what = f"{len(bad)} of {count} frames can't be decoded; the first is frame {bad[0]} of the episode"
-        report.error("video-undecodable", what, FETCH_AGAIN, **place)
+    frames, count = order[first:end], end - first
+    if scan.decodes is not None and not scan.decodes[frames].all():
+        bad = np.flatnonzero(~scan.decodes[frames])
+        message = f"{len(bad)} of {count} frames can't be decoded; the first is frame {bad[0]} of the episode"
+        report.error("video-undecodable", message, FETCH_AGAIN, **place)
     if count < episode.length:
-        what = f"the video has {count} frames, but the table has {episode.length} rows"
-        report.error("video-frames", what, FETCH_AGAIN, **place)
+        message = f"the video has {count} frames, but the table has {episode.length} rows"
+        report.error("video-frames", message, FETCH_AGAIN, **place)
         return False
     if count > episode.length:
         extra = count - episode.length
-        what = f"the video has {extra} more frames than the table has rows ({episode.length})"
-        report.warning("video-frames", what, "none needed, unless rows were lost", **place)
+        message = f"the video has {extra} more frames than the table has rows ({episode.length})"
+        report.warning("video-frames", message, "none needed unless rows were lost", **place)
     if span.stop is not None and abs(span.stop - span.start - seconds) > half:
-        what = f"its span in the file is {span.stop - span.start:.3f} s, but its frames take {seconds:.3f} s"
-        report.warning("video-span", what, "correct to_timestamp in meta/episodes", **place)
+        message = (
+            f"its span in the file is {span.stop - span.start:.3f} s, but its frames take {seconds:.3f} s"
+        )
+        report.warning("video-span", message, "correct to_timestamp in meta/episodes", **place)
     return True
 
 
@@ -220,21 +222,21 @@ def _check_clock(
         report.error("clock-video", f"rows and video do not match: {error}", fix, **place)
         return
     if match.seconds_off:
-        what = (
+        message = (
             f"timestamps differ by up to {match.seconds_off:.3f} s from the video, which has one frame per row: "
             "Flexor reads frame i for row i"
         )
-        report.warning("clock-video", what, REPAIR_CLOCK, **place)
+        report.warning("clock-video", message, REPAIR_CLOCK, **place)
     else:
         _check_jitter(span.start + clock, np.abs(times[match.numbers] - span.start - clock), report, place)
 
 
-def _check_jitter(wanted: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
+def _check_jitter(timestamps: np.ndarray, distance: np.ndarray, report: CheckReport, place: dict) -> None:
     # float32 timestamps of a long episode have limited precision themselves.
-    limit = LEROBOT_TOLERANCE + float(np.spacing(np.float32(wanted.max())))
+    limit = LEROBOT_TOLERANCE + float(np.spacing(np.float32(timestamps.max())))
     if distance.max() > limit:
-        what = (
+        message = (
             f"frames are up to {distance.max() * 1e3:.2f} ms from their rows' timestamps: less than half a "
             f"frame, so Flexor finds every row's frame; LeRobot accepts at most {LEROBOT_TOLERANCE * 1e3:g} ms"
         )
-        report.warning("clock-jitter", what, "none needed to train with Flexor", **place)
+        report.warning("clock-jitter", message, "none needed to train with Flexor", **place)

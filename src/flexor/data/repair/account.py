@@ -1,4 +1,4 @@
-"""The report of a repair: what it does with each episode, and with the whole dataset."""
+"""The report of a repair: its changes to each episode and to the dataset as a whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RepairClip:
     """Whether the file, or the episode's span of it, has exactly one frame per row of the episode."""
 
     size: tuple[int, int]  # height, width
-    whole: bool = False
+    copied_whole: bool = False
     """Whether the frames can't be cut out, so the file is copied unchanged."""
 
     delay: int = 0
@@ -43,7 +43,7 @@ class RepairClip:
 
 @dataclass
 class EpisodePlan:
-    """One episode of the original, and what the repair does with it."""
+    """One episode of the original, and its repair."""
 
     episode: EpisodeEntry
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, int))
@@ -55,11 +55,11 @@ class EpisodePlan:
     """Whether frame_index shows that no row is missing."""
 
     clips: dict[str, RepairClip] = field(default_factory=dict)
-    done: list[str] = field(default_factory=list)
-    """What was repaired; the text is the same for every episode with the same problem."""
+    repairs: list[str] = field(default_factory=list)
+    """What was repaired, in the same words for every episode with the same problem."""
 
     reason: str | None = None
-    """Why it is left out; None if it is kept."""
+    """Why it is left out; None if it is included."""
 
     new: int | None = None
     """Its index in the new dataset."""
@@ -71,14 +71,14 @@ class EpisodePlan:
 
 @dataclass
 class RepairReport:
-    """What was done, episode by episode, and the check of the result."""
+    """The repair of each episode, and the check of the result."""
 
     root: Path
     out: Path
     version: str
     episodes: list[EpisodePlan]
     notes: list[str]
-    not_asked_for: int = 0
+    not_selected: int = 0
     dry_run: bool = False
     check: CheckReport | None = None
 
@@ -87,11 +87,11 @@ class RepairReport:
         return self.check is None or self.check.ok
 
     @property
-    def kept(self) -> list[EpisodePlan]:
+    def included(self) -> list[EpisodePlan]:
         return [plan for plan in self.episodes if plan.reason is None]
 
     @property
-    def left_out(self) -> list[EpisodePlan]:
+    def excluded(self) -> list[EpisodePlan]:
         return [plan for plan in self.episodes if plan.reason is not None]
 
     def to_json(self) -> dict[str, Any]:
@@ -102,10 +102,10 @@ class RepairReport:
             "dry_run": self.dry_run,
             "dataset": self.notes,
             "episodes": [_episode_json(plan) for plan in self.episodes],
-            "kept": len(self.kept),
-            "left_out": len(self.left_out),
-            "not_asked_for": self.not_asked_for,
-            "frames": sum(plan.length for plan in self.kept),
+            "kept": len(self.included),
+            "left_out": len(self.excluded),
+            "not_asked_for": self.not_selected,
+            "frames": sum(plan.length for plan in self.included),
             "check": None if self.check is None else self.check.to_json(),
         }
 
@@ -117,26 +117,26 @@ class RepairReport:
         yield f"{self.root} ({self.version}) -> {self.out} (v3.0)"
         for note in self.notes:
             yield f"  dataset: {note}"
-        for text, plans in _grouped((done, plan) for plan in self.kept for done in plan.done):
+        for text, plans in _grouped((change, plan) for plan in self.included for change in plan.repairs):
             yield f"  {_episodes(plans)}: {text}"
-        for text, plans in _grouped((plan.reason or "", plan) for plan in self.left_out):
+        for text, plans in _grouped((plan.reason or "", plan) for plan in self.excluded):
             yield f"  LEFT OUT {_episodes(plans)}: {text}"
-        frames = sum(plan.length for plan in self.kept)
-        mended = sum(bool(plan.done) for plan in self.kept)
-        more = f", {self.not_asked_for} not selected" if self.not_asked_for else ""
+        frames = sum(plan.length for plan in self.included)
+        repaired = sum(bool(plan.repairs) for plan in self.included)
+        not_selected = f", {self.not_selected} not selected" if self.not_selected else ""
         yield (
-            f"{len(self.kept)} episodes {would}kept ({frames} frames), {mended} of them repaired; "
-            f"{len(self.left_out)} left out{more}"
+            f"{len(self.included)} episodes {would}kept ({frames} frames), {repaired} of them repaired; "
+            f"{len(self.excluded)} left out{not_selected}"
         )
-        if self.left_out and not self.dry_run:
+        if self.excluded and not self.dry_run:
             yield "Episodes are renumbered; --json lists the old and new indices."
         if self.check is not None:
             yield str(self.check)
 
 
 def _episode_json(plan: EpisodePlan) -> dict[str, Any]:
-    kept = {"done": plan.done} if plan.reason is None else {"reason": plan.reason}
-    return {"episode": plan.episode.index, "new": plan.new, "length": plan.length} | kept
+    outcome = {"done": plan.repairs} if plan.reason is None else {"reason": plan.reason}
+    return {"episode": plan.episode.index, "new": plan.new, "length": plan.length} | outcome
 
 
 def _grouped(pairs: Iterable[tuple[str, EpisodePlan]]) -> list[tuple[str, list[EpisodePlan]]]:

@@ -74,18 +74,18 @@ def copy_clip(index: VideoIndex, file: Path, first: int, count: int, delay: int)
     assert low is not None
     facts = index.packets
     stream = CopiedStream(facts.codec, facts.extradata, facts.width, facts.height, delay, file)
-    shown = np.argsort(
+    display = np.argsort(
         index.packet[first : first + count]
     )  # [count] decode order -> position among the frames
     packets = []
     for number, packet in read_video_packets(index, low, low + count):
-        packet.pts, packet.dts = int(shown[number - low]), number - low - delay
+        packet.pts, packet.dts = int(display[number - low]), number - low - delay
         packet.is_keyframe = bool(index.key[number])
         packets.append(packet)
-    return PacketClip(stream, packets, joins=starts_anew(facts.codec, facts.extradata, bytes(packets[0])))
+    return PacketClip(stream, packets, joins=resets_decoder(facts.codec, facts.extradata, bytes(packets[0])))
 
 
-def starts_anew(codec: str, extradata: bytes, packet: bytes) -> bool:
+def resets_decoder(codec: str, extradata: bytes, packet: bytes) -> bool:
     """Whether this key frame resets the decoder.
 
     In H.264 and HEVC only some key frames do. Without a reset, frames that follow another episode's packets
@@ -117,7 +117,9 @@ class DecodedEpisode:
     fault: str | None
 
 
-def look_at(index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True) -> DecodedEpisode:
+def decode_episode(
+    index: VideoIndex, first: int, count: int, every: bool, pixels: bool = True
+) -> DecodedEpisode:
     """Decode frames: all, or only those used for statistics."""
     sampled = set((first + sample_indices(count)).tolist())
     frames = _decoded_with(index, first, count) if every else np.array(sorted(sampled))

@@ -37,7 +37,7 @@ from flexor.data.format.stats import Stats, image_stats, pixel_counts, sample_in
 from flexor.data.frames.clips import decode_image
 from flexor.data.repair.account import EpisodePlan, RepairClip, RepairReport
 from flexor.data.repair.plan import RepairPlan, make_plan
-from flexor.data.repair.remux import DecodedEpisode, copy_clip, look_at
+from flexor.data.repair.remux import DecodedEpisode, copy_clip, decode_episode
 from flexor.data.repair.videos import read_index
 from flexor.data.video.decode import VideoIndex
 from flexor.data.video.depth_planes import decode_depth_image
@@ -49,7 +49,7 @@ FORMAT_FILES = {"info.json", "stats.json", "tasks.parquet"}
 FORMAT_FILES |= {f"{name}.jsonl" for name in ("tasks", "episodes", "episodes_stats")}
 OLD_INFO = ("total_videos", "total_chunks")  # fields of v2 that v3.0 does not have
 
-MENDED = {
+REPAIRS = {
     "totals": "recomputed",
     "splits": "set to all episodes",
     "stray-files": "not copied",
@@ -60,7 +60,7 @@ MENDED = {
     "task-empty": "left unchanged",
     "info-field": "its declaration is left out",
 }
-"""How problems of the whole dataset are repaired. Statistics are always recomputed."""
+"""How findings about the whole dataset are repaired. Statistics are always recomputed."""
 
 
 def repair_dataset(
@@ -75,73 +75,73 @@ def repair_dataset(
 ) -> RepairReport:
     """Write the good and the repairable episodes of the dataset in `root` into the new folder `out`.
 
-    With `episodes`, only these; never those of `exclude`. Without `decode`, only the frames used for
+    `episodes`: only these; `exclude`: not these. Without `decode`, only the frames used for
     statistics are decoded, and damage in other frames is not found. A `dry_run` writes nothing.
     `progress(done, total)` counts rows.
     """
     root, out = Path(root), Path(out)
-    _check_places(root, out)
-    found = CheckReport(root, deep=False)
-    layout = read_layout(root, found)
-    chosen = _chosen(layout, episodes, exclude)
-    plan = make_plan(layout, found, chosen)
+    _check_folders(root, out)
+    check = CheckReport(root, deep=False)
+    layout = read_layout(root, check)
+    selected = _selected(layout, episodes, exclude)
+    plan = make_plan(layout, check, selected)
     report = RepairReport(root, out, layout.version, plan.episodes, plan.notes, dry_run=dry_run)
-    report.not_asked_for = 0 if chosen is None else len({e.index for e in layout.episodes} - set(chosen))
-    _tell_what_was_found(layout, found, report)
+    report.not_selected = 0 if selected is None else len({e.index for e in layout.episodes} - set(selected))
+    _note_findings(layout, check, report)
     with _Repair(plan, out, decode, dry_run) as repair:
         repair.run(progress)
     report.notes += repair.notes
-    if not report.kept:
+    if not report.included:
         raise DatasetError(f"{root}: no episode can be kept, so nothing was written.\n{report}")
     if not dry_run:
         report.check = check_dataset(out, deep=False)
     return report
 
 
-def _check_places(root: Path, out: Path) -> None:
+def _check_folders(root: Path, out: Path) -> None:
     check_output_folder(out, "root")
-    here, there = (Path(os.path.realpath(folder)) for folder in (root, out))
-    if here == there or here in there.parents or there in here.parents:
+    source, target = (Path(os.path.realpath(folder)) for folder in (root, out))
+    if source == target or source in target.parents or target in source.parents:
         raise DatasetError(
             f"{out} and {root}: one folder is inside the other. Choose an output folder elsewhere."
         )
     check_new_folder(out)
 
 
-def _chosen(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[int]) -> list[int] | None:
-    there = {episode.index for episode in layout.episodes}
-    wrong = sorted(({*(episodes or ()), *exclude}) - there)
-    if wrong and there:
+def _selected(layout: Layout, episodes: Sequence[int] | None, exclude: Sequence[int]) -> list[int] | None:
+    present = {episode.index for episode in layout.episodes}
+    wrong = sorted(({*(episodes or ()), *exclude}) - present)
+    if wrong and present:
         raise DatasetError(
-            f"{layout.root} has no episodes {wrong[:10]}: it has {len(there)} episodes, {min(there)} to {max(there)}. "
-            "Correct --episodes or --exclude_episodes."
+            f"{layout.root} has no episodes {wrong[:10]}: it has {len(present)} episodes, {min(present)} to "
+            f"{max(present)}. Correct --episodes or --exclude_episodes."
         )
     if episodes is None and not exclude:
         return None
-    chosen = sorted((there if episodes is None else set(episodes)) - set(exclude))
-    if there and not chosen:
+    selected = sorted((present if episodes is None else set(episodes)) - set(exclude))
+    if present and not selected:
         raise DatasetError("--episodes and --exclude_episodes leave no episode. Choose at least one.")
-    return chosen
+    return selected
 
 
-def _tell_what_was_found(layout: Layout, found: CheckReport, report: RepairReport) -> None:
-    """Add problems of the metadata to the report, as notes about the dataset or its episodes."""
-    check_episodes(layout, found)
-    check_totals(layout, found)
-    check_stray_files(layout, found)
+def _note_findings(layout: Layout, check: CheckReport, report: RepairReport) -> None:
+    """Add findings about the metadata to the report, as notes about the dataset or its episodes."""
+    check_episodes(layout, check)
+    check_totals(layout, check)
+    check_stray_files(layout, check)
     notes = [] if layout.version == "v3.0" else [f"converted from {layout.version} to v3.0"]
-    for problem in found.findings:
-        if problem.episode is None and problem.name in MENDED:
-            where = ", ".join(part for part in (problem.feature, problem.file) if part)
-            notes.append(f"{where or 'meta/'}: {problem.evidence}: {MENDED[problem.name]}")
+    for finding in check.findings:
+        if finding.episode is None and finding.name in REPAIRS:
+            where = ", ".join(part for part in (finding.feature, finding.file) if part)
+            notes.append(f"{where or 'meta/'}: {finding.evidence}: {REPAIRS[finding.name]}")
     report.notes[:0] = notes
     plans = {plan.episode.index: plan for plan in report.episodes}
-    for problem in found.findings:
-        if problem.name == "row-range" and problem.episode in plans:
-            plans[problem.episode].done.append("its row range recomputed")
-        if problem.name == "episode-metadata":
-            index = problem.episode if isinstance(problem.episode, int) else -1
-            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=problem.evidence))
+    for finding in check.findings:
+        if finding.name == "row-range" and finding.episode in plans:
+            plans[finding.episode].repairs.append("its row range recomputed")
+        if finding.name == "episode-metadata":
+            index = finding.episode if isinstance(finding.episode, int) else -1
+            report.episodes.append(EpisodePlan(EpisodeEntry(index, 0, [], "", 0), reason=finding.evidence))
 
 
 class _Repair:
@@ -167,13 +167,13 @@ class _Repair:
 
     def run(self, progress: Progress | None) -> None:
         delays = {camera: self.plan.delay(camera) for camera in self.plan.cameras}
-        kept = self.plan.kept
-        looks = [self._looks(one) for one in kept]
-        total, done = sum(one.length for one in kept), 0
+        plans = self.plan.included
+        decoded = [self._decode_clips(plan) for plan in plans]
+        total, done = sum(plan.length for plan in plans), 0
         try:
-            for one, look in zip(kept, looks):
-                self._carry_out(one, {camera: future.result() for camera, future in look.items()}, delays)
-                done += one.length
+            for plan, futures in zip(plans, decoded):
+                self._process(plan, {camera: future.result() for camera, future in futures.items()}, delays)
+                done += plan.length
                 if progress:
                     progress(done, total)
             self._finish()
@@ -192,66 +192,74 @@ class _Repair:
     def _plain_metadata(self) -> list[str]:
         """Other fields of the episode metadata that a table can store: text, numbers, booleans."""
         values: dict[str, list[Any]] = {}
-        for one in self.plan.kept:
-            for key, value in one.episode.more.items():
+        for plan in self.plan.included:
+            for key, value in plan.episode.other_fields.items():
                 values.setdefault(key, []).append(value)
-        plain = [key for key, found in values.items() if _is_plain(found)]
+        plain = [key for key, column in values.items() if _is_plain(column)]
         for key in values.keys() - set(plain):
             self.notes.append(f"{key!r} in the metadata of episodes is not copied")
         return plain
 
-    def _looks(self, one: EpisodePlan) -> dict[str, Future[DecodedEpisode]]:
-        return {camera: self._pool.submit(self._look, camera, clip) for camera, clip in one.clips.items()}
+    def _decode_clips(self, plan: EpisodePlan) -> dict[str, Future[DecodedEpisode]]:
+        return {
+            camera: self._pool.submit(self._decode_clip, camera, clip) for camera, clip in plan.clips.items()
+        }
 
-    def _look(self, camera: str, clip: RepairClip) -> DecodedEpisode:
+    def _decode_clip(self, camera: str, clip: RepairClip) -> DecodedEpisode:
         index = self._index(self.layout.path(clip.file))
         if isinstance(index, str):
             return DecodedEpisode(None, index)
         pixels = not _is_depth(self.plan.columns.features[camera])
         try:
-            return look_at(index, clip.first, clip.length, self.decode, pixels)
+            return decode_episode(index, clip.first, clip.length, self.decode, pixels)
         except (DatasetError, OSError, ValueError, av.FFmpegError) as error:
             return DecodedEpisode(None, f"its video can't be read: {error}")
 
-    def _carry_out(
-        self, one: EpisodePlan, looks: Mapping[str, DecodedEpisode], delays: Mapping[str, int]
+    def _process(
+        self, plan: EpisodePlan, decoded: Mapping[str, DecodedEpisode], delays: Mapping[str, int]
     ) -> None:
-        bad = next((f"{camera}: {look.fault}" for camera, look in looks.items() if look.fault), None)
+        bad = next(
+            (f"{camera}: {episode.fault}" for camera, episode in decoded.items() if episode.fault), None
+        )
         if bad:
-            one.reason = bad
+            plan.reason = bad
             return
-        count = len(sample_indices(one.length))
-        stats = {n: image_stats(look.pixels, count) for n, look in looks.items() if look.pixels is not None}
-        columns = self._columns(one)
+        count = len(sample_indices(plan.length))
+        stats = {
+            n: image_stats(episode.pixels, count)
+            for n, episode in decoded.items()
+            if episode.pixels is not None
+        }
+        columns = self._columns(plan)
         if isinstance(columns, str):
-            one.reason = columns
+            plan.reason = columns
             return
         for name in self.plan.columns.stored:
             if self.plan.columns.feature(name).is_image:
-                found = self._picture_stats(self.plan.columns.feature(name), columns[name])
-                if isinstance(found, str):
-                    one.reason = f"{name}: {found}"
+                stats_or_fault = self._image_column_stats(self.plan.columns.feature(name), columns[name])
+                if isinstance(stats_or_fault, str):
+                    plan.reason = f"{name}: {stats_or_fault}"
                     return
                 if not _is_depth(self.plan.columns.features[name]):
-                    stats[name] = found
+                    stats[name] = stats_or_fault
         if self.dry_run:
             return
-        clips = {camera: self._clip(clip, delays[camera]) for camera, clip in one.clips.items()}
+        clips = {camera: self._clip(clip, delays[camera]) for camera, clip in plan.clips.items()}
         files = self._open()
-        one.new = files.total_episodes
-        assert one.task_index is not None
-        more = {key: one.episode.more.get(key) for key in self._more}
-        files.append(columns, one.task_index, clips, stats, one.episode.tasks or None, more)
+        plan.new = files.total_episodes
+        assert plan.task_index is not None
+        more = {key: plan.episode.other_fields.get(key) for key in self._more}
+        files.append(columns, plan.task_index, clips, stats, plan.episode.tasks or None, more)
 
-    def _columns(self, one: EpisodePlan) -> dict[str, Any] | str:
+    def _columns(self, plan: EpisodePlan) -> dict[str, Any] | str:
         """The episode's rows in recording order, or why they can't be read."""
-        file, stored = one.episode.data_file, self.plan.columns.stored
+        file, stored = plan.episode.data_file, self.plan.columns.stored
         if self._table is None or self._table[0] != file:
             try:
                 self._table = file, pq.read_table(self.layout.path(file), columns=stored)
             except (pa.ArrowException, OSError) as error:
                 return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
-        rows = self._table[1].take(one.rows)
+        rows = self._table[1].take(plan.rows)
         columns: dict[str, Any] = {}
         for name in stored:
             feature = self.plan.columns.feature(name)
@@ -265,16 +273,16 @@ class _Repair:
                 columns[name] = [cell.get("bytes") if isinstance(cell, dict) else cell for cell in cells]
         return columns
 
-    def _picture_stats(self, feature: Feature, pictures: list[bytes | None]) -> Stats | str:
-        """Statistics of the images in the table, or what is wrong with one of them."""
-        sampled = sample_indices(len(pictures)).tolist()
+    def _image_column_stats(self, feature: Feature, images: list[bytes | None]) -> Stats | str:
+        """Statistics of the images in the table, or the fault of one of them."""
+        sampled = sample_indices(len(images)).tolist()
         shapes, counts = set(), []
-        frames = range(len(pictures)) if self.decode else sorted(set(sampled))
-        for frame, found in zip(frames, self._pool.map(_count_picture, (pictures[i] for i in frames))):
-            if isinstance(found, str):
-                return f"image {frame} of the episode is unusable: {found}"
-            shapes.add(found[0])
-            counts += [found[1]] * sampled.count(frame)
+        frames = range(len(images)) if self.decode else sorted(set(sampled))
+        for frame, counted_image in zip(frames, self._pool.map(_count_image, (images[i] for i in frames))):
+            if isinstance(counted_image, str):
+                return f"image {frame} of the episode is unusable: {counted_image}"
+            shapes.add(counted_image[0])
+            counts += [counted_image[1]] * sampled.count(frame)
         if len(shapes) > 1 or next(iter(shapes))[:2] != feature.chw[1:]:
             sizes = ", ".join(f"{height}x{width}x{channels}" for height, width, channels in sorted(shapes))
             return f"its images are {sizes}, but {list(feature.shape)} is declared"
@@ -283,7 +291,7 @@ class _Repair:
 
     def _clip(self, clip: RepairClip, delay: int) -> PacketClip | FileClip:
         path = self.layout.path(clip.file)
-        if clip.whole:
+        if clip.copied_whole:
             return FileClip(path, clip.start, clip.start + clip.length / self.plan.fps)
         index = self._index(path)
         assert isinstance(index, VideoIndex), index
@@ -302,16 +310,16 @@ class _Repair:
     def _described(self, camera: str) -> dict[str, Any]:
         """A camera's declaration, with the properties of its files."""
         spec = dict(self.plan.columns.features[camera])
-        clip = next(one.clips[camera] for one in self.plan.kept)
+        clip = next(plan.clips[camera] for plan in self.plan.included)
         with open_video(str(self.layout.path(clip.file))) as container:
             context = container.streams.video[0].codec_context
             codec, pix_fmt = context.codec.canonical_name, context.pix_fmt
-            if container.streams.audio and not clip.whole:
+            if container.streams.audio and not clip.copied_whole:
                 self.notes.append(f"camera {camera}: the audio in its videos is not copied")
         depth, (height, width) = _is_depth(spec), clip.size
-        said = {**(spec.pop("video_info", None) or {}), **(spec.get("info") or {})}
+        declared = {**(spec.pop("video_info", None) or {}), **(spec.get("info") or {})}
         facts = {"height": height, "width": width, "codec": codec, "pix_fmt": pix_fmt, "fps": self.plan.fps}
-        spec["info"] = said | {f"video.{key}": value for key, value in facts.items()}
+        spec["info"] = declared | {f"video.{key}": value for key, value in facts.items()}
         spec["info"] |= {"video.is_depth_map": depth, "is_depth_map": depth, "has_audio": False}
         return spec
 
@@ -335,17 +343,17 @@ def _is_plain(values: list[Any]) -> bool:
     return len(kinds) == 1 and kinds <= {str, bool, int, float}
 
 
-def _count_picture(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str:
-    """An image's shape and pixel counts, or what is wrong with it."""
+def _count_image(data: bytes | None) -> tuple[tuple[int, ...], np.ndarray] | str:
+    """An image's shape and pixel counts, or its fault."""
     if not data:
         return "the image is empty"
     if data[:4] in (b"II*\0", b"MM\0*"):
         return _depth_shape(data)
     try:
-        picture = decode_image(data)
+        image = decode_image(data)
     except (av.FFmpegError, ValueError) as error:
         return str(error)[:100]
-    return picture.shape, pixel_counts(picture)
+    return image.shape, pixel_counts(image)
 
 
 def _depth_shape(data: bytes) -> tuple[tuple[int, ...], np.ndarray] | str:
@@ -358,5 +366,5 @@ def _depth_shape(data: bytes) -> tuple[tuple[int, ...], np.ndarray] | str:
 
 
 def _is_depth(spec: Mapping[str, Any]) -> bool:
-    said = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
-    return bool(said.get("is_depth_map") or said.get("video.is_depth_map"))
+    declared = {**(spec.get("video_info") or {}), **(spec.get("info") or {})}
+    return bool(declared.get("is_depth_map") or declared.get("video.is_depth_map"))

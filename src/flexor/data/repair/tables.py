@@ -39,7 +39,7 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
     columns = Columns()
     files = list(dict.fromkeys(episode.data_file for episode in episodes))
     schemas = {file: schema for file in files if (schema := _schema(layout, file)) is not None}
-    there = {name: s.field(name).type for s in reversed(schemas.values()) for name in s.names}
+    present = {name: s.field(name).type for s in reversed(schemas.values()) for name in s.names}
     for name, feature in layout.features.items():
         spec = {**layout.info["features"][name], "shape": list(feature.shape), "names": feature.names}
         if name in OWN_COLUMNS:
@@ -49,18 +49,18 @@ def plan_columns(layout: Layout, episodes: list[EpisodeEntry]) -> Columns:
                 columns.features[name] = spec
             else:
                 columns.notes.append(f"camera {name} is declared but has no videos: declaration removed")
-        elif name not in there:
+        elif name not in present:
             columns.notes.append(f"{name} is declared but no data file has the column: declaration removed")
         elif feature.dtype not in NUMERIC | {"string", "image"}:
             columns.notes.append(f"{name} has the dtype {feature.dtype!r}, which can't be copied: left out")
         else:
             columns.features[name] = spec | ({"shape": [1]} if feature.dtype == "string" else {})
             if feature.is_numeric:
-                _redeclare(layout, columns, name, there[name], list(schemas))
-    for name, kind in there.items():
+                _redeclare(layout, columns, name, present[name], list(schemas))
+    for name, kind in present.items():
         if name not in layout.features and name not in OWN_COLUMNS:
             _take_undeclared(columns, name, kind)
-    added = [name for name in OWN_COLUMNS if schemas and name not in there]
+    added = [name for name in OWN_COLUMNS if schemas and name not in present]
     if added:
         columns.notes.append(f"columns added: {', '.join(added)}")
     return columns
@@ -134,14 +134,14 @@ def find_rows(layout: Layout, columns: Columns, plans: list[EpisodePlan]) -> Non
     files: dict[str, list[EpisodePlan]] = {}
     for plan in plans:
         files.setdefault(plan.episode.data_file, []).append(plan)
-    for file, inside in files.items():
-        found = _read(layout, columns, file)
+    for file, file_plans in files.items():
+        data_file = _read(layout, columns, file)
         episodes = [e for e in layout.episodes if e.data_file == file]
-        for plan in inside:
-            if isinstance(found, str):
-                plan.reason = found
+        for plan in file_plans:
+            if isinstance(data_file, str):
+                plan.reason = data_file
             else:
-                found.find(plan, episodes)
+                data_file.find(plan, episodes)
 
 
 def _read(layout: Layout, columns: Columns, file: str) -> _DataFile | str:
@@ -155,22 +155,22 @@ def _read(layout: Layout, columns: Columns, file: str) -> _DataFile | str:
     missing = [name for name in columns.stored if name not in schema.names]
     if missing:
         return f"its data file {file} has no column {', '.join(missing)}, though other data files have it"
-    wanted = {n: columns.feature(n) for n in columns.stored if columns.feature(n).is_numeric}
-    own = {name: Feature(name, "int64", (1,)) for name in OWN_COLUMNS if name in schema.names}
+    declared = {n: columns.feature(n) for n in columns.stored if columns.feature(n).is_numeric}
+    standard = {name: Feature(name, "int64", (1,)) for name in OWN_COLUMNS if name in schema.names}
     try:
-        table = pq.read_table(path, columns=[*wanted, *own])
+        table = pq.read_table(path, columns=[*declared, *standard])
     except (pa.ArrowException, OSError) as error:
         return f"its data file {file} is damaged ({str(error).splitlines()[0][:100]})"
-    values = {name: numbers(table[name], feature) for name, feature in (wanted | own).items()}
-    for name, found in values.items():
-        if isinstance(found, str) and name in wanted:
-            return f"{name} in its data file {file}: {found}"
-    usable = {name: found for name, found in values.items() if not isinstance(found, str)}
+    values = {name: numbers(table[name], feature) for name, feature in (declared | standard).items()}
+    for name, column in values.items():
+        if isinstance(column, str) and name in declared:
+            return f"{name} in its data file {file}: {column}"
+    usable = {name: column for name, column in values.items() if not isinstance(column, str)}
     return _DataFile(
         layout,
         table.num_rows,
-        {n: v for n, v in usable.items() if n in wanted},
-        {n: v[:, 0] for n, v in usable.items() if n in own},
+        {n: v for n, v in usable.items() if n in declared},
+        {n: v[:, 0] for n, v in usable.items() if n in standard},
     )
 
 
@@ -179,42 +179,42 @@ class _DataFile:
     layout: Layout
     length: int
     values: dict[str, np.ndarray]  # [N, D]
-    own: dict[str, np.ndarray]  # [N] LeRobot's own columns that exist
+    standard: dict[str, np.ndarray]  # [N] LeRobot's own columns that exist
 
     def find(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> None:
-        rows = self._own_rows(plan, inside)
-        order = row_order(rows, self._own("frame_index", rows), self._own("timestamp", rows))
+        rows = self._episode_rows(plan, inside)
+        order = row_order(rows, self._standard("frame_index", rows), self._standard("timestamp", rows))
         if not len(rows) or order is None:
             order_unknown = "neither frame_index nor timestamp gives the recording order of its rows"
             plan.reason = order_unknown if len(rows) else "the table has no rows of this episode"
             return
         if (np.diff(rows[order]) != 1).any():
-            plan.done.append("rows sorted by frame_index")
+            plan.repairs.append("rows sorted by frame_index")
         plan.rows = rows = rows[order]
-        clock, count = self._own("timestamp", rows), self._own("frame_index", rows)
+        clock, count = self._standard("timestamp", rows), self._standard("frame_index", rows)
         plan.clock = np.arange(len(rows)) / self.layout.fps if clock is None else clock.astype(np.float64)
         plan.counted = count is not None and bool((np.diff(count) == 1).all())
         if count is not None and not (count == np.arange(len(rows))).all():
-            plan.done.append("frame_index renumbered")
-        tasks = self._own("task_index", rows)
+            plan.repairs.append("frame_index renumbered")
+        tasks = self._standard("task_index", rows)
         plan.task_index = None if tasks is None else tasks.astype(np.int64)
         plan.reason = self._not_finite(rows)
 
-    def _own(self, name: str, rows: np.ndarray) -> np.ndarray | None:
-        return self.own[name][rows] if name in self.own else None
+    def _standard(self, name: str, rows: np.ndarray) -> np.ndarray | None:
+        return self.standard[name][rows] if name in self.standard else None
 
-    def _own_rows(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> np.ndarray:
+    def _episode_rows(self, plan: EpisodePlan, inside: list[EpisodeEntry]) -> np.ndarray:
         """The rows with the episode's index; all rows if the file contains only this episode under another index."""
         episode = plan.episode
         inside = list({e.index: e for e in inside}.values())  # metadata may list an episode twice
         alone = not self.layout.version.startswith("v3")
-        column = self.own.get("episode_index")
+        column = self.standard.get("episode_index")
         if column is not None:
             rows = np.flatnonzero(column == episode.index)
             other = not len(rows) and self.length == episode.length and len(np.unique(column)) == 1
             if not (alone and other):
                 return rows
-            plan.done.append("episode_index corrected")
+            plan.repairs.append("episode_index corrected")
         if len(inside) == 1:
             return np.arange(self.length)
         if sum(e.length for e in inside) != self.length:

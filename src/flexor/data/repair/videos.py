@@ -24,16 +24,16 @@ STEADY_S = 5e-5
 def first_frame(times: np.ndarray, span: Span, clock: np.ndarray, fps: float) -> tuple[int, bool] | str:
     """The frame of the first row, and whether it is certain: the video has exactly one frame per row.
 
-    The frames of the rows must be consecutive. If not, returns what is wrong.
+    The frames of the rows must be consecutive. If not, return the fault.
     """
     try:
-        found = match_frames(times, clock, span.start, span.end, fps, 0.5 / fps)
+        match = match_frames(times, clock, span.start, span.end, fps, 0.5 / fps)
     except NoMatch as error:
         return f"its rows and video do not match: {error}"
-    if (np.diff(found.numbers) != 1).any():
+    if (np.diff(match.numbers) != 1).any():
         return "its timestamps do not match consecutive frames"
     first, end = own_frames(times, span.start, span.end, fps)
-    return int(found.numbers[0]), end - first == len(clock)
+    return int(match.numbers[0]), end - first == len(clock)
 
 
 def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float) -> None:
@@ -44,26 +44,26 @@ def find_clips(layout: Layout, camera: str, plans: list[EpisodePlan], fps: float
             files.setdefault(plan.episode.videos[camera].file, []).append(plan)
         elif plan.reason is None:
             plan.reason = f"{camera}: the metadata does not name its video file"
-    for file, inside in files.items():
+    for file, file_plans in files.items():
         index = read_index(layout.path(file))
         claims = []
-        for plan in inside:
+        for plan in file_plans:
             span = plan.episode.videos[camera]
             if plan.reason is None:
-                found = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
-                if isinstance(found, RepairClip):
-                    plan.clips[camera] = found
-                    claims.append(_Claim(plan, found.first, found.end, found.certain))
+                clip = index if isinstance(index, str) else find_clip(index, file, span, plan.clock, fps)
+                if isinstance(clip, RepairClip):
+                    plan.clips[camera] = clip
+                    claims.append(_Claim(plan, clip.first, clip.end, clip.certain))
                     continue
-                plan.reason = f"{camera}: {found}"
+                plan.reason = f"{camera}: {clip}"
             if not isinstance(index, str):
                 claims += _claim_of_left_out(plan, span, index.times, fps)
-        _settle_overlaps(camera, claims)
+        _resolve_overlaps(camera, claims)
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """The frames of a file that belong to an episode, as far as is known."""
+    """The frames of a file that an episode claims."""
 
     plan: EpisodePlan
     first: int
@@ -83,13 +83,13 @@ def _claim_of_left_out(plan: EpisodePlan, span: Span, times: np.ndarray, fps: fl
 
 
 def share_whole_files(camera: str, plans: list[EpisodePlan]) -> int:
-    """If a file is copied unchanged for one episode, use it for its other episodes too. Returns the number of files."""
-    whole = {plan.clips[camera].file for plan in plans if plan.clips[camera].whole}
+    """If a file is copied unchanged for one episode, use it for its other episodes too. Return the number of files."""
+    uncut = {plan.clips[camera].file for plan in plans if plan.clips[camera].copied_whole}
     for plan in plans:
         clip = plan.clips[camera]
-        if clip.file in whole and clip.steady:
-            plan.clips[camera] = replace(clip, whole=True, delay=0)
-    return len(whole)
+        if clip.file in uncut and clip.steady:
+            plan.clips[camera] = replace(clip, copied_whole=True, delay=0)
+    return len(uncut)
 
 
 def read_index(path: Path) -> VideoIndex | str:
@@ -121,10 +121,10 @@ def find_clip(index: VideoIndex, file: str, span: Span, clock: np.ndarray, fps: 
         return RepairClip(file, first, count, start, certain, size, delay=delay, steady=steady)
     if not steady:
         return "its frames can't be cut out of the video (the first is not a key frame), and their times are irregular"
-    return RepairClip(file, first, count, start, certain, size, whole=True)
+    return RepairClip(file, first, count, start, certain, size, copied_whole=True)
 
 
-def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
+def _resolve_overlaps(camera: str, claims: list[_Claim]) -> None:
     """Resolve frames claimed by two episodes: leave out the one without exactly one frame per row, or else both."""
     last: _Claim | None = None  # the claim that ends last
     for claim in sorted(claims, key=lambda claim: claim.first):
@@ -134,17 +134,17 @@ def _settle_overlaps(camera: str, claims: list[_Claim]) -> None:
             and claim.plan.episode.index != last.plan.episode.index
         ):
             alike = claim.certain == last.certain
-            for one, other in ((claim, last), (last, claim)):
-                if one.plan.reason is None and (alike or not one.certain):
-                    rival = other.plan.episode.index
-                    one.plan.reason = f"{camera}: episode {rival} also claims frames of its video"
+            for claimant, rival_claim in ((claim, last), (last, claim)):
+                if claimant.plan.reason is None and (alike or not claimant.certain):
+                    rival = rival_claim.plan.episode.index
+                    claimant.plan.reason = f"{camera}: episode {rival} also claims frames of its video"
             stays = last.end >= claim.end if alike else last.certain
             last = last if stays else claim
         else:
             last = claim
 
 
-def settle_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) -> str | None:
+def check_sizes(spec: dict[str, Any], camera: str, plans: list[EpisodePlan]) -> str | None:
     """Handle videos of another size than declared: if all have the same size, correct the declaration."""
     good = [plan for plan in plans if plan.reason is None]
     sizes = Counter(plan.clips[camera].size for plan in good)

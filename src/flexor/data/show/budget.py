@@ -13,10 +13,10 @@ EPISODE_BYTES = 8_000  # an episode with less could not be recognised: fewer epi
 EPISODE_TEXT = 600  # its numbers, tasks, and what JSON adds
 CURVES_SHARE = 0.25  # of what an episode gets; the rest is for its images
 HEIGHTS = (144, 120, 96, 72, 56, 40)  # of a thumbnail
-FEW_FRAMES = 12  # a strip with fewer has smaller thumbnails, if that makes room for more
-MOST_FRAMES = 48
-MOST_POINTS = 1000  # per curve: more than a screen shows
-WIDEST_SHEET = 16_000  # pixels; browsers may refuse wider images
+MIN_FRAMES = 12  # a strip with fewer has smaller thumbnails, if that makes room for more
+MAX_FRAMES = 48
+MAX_POINTS = 1000  # per curve: more than a screen shows
+MAX_WIDTH = 16_000  # pixels; browsers may refuse wider images
 BYTES_PER_PIXEL = 0.16  # of a JPEG of ordinary camera images
 
 
@@ -33,21 +33,21 @@ class PageBudget:
 
     def points(self, curves: int) -> int:
         """Values per curve."""
-        return int(np.clip(self.curve_bytes // (2 * max(curves, 1)), 8, MOST_POINTS))
+        return int(np.clip(self.curve_bytes // (2 * max(curves, 1)), 8, MAX_POINTS))
 
 
 def page_budget(lengths: Sequence[int], limit: int = PAGE_BYTES) -> PageBudget:
     """The shares of the episodes with these lengths. If there are too many, an even selection is shown."""
     room = max(limit - TEXT_BYTES, EPISODE_BYTES)
-    shown = min(len(lengths), max(room // EPISODE_BYTES, 1))
-    positions = np.unique(np.linspace(0, len(lengths) - 1, shown).round().astype(int)).tolist()
-    each = (room // len(positions) - EPISODE_TEXT) * 3 // 4  # base64 takes four bytes for three
-    curves = min(int(each * CURVES_SHARE), 2 * 64 * MOST_POINTS)
-    return PageBudget(positions, curves, each - curves)
+    count = min(len(lengths), max(room // EPISODE_BYTES, 1))
+    positions = np.unique(np.linspace(0, len(lengths) - 1, count).round().astype(int)).tolist()
+    episode_bytes = (room // len(positions) - EPISODE_TEXT) * 3 // 4  # base64 takes four bytes for three
+    curves = min(int(episode_bytes * CURVES_SHARE), 2 * 64 * MAX_POINTS)
+    return PageBudget(positions, curves, episode_bytes - curves)
 
 
 @dataclass(frozen=True)
-class Sheet:
+class ThumbnailLayout:
     """The layout of an episode's images: one row of thumbnails per camera, all rows of the same height."""
 
     height: int
@@ -57,15 +57,15 @@ class Sheet:
     """Thumbnails in a row."""
 
 
-def sheet_layout(sizes: Mapping[str, tuple[int, int]], nbytes: int) -> Sheet:
+def thumbnail_layout(sizes: Mapping[str, tuple[int, int]], nbytes: int) -> ThumbnailLayout:
     """The largest thumbnails of which enough fit into `nbytes`. `sizes` are (height, width) by camera."""
     for height in HEIGHTS:
         widths = {name: thumbnail_width(*size, height) for name, size in sizes.items()}
         frames = int(nbytes / BYTES_PER_PIXEL / (height * sum(widths.values())))
-        if frames >= FEW_FRAMES or height == HEIGHTS[-1]:
+        if frames >= MIN_FRAMES or height == HEIGHTS[-1]:
             break
-    most = min(frames, MOST_FRAMES, WIDEST_SHEET // max(widths.values()))
-    return Sheet(height, widths, max(most, 1))
+    columns = min(frames, MAX_FRAMES, MAX_WIDTH // max(widths.values()))
+    return ThumbnailLayout(height, widths, max(columns, 1))
 
 
 def thumbnail_width(height: int, width: int, to_height: int) -> int:

@@ -14,10 +14,10 @@ from flexor.data.check.tables import OWN_COLUMNS
 from flexor.data.dataset import Dataset
 from flexor.data.format.flat_names import flat_names
 
-MOST_OF_FEATURE = 32  # curves of one feature
-MOST_CURVES = 64  # of an episode
-STEPS = 65_534  # a value is one of so many between its feature's smallest and largest
-MISSING = 65_535  # stands for a value that is not finite
+MAX_FEATURE_CURVES = 32  # curves of one feature
+MAX_CURVES = 64  # of an episode
+STEPS = 65_534  # of a code, from the feature's smallest to its largest value
+MISSING = 65_535  # the code of a value that is not finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,25 +36,25 @@ def curve_features(dataset: Dataset) -> list[CurveFeature]:
     """State and action first, then the other columns of numbers."""
     names = [name for name in dataset.columns if name not in OWN_COLUMNS]
     names.sort(key=lambda name: (name != STATE, name != ACTION, not name.startswith(("obs", "act"))))
-    found, left = [], MOST_CURVES
+    features, remaining = [], MAX_CURVES
     for name in names:
-        feature = _curve_feature(dataset, name, min(left, MOST_OF_FEATURE))
+        feature = _curve_feature(dataset, name, min(remaining, MAX_FEATURE_CURVES))
         if feature.names:
-            found.append(feature)
-            left -= len(feature.names)
-    return found
+            features.append(feature)
+            remaining -= len(feature.names)
+    return features
 
 
-def _curve_feature(dataset: Dataset, name: str, most: int) -> CurveFeature:
+def _curve_feature(dataset: Dataset, name: str, limit: int) -> CurveFeature:
     column = dataset.columns[name]
     flat = column.reshape(len(column), -1)
     size = flat.shape[1]
-    drawn = flat[:, :most]
+    visible = flat[:, :limit]
     numbered = [name] if size == 1 else [str(i) for i in range(size)]
-    given = flat_names(dataset.features[name].names, size) or numbered
-    ends = [extent(values) for values in drawn.T]
+    labels = flat_names(dataset.features[name].names, size) or numbered
+    ends = [extent(column_values) for column_values in visible.T]
     low, high = (np.array([end[i] for end in ends]) for i in (0, 1))
-    return CurveFeature(name, given[:most], size, drawn, low, high)
+    return CurveFeature(name, labels[:limit], size, visible, low, high)
 
 
 def extent(values: np.ndarray) -> tuple[float, float]:
@@ -64,7 +64,7 @@ def extent(values: np.ndarray) -> tuple[float, float]:
 
 
 def frames_per_point(length: int, points: int) -> int:
-    """1 if the points suffice for all frames. Otherwise a pair of points stands for so many frames."""
+    """1 if the points suffice for all frames; otherwise the number of frames that a pair of points covers."""
     return 1 if length <= points else -(-length // max(points // 2, 1))
 
 

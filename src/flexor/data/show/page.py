@@ -1,4 +1,4 @@
-"""A dataset as one HTML page: filmstrips, curves, statistics, tasks, and what the check found."""
+"""A dataset as one HTML page: filmstrips, curves, statistics, tasks, and the findings of the check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexor.core.machine import usable_cores
 from flexor.data.check.check import check_dataset
 from flexor.data.check.report import CheckReport, group_findings, ranges
 from flexor.data.dataset import Dataset, open_dataset
-from flexor.data.show.budget import PAGE_BYTES, PageBudget, Sheet, page_budget, sheet_layout
+from flexor.data.show.budget import PAGE_BYTES, PageBudget, ThumbnailLayout, page_budget, thumbnail_layout
 from flexor.data.show.curves import CurveFeature, curve_features, episode_curves, frames_per_point
 from flexor.data.show.statistics import feature_statistics, length_histogram, task_counts
 from flexor.data.show.strips import Strip, depth_ends, make_strip
@@ -25,12 +25,12 @@ from flexor.pages.page import check_writable, page, write_page
 STYLES = (("flexor.data.show", "show.css"),)
 SCRIPTS = (("flexor.data.show", "show.js"),)
 LEVEL_BINS = 32
-MOST_TASKS = 500
-MOST_GROUPS = 100
-MOST_EPISODES_OF_GROUP = 300
-MOST_CAMERAS = 16
-MOST_LETTERS = 300  # of a text from the dataset
-SMALLEST_PAGE = 2_000_000
+MAX_TASKS = 500
+MAX_GROUPS = 100
+MAX_GROUP_EPISODES = 300
+MAX_CAMERAS = 16
+MAX_TEXT = 300  # of a text from the dataset
+MIN_PAGE_BYTES = 2_000_000
 
 
 def show_dataset(
@@ -43,12 +43,12 @@ def show_dataset(
     checking: Progress | None = None,
     drawing: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write the page to `output`, in at most `limit` bytes; returns what it shows.
+    """Write the page to `output`, in at most `limit` bytes; return a summary.
 
     The check decodes every frame only if `deep`. Unreadable episodes are left out; the check says why.
     """
-    if limit < SMALLEST_PAGE:
-        raise ConfigError(f"a page needs at least {SMALLEST_PAGE / 1e6:g} MB: choose a larger --max-mb.")
+    if limit < MIN_PAGE_BYTES:
+        raise ConfigError(f"a page needs at least {MIN_PAGE_BYTES / 1e6:g} MB: choose a larger --max-mb.")
     check_writable(output)
     report = check_dataset(root, deep=deep, episodes=episodes, progress=checking)
     dataset = open_dataset(root=root, episodes=episodes, on_bad_episode="skip")
@@ -67,30 +67,34 @@ def show_dataset(
 
 
 def render(result: dict[str, Any]) -> str:
-    shown, there = result["episodes_shown"], result["episodes"]
-    some = f"{there} episodes" if shown == there else f"{shown} of {there} episodes (--episodes chooses)"
-    found = f"{result['errors']} errors, {result['warnings']} warnings"
-    return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {some}; the check found {found}"
+    shown_count, total = result["episodes_shown"], result["episodes"]
+    extent = (
+        f"{total} episodes"
+        if shown_count == total
+        else f"{shown_count} of {total} episodes (--episodes chooses)"
+    )
+    counts = f"{result['errors']} errors, {result['warnings']} warnings"
+    return f"{result['file']}: {result['bytes'] / 1e6:.1f} MB, {extent}; the check found {counts}"
 
 
 def page_data(
     dataset: Dataset, report: CheckReport, limit: int = PAGE_BYTES, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Everything that the page's script draws, as plain JSON values."""
+    """The input of the page's script, as plain JSON values."""
     budget = page_budget(dataset.episodes.length.tolist(), limit)
     features = curve_features(dataset)
-    cameras = dataset.cameras[:MOST_CAMERAS]
+    cameras = dataset.cameras[:MAX_CAMERAS]
     sizes = {name: dataset.features[name].chw[1:] for name in cameras}
-    sheet = sheet_layout(sizes, budget.image_bytes) if sizes else None
+    sheet = thumbnail_layout(sizes, budget.image_bytes) if sizes else None
     strips = _strips(dataset, budget, sheet, progress)
-    tasks = task_counts(dataset)[:MOST_TASKS]
+    tasks = task_counts(dataset)[:MAX_TASKS]
     numbers = {task["text"]: number for number, task in enumerate(tasks)}
     return {
         "title": dataset.root.resolve().name or str(dataset.root),
         "facts": _facts(dataset),
         "notes": _notes(dataset, budget, features),
         "tasks": [task | {"text": _short(task["text"])} for task in tasks],
-        "check": _problems(report),
+        "check": _check(report),
         "lengths": length_histogram(dataset),
         "statistics": feature_statistics(features),
         "cameras": [_camera(dataset, name, sheet, strips) for name in cameras] if sheet else [],
@@ -107,7 +111,7 @@ def page_data(
 
 
 def _strips(
-    dataset: Dataset, budget: PageBudget, sheet: Sheet | None, progress: Progress | None
+    dataset: Dataset, budget: PageBudget, sheet: ThumbnailLayout | None, progress: Progress | None
 ) -> list[Strip]:
     """The strips of all shown episodes, decoded in threads."""
     if sheet is None:
@@ -147,37 +151,37 @@ def _notes(dataset: Dataset, budget: PageBudget, features: list[CurveFeature]) -
     notes = []
     if len(budget.episodes) < len(dataset.episodes):
         notes.append(
-            f"Shown are {len(budget.episodes)} of {len(dataset.episodes)} episodes, at equal distances. "
-            "--episodes chooses others."
+            f"The page shows {len(budget.episodes)} of {len(dataset.episodes)} episodes, evenly spaced. "
+            "Select others with --episodes."
         )
     if dataset.skipped:
         notes.append(f"{len(dataset.skipped)} episodes can't be read: {ranges(sorted(dataset.skipped))}.")
     notes += [f"{name} can't be read: {why}." for name, why in dataset.absent.items()]
-    if len(dataset.cameras) > MOST_CAMERAS:
-        notes.append(f"Shown are {MOST_CAMERAS} of {len(dataset.cameras)} cameras.")
+    if len(dataset.cameras) > MAX_CAMERAS:
+        notes.append(f"The page shows {MAX_CAMERAS} of {len(dataset.cameras)} cameras.")
     notes += [
-        f"Shown are the first {len(feature.names)} of {feature.size} values of {feature.name}."
+        f"The page shows the first {len(feature.names)} of {feature.size} values of {feature.name}."
         for feature in features
         if len(feature.names) < feature.size
     ]
-    if len(dataset.tasks) > MOST_TASKS:
-        notes.append(f"Listed are the {MOST_TASKS} most frequent tasks.")
+    if len(dataset.tasks) > MAX_TASKS:
+        notes.append(f"The page lists the {MAX_TASKS} most frequent tasks.")
     return notes
 
 
-def _problems(report: CheckReport) -> dict[str, Any]:
+def _check(report: CheckReport) -> dict[str, Any]:
     groups = []
-    for group in group_findings(report.findings)[:MOST_GROUPS]:
+    for group in group_findings(report.findings)[:MAX_GROUPS]:
         first = group[0]
-        messages = list(dict.fromkeys(problem.evidence for problem in group))
+        messages = list(dict.fromkeys(finding.evidence for finding in group))
         groups.append(
             {
                 "severity": first.severity,
                 "kind": first.name,
                 "feature": _short(first.feature or ""),
                 "file": _short(first.file or ""),
-                "episodes": sorted({p.episode for p in group if p.episode is not None})[
-                    :MOST_EPISODES_OF_GROUP
+                "episodes": sorted({finding.episode for finding in group if finding.episode is not None})[
+                    :MAX_GROUP_EPISODES
                 ],
                 "messages": [_short(message) for message in messages[:3]],
                 "more": max(len(messages) - 3, 0),
@@ -193,7 +197,7 @@ def _problems(report: CheckReport) -> dict[str, Any]:
     }
 
 
-def _camera(dataset: Dataset, name: str, sheet: Sheet, strips: list[Strip]) -> dict[str, Any]:
+def _camera(dataset: Dataset, name: str, sheet: ThumbnailLayout, strips: list[Strip]) -> dict[str, Any]:
     _, height, width = dataset.features[name].chw
     levels = np.sum([strip.levels[name] for strip in strips], axis=0)  # [3, 256]
     counts = levels.reshape(3, LEVEL_BINS, -1).sum(-1).tolist()
@@ -208,7 +212,7 @@ def _camera(dataset: Dataset, name: str, sheet: Sheet, strips: list[Strip]) -> d
 
 
 def _depth_text(dataset: Dataset, name: str) -> str | None:
-    """What the colours of a depth map mean."""
+    """The meaning of a depth map's colours."""
     if dataset.features[name].depth is None:
         return None
     near, far = depth_ends(dataset, name)
@@ -243,4 +247,4 @@ def _episode(
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 1]}…"
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"

@@ -1,4 +1,4 @@
-"""Statistics and histograms of what a dataset contains, computed from its rows."""
+"""Statistics and histograms of a dataset, computed from its rows."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def value_statistics(values: np.ndarray) -> dict[str, Any]:
     """Statistics of the finite values; None where there is none."""
     exact = values.astype(np.float64)
     finite = exact[np.isfinite(exact)]
-    found: dict[str, Any] = {"count": len(exact), "not_finite": len(exact) - len(finite)}
+    counts: dict[str, Any] = {"count": len(exact), "not_finite": len(exact) - len(finite)}
     if not len(finite):
-        return found | dict.fromkeys(("min", "max", "mean", "std", "q01", "q50", "q99", "histogram"))
+        return counts | dict.fromkeys(("min", "max", "mean", "std", "q01", "q50", "q99", "histogram"))
     with np.errstate(over="ignore", invalid="ignore"):  # values near the limits of float64
         q01, q50, q99 = np.quantile(finite, [0.01, 0.5, 0.99]).tolist()
         mean, std = float(finite.mean()), float(finite.std())
-    return found | {
+    return counts | {
         "min": float(finite.min()),
         "max": float(finite.max()),
         "mean": mean,

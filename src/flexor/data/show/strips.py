@@ -9,12 +9,12 @@ import numpy as np
 from flexor.core.errors import DatasetError, SourceError
 from flexor.data.dataset import Dataset
 from flexor.data.format.depth import depths_of_codes
-from flexor.data.show.budget import Sheet
+from flexor.data.show.budget import ThumbnailLayout
 from flexor.data.video.planes import to_rgb
 from flexor.pages.images import jpeg, scaled
 
 QUANTIZERS = (5, 8, 12, 18, 31)  # tried in this order until the image is small enough
-GAIN = 5  # the coarsest is at most so much smaller than the finest
+GAIN = 5  # the finest is at most so many times as large as the coarsest
 DEPTH_COLOURS = np.array([[253, 231, 37], [94, 201, 98], [33, 145, 140], [59, 82, 139], [68, 1, 84]])
 UNREADABLE = np.array([120, 40, 40], np.uint8)
 
@@ -24,7 +24,7 @@ class Strip:
     """The images of an episode."""
 
     frames: list[int]
-    """Which frames of the episode it shows."""
+    """Its frames of the episode."""
     image: bytes = b""
     """A JPEG: a row per camera, a column per frame. Empty if nothing could be decoded."""
     problems: dict[str, str] = field(default_factory=dict)
@@ -33,10 +33,10 @@ class Strip:
     """Per camera: how many pixels of its thumbnails have each level, [channels, 256]."""
 
 
-def make_strip(dataset: Dataset, position: int, sheet: Sheet, nbytes: int) -> Strip:
+def make_strip(dataset: Dataset, position: int, sheet: ThumbnailLayout, nbytes: int) -> Strip:
     """The strip of the episode at this position, of at most `nbytes`."""
     length = int(dataset.episodes.length[position])
-    frames = chosen_frames(length, sheet.most)
+    frames = spread_frames(length, sheet.most)
     strip = Strip(frames)
     first = int(dataset.episodes.start[position])
     rows = []
@@ -63,15 +63,15 @@ def make_strip(dataset: Dataset, position: int, sheet: Sheet, nbytes: int) -> St
     return strip
 
 
-def chosen_frames(length: int, most: int) -> list[int]:
+def spread_frames(length: int, limit: int) -> list[int]:
     """Frames at equal distances, the first and the last among them."""
-    return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int)).tolist()
+    return np.unique(np.linspace(0, length - 1, min(length, limit)).round().astype(int)).tolist()
 
 
 def camera_thumbnails(
     dataset: Dataset, camera: str, rows: np.ndarray, height: int, width: int
 ) -> tuple[np.ndarray, str | None]:
-    """Thumbnails [n, height, width, 3] of rows, and why some can't be decoded: these are of one colour."""
+    """Thumbnails [n, height, width, 3] of rows, and why some can't be decoded, which are left in one colour."""
     out = np.empty((len(rows), height, width, 3), np.uint8)
     out[:] = UNREADABLE
     try:
@@ -96,8 +96,8 @@ def _decode(dataset: Dataset, camera: str, ids: np.ndarray, out: np.ndarray) -> 
 
     def keep(i: int) -> None:
         to_rgb(format, planes, pixels)
-        seen = _three_channels(pixels) if ends is None else depth_colours(pixels[..., 0], *ends, nothing)
-        out[i] = scaled(seen, *out.shape[1:3])
+        rgb = _three_channels(pixels) if ends is None else depth_colours(pixels[..., 0], *ends, nothing)
+        out[i] = scaled(rgb, *out.shape[1:3])
 
     return store.decode(camera, ids, lambda _: planes, keep)
 

@@ -13,7 +13,7 @@ from flexor.core.text import one_line
 from flexor.data.dataset import Dataset, open_dataset
 from flexor.data.show.budget import thumbnail_width
 from flexor.data.show.curves import CurveFeature, curve_features
-from flexor.data.show.strips import camera_thumbnails, chosen_frames
+from flexor.data.show.strips import camera_thumbnails, spread_frames
 from flexor.pages.terminal import find_way, has_true_colour, rendered
 
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -25,7 +25,7 @@ OTHER_COLUMNS = 18
 
 
 def show_in_terminal(root: str | Path, episodes: Sequence[int] | None, way: str) -> None:
-    """Print the chosen episodes, by default the first one."""
+    """Print these episodes, or the first one."""
     dataset = open_dataset(root=root, episodes=episodes, on_bad_episode="skip")
     way = find_way() if way == "auto" else way
     columns = shutil.get_terminal_size((100, 24)).columns
@@ -43,20 +43,20 @@ def print_episode(
     span = f"{length} frames, {length / dataset.fps:.1f} s"
     print_text(one_line(f"episode {dataset.episodes.index[position]}: {span}: {tasks}"))
     height = HEIGHT.get(way, OTHER_HEIGHT)
-    frames = chosen_frames(length, max(columns // FRAME_COLUMNS.get(way, OTHER_COLUMNS), 1))
+    frames = spread_frames(length, max(columns // FRAME_COLUMNS.get(way, OTHER_COLUMNS), 1))
     for camera in dataset.cameras:
         _, high, wide = dataset.features[camera].chw
         width = thumbnail_width(high, wide, height)
         images, why = camera_thumbnails(dataset, camera, start + np.array(frames), height, width)
-        shown = ", ".join(str(frame) for frame in frames)
-        print_text(one_line(f"{camera}: {why or f'frames {shown}'}"))
+        numbers = ", ".join(str(frame) for frame in frames)
+        print_text(one_line(f"{camera}: {why or f'frames {numbers}'}"))
         print(rendered(np.concatenate(list(images), axis=1), columns, way, has_true_colour()))
     for line in curve_lines(features, start, length, columns):
         print_text(line)
 
 
 def curve_lines(features: Sequence[CurveFeature], start: int, length: int, columns: int) -> Iterator[str]:
-    """A line per value: its name, its course, its lowest and highest value in the dataset."""
+    """A line per value: its name, its curve, and its lowest and highest value in the dataset."""
     labels = [[label_of(feature, name) for name in feature.names] for feature in features]
     widest = min(max((len(label) for some in labels for label in some), default=0), columns // 3)
     for feature, some in zip(features, labels):

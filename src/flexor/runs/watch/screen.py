@@ -1,4 +1,4 @@
-"""What `flexor watch` shows: lines of text that fit a given size."""
+"""The screen of `flexor watch`: lines of text that fit a given size."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ FIRST = (
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 STATUS_STYLES = {"running": "green", "finished": "cyan", "stopped": "red", "silent": "yellow"}
 CELL, NAME, VALUE = 40, 17, 11  # characters of a figure
-LEAST_CHART = 5  # lines
-MOST_HEALTH = 3  # findings about learning that are shown, the newest
+MIN_CHART = 5  # lines
+MAX_HEALTH = 3  # findings about learning that are shown, the newest
 SMOOTHINGS = (0.0, 0.9, 0.99)
 HELP = (
     "left, right, tab, 1 to 9   another run",
     "c                          compare all runs, or show one",
     "up, down                   another curve",
     "l                          logarithmic axis",
-    "s                          smooth the curve: not, a little, much",
+    "s                          smooth the curve: off, a little, a lot",
     "h                          this help",
-    "q                          quit; the run goes on",
+    "q                          quit; the run continues",
 )
 
 
 @dataclass
 class Screen:
-    """What is shown, and what keys have changed about it."""
+    """The state of the screen, which keys change."""
 
     runs: list[RunReader]
     comparing: bool = False
@@ -51,7 +51,7 @@ class Screen:
     plain: bool = False  # only characters of ASCII
 
     def press(self, key: str) -> bool:
-        """Do what a key means. False: quit."""
+        """Handle a key. Return False to quit."""
         if key == "q":
             return False
         if key in ("right", "n", "left", "p") and self.runs:
@@ -75,7 +75,7 @@ class Screen:
         return True
 
     def metrics(self) -> list[str]:
-        """Names of the curves that there are, the usual ones first."""
+        """Names of the available curves, the usual ones first."""
         runs = self.runs if self.comparing else self.runs[self.selected : self.selected + 1]
         names = dict.fromkeys(name for run in runs for name in run.series)
         return sorted(names, key=_place)
@@ -109,7 +109,7 @@ class Screen:
     def _single(self, run: RunReader, width: int, height: int) -> list[Text]:
         state = run.state()
         head, foot = [_headline(state, width, self.plain), Text(_times(state))], _foot(state)
-        figures = self._figures(run, state, width, max(height - len(head) - len(foot) - LEAST_CHART - 1, 1))
+        figures = self._figures(run, state, width, max(height - len(head) - len(foot) - MIN_CHART - 1, 1))
         room = height - len(head) - len(figures) - len(foot) - 1
         curve: list[Text] = []
         if room >= 3:
@@ -182,7 +182,7 @@ def _place(name: str) -> tuple[int, int]:
 
 
 def compare_table(states: Sequence[RunState], width: int) -> list[str]:
-    """A line of headings and one per run. Columns that nobody has are left out, and the last if there is no room."""
+    """A line of headings and one per run. Empty columns are left out, and the last ones if there is no room."""
     columns: list[tuple[str, list[str]]] = [
         ("run", [one_line(state.name)[: max(width // 3, 8)] for state in states]),
         ("", [STATUS[state.status] for state in states]),
@@ -242,13 +242,13 @@ def _foot(state: RunState) -> list[Text]:
     if state.verdict:
         style = "bold yellow" if is_alarm(state.verdict) else ""
         lines.append(Text(f"verdict     {one_line(state.verdict)}", style=style))
-    for number, finding in enumerate(state.health[-MOST_HEALTH:]):
+    for number, finding in enumerate(state.health[-MAX_HEALTH:]):
         line = Text(f"{'' if number else 'health':12}", style="yellow")
         lines.append(
             line.append(finding.name, style="bold").append(f": {finding.evidence}", style="not bold")
         )
-    if len(state.health) > MOST_HEALTH:
-        more = len(state.health) - MOST_HEALTH
+    if len(state.health) > MAX_HEALTH:
+        more = len(state.health) - MAX_HEALTH
         lines.append(Text(f"{'':12}and {more} more: see train.log, or `flexor report`", style="yellow"))
     if state.plan:
         lines.append(Text("plan        " + "; ".join(plan_text(state))))
