@@ -1,23 +1,36 @@
 """The host issues a step's work and goes on: nothing in it may wait for the GPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from flexor.config.schema import TrainConfig
+from flexor.core.batch import MEMORY, Batch
+from flexor.core.rng import Noise
 from flexor.data.settings import DatasetConfig, ImageTransformConfig, ImageTransformsConfig
 from flexor.plan.speed.measure import Stopwatch
-from flexor.plan.trace.rehearsal import Rehearsal
+from flexor.plan.trace.cuda_on_meta import CudaOnMeta
+from flexor.plan.trace.rehearsal import META, Rehearsal, policy_on, rehearsed_processing
 from flexor.plan.trace.trace import trace_step
-from flexor.policies import POLICIES
+from flexor.policies import POLICIES, Policy, PolicyConfig
+from flexor.policies.autoregressive import AutoregressivePolicy
+from flexor.policies.features import Kind, PolicyFeature
+from flexor.policies.nn.denoising import DenoisingPolicy
+from flexor.policies.nn.diffusion import DiffusionSchedule
+from flexor.policies.pi0_fast.action_tokens import ActionVocabulary
+from flexor.policies.processing.pipeline import StepContext
 from flexor.train.stopping import OnTheWay
 from parity.multi_task_dit.clips import make_clips
 from parity.smolvla.vlms import make_vlms
 from support.image_transforms import ALL
 from support.plans import H200, settings
 
+TINY_QWEN = f"{Path(__file__).parents[1]}/support/tiny_qwen_policy/policy.py:TinyQwenPolicy"
 
-@pytest.fixture(params=POLICIES)
+
+@pytest.fixture(params=[*POLICIES, TINY_QWEN], ids=[*POLICIES, "tiny_qwen"])
 def config(request, tmp_path):
     if request.param == "smolvla":
         make_vlms(tmp_path)
@@ -29,10 +42,45 @@ def config(request, tmp_path):
     return settings("multi_task_dit", (32, 32), clips, precision="bf16")
 
 
-def test_no_policy_asks_for_values_or_brings_them(config):
+def test_training_steps_read_no_value_on_the_host(config):
     asked = [asked.name for asked in trace_step(config, 2, H200).asked]
     once = ["item"] if config.policy.type == "vqbet" else []  # whether its vocabulary is there, as it begins
     assert asked == once
+
+
+def observation(policy: PolicyConfig) -> Batch:
+    """Of two robots, without values."""
+    deltas = policy.observation_deltas
+    steps = [] if deltas is None else [len(deltas)]
+
+    def empty(feature: PolicyFeature) -> torch.Tensor:
+        dtype = torch.uint8 if feature.type is Kind.VISUAL else torch.float32
+        return torch.empty(2, *steps, *feature.shape, dtype=dtype, device=META)
+
+    return {name: empty(feature) for name, feature in policy.observed.items()} | {"task": ["push", "pull"]}
+
+
+def predict(policy: Policy, batch: Batch, noise: Noise) -> None:
+    if isinstance(policy, AutoregressivePolicy):  # values are read between segments
+        policy.vocabulary = ActionVocabulary(bos=1, prefix=[4, 5], suffix=[2], end=2, first=400)
+        policy.decode_segment(policy.prefill(batch, noise))
+    else:
+        policy.predict(batch, noise)
+
+
+def test_predictions_read_no_value_on_the_host(config):
+    """So they can be captured in a CUDA graph."""
+    dialect = CudaOnMeta(H200.compute_capability)
+    with torch.inference_mode(), dialect.speak():
+        policy = policy_on(config).eval()
+        if isinstance(policy, DenoisingPolicy):
+            with torch.device("cpu"):  # its noise levels are values of the host
+                policy.objective = DiffusionSchedule(config.policy)
+        noise = Noise(0, 0, torch.empty(2, dtype=torch.int64, device=META))
+        batch = rehearsed_processing(config.policy)(observation(config.policy), StepContext(noise=noise))
+        dialect.asked.clear()
+        predict(policy, {**batch, MEMORY: {}}, noise)
+    assert [asked.name for asked in dialect.asked] == []
 
 
 @pytest.fixture
