@@ -17,6 +17,7 @@ from flexor.core.batch import ACTION, STATE, Batch
 from flexor.core.errors import ConfigError
 from flexor.core.log import log
 from flexor.core.rng import NoiseSource
+from flexor.core.weight_files import load_tensors
 from flexor.policies.adapters import is_adapter
 from flexor.policies.base import Loss, ParamGroup, Policy, action_padding, mean_over_valid, without_padding
 from flexor.policies.nn.flow import FlowToNoise
@@ -26,7 +27,7 @@ from flexor.policies.processing.tokenize import TASK_MASK, TASK_TOKENS
 from flexor.policies.smolvla.config import SmolVLAConfig
 from flexor.policies.smolvla.network import Observation, SmolVLANetwork
 from flexor.policies.vlm.cameras import prepare_cameras
-from flexor.policies.vlm.files import load_vlm
+from flexor.policies.vlm.smolvlm_size import smolvlm_files
 
 
 class SmolVLA(Policy):
@@ -75,7 +76,9 @@ class SmolVLA(Policy):
             return
         weights = self.model.vlm_with_expert.vlm.state_dict()
         try:
-            load_vlm(name, {weight: weights[weight] for weight in weights if not is_adapter(weight)})
+            load_tensors(
+                smolvlm_files(name), {weight: weights[weight] for weight in weights if not is_adapter(weight)}
+            )
         except ConfigError as error:
             raise ConfigError(
                 f"A new SmolVLA starts from the weights of a vision-language model, which can't be loaded: {error} Put "

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flexor.core.errors import ConfigError
 from flexor.policies.nn.transformer import Transformer, TransformerSize, language_head
 from flexor.policies.sizes import check_model_sizes
+from flexor.policies.vlm.backbone import VisionLanguageModel
 from flexor.policies.vlm.qwen2_5_images import MERGE, ImageGrid
 from flexor.policies.vlm.qwen2_5_vision import QwenVision, QwenVisionSize
 
@@ -85,7 +86,7 @@ class QwenVLModel(nn.Module):
         self.language_model = Transformer(size.text, size.vocabulary)
 
 
-class QwenVL(nn.Module):
+class QwenVL(VisionLanguageModel):
     offsets: Tensor
     advances: Tensor
 
@@ -103,14 +104,21 @@ class QwenVL(nn.Module):
     def language_model(self) -> Transformer:
         return self.model.language_model
 
-    def blocks(self) -> list[nn.Module]:
-        """What is sharded and recomputed one by one."""
-        return [*self.model.visual.blocks, *self.language_model.layers]
+    @property
+    def decoder(self) -> Transformer:
+        return self.language_model
+
+    def vision_blocks(self) -> list[nn.Module]:
+        return list(self.model.visual.blocks)
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """Patches of all images, see `prepare_images` -> [B, N, width]."""
+        return self.model.visual(images)
 
     def embed(self, token_ids: Tensor, patches: Tensor) -> Tensor:
         """Tokens [B, S], and patches of the images that some of them stand for -> [B, S, width]."""
-        words = self.language_model.embed_tokens(token_ids)
-        images = self.model.visual(patches).to(words.dtype)  # [B, N, width]
+        words = self.embed_tokens(token_ids)
+        images = self.embed_images(patches).to(words.dtype)  # [B, N, width]
         is_image, number = self._image_tokens(token_ids)
         placed = images.gather(1, number[..., None].expand_as(words))
         return torch.where(is_image[..., None], placed, words)

@@ -7,10 +7,11 @@ from typing import Any
 
 from flexor.core.errors import ConfigError
 from flexor.core.foreign_files import read_json_object
+from flexor.core.model_files import ModelFiles
+from flexor.policies.hf_transformers import located
 from flexor.policies.nn.siglip import SiglipSize
 from flexor.policies.nn.transformer import TransformerSize
 from flexor.policies.sizes import check_model_sizes
-from flexor.policies.vlm.files import find_file
 
 # differences from the defaults below
 BUILTIN_SIZES: dict[str, dict[str, Any]] = {
@@ -82,6 +83,10 @@ class VlmSize:
         return replace(self, text=replace(self.text, depth=layers)) if layers > 0 else self
 
 
+def smolvlm_files(name: str) -> ModelFiles:
+    return ModelFiles(located(name), f"policy.vlm_model_name={name}")
+
+
 def read_size(name: str) -> VlmSize:
     """The size of the vision-language model in a local folder or a Hub repository."""
     config = BUILTIN_SIZES[name] if name in BUILTIN_SIZES else _read(name)
@@ -140,7 +145,7 @@ def _require_positive(name: str, sizes: dict[str, Any], usual: dict[str, Any]) -
 
 
 def _read(name: str) -> dict[str, Any]:
-    file = find_file(name, "config.json")
+    file = smolvlm_files(name).path("config.json")
     try:
         described = read_json_object(file)
         if described["model_type"] != "smolvlm":
