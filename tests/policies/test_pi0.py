@@ -37,8 +37,8 @@ def image(height=40, width=56):
 def make_config(kind="pi0", cameras=(TOP,), state=4, action=3, **settings):
     inputs = {**dict.fromkeys(cameras, image()), STATE: PolicyFeature(Kind.STATE, (state,))}
     outputs = {ACTION: PolicyFeature(Kind.ACTION, (action,))}
-    given = {**small_pi.CONFIG, **settings}
-    return policy_class(kind).Config(input_features=inputs, output_features=outputs, **given)
+    config_settings = {**small_pi.CONFIG, **settings}
+    return policy_class(kind).Config(input_features=inputs, output_features=outputs, **config_settings)
 
 
 def make_policy(kind="pi0", **settings):
@@ -78,13 +78,16 @@ def test_a_run_without_weights_must_be_asked_for_in_so_many_words(kind, dataset,
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     flags = [f"--policy.{each}" for each in small_pi.SETTINGS if "load_vlm_weights" not in each]
     flags += [f"--policy.type={kind}", f"--policy.tokenizer_name={tokenizer}", "--policy.device=cpu"]
-    given = runs.flags(dataset, tmp_path / "run", flags, "--steps=1")
-    assert main(["train", *given]) != 0
-    said = capsys.readouterr().err
-    assert "--policy.load_vlm_weights=false" in said and f"--policy.path=lerobot/{kind}_base" in said
-    assert main(["train", *given, "--policy.load_vlm_weights=false", "--policy.train_expert_only=true"]) == 0
-    said = capsys.readouterr().err
-    assert "starts with random weights, and policy.train_expert_only=true never trains" in said
+    train_flags = runs.flags(dataset, tmp_path / "run", flags, "--steps=1")
+    assert main(["train", *train_flags]) != 0
+    message = capsys.readouterr().err
+    assert "--policy.load_vlm_weights=false" in message and f"--policy.path=lerobot/{kind}_base" in message
+    assert (
+        main(["train", *train_flags, "--policy.load_vlm_weights=false", "--policy.train_expert_only=true"])
+        == 0
+    )
+    message = capsys.readouterr().err
+    assert "starts with random weights, and policy.train_expert_only=true never trains" in message
 
 
 # several datasets
@@ -97,9 +100,11 @@ def test_image_that_a_sample_does_not_have_is_not_seen(kind):
     batch = batch_of(policy.config)
     hidden = {**batch, f"{WRIST}_padding_mask": torch.tensor([True, False])}
     other = {**hidden, WRIST: torch.stack([batch[WRIST][0], torch.zeros_like(batch[WRIST][1])])}
-    seen, masked, changed = (policy.loss(each, noise_of()).per_sample for each in (batch, hidden, other))
+    visible, masked, changed = (policy.loss(each, noise_of()).per_sample for each in (batch, hidden, other))
     assert torch.equal(masked, changed)
-    assert torch.allclose(masked[0], seen[0], rtol=1e-5) and not torch.allclose(masked[1], seen[1], rtol=1e-5)
+    assert torch.allclose(masked[0], visible[0], rtol=1e-5) and not torch.allclose(
+        masked[1], visible[1], rtol=1e-5
+    )
     alone = policy.loss({key: value for key, value in batch.items() if key != WRIST}, noise_of()).per_sample
     assert torch.allclose(masked[1], alone[1], rtol=1e-4)  # as if there were no such camera
 
@@ -112,8 +117,8 @@ def test_padding_of_shorter_actions_is_not_learned():
     errors = policy.loss(batch, noise_of()).per_sample, policy.loss(plain, noise_of()).per_sample
     assert torch.equal(errors[0][0], errors[1][0])
     error = torch.rand(2, 3, 5)
-    own = without_padding(error, batch).mean((1, 2))
-    assert torch.allclose(own, torch.stack([error[0].mean(), error[1, :, :2].mean()]))
+    expected = without_padding(error, batch).mean((1, 2))
+    assert torch.allclose(expected, torch.stack([error[0].mean(), error[1, :, :2].mean()]))
     on_meta = {ACTION_LENGTH: batch[ACTION_LENGTH].to("meta")}
     assert without_padding(error.to("meta"), on_meta).shape == error.shape  # without looking at values
 
@@ -181,16 +186,16 @@ def test_weights_of_pi0_are_not_those_of_pi05(saved):
     other = make_policy("pi05")
     with pytest.raises(CheckpointError) as error:
         load_weights(other, folder)
-    said, there = str(error.value), load_file(folder / "model.safetensors")
-    missing = [name for name in other.state_dict() if name not in there]
-    assert f"Missing: {listed(missing)}.\nUnexpected: " in said and len(missing) > 12  # every one of them
-    assert "\n  model.paligemma_with_expert.gemma_expert.model.layers.{0..1}.{input_layernorm," in said
+    message, file_weights = str(error.value), load_file(folder / "model.safetensors")
+    missing = [name for name in other.state_dict() if name not in file_weights]
+    assert f"Missing: {listed(missing)}.\nUnexpected: " in message and len(missing) > 12  # every one of them
+    assert "\n  model.paligemma_with_expert.gemma_expert.model.layers.{0..1}.{input_layernorm," in message
 
 
 def test_settings_that_lerobot_lacks_are_not_in_its_file(saved):
     policy, folder, _ = saved
-    there = json.loads((folder / "config.json").read_text())
-    assert not there.keys() & {"load_vlm_weights", "tokenizer_name"}
+    config = json.loads((folder / "config.json").read_text())
+    assert not config.keys() & {"load_vlm_weights", "tokenizer_name"}
     assert read_config(str(folder)).chunk_size == policy.config.chunk_size
 
 
@@ -212,14 +217,14 @@ def test_the_optimizer_is_numbered_as_lerobots(dataset, tmp_path):
     counted = [LANGUAGE_HEAD, *names[:expert], EXPERT_HEAD, *names[expert:]]
     assert group["params"] == list(range(len(counted)))
     for key, state in numbered.items():
-        _, number, what = key.split("/")
-        assert what == "step" or state.shape == weights[counted[int(number)]].shape
+        _, number, field = key.split("/")
+        assert field == "step" or state.shape == weights[counted[int(number)]].shape
     group["params"] = list(range(len(names)))
     groups.write_text(json.dumps([group]))
     before = {}
     for key, state in numbered.items():
-        _, number, what = key.split("/")
-        before[f"state/{names.index(counted[int(number)])}/{what}"] = state
+        _, number, field = key.split("/")
+        before[f"state/{names.index(counted[int(number)])}/{field}"] = state
     save_file(before, states)
     (saved / checkpoint.MANIFEST).unlink()
     checkpoint._write_manifest(saved, 2, {})
@@ -243,8 +248,8 @@ def test_other_cameras_and_sizes_are_told_in_a_line_each(caplog):
     assert list(new.images) == [TOP, WRIST]  # what it knows keeps its place
     assert (new.state.shape, new.action.shape) == ((6,), (7,))
     assert len(base.images) == 3 and base.state.shape == (32,)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
         "observation.images.top takes the place of the policy's camera observation.images.base",
         "the policy's camera observation.images.third is left out: the dataset has none for its place",
         "observation.state has 6 values in the dataset and 32 in the policy: padded to 32",
@@ -266,8 +271,10 @@ def test_a_base_is_fine_tuned_for_another_robot(kind, dataset, tmp_path, capsys)
     mine, theirs = base.state_dict(), tuned.policy.state_dict()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     config = tuned.policy.config
-    seen = {name: np.zeros((1, *feature.shape), np.float32) for name, feature in config.observed.items()}
-    assert tuned.chunk(seen, ["pick up the cube"]).shape == (1, 6, config.action.shape[0])
+    observation = {
+        name: np.zeros((1, *feature.shape), np.float32) for name, feature in config.observed.items()
+    }
+    assert tuned.chunk(observation, ["pick up the cube"]).shape == (1, 6, config.action.shape[0])
 
 
 def test_cameras_that_are_there_are_kept(caplog):
@@ -285,7 +292,7 @@ def test_empty_cameras_are_never_seen():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"state": 33}, "max_state_dim=32"),
         ({"action": 40}, "max_action_dim=32"),
@@ -298,8 +305,8 @@ def test_empty_cameras_are_never_seen():
         ({"paligemma_variant": "gemma_2b"}, "differ in depth"),
     ],
 )
-def test_impossible_settings_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         make_config(**settings).validate()
 
 
@@ -333,9 +340,9 @@ def test_padding_is_never_seen(kind):
     shorter = {**batch, TASK_TOKENS: batch[TASK_TOKENS][:1, :7], TASK_MASK: batch[TASK_MASK][:1, :7]}
     shorter |= {name: batch[name][:1] for name in (TOP, STATE, ACTION)}
     with torch.no_grad():
-        whole = policy.predict(batch, noise_of())
-        torch.testing.assert_close(policy.predict(other, noise_of()), whole)
-        torch.testing.assert_close(policy.predict(shorter, noise_of(1)), whole[:1], rtol=1e-4, atol=1e-5)
+        chunk = policy.predict(batch, noise_of())
+        torch.testing.assert_close(policy.predict(other, noise_of()), chunk)
+        torch.testing.assert_close(policy.predict(shorter, noise_of(1)), chunk[:1], rtol=1e-4, atol=1e-5)
 
 
 def test_padded_values_of_the_state_and_of_actions_do_not_count():

@@ -101,11 +101,13 @@ def test_what_is_padding_does_not_matter(name, vlms):
 def test_a_camera_that_a_sample_has_not(vlms):
     made, batch = batch_of("two_cameras", vlms)
     hidden = {**batch, "observation.images.wrist_padding_mask": torch.tensor([True, False])}
-    seen = chunk(made.policy, hidden, 1, 2)
+    masked = chunk(made.policy, hidden, 1, 2)
     changed = dict(hidden)
     changed["observation.images.wrist"] = batch["observation.images.wrist"].roll(1, 0)
     again = chunk(made.policy, changed, 1, 2)
-    assert torch.allclose(again[1], seen[1], atol=1e-5) and not torch.allclose(again[0], seen[0], atol=1e-3)
+    assert torch.allclose(again[1], masked[1], atol=1e-5) and not torch.allclose(
+        again[0], masked[0], atol=1e-3
+    )
 
 
 def test_words_matter(vlms):
@@ -158,17 +160,19 @@ def test_a_frozen_model_keeps_only_keys_and_values_of_what_it_read(vlms):
     made, batch = batch_of("frozen", vlms)
     prefix = made.policy.model.prefill(made.policy._prepare(batch)).prefix
     assert all(layer.keys.requires_grad for layer in prefix)  # because of the state
-    kept = []
+    outputs = []
     text = made.policy.model.vlm_with_expert.vlm.model.text_model
     hooks = [
-        layer.mlp.register_forward_hook(lambda _, given, out: kept.append((out.shape[1], out.requires_grad)))
+        layer.mlp.register_forward_hook(
+            lambda _, inputs, out: outputs.append((out.shape[1], out.requires_grad))
+        )
         for layer in text.layers
     ]
     made.policy.loss(batch, noise(1, 2))
     for hook in hooks:
         hook.remove()
-    assert {trained for tokens, trained in kept if tokens > 1} == {False}
-    assert {trained for tokens, trained in kept if tokens == 1} == {True}
+    assert {trained for tokens, trained in outputs if tokens > 1} == {False}
+    assert {trained for tokens, trained in outputs if tokens == 1} == {True}
 
 
 def test_the_prefix_is_never_written_to(vlms):
@@ -260,8 +264,8 @@ def test_a_saved_policy_reads_and_acts_the_same(vlms, tmp_path):
         "normalizer_processor",
     ]
     again = load_pretrained(str(tmp_path))
-    seen = again.preprocessor({**tensors(training_batch(case_of("frozen", vlms))), "task": TASKS})
-    assert torch.equal(chunk(again.policy, seen, 1, 2), chunk(made.policy, batch, 1, 2))
+    training_inputs = again.preprocessor({**tensors(training_batch(case_of("frozen", vlms))), "task": TASKS})
+    assert torch.equal(chunk(again.policy, training_inputs, 1, 2), chunk(made.policy, batch, 1, 2))
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -289,9 +293,13 @@ def test_no_weights_are_told_and_must_be_asked_for(vlms, tmp_path, log_lines):
     policy = SmolVLA(config_of("frozen", vlms, vlm_model_name=str(folder), load_vlm_weights=True))
     with pytest.raises(ConfigError) as error:
         policy.load_backbone()
-    said = str(error.value)
-    assert "--policy.load_vlm_weights=false" in said and str(folder) in said and "model.safetensors" in said
-    assert "--policy.path=lerobot/smolvla_base" in said
+    message = str(error.value)
+    assert (
+        "--policy.load_vlm_weights=false" in message
+        and str(folder) in message
+        and "model.safetensors" in message
+    )
+    assert "--policy.path=lerobot/smolvla_base" in message
     policy.config.load_vlm_weights = False
     policy.load_backbone()
     assert "random and stays so" in log_lines[-1]
@@ -338,17 +346,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(vlms, tmp_path):
     save_pretrained(tmp_path, made.policy.config, weights, made.preprocessor, made.postprocessor)
     with pytest.raises(CheckpointError) as error:
         load_weights(made.policy, tmp_path)
-    said = str(error.value)
-    assert "Missing: model.action_in_proj.bias. Unexpected: model.more." in said
-    assert "model.state_proj.bias: (7,) in the file, (24,) in the policy" in said
+    message = str(error.value)
+    assert "Missing: model.action_in_proj.bias. Unexpected: model.more." in message
+    assert "model.state_proj.bias: (7,) in the file, (24,) in the policy" in message
 
 
 def test_a_batch_that_does_not_say_has_no_padding(vlms):
     made, batch = batch_of("frozen", vlms)
     batch["action_is_pad"] = torch.zeros_like(batch["action_is_pad"])
-    whole = made.policy.loss(batch, noise(1, 2)).per_sample
+    uncut = made.policy.loss(batch, noise(1, 2)).per_sample
     del batch["action_is_pad"]
-    assert torch.equal(made.policy.loss(batch, noise(1, 2)).per_sample, whole)
+    assert torch.equal(made.policy.loss(batch, noise(1, 2)).per_sample, uncut)
 
 
 # Other robots than it was trained on.
@@ -363,12 +371,14 @@ def test_other_cameras_states_and_actions(vlms, log_lines):
     outputs = {"action": PolicyFeature(Kind.ACTION, (5,))}
     fitted = trained.fitted(inputs, outputs)
     fitted.validate()
-    said = "\n".join(log_lines)
+    messages = "\n".join(log_lines)
     assert list(fitted.images) == ["observation.images.front"] and fitted.action.shape == (5,)
-    assert "observation.state has 6 values in the dataset and 4 in the policy" in said
-    assert "action has 5 values in the dataset and 3 in the policy" in said
-    assert "observation.images.front takes the place of the policy's camera observation.images.wrist" in said
-    assert "the policy's camera observation.images.above is left out" in said
+    assert "observation.state has 6 values in the dataset and 4 in the policy" in messages
+    assert "action has 5 values in the dataset and 3 in the policy" in messages
+    assert (
+        "observation.images.front takes the place of the policy's camera observation.images.wrist" in messages
+    )
+    assert "the policy's camera observation.images.above is left out" in messages
     SmolVLA(fitted).load_state_dict(SmolVLA(trained).state_dict())  # the same network
 
 
@@ -384,11 +394,11 @@ def test_fine_tunes_on_another_robot(vlms, dataset, tmp_path, log_lines):
     assert list(tuned.policy.config.images) == ["observation.image"]
     frozen = f"{VLM}model.text_model.embed_tokens.weight"
     assert torch.equal(tuned.policy.state_dict()[frozen], made.policy.state_dict()[frozen])
-    seen = {
+    image = {
         "observation.image": np.zeros((1, 3, 32, 32), np.uint8),
         "observation.state": np.zeros((1, 3), np.float32),
     }
-    assert tuned.chunk(seen, ["open the drawer"]).shape == (1, 8, 3)
+    assert tuned.chunk(image, ["open the drawer"]).shape == (1, 8, 3)
 
 
 def test_a_run_from_scratch_asks_for_it(vlms, dataset, tmp_path, capsys):
@@ -410,11 +420,11 @@ def test_the_same_robot_is_left_alone(vlms, log_lines):
 def test_acts_without_a_camera_and_says_so(vlms, log_lines):
     _warn_once.cache_clear()
     made, _ = batch_of("two_cameras", vlms)
-    whole, fewer = Session(made), Session(made)
+    complete, fewer = Session(made), Session(made)
     images = {f"observation.images.{name}": np.zeros((3, 60, 80), np.uint8) for name in ("wrist", "above")}
     observation = {"observation.state": np.zeros(4, np.float32), **images}
     less = {name: value for name, value in observation.items() if "wrist" not in name}
-    actions = act_together([whole, fewer, fewer], [observation, less, less], ["open the drawer"] * 3)
+    actions = act_together([complete, fewer, fewer], [observation, less, less], ["open the drawer"] * 3)
     assert not np.array_equal(actions[0], actions[1])
     assert sum("acts without observation.images.wrist" in line for line in log_lines) == 1
     with pytest.raises(FlexorError, match=r"needs observation\.images\.wrist, observation\.images\.above"):
@@ -435,7 +445,7 @@ def test_without_resizing_images_must_have_their_size(vlms):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"n_action_steps": 9}, "only predicted actions"),
         ({"n_obs_steps": 2}, "one observation only"),
@@ -452,8 +462,8 @@ def test_without_resizing_images_must_have_their_size(vlms):
         ({"expert_width_multiplier": 0.55}, "which must be even"),
     ],
 )
-def test_refuses_what_cant_be(settings, said, vlms):
-    with pytest.raises(ConfigError, match=said):
+def test_refuses_what_cant_be(settings, message, vlms):
+    with pytest.raises(ConfigError, match=message):
         SmolVLA(config_of("frozen", vlms, **settings))
 
 
@@ -466,17 +476,17 @@ def test_refuses_no_camera_and_no_state(vlms):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"model_type": "idefics3"}, "requires a SmolVLM"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
         ({"vision_config": {"hidden_act": "relu"}}, "vision_config.hidden_act=relu"),
     ],
 )
-def test_refuses_other_models(changed, said, vlms, tmp_path):
+def test_refuses_other_models(changed, message, vlms, tmp_path):
     config = json.loads((vlms / "tiny-vlm/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_size(str(tmp_path))
 
 

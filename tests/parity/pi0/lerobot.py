@@ -79,9 +79,9 @@ def measure(case: dict, kind: str = "pi0") -> dict:
 
 def groups(policy: Any) -> list:
     """All parameters are given to the optimizer, of which the heads have no counterpart here."""
-    kept = [value for name, value in policy.named_parameters() if not is_head(name)]
-    assert len(list(policy.get_optim_params())) == len(kept) + 2
-    return [group(policy, kept, {})]
+    used = [value for name, value in policy.named_parameters() if not is_head(name)]
+    assert len(list(policy.get_optim_params())) == len(used) + 2
+    return [group(policy, used, {})]
 
 
 @contextmanager

@@ -91,16 +91,16 @@ def fill_policy(policy: Any) -> str:
     """The head's rows are 0 but for words that stand for a character, and the end: only these are written."""
     digest = fill(policy)
     head = policy.state_dict()["model.paligemma_with_expert.paligemma.lm_head.weight"]
-    kept = torch.zeros(len(head), 1)
-    kept[FIRST - PRINTABLE + 1 : FIRST + 1] = kept[WORDS["|"]] = 1
-    head.mul_(kept)
+    mask = torch.zeros(len(head), 1)
+    mask[FIRST - PRINTABLE + 1 : FIRST + 1] = mask[WORDS["|"]] = 1
+    head.mul_(mask)
     return digest
 
 
 def forgotten(step: Any, folder: Path) -> Any:
     """Inside, the defaults of the step that writes actions are those of the cases: LeRobot does not save them."""
-    *others, _, _ = step.__init__.__defaults__
-    return patch.object(step.__init__, "__defaults__", (*others, SKIPPED, str(folder)))
+    *first, _, _ = step.__init__.__defaults__
+    return patch.object(step.__init__, "__defaults__", (*first, SKIPPED, str(folder)))
 
 
 def recorded(batch: dict) -> list:

@@ -30,10 +30,10 @@ def prepared(folder: Path) -> Iterator[None]:
     rest = [GEMMA[name] for name in ("depth", "mlp", "heads", "kv_heads", "head_dim")]
     sizes = {name: gemma(width, *rest) for name, width in WIDTHS.items()}
     vision = SiglipSize(*VISION.values())
-    whole = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
+    vlm_sizes = {name: PaliGemmaSize(size, vision, len(WORDS)) for name, size in sizes.items()}
     with (
         patch.dict("flexor.policies.vlm.paligemma.GEMMA", sizes),
-        patch.dict("flexor.policies.vlm.paligemma.PALIGEMMA", whole),
+        patch.dict("flexor.policies.vlm.paligemma.PALIGEMMA", vlm_sizes),
         patch("flexor.policies.pi0_fast.policy.mean_over_tokens", mean_over_tokens),
         forgotten(TokenizeActions, folder),
     ):

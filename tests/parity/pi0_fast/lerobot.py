@@ -38,11 +38,11 @@ class FastProcessor:
     def __call__(self, chunks: torch.Tensor) -> list[list[int]]:
         from scipy.fft import dct
 
-        found = []
+        tokens = []
         for rows in np.around(dct(chunks.numpy(), axis=1, norm="ortho") * self.scale):
             codes = np.maximum(rows.flatten() - self.min_token, 0).astype(int)
-            found.append(self.bpe_tokenizer("".join(map(chr, codes)))["input_ids"])
-        return found
+            tokens.append(self.bpe_tokenizer("".join(map(chr, codes)))["input_ids"])
+        return tokens
 
 
 @contextmanager
@@ -79,8 +79,8 @@ def measure(case: dict) -> dict:
     with prepared(case["folder"]):
         record = lerobot_side.measure_policy("pi0_fast", case)
         made = lerobot_side.make_policy("pi0_fast", case)
-        given = lerobot_side.tensors(training_batch(case))
-        record["words"] = recorded(lerobot_side.training_batch(made, given))
+        batch = lerobot_side.tensors(training_batch(case))
+        record["words"] = recorded(lerobot_side.training_batch(made, batch))
         with tempfile.TemporaryDirectory() as folder:
             made.policy.save_pretrained(Path(folder))
             record["file"] = saved_weights(Path(folder) / "model.safetensors")
@@ -98,8 +98,8 @@ def acting(policy: Any, moment: str) -> AbstractContextManager:
     """In training, what is read does not see the beginning of what is written. LeRobot lets it when it acts."""
     made = policy.model._create_custom_attention_mask_fast
 
-    def mask(*given: Any) -> torch.Tensor:
-        out = made(*given)
+    def mask(*args: Any) -> torch.Tensor:
+        out = made(*args)
         out[:, :-1, -1] = False
         return out
 

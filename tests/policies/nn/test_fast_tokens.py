@@ -56,13 +56,13 @@ def test_what_is_encoded_comes_back_within_the_rounding(tokenizer):
 )
 def test_any_chunk_and_any_size_comes_back(tokenizer, chunk, other):
     assert tokenizer.outside(chunk[None]) == 0 or np.abs(chunk).max() > 1
-    for given_ in (chunk, np.resize(chunk, other)):
+    for actions in (chunk, np.resize(chunk, other)):
         inside = FastTokenizer(tokenizer.bpe, 10.0, 1000, -500)  # a range that holds all of these
-        assert inside.outside(given_[None]) == 0
-        decoded = inside.decode(inside.encode(given_[None]), *given_.shape)
+        assert inside.outside(actions[None]) == 0
+        decoded = inside.decode(inside.encode(actions[None]), *actions.shape)
         assert decoded.problems == [""]
-        limit = np.sqrt(given_.size) * 0.5 / 10 + 1e-4
-        assert np.linalg.norm(decoded.actions[0] - given_) <= limit
+        limit = np.sqrt(actions.size) * 0.5 / 10 + 1e-4
+        assert np.linalg.norm(decoded.actions[0] - actions) <= limit
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,20 +81,20 @@ def test_no_sequence_of_tokens_is_too_strange_to_decode(tokenizer, tokens):
 
 def test_what_is_wrong_with_a_sequence_is_said(tokenizer):
     good = tokenizer.encode(smooth(1))[0]
-    whole = tokenizer.decode([good]).actions[0]
+    complete = tokenizer.decode([good]).actions[0]
     half, double, foreign = good[: len(good) // 2], good * 2, [*good, 9999]
     broken = tokenizer.bpe.token_to_id("\u00e2")  # the first byte of a character of three
-    found = tokenizer.decode([half, double, foreign, [broken, *good]])
-    assert "coefficients instead of 36" in found.problems[0]
-    assert found.problems[1] == "72 coefficients instead of 36"
-    assert "token 9999" in found.problems[2]
-    assert found.problems[3] == "coefficient 0 is not valid"
-    np.testing.assert_array_equal(found.actions[1], whole)  # the beginning counts
-    np.testing.assert_array_equal(found.actions[2], whole)
-    assert not found.actions[3].any()
+    decoded = tokenizer.decode([half, double, foreign, [broken, *good]])
+    assert "coefficients instead of 36" in decoded.problems[0]
+    assert decoded.problems[1] == "72 coefficients instead of 36"
+    assert "token 9999" in decoded.problems[2]
+    assert decoded.problems[3] == "coefficient 0 is not valid"
+    np.testing.assert_array_equal(decoded.actions[1], complete)  # the beginning counts
+    np.testing.assert_array_equal(decoded.actions[2], complete)
+    assert not decoded.actions[3].any()
     # of half a sequence the slow motions are there
-    slow = cosine_transform(found.actions[:1])[0, 0]
-    np.testing.assert_allclose(slow, cosine_transform(whole[None])[0, 0], atol=1e-5)
+    slow = cosine_transform(decoded.actions[:1])[0, 0]
+    np.testing.assert_allclose(slow, cosine_transform(complete[None])[0, 0], atol=1e-5)
 
 
 def test_outliers_are_cut_and_counted(tokenizer):

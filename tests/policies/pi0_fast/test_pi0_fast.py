@@ -55,9 +55,9 @@ def chunk(made: Pretrained, case: dict) -> np.ndarray:
 
 def test_the_chunk_is_decoded_as_long_as_it_is_however_many_actions_are_executed(case):
     """LeRobot decodes as many steps as are executed, which makes other actions of the same tokens."""
-    whole, few = (chunk(make(case, n_action_steps=steps), case) for steps in (6, 2))
+    all_steps, few = (chunk(make(case, n_action_steps=steps), case) for steps in (6, 2))
     assert few.shape == (BATCH, 6, 3)
-    np.testing.assert_array_equal(whole, few)
+    np.testing.assert_array_equal(all_steps, few)
 
 
 def test_decoded_tokens_are_those_that_the_loss_expects(case):
@@ -155,14 +155,14 @@ def test_every_segment_is_the_same_and_in_place(case, temperature):
     policy, batch = made.policy.eval(), batch_of(made, case)
     with torch.inference_mode():
         state = policy.prefill(batch, NOISE)
-        seen = []
+        segments = []
         for _ in range(policy.max_segments):
             with Watched() as watched:
                 policy.decode_segment(state)
             tensors = [x for layer in state.kv_cache for x in layer]
             tensors += [x for x in vars(state).values() if isinstance(x, torch.Tensor)]
-            seen.append((watched.calls, [x.data_ptr() for x in tensors]))
-        assert seen[0] == seen[1] == seen[2]
+            segments.append((watched.calls, [x.data_ptr() for x in tensors]))
+        assert segments[0] == segments[1] == segments[2]
         assert torch.equal(policy.decoded_tokens(state), policy.decoded_tokens(policy.generate(batch, NOISE)))
 
 
@@ -178,7 +178,7 @@ def test_a_graph_decodes_what_eager_mode_decodes(case, temperature):
     assert made.graphs.captured and not made.graphs.gave_up
     made.graphs.gave_up = True
     eager = [made.predict(batch, each.to("cuda")) for batch, each in zip(batches, noise)]
-    assert all(torch.equal(one, other) for one, other in zip(graphs, eager))
+    assert all(torch.equal(captured, plain) for captured, plain in zip(graphs, eager))
 
 
 def test_any_tokens_decode_to_actions_with_a_warning(case, monkeypatch, caplog):
@@ -216,11 +216,11 @@ def test_tokens_of_a_chunk(vocabulary):
 
 def test_sampled_tokens_depend_on_the_noise_alone(case):
     made = make(case, temperature=5.0)
-    one, again = chunk(made, case), chunk(made, case)
-    np.testing.assert_array_equal(one, again)
+    first, again = chunk(made, case), chunk(made, case)
+    np.testing.assert_array_equal(first, again)
     other = made.chunk(observation(case["inputs"], "now"), TASKS, Noise(1, 0, torch.arange(BATCH)))
-    assert not np.array_equal(one, other)
-    assert not np.array_equal(one, chunk(make(case), case))
+    assert not np.array_equal(first, other)
+    assert not np.array_equal(first, chunk(make(case), case))
 
 
 def test_the_loss_of_a_sample_does_not_depend_on_the_others(case):
@@ -269,14 +269,14 @@ def test_the_step_reads_what_lerobot_saves_and_rehearses_without_files(case, tmp
     theirs = {"trust_remote_code": True, "max_action_tokens": 40, "action_tokenizer_name": "x/y"}
     step = TokenizeActions.from_config(theirs)
     assert step.fast_skip_tokens == 128
-    given = {"action": torch.empty(2, 6, 3, device="meta")}
-    assert step.rehearse(given)[ACTION_TOKENS].shape == (2, 40)
+    actions = {"action": torch.empty(2, 6, 3, device="meta")}
+    assert step.rehearse(actions)[ACTION_TOKENS].shape == (2, 40)
     observed = {"task": ["a"]}
     assert step(observed) is observed  # without actions there is nothing to write
-    own = replace(
+    local_step = replace(
         step,
         action_tokenizer_name=case["settings"]["action_tokenizer_name"],
         paligemma_tokenizer_name=case["settings"]["text_tokenizer_name"],
     )
-    Pipeline(PREPROCESSOR, [own]).save(tmp_path)
-    assert Pipeline.load(tmp_path, PREPROCESSOR).steps[0].config() == own.config()
+    Pipeline(PREPROCESSOR, [local_step]).save(tmp_path)
+    assert Pipeline.load(tmp_path, PREPROCESSOR).steps[0].config() == local_step.config()
