@@ -49,7 +49,7 @@ def filled(folder: Path | None, key: CacheKey = KEY, frames: int = 20, slot: int
 
 def check(cache: FrameCache) -> int:
     """Every frame that is marked is whole; gives how many there are."""
-    ids = np.flatnonzero(cache.have(np.arange(len(cache.planes))))
+    ids = np.flatnonzero(cache.has(np.arange(len(cache.planes))))
     assert (cache.planes[ids] == planes(ids, cache.planes.shape[1])).all()
     return len(ids)
 

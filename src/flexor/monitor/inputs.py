@@ -179,7 +179,7 @@ def _scale(step: Normalize, key: str, mode: str, member: int) -> tuple[np.ndarra
     if not names or key not in step.stats:
         return None
     if isinstance(step, NormalizeByDataset):
-        first, second = (each[member] for each in step.each[key])
+        first, second = (each[member] for each in step.stats_by_dataset[key])
     else:
         first, second = (step.stats[key][name] for name in names)
     low, high = (np.asarray(part.cpu(), np.float64).reshape(-1) for part in (first, second))

@@ -86,15 +86,15 @@ def _check_padding(policy: PolicyConfig, dataset: Dataset) -> None:
     if not isinstance(dataset, MixedDataset):
         return
     for name, setting in ((STATE, "max_state_dim"), (ACTION, "max_action_dim")):
-        if name in dataset.form.padded and not hasattr(policy, setting):
+        if name in dataset.schema.padded and not hasattr(policy, setting):
             raise ConfigError(
-                f"{name} has different lengths in the datasets ({dataset.form.padded[name]}), and policy.type="
+                f"{name} has different lengths in the datasets ({dataset.schema.padded[name]}), and policy.type="
                 f"{policy.type} supports only one. Policies that pad them are pi0, pi05, pi0_fast and smolvla."
             )
-    if dataset.form.blank and not policy.reads_camera_masks:
+    if dataset.schema.blank and not policy.reads_camera_masks:
         log.warning(
             "policy.type=%s does not ignore missing cameras: it gets black images of %s",
-            *(policy.type, ", ".join(dataset.form.blank)),
+            *(policy.type, ", ".join(dataset.schema.blank)),
         )
 
 

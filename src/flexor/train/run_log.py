@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from flexor.core.batch import Batch
 from flexor.core.log import log
-from flexor.data.loader.loader import TROUBLES, Loader
+from flexor.data.loader.loader import PROBLEMS, Loader
 from flexor.monitor.meters import Meters, as_json
 from flexor.monitor.system import Sampler, sampler_for, this_process
 from flexor.monitor.system_file import over_hosts
@@ -80,8 +80,8 @@ class RunLog:
         """Of all ranks, and what went wrong with the data."""
         state, loader = self.state, self.loader
         loader.dataset.store.repeats.tell()
-        found = state.engine.processes.gather((loader.troubles(), self.sampler.take()))
-        counts = {name: sum(told.get(name, 0) for told, _ in found) for name in TROUBLES}
+        found = state.engine.processes.gather((loader.problem_counts(), self.sampler.take()))
+        counts = {name: sum(told.get(name, 0) for told, _ in found) for name in PROBLEMS}
         counts["skipped_episodes"] = len(loader.dataset.skipped)
         troubles = {name: count for name, count in counts.items() if count}
         values: dict[str, Any] = {
@@ -95,7 +95,7 @@ class RunLog:
         system = over_hosts([sampled for _, sampled in found])
         if system:
             values["system"] = system
-        seen = loader.seen(state.step)
+        seen = loader.progress(state.step)
         if seen:
             values["datasets"] = {name: counts._asdict() for name, counts in seen.items()}
         return values, troubles

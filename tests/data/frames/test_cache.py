@@ -46,9 +46,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def test_frames_come_back(folder):
     cache = open_cache(folder)
-    assert cache.count == 0 and not cache.complete and not cache.have(np.arange(20)).any()
+    assert cache.count == 0 and not cache.complete and not cache.has(np.arange(20)).any()
     cache.put(np.array([3, 19, 0]), planes([3, 19, 0]))
-    assert np.flatnonzero(cache.have(np.arange(20))).tolist() == [0, 3, 19]
+    assert np.flatnonzero(cache.has(np.arange(20))).tolist() == [0, 3, 19]
     assert (cache.view(19) == planes([19])[0]).all()
     cache.close()
     again = open_cache(folder)
@@ -83,7 +83,7 @@ def test_any_history(tmp_path_factory, history):
         if reopen:
             cache.close()
             cache = open_cache(folder)
-        assert np.flatnonzero(cache.have(np.arange(20))).tolist() == sorted(put)
+        assert np.flatnonzero(cache.has(np.arange(20))).tolist() == sorted(put)
         check(cache)
     cache.close()
 
@@ -96,7 +96,7 @@ def test_jpeg(folder, tier, monkeypatch, tmp_path):
     cache = open_cache(folder if tier == "disk" else None, key)
     ids = np.arange(0, 20, 2)
     cache.put(ids, [jpeg(i) for i in ids])
-    assert cache.count == 10 and not cache.have(np.array([1]))[0]
+    assert cache.count == 10 and not cache.has(np.array([1]))[0]
     assert [cache.view(i).tobytes() for i in ids] == [jpeg(i) for i in ids]
     cache.close()
     if tier == "disk":
@@ -135,7 +135,7 @@ def test_what_is_marked_can_be_read_at_once(folder):
     writer = threading.Thread(target=cache.put, args=(np.arange(40), content))
     writer.start()
     for frame in range(40):
-        while not cache.have(np.array([frame]))[0]:
+        while not cache.has(np.array([frame]))[0]:
             assert writer.is_alive() or cache.complete
         assert (cache.view(frame) == content[frame]).all()
     writer.join()
@@ -201,7 +201,7 @@ def test_marks_of_another_boot_count_only_if_synced(folder, monkeypatch):
     assert open_cache(folder).count == 9
     monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
     again = open_cache(folder)
-    assert np.flatnonzero(again.have(np.arange(20))).tolist() == [0, 1, 2, 3, 4]
+    assert np.flatnonzero(again.has(np.arange(20))).tolist() == [0, 1, 2, 3, 4]
     again.put(np.arange(20), planes(range(20)))
     again.close()
     monkeypatch.setattr(cache_files, "boot_id", lambda: "a third")
@@ -224,7 +224,7 @@ def test_in_use_on_another_machine(folder, monkeypatch, log_lines):
     cache.sync()
     monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
     guest = open_cache(folder)
-    assert guest.complete and not guest.keeping and "another machine" in log_lines[0]
+    assert guest.complete and not guest.accepting and "another machine" in log_lines[0]
     guest.put(np.array([1]), planes([1]))
     guest.close()
     assert check(cache) == 20
@@ -315,7 +315,7 @@ def test_a_damaged_frame_is_forgotten(folder, damage, log_lines):
     good = cache.gather(np.arange(20), out)
     assert np.flatnonzero(~good).tolist() == [7] and (out[good] == planes(np.flatnonzero(good))).all()
     for each in (cache, other):  # for all processes
-        assert np.flatnonzero(~each.have(np.arange(20))).tolist() == [7] and each.view(7) is None
+        assert np.flatnonzero(~each.has(np.arange(20))).tolist() == [7] and each.view(7) is None
     assert len(log_lines) == 1 and "damaged" in log_lines[0] and KEY.folder_name in log_lines[0]
     cache.put(np.array([7]), planes([7]))
     for each in (cache, other):
@@ -333,7 +333,7 @@ def test_a_damaged_frame_is_forgotten_by_view(folder):
     filled(folder).close()
     flip(folder / KEY.folder_name / "data", 3 * SLOT)
     cache = open_cache(folder)
-    assert cache.view(3) is None and not cache.have(np.array([3]))[0]
+    assert cache.view(3) is None and not cache.has(np.array([3]))[0]
     assert (cache.view(4) == planes([4])[0]).all()
 
 
@@ -346,7 +346,7 @@ def test_a_damaged_jpeg_is_forgotten(folder, file):
     cache.close()
     flip(folder / key.folder_name / file, {"data": 5 * stride, "sizes": 4 * 5, "sums": 8 * 5}[file])
     again = open_cache(folder, key)
-    assert again.view(5) is None and not again.have(np.array([5]))[0]
+    assert again.view(5) is None and not again.has(np.array([5]))[0]
     assert again.view(6).tobytes() == jpeg(6)
 
 
@@ -354,7 +354,7 @@ def test_a_mark_without_a_frame_is_not_believed(folder):
     open_cache(folder).close()
     flip(folder / KEY.folder_name / "ready", 9)
     cache = open_cache(folder)
-    assert cache.have(np.array([9]))[0] and cache.view(9) is None and not cache.have(np.array([9]))[0]
+    assert cache.has(np.array([9]))[0] and cache.view(9) is None and not cache.has(np.array([9]))[0]
 
 
 def test_a_frame_is_checked_once(folder, monkeypatch):
@@ -371,7 +371,7 @@ def test_damage_is_forgotten_in_a_cache_that_another_machine_fills(folder, monke
     monkeypatch.setattr(cache_files, "boot_id", lambda: "another")
     guest = open_cache(folder)
     flip(folder / KEY.folder_name / "data", 3 * SLOT)
-    assert guest.view(3) is None and np.flatnonzero(~guest.have(np.arange(20))).tolist() == [3]
+    assert guest.view(3) is None and np.flatnonzero(~guest.has(np.arange(20))).tolist() == [3]
 
 
 def truncate_in_use(folder: Path, shared_memory: Path, name: str, jpegs: bool) -> None:
@@ -390,7 +390,7 @@ def truncate_in_use(folder: Path, shared_memory: Path, name: str, jpegs: bool) -
             view = cache.view(frame)
             assert view is None or (view == content[frame]).all() or not cache.intact()
         cache.put(np.arange(40, 50), [row.tobytes() for row in content[40:]] if jpegs else content[40:])
-    assert name == "sums" or not cache.have(np.array([39]))[0]  # its checksums are known to be right
+    assert name == "sums" or not cache.has(np.array([39]))[0]  # its checksums are known to be right
     cache.close()
     again = open_cache(folder, key, frames=50, slot=20_000)  # made anew
     again.put(np.arange(50), [row.tobytes() for row in content] if jpegs else content)
@@ -432,7 +432,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 def test_full_disk(small_disk, log_lines):
     cache = filled(small_disk, frames=100, slot=200_000)
     kept = check(cache)
-    assert 35 <= kept <= 41 and not cache.keeping
+    assert 35 <= kept <= 41 and not cache.accepting
     assert len(log_lines) == 1 and "No space left" in log_lines[0]
     cache.put(np.arange(100), planes(range(100), 200_000))
     assert check(cache) == kept and len(log_lines) == 1
@@ -447,7 +447,7 @@ def test_a_cache_leaves_room_for_others(small_disk, monkeypatch, log_lines):
     monkeypatch.setattr(cache_module, "LOOK_EVERY", 1)
     cache = filled(small_disk, frames=100, slot=200_000)
     disk = os.statvfs(small_disk)
-    assert not cache.keeping and "No space left" in log_lines[0]
+    assert not cache.accepting and "No space left" in log_lines[0]
     assert disk.f_bavail >= disk.f_blocks // 20 - 200_000 // disk.f_frsize > 0
 
 
@@ -459,7 +459,7 @@ def test_a_file_that_may_not_grow(folder, log_lines):
         cache.put(np.arange(20), planes(range(20), 10_000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert check(cache) == 5 and not cache.keeping and "File too large" in log_lines[0]
+    assert check(cache) == 5 and not cache.accepting and "File too large" in log_lines[0]
 
 
 def test_a_folder_that_cannot_be(tmp_path):
@@ -512,7 +512,7 @@ def test_no_room_in_shared_memory(small_disk, monkeypatch):
     assert len(shared()) == 1
     other = filled(None, CacheKey("f1", "wrist", None), frames=30, slot=200_000)
     assert len(shared()) == 1  # what the first will need is spoken for
-    assert other.keeping and check(other) == 30
+    assert other.accepting and check(other) == 30
     first.put(np.arange(30), planes(range(30), 200_000))
     assert check(first) == 30
 

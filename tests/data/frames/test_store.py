@@ -49,7 +49,7 @@ class Memory:
     def __init__(self):
         self.frames = {}
 
-    def have(self, ids):
+    def has(self, ids):
         return np.array([i in self.frames for i in ids.tolist()], bool)
 
     def view(self, frame):
@@ -82,7 +82,7 @@ def test_a_kept_frame_is_not_decoded():
     before = [list(clip.decoded) for clip in frames.clips.values()]
     assert frames.get("cam", IDS[:-1])[:, 0, 0, 0].tolist() == VALUES[:-1]
     assert [clip.decoded for clip in frames.clips.values()] == before
-    assert frames.kept("cam", np.arange(12)).tolist() == [False] * 3 + [True] * 9
+    assert frames.is_cached("cam", np.arange(12)).tolist() == [False] * 3 + [True] * 9
 
 
 def test_filling_goes_on_where_it_stopped_and_counts_what_is_broken():
@@ -91,7 +91,7 @@ def test_filling_goes_on_where_it_stopped_and_counts_what_is_broken():
     fill_cache(frames, ["cam"], np.arange(5), workers=1)
     seen = []
     assert fill_cache(frames, ["cam"], np.arange(12), 2, lambda *done: seen.append(done)) == {"cam": 1}
-    assert seen[-1] == (7, 7) and frames.kept("cam", np.arange(12)).sum() == 11
+    assert seen[-1] == (7, 7) and frames.is_cached("cam", np.arange(12)).sum() == 11
 
 
 def test_a_broken_frame_is_named():

@@ -43,7 +43,7 @@ def test_kept_frames_are_those_of_the_video(dataset):
     ids = np.arange(len(opened))
     decoded = opened.store.get(CAMERA, ids)
     precache(opened)
-    assert opened.store.kept(CAMERA, ids).all()
+    assert opened.store.is_cached(CAMERA, ids).all()
     assert (opened.store.get(CAMERA, ids) == decoded).all()
 
 

@@ -9,7 +9,7 @@ import torch
 
 from flexor.core.batch import SAMPLE_ID
 from flexor.data.dataset import Dataset, open_dataset
-from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.store import fill_cache
 from flexor.data.loader.loader import Loader
 from flexor.data.loader.open import open_loader
@@ -55,7 +55,8 @@ def loader_of(root, tier: str, deltas: dict, **options) -> Loader:
     if tier == "gpu":  # its memory is the host's here, the rest is the same
         store = dataset.store
         store.caches = {
-            camera: GPUFrames(20, store.frames, store.format(camera).nbytes, CPU) for camera in (TOP, WRIST)
+            camera: GPUFrameCache(20, store.frames, store.format(camera).nbytes, CPU)
+            for camera in (TOP, WRIST)
         }
         ids = np.arange(3, 20)  # the others stay out: they are decoded at every read
         for camera, cache in store.caches.items():
@@ -104,7 +105,7 @@ def test_a_frame_is_staged_once_however_often_it_is_read(root, tier):
     for job in jobs:
         job()
     assert shots.all_cached
-    assert len(staged.host if tier == "ram" else staged.kept) == 6
+    assert len(staged.host if tier == "ram" else staged.cached_rows) == 6
     planes = planes_of(loader.dataset, TOP, ids.ravel())
     assert torch.equal(staged.on(CPU).flatten(0, 1), rgb_on_device(store.format(TOP), planes))
 

@@ -127,7 +127,7 @@ def test_states_of_different_lengths_are_padded(folders):
     assert both.features["observation.state"].shape == (3,)
     assert (both.columns["observation.state"][-10:, 2] == 0).all()
     assert both.stats_of(1)["observation.state"]["std"][2] == 0
-    assert "[3] in other, [2] in short" in both.form.padded["observation.state"]
+    assert "[3] in other, [2] in short" in both.schema.padded["observation.state"]
 
 
 def test_camera_that_one_lacks(folders, caplog):
@@ -183,7 +183,7 @@ def test_frames_are_decoded_once_in_each_epoch_of_each(tier, weights, folders):
         assert torch.equal(batch[TOP], torch.from_numpy(wanted[TOP]))
         for number in batch[DATASET_NUMBER].tolist():
             seen[both.names[number]] += 1
-    told = loader.seen(steps)
+    told = loader.progress(steps)
     assert {name: counts.samples for name, counts in told.items()} == seen
     if weights[0]:
         assert told["sample"].share == pytest.approx(0.75, abs=0.05)
@@ -205,7 +205,7 @@ def test_weights_of_episodes(folders):
     times = torch.bincount(batch["index"], minlength=len(both))
     assert times[7:19].tolist() == [3] * 12
     assert times[:7].tolist() == [1] * 7 and times[19:].tolist() == [1] * 19
-    assert loader.seen(1) == {}  # one dataset
+    assert loader.progress(1) == {}  # one dataset
 
 
 def test_what_differs_shows_in_the_fingerprint_and_the_cache(folders):

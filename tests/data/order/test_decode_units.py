@@ -161,4 +161,4 @@ def test_episodes_shorter_than_their_window():
 def test_pick_follows_the_formula():
     units = Units(*(np.array(x) for x in ([0, 2], [7, 5], [2, 2], [4, 4])))
     assert units.samples(0).tolist() == [0, 1, 4, 5, 8, 9, 12]
-    assert units.pick(np.array([1, 1, 0]), np.array([0, 3, 6])).tolist() == [2, 7, 12]
+    assert units.sample_at(np.array([1, 1, 0]), np.array([0, 3, 6])).tolist() == [2, 7, 12]

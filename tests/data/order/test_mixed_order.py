@@ -32,7 +32,7 @@ def test_every_position_belongs_to_one_part_and_numbers_lead_back(counts, positi
     shares = Shares(counts)
     found = []
     for part in range(len(counts)):
-        first, end = shares.seen(part, position), shares.seen(part, position + length)
+        first, end = shares.count_before(part, position), shares.count_before(part, position + length)
         found.append(shares.position(part, np.arange(first, end)))
         # never far from its share, in any stretch
         assert abs((end - first) - length * counts[part] / sum(counts)) < len(counts) + 1
@@ -64,12 +64,12 @@ def test_each_part_has_each_sample_once_in_each_of_its_epochs(parts, kind, batch
     sizes, counts = zip(*parts)
     order = mixed(sizes, counts, kind)
     steps = 3 * sum(counts) * max(sizes) // batch // min(counts) + 1
-    picks = [order.picks(step * batch, batch) for step in range(min(steps, 60))]
+    picks = [order.select(step * batch, batch) for step in range(min(steps, 60))]
     sample, epoch = (np.concatenate([getattr(p, name) for p in picks]) for name in ("sample", "epoch"))
     first = 0
     for number, size in enumerate(sizes):
         own = (sample >= first) & (sample < first + size)
-        assert own.sum() == order.seen(len(picks) * batch)[number]
+        assert own.sum() == order.counts_before(len(picks) * batch)[number]
         for each in range(own.sum() // size):  # its complete epochs
             assert sorted(sample[own & (epoch == each)]) == [*range(first, first + size)]
         first += size
@@ -80,9 +80,9 @@ def test_each_part_has_each_sample_once_in_each_of_its_epochs(parts, kind, batch
 def test_any_split_of_a_batch_and_any_start_give_the_same_samples(parts, kind, step, ranks, share):
     sizes, counts = zip(*parts)
     batch = ranks * share
-    whole = mixed(sizes, counts, kind).picks(step * batch, batch)
+    whole = mixed(sizes, counts, kind).select(step * batch, batch)
     again = mixed(sizes, counts, kind)
-    again.picks(0, 7)  # what was asked before changes nothing
+    again.select(0, 7)  # what was asked before changes nothing
     assert np.array_equal(again.samples(step * batch, batch), whole.sample)
     assert np.array_equal(np.sort(whole.position), np.arange(step * batch, (step + 1) * batch))
     pieces = np.concatenate([mixed(sizes, counts, kind).samples(step * batch + i, 1) for i in range(batch)])
@@ -96,11 +96,11 @@ def test_pools_say_where_their_samples_come(parts, batch):
     sizes, counts = zip(*parts)
     order = mixed(sizes, counts, "streaming")
     for step in range(5):
-        picks = order.picks(step * batch, batch)
+        picks = order.select(step * batch, batch)
         keys = sorted(zip(picks.lane.tolist(), picks.pool.tolist(), picks.epoch.tolist()))
         for lane, pool, epoch in dict.fromkeys(keys):
             (plan,) = order.pools_of(epoch, [(lane, pool)])
-            at = order.picks(int(plan.position[0]), 1)
+            at = order.select(int(plan.position[0]), 1)
             assert at.sample[0] == plan.sample[0] and at.unit[0] == plan.unit[0]
             here = (picks.lane == lane) & (picks.pool == pool) & (picks.epoch == epoch)
             assert set(picks.position[here].tolist()) <= set(plan.position.tolist())
@@ -108,7 +108,7 @@ def test_pools_say_where_their_samples_come(parts, batch):
 
 def test_weights_decide_how_often():
     order = mixed([30, 30], share_counts([3, 1]), "uniform")
-    assert order.seen(400) == [300, 100]
+    assert order.counts_before(400) == [300, 100]
     assert order.epoch(60) == 1
     with pytest.raises(AssertionError):
         share_counts([1, 0])

@@ -122,7 +122,7 @@ def test_streaming_gives_every_sample_once_per_epoch(units, lanes_and_pool, batc
         end = (epoch + 1) * order.size
         seen = np.concatenate([order.samples(p, min(batch, end - p)) for p in positions])
         assert np.array_equal(np.sort(seen), np.arange(order.size))
-    across = order.picks(order.size - 1, order.size + 1)  # from the end of one epoch through the next
+    across = order.select(order.size - 1, order.size + 1)  # from the end of one epoch through the next
     assert np.array_equal(np.sort(across.sample[across.epoch == 1]), np.arange(order.size))
     assert np.array_equal(np.sort(across.position), np.arange(order.size - 1, 2 * order.size))
 
@@ -133,7 +133,7 @@ def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
     """The loader decodes by pools and delivers by batches: both must tell the same story."""
     lanes, pool = lanes_and_pool
     order = StreamingOrder(units, 7, lanes=lanes, pool=pool)
-    picks = order.picks(epoch * order.size, order.size)
+    picks = order.select(epoch * order.size, order.size)
     pool_of_unit: dict[int, tuple[int, int]] = {}
     for lane in range(lanes):
         of_lane = picks[picks.lane == lane]
@@ -149,7 +149,7 @@ def test_pools_are_what_the_batches_take(units, lanes_and_pool, epoch):
         assert sum(len(plan.sample) for plan in plans) == len(of_lane)
     # A unit is split at the borders of lanes only, and its pieces are the same in every epoch.
     assert len(pool_of_unit) <= len(units.count) + lanes - 1
-    other = order.picks((epoch + 1) * order.size, order.size)
+    other = order.select((epoch + 1) * order.size, order.size)
     same = dict(zip(other.sample.tolist(), zip(other.unit.tolist(), other.lane.tolist())))
     assert same == dict(zip(picks.sample.tolist(), zip(picks.unit.tolist(), picks.lane.tolist())))
 
@@ -161,7 +161,7 @@ def test_ranks_keep_to_their_lanes(world, accumulation):
     order = StreamingOrder(runs([7] * 400), 3, lanes=24, pool=64)
     lanes_of: list[set[int]] = [set() for _ in range(world)]
     for step in range(order.size * 3 // 48):
-        picks = order.picks(step * 48, 48)
+        picks = order.select(step * 48, 48)
         if len(set(picks.epoch.tolist())) > 1:
             continue  # spans the end of an epoch
         micro = 48 // accumulation // world
@@ -178,9 +178,9 @@ def test_streaming_is_a_pure_function_of_the_position(units, lanes_and_pool, ste
     lanes, pool = lanes_and_pool
     order, batch = StreamingOrder(units, 5, lanes=lanes, pool=pool), 32
     starts = [step * batch * 97 for step in steps]  # over many epochs of these small datasets
-    found = [order.picks(start, batch) for start in starts]
+    found = [order.select(start, batch) for start in starts]
     for start, picks in zip(starts[::-1], found[::-1]):
-        again = StreamingOrder(units, 5, lanes=lanes, pool=pool).picks(start, batch)
+        again = StreamingOrder(units, 5, lanes=lanes, pool=pool).select(start, batch)
         for name in ("position", "sample", "epoch", "lane", "pool", "unit"):
             assert np.array_equal(getattr(again, name), getattr(picks, name))
         assert np.array_equal(order.samples(start, batch), picks.sample)
@@ -189,10 +189,10 @@ def test_streaming_is_a_pure_function_of_the_position(units, lanes_and_pool, ste
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097])
 def test_blocks_of_positions_leave_no_seam(size):
     order = StreamingOrder(runs([1] * size), 0, lanes=3, pool=100)
-    whole = order.picks(0, 2 * size + 200)
+    whole = order.select(0, 2 * size + 200)
     by_position = whole.sample[np.argsort(whole.position)]
     for start in (0, size - 1, 2 * size, 2 * size + 136):
-        part = order.picks(start, 64)
+        part = order.select(start, 64)
         assert np.array_equal(part.sample[np.argsort(part.position)], by_position[start : start + 64])
 
 
@@ -210,7 +210,7 @@ def test_seeds_and_epochs_stream_differently():
     assert (order.samples(0, 1000) == order.samples(1000, 1000)).sum() < 40
     assert (order.samples(0, 1000) == other.samples(0, 1000)).sum() < 40
     lane_of, other_lane_of = (
-        p.lane[np.argsort(p.sample)] for p in (order.picks(0, 1000), other.picks(0, 1000))
+        p.lane[np.argsort(p.sample)] for p in (order.select(0, 1000), other.select(0, 1000))
     )
     assert (lane_of == other_lane_of).mean() < 0.4  # a seed deals the units, too
     assert order.epoch(1500) == 1.5
@@ -218,7 +218,7 @@ def test_seeds_and_epochs_stream_differently():
 
 def test_lanes_come_to_their_next_pools_at_different_times():
     order = StreamingOrder(runs([2] * 32_000), 0, lanes=32, pool=200)
-    pools = [order.picks(start, 32).pool for start in range(0, order.size, 32)]
+    pools = [order.select(start, 32).pool for start in range(0, order.size, 32)]
     changes = [int((before != after).sum()) for before, after in pairwise(pools)]
     assert max(changes) <= 6  # of 32
     per_rank = np.add.reduceat(np.array([b != a for b, a in pairwise(pools)]).sum(0), range(0, 32, 8))
@@ -242,7 +242,7 @@ def test_streaming_once_then_uniform(units, batch, position):
     streaming = StreamingOrder(units, 1, lanes=4, pool=50)
     uniform = UniformOrder(units.size, 1)
     order = StreamOnceOrder(streaming, uniform)
-    picks = order.picks(position, batch)
+    picks = order.select(position, batch)
     assert np.array_equal(picks.sample, order.samples(position, batch))
     assert np.array_equal(np.sort(picks.position), np.arange(position, position + batch))
     assert np.array_equal(picks.unit >= 0, picks.epoch == 0)
@@ -324,4 +324,4 @@ def test_blocks_do_not_show(size, count):
     expected = np.concatenate([Permutation(size, "order", 3, epoch)(np.arange(size)) for epoch in epochs])
     for position in positions:
         assert np.array_equal(order.samples(position, count), expected[position : position + count])
-        assert np.array_equal(order.picks(position, count).sample, expected[position : position + count])
+        assert np.array_equal(order.select(position, count).sample, expected[position : position + count])

@@ -35,20 +35,20 @@ class BadEpisodes:
         if self.reasons and on_bad_episode == "raise":
             raise self._refusal()
         if self.reasons:
-            what = f"{len(self.reasons)} episodes can't be read and are skipped"
-            warn_once("%s", with_examples(f"{self.dataset}: {what}:", self._lines()))
+            summary = f"{len(self.reasons)} episodes can't be read and are skipped"
+            warn_once("%s", with_examples(f"{self.dataset}: {summary}:", self._lines()))
 
     def _lines(self) -> list[str]:
         return [f"episode {episode}: {why}" for episode, why in sorted(self.reasons.items())]
 
     def _refusal(self) -> DatasetError:
-        bad, among = len(self.reasons), len(self.selected)
-        what = with_examples(f"{self.dataset}: {bad} of {among} episodes can't be read:", self._lines())
-        more = f"`flexor data check {self.dataset}` shows more."
-        if bad == among:
-            return DatasetError(f"{what}\n{more}")
+        bad, total = len(self.reasons), len(self.selected)
+        summary = with_examples(f"{self.dataset}: {bad} of {total} episodes can't be read:", self._lines())
+        advice = f"`flexor data check {self.dataset}` shows more."
+        if bad == total:
+            return DatasetError(f"{summary}\n{advice}")
         return DatasetError(
-            f"{what}\n{more}\nDownload the files again, or train without these episodes:\n"
+            f"{summary}\n{advice}\nDownload the files again, or train without these episodes:\n"
             f"  --dataset.exclude_episodes={write_episodes(self.reasons)}\n"
             "or skip every episode that can't be read:\n"
             "  --dataset.on_bad_episode=skip"
@@ -99,24 +99,26 @@ def missing_files(
     source: Source, meta: Metadata, cameras: Iterable[str], selected: Iterable[int]
 ) -> dict[int, str]:
     """Episodes with a missing table or video file."""
-    there: dict[str | None, bool] = {}
+    exists: dict[str | None, bool] = {}
 
-    def lacks(file: str | None) -> bool:
-        if file not in there:
-            there[file] = file is not None and source.exists(file)
-        return not there[file]
+    def is_missing(file: str | None) -> bool:
+        if file not in exists:
+            exists[file] = file is not None and source.exists(file)
+        return not exists[file]
 
-    found = {}
+    reasons = {}
     for episode in selected:
         files = {camera: meta.episodes.videos[camera].file[episode] for camera in cameras}
         data_file = meta.episodes.data_file[episode]
-        missing = [name for name in (data_file, *(file for file in files.values() if file)) if lacks(name)]
+        missing = [
+            name for name in (data_file, *(file for file in files.values() if file)) if is_missing(name)
+        ]
         unnamed = [camera for camera, file in files.items() if file is None]
         if missing:
-            found[episode] = f"{missing[0]} is missing"
+            reasons[episode] = f"{missing[0]} is missing"
         elif unnamed:
-            found[episode] = f"the metadata does not name its video file of {unnamed[0]}"
-    return found
+            reasons[episode] = f"the metadata does not name its video file of {unnamed[0]}"
+    return reasons
 
 
 def unreadable_clips(clips: Mapping[tuple[str, int], Clip]) -> dict[int, str]:

@@ -32,9 +32,10 @@ import numpy as np
 from flexor.core.errors import DatasetError
 from flexor.core.log import log
 from flexor.data.frames import cache_files
-from flexor.data.frames.cache_files import CachePlan, Files, is_sound, synced_marks, try_alone
+from flexor.data.frames.cache_files import CachePlan, Files, matches_plan, synced_marks, try_exclusive_lock
 from flexor.data.frames.cache_folders import (
     CacheKey,
+    available_bytes,
     caches_in,
     free_bytes,
     guard,
@@ -42,7 +43,6 @@ from flexor.data.frames.cache_folders import (
     in_use,
     ram_folder,
     read_header,
-    room,
 )
 from flexor.data.frames.checksum import checksums
 from flexor.data.frames.mapped_file import MappedFile
@@ -66,7 +66,7 @@ class CacheArrays(NamedTuple):
 class FrameCache:
     """All frames of one camera of one dataset with one setting. Safe to use from several threads and processes.
 
-    `planes` [frames, slot] is the mapping itself; only read rows for which `have` is true. `keeping` becomes False
+    `planes` [frames, slot] is the mapping itself; only read rows for which `has` is true. `accepting` becomes False
     when there is no space for more frames. Frames are JPEGs if `jpeg`.
     """
 
@@ -78,7 +78,7 @@ class FrameCache:
     ):
         self.planes = arrays.planes
         self.jpeg = arrays.sizes is not None
-        self.keeping = True
+        self.accepting = True
         self.folder = files.cache if files else None  # None: this process's own memory
         self.lost = False  # its files were truncated: nothing in it is used any more
         self._ready, self._sizes, self._sums = arrays.ready, arrays.sizes, arrays.sums
@@ -105,8 +105,8 @@ class FrameCache:
     ) -> FrameCache:
         """The cache of `frames` frames of `slot` bytes each (for JPEG: their raw size).
 
-        It is stored in `folder`. Without a folder it is in RAM: in shared memory if that has enough room, else
-        in this process's own memory. `layout` describes the memory layout of a frame, as plain JSON data.
+        It is stored in `folder`. Without a folder it is in RAM: in shared memory if there is enough of it, else in
+        this process's own memory. `layout` describes the memory layout of a frame, as plain JSON data.
         `expected` is how many bytes will be stored, if less than all frames at full size.
         """
         assert frames > 0 and slot > 0
@@ -119,7 +119,7 @@ class FrameCache:
             with guard(folder) as discard:
                 if in_ram:
                     _sweep(folder, key, discard)
-                    if not (folder / key.folder_name).exists() and plan.expected > room(folder):
+                    if not (folder / key.folder_name).exists() and plan.expected > available_bytes(folder):
                         return _in_own_memory(plan)
                 return _open_files(folder / key.folder_name, plan, in_ram)
         except OSError as error:
@@ -137,7 +137,7 @@ class FrameCache:
     def complete(self) -> bool:
         return self.count == len(self._ready)
 
-    def have(self, ids: np.ndarray) -> np.ndarray:
+    def has(self, ids: np.ndarray) -> np.ndarray:
         """Which frames are cached, bool [n]."""
         return np.zeros(len(ids), bool) if self.lost else self._ready[ids] != 0
 
@@ -184,7 +184,7 @@ class FrameCache:
             return True
         with self._once:
             if not self.lost:
-                self.lost, self.keeping = True, False
+                self.lost, self.accepting = True, False
                 log.warning(
                     "the frame cache %s was truncated by another program: its frames are decoded again, and no more "
                     "are cached in this run",
@@ -223,7 +223,7 @@ class FrameCache:
                 self._files
             )  # a reference, so that the descriptors stay open after a close() by another thread
             # a write to a file that was truncated would fill it up with zeros
-            if not self.keeping or not self.intact():
+            if not self.accepting or not self.intact():
                 return
             if files is None:
                 self._write_to_memory(frame, content)
@@ -261,7 +261,7 @@ class FrameCache:
     def close(self) -> None:
         """Sync and close; views stay valid. The last process that closes a cache in RAM deletes its frames."""
         self.sync()
-        self.keeping = False
+        self.accepting = False
         self._files = None
         if self._leave is not None:
             self._leave()
@@ -282,9 +282,9 @@ class FrameCache:
     def _stop(self, error: OSError, files: Files) -> None:
         """Stop caching new frames; cached frames stay."""
         with self._once:
-            if not self.keeping:
+            if not self.accepting:
                 return
-            self.keeping = False
+            self.accepting = False
         log.warning(
             "%s: %s. %d of %d frames are cached there; the others are decoded at every read",
             files.cache,
@@ -317,10 +317,10 @@ def _open_files(cache: Path, plan: CachePlan, in_ram: bool) -> FrameCache:
     cache.mkdir(exist_ok=True)
     lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        if try_alone(lock):
-            cache_files.put_in_order(cache, plan)
+        if try_exclusive_lock(lock):
+            cache_files.repair_files(cache, plan)
         header = read_header(cache)
-        if header is None or not is_sound(cache, header, plan):
+        if header is None or not matches_plan(cache, header, plan):
             raise DatasetError(
                 f"the frame cache {cache} is damaged, and another process is using it. Stop that process: Flexor "
                 f"recreates the cache once no process uses it"
@@ -351,7 +351,7 @@ def _map(cache: Path, plan: CachePlan, header: dict[str, Any], lasting: bool) ->
     log.warning("%s is being filled by another machine: this run reads it, but adds no frames to it", cache)
     ready = np.frombuffer(synced_marks(cache, plan.frames), np.uint8)
     opened = FrameCache(arrays._replace(ready=ready), None, maps)
-    opened.keeping, opened.folder = False, cache
+    opened.accepting, opened.folder = False, cache
     return opened
 
 
@@ -362,7 +362,7 @@ def _leave(cache: Path, lock: int, in_ram: bool, owner: int) -> None:
     # Garbage collection may run anywhere, also inside `guard`. The next process that opens a cache cleans up.
     if in_ram and not guarding():
         with suppress(OSError), guard(cache.parent) as discard:
-            if try_alone(lock):
+            if try_exclusive_lock(lock):
                 discard(cache)
     with suppress(OSError):
         os.utime(lock)

@@ -80,7 +80,7 @@ class Files:
             os.close(descriptor)
 
 
-def try_alone(lock: int) -> bool:
+def try_exclusive_lock(lock: int) -> bool:
     """Take a cache's lock exclusively, if no other process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,12 +89,12 @@ def try_alone(lock: int) -> bool:
     return True
 
 
-def put_in_order(cache: Path, plan: CachePlan) -> None:
+def repair_files(cache: Path, plan: CachePlan) -> None:
     """Recreate damaged files and drop marks that may be wrong after a crash. Requires the exclusive lock."""
     header, boot = read_header(cache), boot_id()
     for leftover in cache.glob("*.partial"):
         leftover.unlink()
-    if header is None or not is_sound(cache, header, plan):
+    if header is None or not matches_plan(cache, header, plan):
         for path in cache.iterdir():
             if path.name != "lock":
                 path.unlink()
@@ -119,7 +119,7 @@ def write_header(cache: Path, plan: CachePlan, boot: str) -> None:
     replace(cache / "header.json", json.dumps(header).encode())
 
 
-def is_sound(cache: Path, header: dict[str, Any], plan: CachePlan) -> bool:
+def matches_plan(cache: Path, header: dict[str, Any], plan: CachePlan) -> bool:
     """Whether the header and the lengths of the files are as expected."""
     if not {"boot", "expected"} <= header.keys():
         return False

@@ -169,19 +169,19 @@ def free_bytes(folder: Path) -> int:
     return max(disk.f_bavail * disk.f_frsize - reserve, 0)
 
 
-def room(folder: Path) -> int:
+def available_bytes(folder: Path) -> int:
     """Free bytes that are not reserved by caches being filled. Only call it inside `guard`."""
-    spoken_for = sum(max(i.expected - i.nbytes, 0) for i in map(_look, caches_in(folder)) if i.in_use)
-    return max(free_bytes(folder) - spoken_for, 0)
+    reserved = sum(max(i.expected - i.nbytes, 0) for i in map(_inspect, caches_in(folder)) if i.in_use)
+    return max(free_bytes(folder) - reserved, 0)
 
 
 def list_caches() -> list[CacheInfo]:
     """All caches on disk and in RAM, the most recently used first."""
-    found = []
+    infos = []
     for folder in _folders():
         with guard(folder):
-            found += [_look(cache) for cache in caches_in(folder)]
-    return sorted(found, key=lambda info: -info.last_used)
+            infos += [_inspect(cache) for cache in caches_in(folder)]
+    return sorted(infos, key=lambda info: -info.last_used)
 
 
 def prune(
@@ -202,42 +202,42 @@ def prune(
         with guard(folder) as discard:
             for leftover in folder.glob(f"{_REMOVING}*"):
                 discard(leftover)
-            infos = sorted(map(_look, caches_in(folder)), key=lambda info: info.last_used)
+            infos = sorted(map(_inspect, caches_in(folder)), key=lambda info: info.last_used)
             total = sum(info.nbytes for info in infos)
             for info in infos:
-                asked = dataset in (None, info.dataset) and (
+                selected = dataset in (None, info.dataset) and (
                     everything
                     or (older_than is not None and time.time() - info.last_used > older_than)
                     or (limit_bytes is not None and total > limit_bytes)
                 )
-                if not info.in_use and (asked or info.broken):
+                if not info.in_use and (selected or info.broken):
                     discard(info.folder)
                     removed.append(info)
                     total -= info.nbytes
     return removed
 
 
-def make_room(folder: Path, wanted: Mapping[CacheKey, int], limit: int) -> bool:
+def make_room(folder: Path, sizes: Mapping[CacheKey, int], limit: int) -> bool:
     """Whether these caches (bytes of each when full) fit the folder's limit and its disk.
 
     Unused caches are removed to make space, the least recently used first. If that would not be enough, none
     is removed.
     """
     with guard(folder) as discard:
-        names = {key.folder_name for key in wanted}
-        infos = sorted(map(_look, caches_in(folder)), key=lambda info: info.last_used)
-        own = [info for info in infos if info.folder.name in names]
-        staying = [info for info in infos if info.in_use and info not in own]
-        unused = [info for info in infos if not info.in_use and info not in own]
-        need = sum(wanted.values())
-        free = free_bytes(folder) + sum(info.nbytes for info in own)
-        free -= sum(max(info.expected - info.nbytes, 0) for info in staying)
-        within = limit - sum(max(info.expected, info.nbytes) for info in staying)
+        names = {key.folder_name for key in sizes}
+        infos = sorted(map(_inspect, caches_in(folder)), key=lambda info: info.last_used)
+        requested = [info for info in infos if info.folder.name in names]
+        in_use_infos = [info for info in infos if info.in_use and info not in requested]
+        unused = [info for info in infos if not info.in_use and info not in requested]
+        need = sum(sizes.values())
+        free = free_bytes(folder) + sum(info.nbytes for info in requested)
+        free -= sum(max(info.expected - info.nbytes, 0) for info in in_use_infos)
+        budget = limit - sum(max(info.expected, info.nbytes) for info in in_use_infos)
         reclaimable = sum(info.nbytes for info in unused)
-        if need > min(within, free + reclaimable):
+        if need > min(budget, free + reclaimable):
             return False
         for info in unused:
-            if need <= min(within - reclaimable, free):
+            if need <= min(budget - reclaimable, free):
                 break
             discard(info.folder)
             reclaimable -= info.nbytes
@@ -256,9 +256,9 @@ def render(infos: list[CacheInfo]) -> str:
         size = "x".join(map(str, info.size)) if info.size else "native"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(info.last_used))
         state = "in use" if info.in_use else "broken" if info.broken else ""
-        kept = f"{info.ready} of {info.frames}"
+        filled = f"{info.ready} of {info.frames}"
         form = "raw" if info.jpeg is None else "jpeg"
-        cells = ["?", "?", "?", "?", "?"] if info.broken else [info.dataset, info.camera, size, form, kept]
+        cells = ["?", "?", "?", "?", "?"] if info.broken else [info.dataset, info.camera, size, form, filled]
         rows.append([*cells, f"{info.nbytes / 1e9:.3f}", when, state, info.folder])
     total = sum(info.nbytes for info in infos)
     return f"{table(rows)}\n{len(infos)} caches, {total / 1e9:.3f} GB"
@@ -269,9 +269,9 @@ def _folders() -> list[Path]:
     return [folder for folder in folders if folder.is_dir() and folder.stat().st_uid == os.getuid()]
 
 
-def _look(cache: Path) -> CacheInfo:
+def _inspect(cache: Path) -> CacheInfo:
     """Describe one cache. Only call it inside `guard`."""
-    header, used = read_header(cache), in_use(cache)
+    header, is_used = read_header(cache), in_use(cache)
     nbytes, last_used = 0, cache.stat().st_mtime
     for path in cache.iterdir():
         with suppress(FileNotFoundError):  # its users write files under a temporary name and rename them
@@ -279,12 +279,12 @@ def _look(cache: Path) -> CacheInfo:
             nbytes += status.st_blocks * 512
             last_used = status.st_mtime if path.name == "lock" else last_used
     if header is None or header.get("version") != VERSION:  # nobody reads one of an earlier version any more
-        return CacheInfo(cache, used, nbytes, last_used, broken=True)
+        return CacheInfo(cache, is_used, nbytes, last_used, broken=True)
     try:
         key, frames = header["key"], header["frames"]
         ready = frames - (cache / "ready").read_bytes().count(0)
         size = tuple(key["size"]) if key["size"] else None
         facts = (header["dataset"], key["camera"], size, key["jpeg"], frames, ready, header["expected"])
     except (OSError, KeyError, TypeError):
-        return CacheInfo(cache, used, nbytes, last_used, broken=True)
-    return CacheInfo(cache, used, nbytes, last_used, *facts)
+        return CacheInfo(cache, is_used, nbytes, last_used, broken=True)
+    return CacheInfo(cache, is_used, nbytes, last_used, *facts)

@@ -21,15 +21,15 @@ def checksums(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Of the frames `ids` [n], whose bytes are uint8 [n, size]. It depends on the id: no frame passes for another."""
     count, size = rows.shape
     blocks = size // (BLOCK * WORD.itemsize)
-    whole = blocks * BLOCK * WORD.itemsize
+    full_bytes = blocks * BLOCK * WORD.itemsize
     rest = np.zeros((count, BLOCK * WORD.itemsize), np.uint8)
-    rest[:, : size - whole] = rows[:, whole:]
+    rest[:, : size - full_bytes] = rows[:, full_bytes:]
     sums = np.empty((count, blocks + 1), WORD)
-    rows[:, :whole].view(WORD).reshape(count, blocks, BLOCK).sum(axis=2, out=sums[:, :blocks])
+    rows[:, :full_bytes].view(WORD).reshape(count, blocks, BLOCK).sum(axis=2, out=sums[:, :blocks])
     np.einsum("ij,j->i", rest.view(WORD), _keys(BLOCK), out=sums[:, blocks])
     with np.errstate(over="ignore"):  # numbers of 64 bits wrap
-        named = (ids.astype(np.uint64) + np.uint64(1)) * _IDS + np.uint64(size) * _SIZES
-        return np.einsum("ij,j->i", sums, _keys(blocks + 1)) + named
+        salt = (ids.astype(np.uint64) + np.uint64(1)) * _IDS + np.uint64(size) * _SIZES
+        return np.einsum("ij,j->i", sums, _keys(blocks + 1)) + salt
 
 
 @lru_cache(maxsize=8)

@@ -218,8 +218,8 @@ class ImageClip:
                 sink(i, image_frame(data or b"", self.feature))
             except (av.FFmpegError, ValueError) as error:
                 kinds = "PNG or JPEG" if self.feature.depth is None else "depth map"
-                what = f"not a {kinds} ({error})" if data else "the image is missing"
-                bad[i] = f"row {row}: {what}"
+                problem = f"not a {kinds} ({error})" if data else "the image is missing"
+                bad[i] = f"row {row}: {problem}"
         return bad
 
 

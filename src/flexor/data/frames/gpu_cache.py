@@ -11,7 +11,7 @@ import torch
 from flexor.data.frames.slots import Slot
 
 
-class GPUFrames:
+class GPUFrameCache:
     """The planes of some frames of a camera, on a GPU. Same interface as `FrameCache`."""
 
     jpeg = False
@@ -24,7 +24,7 @@ class GPUFrames:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
 
-    def have(self, ids: np.ndarray) -> np.ndarray:
+    def has(self, ids: np.ndarray) -> np.ndarray:
         return self._rows[ids] >= 0
 
     def rows(self, ids: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from flexor.core.errors import DatasetError, SourceError
 from flexor.core.log import Repeats
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.clips import Clip, FrameRule, VideoClip
-from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Slot
 from flexor.data.video import nvdec
 from flexor.data.video.decode import Sink, read_ahead
@@ -40,14 +40,14 @@ from flexor.data.video.planes import (
 PROBED = 16  # frames tried to find a camera's format, if the first ones can't be decoded
 
 
-class Keeper(Protocol):
+class CameraCache(Protocol):
     """A cache of one camera's decoded frames: a `FrameCache`, or GPU memory."""
 
     jpeg: bool
 
     @property
     def count(self) -> int: ...
-    def have(self, ids: np.ndarray) -> np.ndarray: ...
+    def has(self, ids: np.ndarray) -> np.ndarray: ...
     def view(self, frame: int) -> np.ndarray | None: ...
     def put(self, ids: np.ndarray, frames: Sequence[Any]) -> None: ...
     def sync(self) -> None: ...
@@ -76,7 +76,7 @@ class FrameStore:
         self.repeats = rule.repeats if rule else Repeats()
         self.depth_unit = depth_unit
         self.rgb = False
-        self.caches: Mapping[str, Keeper] = {}
+        self.caches: Mapping[str, CameraCache] = {}
         self._formats: dict[str, PlaneFormat] = {}
         self._lock = threading.Lock()
 
@@ -92,14 +92,14 @@ class FrameStore:
                 self._formats[camera] = self._probe(camera)
             return self._formats[camera]
 
-    def set_rgb(self, wanted: bool) -> None:
+    def set_rgb(self, rgb: bool) -> None:
         """Whether frames are converted to RGB right after decoding. Training on a CPU needs that, because windows
         would convert the same frame repeatedly. Do not change it while caches are open: they hold frames in the
         old format."""
-        assert not self.caches or wanted == self.rgb
+        assert not self.caches or rgb == self.rgb
         with self._lock:
-            if wanted != self.rgb:
-                self.rgb = wanted
+            if rgb != self.rgb:
+                self.rgb = rgb
                 self._formats.clear()
 
     def get(self, camera: str, ids: np.ndarray) -> np.ndarray:
@@ -110,21 +110,21 @@ class FrameStore:
         format = self.format(camera)
         out = np.empty((len(ids), format.height, format.width, format.channels), format.dtype)
         distinct, slot = np.unique(ids, return_inverse=True)
-        kept = self.kept(camera, distinct)
+        cached = self.is_cached(camera, distinct)
 
-        def show_kept() -> None:
-            for i in np.flatnonzero(kept[slot]):
+        def convert_cached() -> None:
+            for i in np.flatnonzero(cached[slot]):
                 to_rgb(format, self.view(camera, int(ids[i])), out[i])
 
-        self.reading(camera, show_kept)
-        missing = distinct[~kept]
+        self.retry_if_truncated(camera, convert_cached)
+        missing = distinct[~cached]
         planes = np.empty((min(len(missing), 1), format.nbytes), np.uint8)
-        users = {int(frame): np.flatnonzero(ids == frame) for frame in missing}
+        positions = {int(frame): np.flatnonzero(ids == frame) for frame in missing}
 
         def show(i: int) -> None:
-            first, *others = users[int(missing[i])]
+            first, *repeats = positions[int(missing[i])]
             to_rgb(format, planes[0], out[first])
-            out[others] = out[first]
+            out[repeats] = out[first]
 
         bad = self.decode(camera, missing, lambda i: planes[0], show)
         if bad:
@@ -133,13 +133,13 @@ class FrameStore:
         self.repeats.tell()
         return out
 
-    def kept(self, camera: str, ids: np.ndarray) -> np.ndarray:
+    def is_cached(self, camera: str, ids: np.ndarray) -> np.ndarray:
         """Which of these frames need no decoding. bool [n]"""
         cache = self.caches.get(camera)
-        return np.zeros(len(ids), bool) if cache is None else cache.have(ids)
+        return np.zeros(len(ids), bool) if cache is None else cache.has(ids)
 
     def view(self, camera: str, frame: int) -> np.ndarray:
-        """The planes of a cached frame, uint8 [nbytes]; read-only. Use it inside `reading`."""
+        """The planes of a cached frame, uint8 [nbytes]; read-only. Use it inside `retry_if_truncated`."""
         cache, format = self.caches[camera], self.format(camera)
         data = cache.view(frame)
         if data is not None and not cache.jpeg:
@@ -164,7 +164,7 @@ class FrameStore:
         for row, frame in zip(out, ids.tolist()):
             row[:] = self.view(camera, frame)
 
-    def reading(self, camera: str, work: Callable[[], None]) -> None:
+    def retry_if_truncated(self, camera: str, work: Callable[[], None]) -> None:
         """Do work that uses views of cached frames; again, if their file was truncated meanwhile."""
         cache = self.caches.get(camera)
         careful = isinstance(cache, FrameCache) and not cache.lost
@@ -178,9 +178,9 @@ class FrameStore:
         if bad:
             first = min(bad)
             raise DatasetError(f"{self.where(camera, int(ids[first]))}: {bad[first]}")
-        self.keep(camera, ids, list(planes))
+        self.add_to_cache(camera, ids, list(planes))
 
-    def keep(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
+    def add_to_cache(self, camera: str, ids: np.ndarray, planes: Sequence[Slot]) -> None:
         """Cache decoded frames, if there is a cache."""
         cache = self.caches.get(camera)
         if cache is None:
@@ -189,7 +189,7 @@ class FrameStore:
             format = self.format(camera)
             cache.put(ids, [encode_jpeg(format, np.asarray(_on_host(p))) for p in planes])
         else:
-            cache.put(ids, planes if isinstance(cache, GPUFrames) else [_on_host(p) for p in planes])
+            cache.put(ids, planes if isinstance(cache, GPUFrameCache) else [_on_host(p) for p in planes])
 
     def decode(
         self,
@@ -245,20 +245,20 @@ class FrameStore:
     def episode_of(self, ids: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.ends, ids, side="right")
 
-    def first_of(self, episode: int) -> int:
+    def first_frame_of(self, episode: int) -> int:
         """The first frame of an episode."""
         return int(self.ends[episode - 1]) if episode else 0
 
     def where(self, camera: str, frame: int) -> str:
         """The location of a frame, for messages."""
         episode = int(self.episode_of(np.array([frame]))[0])
-        return f"{self.clips[camera, episode].where}, frame {frame - self.first_of(episode)}"
+        return f"{self.clips[camera, episode].where}, frame {frame - self.first_frame_of(episode)}"
 
-    def in_words(self, episode: int) -> str:
+    def describe_episode(self, episode: int) -> str:
         """An episode, for messages."""
         return f"episode {episode}"
 
-    def how_to_exclude(self, episode: int) -> str:
+    def exclusion_hint(self, episode: int) -> str:
         """What leaves out an episode, for messages."""
         return f"--dataset.exclude_episodes={episode}"
 
@@ -274,7 +274,7 @@ class FrameStore:
             episodes.setdefault(episode, []).append(place)
         files: dict[object, tuple[Any, list[np.ndarray], list[int]]] = {}
         for episode, places in episodes.items():
-            clip, frames = self.clips[camera, episode], ids[places] - self.first_of(episode)
+            clip, frames = self.clips[camera, episode], ids[places] - self.first_frame_of(episode)
             try:
                 file, decode, numbers = clip.request(frames)
             except SourceError:
@@ -282,29 +282,32 @@ class FrameStore:
             except DatasetError as error:
                 bad |= dict.fromkeys(places, str(error))
                 continue
-            _, found, at = files.setdefault(file, (decode, [], []))
-            found.append(numbers)
-            at += places
-        return [(decode, np.concatenate(found), at) for decode, found, at in files.values()]
+            _, frame_numbers, positions = files.setdefault(file, (decode, [], []))
+            frame_numbers.append(numbers)
+            positions += places
+        return [
+            (decode, np.concatenate(frame_numbers), positions)
+            for decode, frame_numbers, positions in files.values()
+        ]
 
-    def _format(self, clip: Clip, picture: av.VideoFrame) -> PlaneFormat:
+    def _format(self, clip: Clip, frame: av.VideoFrame) -> PlaneFormat:
         depth = clip.feature.depth
         if depth is None:
-            return format_of(picture)
-        return depth_format(picture, depth.reading(self.depth_unit), coded=clip.feature.is_video)
+            return format_of(frame)
+        return depth_format(frame, depth.reading(self.depth_unit), coded=clip.feature.is_video)
 
     def _probe(self, camera: str) -> PlaneFormat:
         """The format of the first frame that can be decoded; all other frames are converted to it."""
-        reason, found = "it has no frames", []
+        reason, decoded = "it has no frames", []
         for (name, _), clip in self.clips.items():
             if name != camera:
                 continue
             try:
                 for frame in range(min(len(clip.starts()), PROBED)):
                     _, decode, numbers = clip.request(np.array([frame]))
-                    bad = decode(numbers, lambda _, picture: found.append(picture))
-                    if found:
-                        format = self._format(clip, found[0])
+                    bad = decode(numbers, lambda _, picture: decoded.append(picture))
+                    if decoded:
+                        format = self._format(clip, decoded[0])
                         format = resized(format, *self.size) if self.size else format
                         planar = format.layout == "yuv420p"
                         return (
@@ -353,7 +356,7 @@ def fill_cache(
     """Decode every frame of `ids` that is not cached yet, in threads. Returns {camera: number of bad frames}."""
     jobs = []
     for camera in cameras:
-        missing = ids[~store.kept(camera, ids)]
+        missing = ids[~store.is_cached(camera, ids)]
         by_episode = np.split(missing, np.flatnonzero(np.diff(store.episode_of(missing))) + 1)
         jobs += [(camera, part) for part in by_episode if len(part)]
     total, done = sum(len(part) for _, part in jobs), 0
@@ -363,7 +366,7 @@ def fill_cache(
         camera, part = job
         planes = np.empty(store.format(camera).nbytes, np.uint8)
         bad = store.decode(
-            camera, part, lambda _: planes, lambda i: store.keep(camera, part[i : i + 1], [planes])
+            camera, part, lambda _: planes, lambda i: store.add_to_cache(camera, part[i : i + 1], [planes])
         )
         return camera, len(part), len(bad)
 

@@ -67,7 +67,7 @@ class Batcher:
         self.accumulation, self.device, self.jobs = accumulation, device, max(1, jobs)
         self.host_steps = host_steps
         self.valid_steps, self.weight_scale = valid_steps, weight_scale
-        self.shots = FrameFinder(dataset.store, on_bad_frame, counters)
+        self.frame_finder = FrameFinder(dataset.store, on_bad_frame, counters)
         self.buffers = Buffers()
         cuda = device is not None and device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
@@ -76,9 +76,9 @@ class Batcher:
 
     def start(self, step: Step) -> list[Job]:
         """Jobs that fill in the images of a step."""
-        order, found = self.shots.find(step)
+        order, frames_of_cameras = self.frame_finder.find(step)
         step.rows = step.rows[order]
-        jobs = [job for shots in found for job in self._fill(step, shots)]
+        jobs = [job for frames in frames_of_cameras for job in self._fill(step, frames)]
         return jobs or [lambda: None]
 
     def finish(self, step: Step) -> list[Batch]:
@@ -92,7 +92,7 @@ class Batcher:
             batch = to_tensors(columns)
             if valid is not None:
                 batch[VALID_STEPS] = valid
-            images = {camera: pictures[number] for camera, pictures in step.pictures.items()}
+            images = {camera: parts[number] for camera, parts in step.images.items()}
             started = work_clock()
             batch = self._process(batch, images, step.number)
             step.processing = step.processing.plus(work_clock().since(started))
@@ -128,40 +128,40 @@ class Batcher:
         assert self.device is not None
         return value.on(self.device) if isinstance(value, Staged) else value
 
-    def _fill(self, step: Step, shots: StepFrames) -> list[Job]:
-        camera, samples = shots.camera, np.arange(len(shots.ids))
+    def _fill(self, step: Step, frames: StepFrames) -> list[Job]:
+        camera, samples = frames.camera, np.arange(len(frames.ids))
         if self.stager is None:
-            return self._fill_on_cpu(step, shots, samples)
-        step.pictures[camera], jobs = [], []
+            return self._fill_on_cpu(step, frames, samples)
+        step.images[camera], jobs = [], []
         for part in samples.reshape(self.accumulation, -1):
-            staged, more = self.stager.stage(shots, part)
+            staged, copies = self.stager.stage(frames, part)
             if camera not in self.deltas:
                 staged.index = staged.index[:, 0]
-            step.pictures[camera].append(staged)
-            jobs += more
+            step.images[camera].append(staged)
+            jobs += copies
         return jobs
 
-    def _fill_on_cpu(self, step: Step, shots: StepFrames, samples: np.ndarray) -> list[Job]:
-        format = self.dataset.store.format(shots.camera)
-        shape = (*shots.ids.shape, format.height, format.width, format.channels)
+    def _fill_on_cpu(self, step: Step, frames: StepFrames, samples: np.ndarray) -> list[Job]:
+        format = self.dataset.store.format(frames.camera)
+        shape = (*frames.ids.shape, format.height, format.width, format.channels)
         pixels = self.buffers.take(shape, format.dtype)
-        pictures = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
-        pictures = pictures if shots.camera in self.deltas else pictures[:, 0]
-        step.pictures[shots.camera] = list(pictures.chunk(self.accumulation))
+        images = torch.from_numpy(pixels).movedim(-1, -3)  # [b, T, C, H, W]
+        images = images if frames.camera in self.deltas else images[:, 0]
+        step.images[frames.camera] = list(images.chunk(self.accumulation))
         parts = np.array_split(samples, min(self.jobs, len(samples)))
-        convert = [partial(self._convert, shots, part, pixels) for part in parts]
-        return [partial(self.dataset.store.reading, shots.camera, job) for job in convert]
+        convert = [partial(self._convert, frames, part, pixels) for part in parts]
+        return [partial(self.dataset.store.retry_if_truncated, frames.camera, job) for job in convert]
 
-    def _convert(self, shots: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
-        format = self.dataset.store.format(shots.camera)
+    def _convert(self, frames: StepFrames, samples: np.ndarray, out: np.ndarray) -> None:
+        format = self.dataset.store.format(frames.camera)
         for i in samples.tolist():
-            seen: dict[int, int] = {}  # padding repeats a frame
-            for t, frame in enumerate(shots.ids[i].tolist()):
-                if frame in seen and (i, t) not in shots.stand_ins:
-                    out[i, t] = out[i, seen[frame]]
+            converted: dict[int, int] = {}  # padding repeats a frame
+            for t, frame in enumerate(frames.ids[i].tolist()):
+                if frame in converted and (i, t) not in frames.replacements:
+                    out[i, t] = out[i, converted[frame]]
                     continue
-                to_rgb(format, np.asarray(shots.planes(self.dataset.store, i, t)), out[i, t])
-                seen[frame] = t
+                to_rgb(format, np.asarray(frames.planes(self.dataset.store, i, t)), out[i, t])
+                converted[frame] = t
 
 
 def to_tensors(batch: Mapping[str, Any]) -> Batch:
@@ -172,8 +172,8 @@ def to_tensors(batch: Mapping[str, Any]) -> Batch:
 def packed(batch: Batch) -> Batch:
     """Tensors in one piece, for a GPU; everything else unchanged."""
     tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
-    others = {key: value for key, value in batch.items() if key not in tensors}
-    return {COLUMNS: pack(tensors), **others}
+    rest = {key: value for key, value in batch.items() if key not in tensors}
+    return {COLUMNS: pack(tensors), **rest}
 
 
 def _is_numeric(value: Any) -> bool:

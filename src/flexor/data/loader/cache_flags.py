@@ -46,21 +46,23 @@ def check(parsed: argparse.Namespace) -> None:
         "a dataset": ("size", "format", "cameras", "workers"),
         "--prune": ("older_than", "to", "dataset", "all"),
     }
-    chosen = "--prune" if parsed.prune else "--list" if parsed.list else "a dataset"
+    selected = "--prune" if parsed.prune else "--list" if parsed.list else "a dataset"
     for job, names in flags.items():
         for name in names:
-            if job != chosen and getattr(parsed, name) not in (None, False):
-                raise ConfigError(f"--{name.replace('_', '-')} is only valid with {job}, not with {chosen}.")
+            if job != selected and getattr(parsed, name) not in (None, False):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is only valid with {job}, not with {selected}."
+                )
 
 
 def _amount(**units: int) -> Callable[[str], int]:
     """Reads a number with a unit, such as 30d."""
 
     def read(text: str) -> int:
-        found = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
-        if not found:
+        match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
+        if not match:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number followed by {' or '.join(units)}")
-        return int(float(found[1]) * units[found[2]])
+        return int(float(match[1]) * units[match[2]])
 
     return read
 

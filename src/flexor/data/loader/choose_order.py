@@ -34,7 +34,7 @@ KINDS: dict[str, Any] = {
     "gpu": "resident",
 }
 LEAST_POOL, MOST_POOL = 256 << 20, 2_000_000_000  # bytes, unless pool_gb is given
-UNITS_WANTED = 4  # units in the pool per sample of a batch: shuffles almost as well as a uniform order
+TARGET_UNITS = 4  # units in the pool per sample of a batch: shuffles almost as well as a uniform order
 UNITS_PER_LANE = 2  # minimum in the pool at a time
 LANE_UNITS = 20  # minimum per lane: units at the border of two lanes are decoded twice
 POOL_FILL = 1.25  # planned samples, relative to the pool's capacity: lanes release frames at different times
@@ -57,7 +57,7 @@ def choose_order(
     if order.kind == "auto":
         order.kind = KINDS[tier]
     seeds = [seed] if len(parts) == 1 else [key_of("part", seed, number) for number in range(len(parts))]
-    uniform = [UniformOrder(len(part.samples), own) for part, own in zip(parts, seeds)]
+    uniform = [UniformOrder(len(part.samples), part_seed) for part, part_seed in zip(parts, seeds)]
     if order.kind == "uniform" or not deltas:
         return _joined(dataset, parts, uniform), pool_budget(settings.cache, LEAST_POOL)
     order.unit = order.unit or _least_unit(dataset)
@@ -66,14 +66,15 @@ def choose_order(
     ]
     shares = _shares(parts)
     size = sum(
-        share * bytes_per_sample(part.dataset, own, sample_rows(part.dataset, drop_last_frames), deltas)
-        for part, own, share in zip(parts, units, shares)
+        share
+        * bytes_per_sample(part.dataset, part_units, sample_rows(part.dataset, drop_last_frames), deltas)
+        for part, part_units, share in zip(parts, units, shares)
     )
-    count, samples = sum(map(len, units)), sum(own.size for own in units)
+    count, samples = sum(map(len, units)), sum(part_units.size for part_units in units)
     if order.lanes is None or order.pool is None:
-        pool = pool_budget(settings.cache, UNITS_WANTED * batch * samples / count * size)
-        lanes, held = fit_lanes(batch, samples, count, int(POOL_FILL * pool / size))
-        order.lanes, order.pool = order.lanes or lanes, order.pool or held
+        pool = pool_budget(settings.cache, TARGET_UNITS * batch * samples / count * size)
+        lanes, pool_samples = fit_lanes(batch, samples, count, int(POOL_FILL * pool / size))
+        order.lanes, order.pool = order.lanes or lanes, order.pool or pool_samples
     else:
         pool = pool_budget(settings.cache, order.lanes * order.pool * size / POOL_FILL)
     log.info(
@@ -86,8 +87,10 @@ def choose_order(
         gigabytes(pool),
     )
     orders = [
-        _order_of(order, own, plain, number, _lanes_of(order.lanes, share, own, len(parts)))
-        for own, plain, number, share in zip(units, uniform, seeds, shares)
+        _order_of(
+            order, part_units, uniform_order, part_seed, _lanes_of(order.lanes, share, part_units, len(parts))
+        )
+        for part_units, uniform_order, part_seed, share in zip(units, uniform, seeds, shares)
     ]
     return _joined(dataset, parts, orders), pool
 
@@ -109,18 +112,18 @@ def _parts(dataset: Dataset, drop_last_frames: int) -> list[_Part]:
     mixed = dataset.parts()
     lengths = np.maximum(1, dataset.episodes.length - drop_last_frames)
     episode = np.repeat(dataset.episodes.index, lengths)  # of each sample
-    found = [samples[np.isin(episode, part.episodes)] for part in mixed]
-    drawn = [part.weight * len(own) for part, own in zip(mixed, found)]
+    samples_of_part = [samples[np.isin(episode, part.episodes)] for part in mixed]
+    weighted_sizes = [part.weight * len(numbers) for part, numbers in zip(mixed, samples_of_part)]
     total = dict.fromkeys(range(len(dataset.members)), 0.0)
-    for part, weight in zip(mixed, drawn):
+    for part, weight in zip(mixed, weighted_sizes):
         total[part.member] += weight
-    given = [dataset.members[part.member].weight for part in mixed]
+    shares = [dataset.members[part.member].weight for part in mixed]
     weights = [
         weight if share is None else share * weight / total[part.member]
-        for part, weight, share in zip(mixed, drawn, given)
+        for part, weight, share in zip(mixed, weighted_sizes, shares)
     ]
     views = [dataset] if len(mixed) == 1 else [dataset.select(part.episodes) for part in mixed]
-    return [_Part(view, own, weight) for view, own, weight in zip(views, found, weights)]
+    return [_Part(view, numbers, weight) for view, numbers, weight in zip(views, samples_of_part, weights)]
 
 
 def _shares(parts: list[_Part]) -> list[float]:
@@ -150,11 +153,11 @@ def _order_of(order: OrderConfig, units: Units, uniform: UniformOrder, seed: int
     return streaming
 
 
-def pool_budget(cache: CacheConfig, wanted: float) -> int:
+def pool_budget(cache: CacheConfig, needed: float) -> int:
     """Bytes on this node for frames that wait for their batch: what shuffling needs, within limits."""
     if cache.pool_gb is not None:
         return int(cache.pool_gb * 1e9)
-    return int(min(max(wanted, LEAST_POOL), MOST_POOL, free_memory() / 4))
+    return int(min(max(needed, LEAST_POOL), MOST_POOL, free_memory() / 4))
 
 
 def units_of(
@@ -174,14 +177,14 @@ def units_of(
             return np.arange(episodes.start[i], episodes.end[i])
 
     with ThreadPoolExecutor(INDEXERS, thread_name_prefix="index") as threads:
-        found = {
+        starts_of_camera = {
             camera: np.concatenate(list(threads.map(starts, [(camera, i) for i in range(len(episodes))])))
             for camera in deltas
         }
     store.repeats.tell()
     lengths = np.maximum(1, episodes.length - drop_last_frames)
     return build_units(
-        lengths, list(found.values()), list(deltas.values()), rows=episodes.length, least=least
+        lengths, list(starts_of_camera.values()), list(deltas.values()), rows=episodes.length, least=least
     )
 
 
@@ -196,25 +199,25 @@ def bytes_per_sample(
     dataset: Dataset, units: Units, rows: np.ndarray, deltas: Mapping[str, list[int]]
 ) -> float:
     """Memory of a unit's frames per sample, averaged over some units."""
-    some = np.unique(np.linspace(0, len(units) - 1, 64).astype(int))
+    trial_units = np.unique(np.linspace(0, len(units) - 1, 64).astype(int))
     total = 0
-    for unit in some.tolist():
-        at = rows[units.samples(unit)]
-        which = dataset.episode_of(at)
-        first, last = dataset.episodes.start[which], dataset.episodes.end[which] - 1
+    for unit in trial_units.tolist():
+        unit_rows = rows[units.samples(unit)]
+        episode = dataset.episode_of(unit_rows)
+        first, last = dataset.episodes.start[episode], dataset.episodes.end[episode] - 1
         for camera, steps in deltas.items():
-            window = np.clip(at[:, None] + np.array(steps), first[:, None], last[:, None])
+            window = np.clip(unit_rows[:, None] + np.array(steps), first[:, None], last[:, None])
             total += len(np.unique(window)) * dataset.store.format(camera).nbytes
-    return total / int(units.count[some].sum())
+    return total / int(units.count[trial_units].sum())
 
 
-def fit_lanes(batch: int, samples: int, units: int, room: int) -> tuple[int, int]:
+def fit_lanes(batch: int, samples: int, units: int, capacity: int) -> tuple[int, int]:
     """Lanes, and samples in the pool of each, for `room` samples in memory.
 
     One lane per sample of the batch, so that each batch is spread over the whole dataset; or the largest
     divisor of the batch size that leaves each lane enough units to shuffle.
     """
     size = samples / units
-    most = max(1, min(int(room / size / UNITS_PER_LANE), units // LANE_UNITS))
-    lanes = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= most)
-    return lanes, max(1, min(room, samples) // lanes)
+    max_lanes = max(1, min(int(capacity / size / UNITS_PER_LANE), units // LANE_UNITS))
+    lanes = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max_lanes)
+    return lanes, max(1, min(capacity, samples) // lanes)

@@ -22,16 +22,16 @@ from flexor.data.format.windows import window_rows
 from flexor.data.frames.slots import Pool
 from flexor.data.loader.assemble import Batcher, HostSteps, to_tensors
 from flexor.data.loader.prefetch import Prefetcher
-from flexor.data.loader.step import StepPlanner, Wanted
+from flexor.data.loader.step import RemainingUnit, StepPlanner
 from flexor.data.loader.work_time import work_since
 from flexor.data.mixture.mixed import MixedDataset
 from flexor.data.order.mixed import MixedOrder
-from flexor.data.order.order import Picks, SampleOrder, UniformOrder
+from flexor.data.order.order import SampleOrder, Selection, UniformOrder
 from flexor.data.video.decode import bytes_read
 
 __all__ = ["Loader", "sample_rows", "to_tensors", "valid_steps", "weight_scale"]
 
-TROUBLES = ("bad_frames", "skipped_samples", "substituted_samples")
+PROBLEMS = ("bad_frames", "skipped_samples", "substituted_samples")
 PREFETCH_BYTES = 256 << 20  # limit for assembled batches that wait; one is always allowed
 PREFETCH_STEPS = 8
 DEFAULT_POOL = 1 << 30
@@ -41,7 +41,7 @@ KEPT_POOLS = (
 )
 
 
-class SeenSamples(NamedTuple):
+class DatasetProgress(NamedTuple):
     """How much of a dataset was used so far."""
 
     samples: int
@@ -109,7 +109,7 @@ class Loader(StepPlanner):
         self.tier = tier
         self.before_copy: Callable[[], object] | None = None  # called when a step's batches are here
         self._counters: Counter[str] = Counter()
-        self._told: Counter[str] = Counter()  # what `work` has reported
+        self._reported: Counter[str] = Counter()  # what `work` has reported
         self._syncing: threading.Thread | None = None
         self._pools: dict[tuple, PoolFrames] = {}
 
@@ -168,27 +168,31 @@ class Loader(StepPlanner):
         for cache in caches.values():
             cache.close()
 
-    def seen(self, step: int) -> dict[str, SeenSamples]:
+    def progress(self, step: int) -> dict[str, DatasetProgress]:
         """How much of each dataset was used before a step; empty if there is only one."""
         if not isinstance(self.dataset, MixedDataset) or len(self.dataset.members) == 1:
             return {}
         assert isinstance(self.order, MixedOrder)
         position = step * self.global_batch
         names = self.dataset.names
-        drawn, there = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        samples_used, samples_available = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         members = [part.member for part in self.dataset.parts()]
-        for member, part, count in zip(members, self.order.parts, self.order.seen(position)):
-            drawn[names[member]] += count
-            there[names[member]] += len(part.samples)
+        for member, part, count in zip(members, self.order.parts, self.order.counts_before(position)):
+            samples_used[names[member]] += count
+            samples_available[names[member]] += len(part.samples)
         return {
-            name: SeenSamples(drawn[name], drawn[name] / max(1, position), drawn[name] / there[name])
+            name: DatasetProgress(
+                samples_used[name],
+                samples_used[name] / max(1, position),
+                samples_used[name] / samples_available[name],
+            )
             for name in names
-            if there[name]
+            if samples_available[name]
         }
 
-    def troubles(self) -> dict[str, int]:
+    def problem_counts(self) -> dict[str, int]:
         """Counts of frames that could not be decoded, and of their samples; empty if there are none."""
-        return {name: self._counters[name] for name in TROUBLES if self._counters[name]}
+        return {name: self._counters[name] for name in PROBLEMS if self._counters[name]}
 
     @property
     def decoded_bytes(self) -> int:
@@ -197,9 +201,9 @@ class Loader(StepPlanner):
 
     def work(self) -> dict[str, Any]:
         """What the threads have done since the last call, in thread seconds: a part of each line of the log."""
-        now, before = Counter(self._counters), self._told
+        now, before = Counter(self._counters), self._reported
         now["bytes"] = bytes_read()
-        self._told = now
+        self._reported = now
         cache = {"stream": "none"}.get(self.tier, self.tier)
         return {
             **work_since(now, before),
@@ -211,7 +215,9 @@ class Loader(StepPlanner):
     def counters(self) -> dict[str, Any]:
         """Frames and bytes read so far, and the threads' CPU seconds."""
         count, store = self._counters, self.dataset.store
-        kept = sum(cache.count * store.format(camera).nbytes for camera, cache in store.caches.items())
+        cached_bytes = sum(
+            cache.count * store.format(camera).nbytes for camera, cache in store.caches.items()
+        )
         return {
             "decoded": count["decoded"],
             "delivered": count["delivered"],
@@ -224,7 +230,7 @@ class Loader(StepPlanner):
             "bytes_read": bytes_read(),
             "pool_bytes": self.pool.used,
             "pool_peak_bytes": self.pool.peak,
-            "cache_bytes": kept,
+            "cache_bytes": cached_bytes,
             "decode_s": count["decode_us"] / 1e6,
             "convert_s": count["convert_us"] / 1e6,
         }
@@ -233,30 +239,35 @@ class Loader(StepPlanner):
 
     def plan(self, step: int) -> tuple[np.ndarray, dict[str, np.ndarray], list[tuple | None]]:
         share = self.batch_size * self.accumulation
-        picks = self.order.picks(step * self.global_batch, self.global_batch)
-        picks = picks[self.rank * share : (self.rank + 1) * share]
-        rows = self.rows[picks.sample]
-        return rows, self._frames(rows), self._units(picks)
+        selection = self.order.select(step * self.global_batch, self.global_batch)
+        selection = selection[self.rank * share : (self.rank + 1) * share]
+        rows = self.rows[selection.sample]
+        return rows, self._frames(rows), self._units(selection)
 
-    def _units(self, picks: Picks) -> list[tuple | None]:
-        if not self.cameras or (picks.unit < 0).all():
-            return [None] * len(picks)
-        keys = zip(picks.epoch.tolist(), picks.lane.tolist(), picks.pool.tolist(), picks.unit.tolist())
+    def _units(self, selection: Selection) -> list[tuple | None]:
+        if not self.cameras or (selection.unit < 0).all():
+            return [None] * len(selection)
+        keys = zip(
+            selection.epoch.tolist(),
+            selection.lane.tolist(),
+            selection.pool.tolist(),
+            selection.unit.tolist(),
+        )
         units = [key if key[-1] >= 0 else None for key in keys]
         self._look_up_pools({key[:3] for key in units if key is not None})
         return units
 
-    def unit(self, key: tuple, step: int) -> Wanted:
+    def unit(self, key: tuple, step: int) -> RemainingUnit:
         plan = self._pools[key[:3]]
-        left = plan.of(key[3])
-        left = left[plan.position[left] >= step * self.global_batch]
-        last = int(plan.position[left].max()) // self.global_batch
-        return Wanted({camera: frames[left] for camera, frames in plan.frames.items()}, last)
+        remaining = plan.of(key[3])
+        remaining = remaining[plan.position[remaining] >= step * self.global_batch]
+        last = int(plan.position[remaining].max()) // self.global_batch
+        return RemainingUnit({camera: frames[remaining] for camera, frames in plan.frames.items()}, last)
 
-    def _look_up_pools(self, wanted: set[tuple]) -> None:
+    def _look_up_pools(self, needed: set[tuple]) -> None:
         """Load the pools of the order that a step reads; drop the least recently used ones."""
-        new = wanted - self._pools.keys()
-        for key in wanted - new:
+        new = needed - self._pools.keys()
+        for key in needed - new:
             self._pools[key] = self._pools.pop(key)  # the most recently used come last
         for epoch in {key[0] for key in new}:
             keys = sorted(key for key in new if key[0] == epoch)
@@ -269,13 +280,13 @@ class Loader(StepPlanner):
 
     def _frames(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """The frames of each camera's windows, [n, T]."""
-        episodes, which = self.dataset.episodes, self.dataset.episode_of(rows)
-        offset = (episodes.first_frame - episodes.start)[which][:, None]
+        episodes, episode = self.dataset.episodes, self.dataset.episode_of(rows)
+        offset = (episodes.first_frame - episodes.start)[episode][:, None]
         frames = {}
         for camera in self.cameras:
             steps = self.deltas.get(camera, [0])
-            at, _ = window_rows(rows, steps, episodes.start[which], episodes.end[which])
-            frames[camera] = at + offset
+            window, _ = window_rows(rows, steps, episodes.start[episode], episodes.end[episode])
+            frames[camera] = window + offset
         return frames
 
     def _valid_steps(self, step: int) -> float | None:
@@ -308,10 +319,10 @@ def valid_steps(dataset: Dataset, rows: np.ndarray, deltas: Mapping[str, Sequenc
     """Mean number of unpadded actions per sample over all rows that make up one loss."""
     if ACTION not in deltas:
         return None
-    episodes, which = dataset.episodes, dataset.episode_of(rows)
+    episodes, episode = dataset.episodes, dataset.episode_of(rows)
     steps = np.sort(np.asarray(deltas[ACTION], np.int64))
-    before_end = np.searchsorted(steps, episodes.end[which] - rows)
-    before_start = np.searchsorted(steps, episodes.start[which] - rows)
+    before_end = np.searchsorted(steps, episodes.end[episode] - rows)
+    before_start = np.searchsorted(steps, episodes.start[episode] - rows)
     return float((before_end - before_start).mean())
 
 

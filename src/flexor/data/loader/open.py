@@ -16,7 +16,7 @@ from flexor.core.machine import free_memory, gigabytes, usable_cores
 from flexor.data.dataset import Dataset
 from flexor.data.frames.cache import FrameCache
 from flexor.data.frames.cache_folders import CacheKey, disk_folder, free_bytes, list_caches, make_room
-from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.loader.assemble import HostSteps
 from flexor.data.loader.choose_order import choose_order
 from flexor.data.loader.loader import Loader
@@ -50,14 +50,14 @@ def open_loader(
     `host_steps` process batches before they go to the device; if they read images, frames stay in host memory.
     """
     device = None if device is None else torch.device(device)
-    frames_on = torch.device("cpu") if host_steps is not None and host_steps.uses_images else device
+    frame_device = torch.device("cpu") if host_steps is not None and host_steps.uses_images else device
     cameras = list(cameras)
-    dataset.store.set_rgb(frames_on is not None and frames_on.type != "cuda")
+    dataset.store.set_rgb(frame_device is not None and frame_device.type != "cuda")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tier = "none"
     if cameras:
-        tier = open_tier(dataset, settings.cache, cameras, frames_on, [dataset, *also], local)
-    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frames_on, local)
+        tier = open_tier(dataset, settings.cache, cameras, frame_device, [dataset, *also], local)
+    on_gpu = bool(cameras) and decodes_on_gpu(dataset, settings.decoder, cameras, frame_device, local)
     order, pool = choose_order(
         dataset,
         settings,
@@ -134,26 +134,26 @@ def open_tier(
     sizes = {camera: store.format(camera).nbytes for camera in cameras}
     keys = _keys(dataset, cache, cameras)
     need = int(count * sum(n * (1 if keys[c].jpeg is None else JPEG_SHARE) for c, n in sizes.items()))
-    wanted = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
-    if wanted == "stream":
+    tier = _pick_tier(cache, need, keys, count) if cache.tier == "auto" else cache.tier
+    if tier == "stream":
         return "stream"
-    if wanted == "gpu" and (device is None or device.type != "cuda"):
+    if tier == "gpu" and (device is None or device.type != "cuda"):
         raise ConfigError(
             f"dataset.cache.tier=gpu needs a GPU to train on, not {device}. Choose ram or disk."
         )
     try:
-        if wanted == "gpu":
+        if tier == "gpu":
             assert device is not None
             room = -(-count // local_ranks) + 1024
-            store.caches = {c: GPUFrames(room, store.frames, n, device) for c, n in sizes.items()}
+            store.caches = {c: GPUFrameCache(room, store.frames, n, device) for c, n in sizes.items()}
         else:
-            caches = _open_caches(dataset, cache, keys, None if wanted == "ram" else disk_folder(), need)
-            if wanted == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
+            caches = _open_caches(dataset, cache, keys, None if tier == "ram" else disk_folder(), need)
+            if tier == "ram" and local_ranks > 1 and any(c.folder is None for c in caches.values()):
                 log.warning(
                     "shared memory is too small for a frame cache shared by %d ranks: using the disk",
                     local_ranks,
                 )
-                wanted = "disk"
+                tier = "disk"
                 caches = _open_caches(dataset, cache, keys, disk_folder(), need)
             store.caches = caches
     except (DatasetError, torch.OutOfMemoryError, OSError) as error:
@@ -162,14 +162,16 @@ def open_tier(
             "can't open a cache for the frames (%s): %s. Streaming frames instead", gigabytes(need), error
         )
         return "stream"
-    have = min(cache.count for cache in store.caches.values())
+    cached = min(cache.count for cache in store.caches.values())
     log.info(
         "caching %s of frames %s; %s",
         gigabytes(need),
-        {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[wanted],
-        "all are cached already" if have >= count else "each frame is decoded once, when it is first needed",
+        {"ram": "in memory", "disk": f"in {disk_folder()}", "gpu": "on the GPU"}[tier],
+        "all are cached already"
+        if cached >= count
+        else "each frame is decoded once, when it is first needed",
     )
-    return wanted
+    return tier
 
 
 def _pick_tier(cache: CacheConfig, need: int, keys: Mapping[str, CacheKey], count: int) -> str:

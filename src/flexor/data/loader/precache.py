@@ -31,11 +31,11 @@ def precache(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Cache all frames of a dataset on disk, at the size it was opened with; default: all cameras."""
-    chosen = _checked_cameras(dataset, cameras)
+    selected = _checked_cameras(dataset, cameras)
     settings = CacheConfig(tier="disk", format=format)  # type: ignore[arg-type]
     started = time.monotonic()
     dataset.store.set_rgb(not torch.cuda.is_available())  # the format that training on this machine uses
-    if open_tier(dataset, settings, chosen, None, [dataset]) != "disk":
+    if open_tier(dataset, settings, selected, None, [dataset]) != "disk":
         raise DatasetError(
             f"{dataset.repo_id}: its frames could not be cached, see the warning above. Free space with `flexor data "
             f"cache --prune`, set FLEXOR_CACHE to another disk, or make frames smaller with --size or --format=jpeg"
@@ -43,16 +43,17 @@ def precache(
     caches = dataset.store.caches
     ids = dataset.frame_ids(np.arange(len(dataset)))
     try:
-        broken = fill_cache(dataset.store, chosen, ids, workers or usable_cores(), progress)
-        kept = {camera: int(cache.have(ids).sum()) for camera, cache in caches.items()}
+        broken = fill_cache(dataset.store, selected, ids, workers or usable_cores(), progress)
+        cached = {camera: int(cache.has(ids).sum()) for camera, cache in caches.items()}
     finally:
         for cache in caches.values():
             cache.close()
     return {
         "dataset": dataset.repo_id,
-        "complete": all(kept[camera] + broken[camera] == len(ids) for camera in chosen),
+        "complete": all(cached[camera] + broken[camera] == len(ids) for camera in selected),
         "cameras": {
-            camera: {"frames": len(ids), "kept": kept[camera], "broken": broken[camera]} for camera in chosen
+            camera: {"frames": len(ids), "kept": cached[camera], "broken": broken[camera]}
+            for camera in selected
         },
         "folder": str(disk_folder()),
         "wall_clock_s": round(time.monotonic() - started, 3),
@@ -71,8 +72,8 @@ def render(result: dict[str, Any]) -> str:
 def _checked_cameras(dataset: Dataset, cameras: Sequence[str] | None) -> list[str]:
     for camera in cameras or []:
         if camera not in dataset.cameras:
-            known = ", ".join(dataset.cameras) or "none"
-            raise DatasetError(f"{dataset.repo_id} has no camera {camera!r}. Its cameras are: {known}")
+            names = ", ".join(dataset.cameras) or "none"
+            raise DatasetError(f"{dataset.repo_id} has no camera {camera!r}. Its cameras are: {names}")
     if not dataset.cameras:
         raise DatasetError(f"{dataset.repo_id} has no readable camera, so there is nothing to cache")
     return list(cameras or dataset.cameras)

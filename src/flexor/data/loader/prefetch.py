@@ -50,36 +50,36 @@ class Prefetcher(Generic[T]):
         self.pieces: dict[tuple, Piece] = {}
         self.group: list[Piece] = []  # planned, to be decoded together
         self.group_step = 0
-        self.coming: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
+        self.pending_frames: dict[tuple[str, int], Piece] = {}  # frames that will be cached, by camera and id
         self.planned: deque[Step[T]] = deque()
         self.outstanding: set[int] = set()
-        self.taken = 0
+        self.next_step = 0
         self.closing = False
         self.failure: BaseException | None = None
         self.changed = threading.Condition(threading.RLock())
 
     def steps(self, start: int, stop: int) -> Generator[T]:
-        self.taken = start
-        self.crew = ReaderThreads(self.threads, "loader")
+        self.next_step = start
+        self.reader_threads = ReaderThreads(self.threads, "loader")
         steps: deque[Step[T]] = deque()
-        walker = None
+        planner_thread = None
         if self.threads:
-            walker = threading.Thread(
-                target=self._walk, args=(start, stop, steps), name="loader-plan", daemon=True
+            planner_thread = threading.Thread(
+                target=self._plan_steps, args=(start, stop, steps), name="loader-plan", daemon=True
             )
-            walker.start()
+            planner_thread.start()
         try:
             for number in range(start, stop):
-                if walker is None:
+                if planner_thread is None:
                     self._add(self._plan(number), steps)
                 yield self._take(steps)
         finally:
             with self.changed:
                 self.closing = True
                 self.changed.notify_all()
-            self.crew.close()
-            if walker:
-                walker.join()
+            self.reader_threads.close()
+            if planner_thread:
+                planner_thread.join()
 
     def _take(self, steps: deque[Step[T]]) -> T:
         with self.changed:
@@ -91,11 +91,11 @@ class Prefetcher(Generic[T]):
             step = steps.popleft()
         result = step.result.result()
         with self.changed:
-            self.taken = step.number + 1
+            self.next_step = step.number + 1
         self._advance()
         return result
 
-    def _walk(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
+    def _plan_steps(self, start: int, stop: int, steps: deque[Step[T]]) -> None:
         try:
             for number in range(start, stop):
                 with self.changed:
@@ -133,9 +133,11 @@ class Prefetcher(Generic[T]):
         for i, key in enumerate(units):
             piece = self.pieces.get(key) if key is not None else None
             if piece is None and not cached[i]:
-                piece = self._open(key, number) if key is not None else None
+                piece = self._open_unit(key, number) if key is not None else None
                 if piece is None:
-                    piece = self._only({camera: frames[i] for camera, frames in ids.items()}, number, waits)
+                    piece = self._single_sample(
+                        {camera: frames[i] for camera, frames in ids.items()}, number, waits
+                    )
             if self.closing:
                 return None
             pieces.append(piece)
@@ -145,31 +147,31 @@ class Prefetcher(Generic[T]):
 
     def _cached(self, ids: Mapping[str, np.ndarray], count: int) -> list[bool]:
         """Which samples have all their frames in a cache: they need no piece."""
-        found = np.ones(count, bool)
+        cached = np.ones(count, bool)
         for camera, frames in ids.items():
-            found &= self.store.kept(camera, frames.ravel()).reshape(frames.shape).all(axis=1)
-        return found.tolist()
+            cached &= self.store.is_cached(camera, frames.ravel()).reshape(frames.shape).all(axis=1)
+        return cached.tolist()
 
-    def _open(self, key: tuple, step: int) -> Piece | None:
+    def _open_unit(self, key: tuple, step: int) -> Piece | None:
         """Start to decode a unit as soon as there is room for it; None if there will be none."""
-        wanted = self.planner.unit(key, step)
-        piece = self._piece(wanted.ids, wanted.last)
+        remaining = self.planner.unit(key, step)
+        piece = self._piece(remaining.ids, remaining.last)
         if not self._reserve(piece):
             return None
         self.pieces[key] = piece
         for camera in self.store.caches:
-            self.coming |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
+            self.pending_frames |= dict.fromkeys(((camera, i) for i in piece.ids.get(camera, ())), piece)
         self._submit(piece, step)
         return piece
 
-    def _only(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
+    def _single_sample(self, ids: Mapping[str, np.ndarray], step: int, waits: list[Piece]) -> Piece | None:
         """The frames of one sample that are neither cached nor about to be cached."""
-        wanted = {}
+        missing_ids = {}
         for camera, frames in ids.items():
-            coming = [self.coming.get((camera, frame)) for frame in frames.tolist()]
-            waits += [piece for piece in coming if piece is not None]
-            wanted[camera] = frames[[piece is None for piece in coming]]
-        piece = self._piece(wanted, step)
+            expected = [self.pending_frames.get((camera, frame)) for frame in frames.tolist()]
+            waits += [piece for piece in expected if piece is not None]
+            missing_ids[camera] = frames[[piece is None for piece in expected]]
+        piece = self._piece(missing_ids, step)
         missing = sum(len(frames) for frames in piece.ids.values())
         if not missing:
             return None
@@ -181,12 +183,12 @@ class Prefetcher(Generic[T]):
         self._submit(piece, step)
         return piece
 
-    def _piece(self, wanted: Mapping[str, np.ndarray], last: int) -> Piece:
+    def _piece(self, windows: Mapping[str, np.ndarray], last: int) -> Piece:
         ids, uses = {}, {}
-        for camera, window in wanted.items():
+        for camera, window in windows.items():
             count = Counter(window.ravel().tolist())
             frames = np.array(sorted(count), np.int64)
-            ids[camera] = frames[~self.store.kept(camera, frames)] if self.store.caches else frames
+            ids[camera] = frames[~self.store.is_cached(camera, frames)] if self.store.caches else frames
             uses[camera] = {frame: count[frame] for frame in ids[camera].tolist()}
         return Piece(ids, uses, last)
 
@@ -236,7 +238,7 @@ class Prefetcher(Generic[T]):
         for camera in self.planner.cameras if group else ():
             pieces = [piece for piece in group if len(piece.ids.get(camera, ()))]
             if pieces:
-                self.crew.submit((step, 1), partial(self._decode, pieces, camera))
+                self.reader_threads.submit((step, 1), partial(self._decode, pieces, camera))
 
     def _decode(self, pieces: list[Piece], camera: str) -> None:
         started = decoded = work_clock()
@@ -252,7 +254,7 @@ class Prefetcher(Generic[T]):
             else:
                 bad = self.store.decode(camera, ids, slots.__getitem__, good.append)
             decoded = work_clock()
-            self.store.keep(camera, ids[good], [slots[i] for i in good])
+            self.store.add_to_cache(camera, ids[good], [slots[i] for i in good])
         except SourceError as error:  # the data can't be reached: that is not a bad frame
             failure = error
         except DatasetError as error:
@@ -272,9 +274,9 @@ class Prefetcher(Generic[T]):
                 decode_cpu_s=work.cpu,
                 keep_s=keeping.wall,
             )
-            if self.coming:
+            if self.pending_frames:
                 for frame in ids.tolist():
-                    self.coming.pop((camera, frame), None)
+                    self.pending_frames.pop((camera, frame), None)
             for piece in pieces:
                 piece.error = piece.error or failure
                 piece.bad[camera] = {f: reasons[f] for f in piece.ids[camera].tolist() if f in reasons}
@@ -291,13 +293,13 @@ class Prefetcher(Generic[T]):
         with self.changed:
             due = []
             for step in self.planned:
-                if step.number >= self.taken + self.prefetch or step.pending:
+                if step.number >= self.next_step + self.prefetch or step.pending:
                     break
                 due.append(step)
             for _ in due:
                 self.planned.popleft()
         for step in due:  # by a reader thread: the loop has other work to do
-            self.crew.submit((step.number, 0), partial(self._assemble, step))
+            self.reader_threads.submit((step.number, 0), partial(self._assemble, step))
 
     def _assemble(self, step: Step[T]) -> None:
         started = work_clock()
@@ -310,7 +312,7 @@ class Prefetcher(Generic[T]):
             step.result.set_exception(error)
             return
         self._count_assembling(started)
-        left = [len(jobs)]
+        jobs_left = [len(jobs)]
 
         def run(job: Callable[[], None]) -> None:
             started = work_clock()
@@ -321,13 +323,13 @@ class Prefetcher(Generic[T]):
                     step.result.set_exception(error)
             self._count_assembling(started, "convert")
             with self.changed:
-                left[0] -= 1
-                last = left[0] == 0
+                jobs_left[0] -= 1
+                last = jobs_left[0] == 0
             if last and not step.result.done():
                 self._complete(step)
 
         for job in jobs[1:]:
-            self.crew.submit((step.number, 0), partial(run, job))
+            self.reader_threads.submit((step.number, 0), partial(run, job))
         run(jobs[0])
 
     def _count_assembling(self, started: WorkClock, job: str | None = None) -> None:
@@ -354,16 +356,16 @@ class Prefetcher(Generic[T]):
 
     def _release(self, step: Step[T]) -> None:
         """Release frames that no later sample reads."""
-        done: list[Slot] = []
+        unused: list[Slot] = []
         with self.changed:
             for i, piece in enumerate(step.pieces):
                 for camera in piece.ids if piece is not None else ():
-                    done += piece.read(camera, step.ids[camera][i].tolist())  # type: ignore[union-attr]
+                    unused += piece.read(camera, step.ids[camera][i].tolist())  # type: ignore[union-attr]
             self.outstanding.remove(step.number)
             oldest = min(self.outstanding, default=step.number + 1)
             for key in [key for key, piece in self.pieces.items() if piece.last < oldest]:
                 for slots in self.pieces.pop(key).slots.values():
-                    done += slots.values()  # another rank reads the rest of it
+                    unused += slots.values()  # another rank reads the rest of it
                     self.counters["evictions"] += len(slots)
-            self.pool.give(done)
+            self.pool.give(unused)
             self.changed.notify_all()

@@ -59,7 +59,7 @@ class Step(Generic[T]):
     pieces: list[Piece | None]  # [b] the piece with a sample's frames; None: all are cached
     waits: list[Piece] = field(default_factory=list)
     """Pieces whose frames will be cached when this step is assembled; the step reads them from the cache."""
-    pictures: dict[str, list[Any]] = field(default_factory=dict)
+    images: dict[str, list[Any]] = field(default_factory=dict)
     """Per camera, one entry for each micro-batch."""
     result: Future[T] = field(default_factory=Future)
     pending: int = 0
@@ -69,7 +69,7 @@ class Step(Generic[T]):
 
 
 @dataclass
-class Wanted:
+class RemainingUnit:
     """The remaining samples of one unit: their frames per camera, each with the step that reads it."""
 
     ids: dict[str, np.ndarray]  # [n, T]
@@ -85,6 +85,6 @@ class StepPlanner:
         """Rows [b], frames per camera [b, T], and the unit of each sample; None for no unit."""
         raise NotImplementedError
 
-    def unit(self, key: tuple, step: int) -> Wanted:
+    def unit(self, key: tuple, step: int) -> RemainingUnit:
         """The samples of a unit from this step on."""
         raise NotImplementedError

@@ -27,20 +27,20 @@ class StepFrames:
     camera: str
     ids: np.ndarray  # [b, T] frames
     pieces: list[Piece | None]  # [b] pieces that may contain them
-    stand_ins: dict[tuple[int, int], np.ndarray]
+    replacements: dict[tuple[int, int], np.ndarray]
     """Planes that replace a frame, by sample and step of its window."""
 
     @cached_property
     def all_cached(self) -> bool:
         """Whether all frames are in the store's cache: nothing was decoded or replaced for this step."""
-        return not self.stand_ins and not any(piece is not None for piece in self.pieces)
+        return not self.replacements and not any(piece is not None for piece in self.pieces)
 
     def planes(self, store: FrameStore, i: int, t: int) -> Slot:
         """The planes of a frame; read-only."""
-        if (i, t) in self.stand_ins:
-            return self.stand_ins[i, t]
-        found = self.decoded(i, t)
-        return store.view(self.camera, int(self.ids[i, t])) if found is None else found
+        if (i, t) in self.replacements:
+            return self.replacements[i, t]
+        slot = self.decoded(i, t)
+        return store.view(self.camera, int(self.ids[i, t])) if slot is None else slot
 
     def decoded(self, i: int, t: int) -> Slot | None:
         """The frame as decoded for this step, or None."""
@@ -53,7 +53,7 @@ class FrameFinder:
 
     def __init__(self, store: FrameStore, on_bad_frame: str, counters: Counter[str]):
         self.store, self.on_bad_frame, self.counters = store, on_bad_frame, counters
-        self._told: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
     def find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
@@ -63,23 +63,23 @@ class FrameFinder:
 
     def _find(self, step: Step) -> tuple[np.ndarray, list[StepFrames]]:
         order = np.arange(len(step.rows))
-        stand_ins: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
+        replacements: dict[str, dict[tuple[int, int], np.ndarray]] = {camera: {} for camera in step.ids}
         broken: set[int] = set()
         for i, piece in enumerate(step.pieces):
-            for camera, bad in piece.bad.items() if piece is not None else ():
+            for camera, reasons in piece.bad.items() if piece is not None else ():
                 for t, frame in enumerate(step.ids[camera][i].tolist()):
-                    if frame in bad:
-                        self._replace(stand_ins[camera], (i, t), camera, frame, bad[frame], piece)
+                    if frame in reasons:
+                        self._replace(replacements[camera], (i, t), camera, frame, reasons[frame], piece)
                         broken.add(i)
         if step.waits:  # caching may have failed: the disk is full, or the frame is bad
-            broken |= self._decode_late(step, stand_ins)
+            broken |= self._decode_late(step, replacements)
         if broken and self.on_bad_frame == "skip":
             self._skip(order, broken, step.number)
-            stand_ins = {camera: _moved(found, order) for camera, found in stand_ins.items()}
+            replacements = {camera: _reordered(by_place, order) for camera, by_place in replacements.items()}
         elif broken:
             self.counters["substituted_samples"] += len(broken)
         pieces = [step.pieces[i] for i in order]
-        return order, [StepFrames(c, ids[order], pieces, stand_ins[c]) for c, ids in step.ids.items()]
+        return order, [StepFrames(c, ids[order], pieces, replacements[c]) for c, ids in step.ids.items()]
 
     def _skip(self, order: np.ndarray, broken: set[int], number: int) -> None:
         good = [i for i in range(len(order)) if i not in broken]
@@ -95,51 +95,57 @@ class FrameFinder:
 
     def _replace(
         self,
-        stand_ins: dict[tuple[int, int], np.ndarray],
+        replacements: dict[tuple[int, int], np.ndarray],
         place: tuple[int, int],
         camera: str,
         frame: int,
         reason: str,
         piece: Piece | None,
     ) -> None:
-        self._tell(camera, frame, reason)
+        self._report(camera, frame, reason)
         if self.on_bad_frame == "nearest":
-            stand_ins[place] = self._nearest(camera, frame, piece)
+            replacements[place] = self._nearest(camera, frame, piece)
 
-    def _tell(self, camera: str, frame: int, reason: str) -> None:
+    def _report(self, camera: str, frame: int, reason: str) -> None:
         store = self.store
         episode = int(store.episode_of(np.array([frame]))[0])
         if self.on_bad_frame == "raise":
             raise DatasetError(
                 f"{store.where(camera, frame)}: {reason}. Exclude the episode with "
-                f"{store.how_to_exclude(episode)}, or set --dataset.on_bad_frame=skip"
+                f"{store.exclusion_hint(episode)}, or set --dataset.on_bad_frame=skip"
             )
-        if (camera, episode) not in self._told:
-            self._told.add((camera, episode))
-            done = (
+        if (camera, episode) not in self._reported:
+            self._reported.add((camera, episode))
+            consequence = (
                 "their samples are skipped"
                 if self.on_bad_frame == "skip"
                 else "the nearest frame replaces them"
             )
-            place = f"{store.in_words(episode)}, {camera}, frame {frame - store.first_of(episode)}"
-            store.repeats.add(f"%d clips have frames that can't be decoded; {done}:", f"{place}: {reason}")
+            place = (
+                f"{store.describe_episode(episode)}, {camera}, frame {frame - store.first_frame_of(episode)}"
+            )
+            store.repeats.add(
+                f"%d clips have frames that can't be decoded; {consequence}:", f"{place}: {reason}"
+            )
 
-    def _decode_late(self, step: Step, stand_ins: dict[str, dict[tuple[int, int], np.ndarray]]) -> set[int]:
+    def _decode_late(
+        self, step: Step, replacements: dict[str, dict[tuple[int, int], np.ndarray]]
+    ) -> set[int]:
         """Decode frames that are neither in a piece nor cached, immediately; returns bad samples."""
         broken = set()
         for camera, ids in step.ids.items():
-            lost = ~self.store.kept(camera, ids.ravel()).reshape(ids.shape)
-            for i, t in np.argwhere(lost).tolist():
+            missing = ~self.store.is_cached(camera, ids.ravel()).reshape(ids.shape)
+            for i, t in np.argwhere(missing).tolist():
                 piece, frame = step.pieces[i], int(ids[i, t])
-                if (piece is not None and frame in piece.uses[camera]) or (i, t) in stand_ins[camera]:
+                if (piece is not None and frame in piece.uses[camera]) or (i, t) in replacements[camera]:
                     continue
                 planes = np.empty(self.store.format(camera).nbytes, np.uint8)
                 bad = self.store.decode(camera, np.array([frame]), [planes].__getitem__)
                 if bad:
-                    self._replace(stand_ins[camera], (i, t), camera, frame, bad[0], piece)
+                    self._replace(replacements[camera], (i, t), camera, frame, bad[0], piece)
                     broken.add(i)
                 else:
-                    stand_ins[camera][i, t] = planes
+                    replacements[camera][i, t] = planes
         return broken
 
     def _nearest(self, camera: str, frame: int, piece: Piece | None) -> np.ndarray:
@@ -147,29 +153,29 @@ class FrameFinder:
         store = self.store
         episode = int(store.episode_of(np.array([frame]))[0])
         planes = np.empty(store.format(camera).nbytes, np.uint8)
-        known = piece.bad.get(camera, {}) if piece is not None else {}
-        others = range(store.first_of(episode), int(store.ends[episode]))
-        for other in sorted(others, key=lambda other: abs(other - frame)):
-            if other == frame or other in known:
+        bad = piece.bad.get(camera, {}) if piece is not None else {}
+        candidates = range(store.first_frame_of(episode), int(store.ends[episode]))
+        for candidate in sorted(candidates, key=lambda candidate: abs(candidate - frame)):
+            if candidate == frame or candidate in bad:
                 continue
-            found = piece.find(camera, other) if piece is not None else None
-            if found is not None:
-                return found.cpu().numpy() if isinstance(found, Tensor) else found.copy()
-            if store.kept(camera, np.array([other]))[0]:
-                store.gather(camera, np.array([other]), planes[None])
+            slot = piece.find(camera, candidate) if piece is not None else None
+            if slot is not None:
+                return slot.cpu().numpy() if isinstance(slot, Tensor) else slot.copy()
+            if store.is_cached(camera, np.array([candidate]))[0]:
+                store.gather(camera, np.array([candidate]), planes[None])
                 return planes
-            if not store.decode(camera, np.array([other]), [planes].__getitem__):
+            if not store.decode(camera, np.array([candidate]), [planes].__getitem__):
                 return planes
         raise DatasetError(f"{store.where(camera, frame)}: no frame of its episode can be decoded.")
 
 
-def _moved(
-    stand_ins: dict[tuple[int, int], np.ndarray], order: np.ndarray
+def _reordered(
+    replacements: dict[tuple[int, int], np.ndarray], order: np.ndarray
 ) -> dict[tuple[int, int], np.ndarray]:
     """The replacements of the samples that are now at each position."""
     return {
         (position, t): planes
         for position, sample in enumerate(order.tolist())
-        for (i, t), planes in stand_ins.items()
+        for (i, t), planes in replacements.items()
         if i == sample
     }

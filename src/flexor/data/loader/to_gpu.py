@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexor.data.frames.gpu_cache import GPUFrames
+from flexor.data.frames.gpu_cache import GPUFrameCache
 from flexor.data.frames.slots import Buffers
 from flexor.data.frames.store import FrameStore
 from flexor.data.loader.step_frames import StepFrames
 from flexor.data.video.planes import PlaneFormat, rgb_on_device
 
 Job = Callable[[], None]
-HOST, DECODED, KEPT = range(3)  # where a frame is: in host memory, in a slot of the GPU, in the GPU's cache
+HOST, DECODED, CACHED = range(3)  # where a frame is: in host memory, in a slot of the GPU, in the GPU's cache
 COPY_BYTES = 4 << 20  # least bytes that are worth a job of their own
 
 
 @dataclass(eq=False)
 class Staged:
-    """One camera's images of a batch. The distinct frames are those of `host`, `decoded` and `kept`, in order.
+    """One camera's images of a batch. The distinct frames are those of `host`, `decoded` and `cached_rows`, in order.
 
     What will be transferred is in pinned memory: from other memory, the copy would wait for the GPU.
     """
@@ -37,16 +37,16 @@ class Staged:
     index: Tensor  # int64 [b] or [b, T] index of the distinct frame
     host: Tensor  # uint8 [h, nbytes]
     decoded: Tensor | None = None  # uint8 [d, nbytes], on the GPU
-    keeper: GPUFrames | None = None
-    kept: Tensor | None = None  # int64 [k] rows of the GPU's frame cache
+    gpu_cache: GPUFrameCache | None = None
+    cached_rows: Tensor | None = None  # int64 [k] rows of the GPU's frame cache
 
     def on(self, device: torch.device) -> Tensor:
         """RGB uint8 [b, (T,) C, H, W] on the device, or depths float32."""
         parts = [self.host.to(device, non_blocking=True)] if len(self.host) else []
         if self.decoded is not None:
             parts.append(self.decoded)
-        if self.keeper is not None and self.kept is not None:
-            parts.append(self.keeper.planes[self.kept.to(device, non_blocking=True)])
+        if self.gpu_cache is not None and self.cached_rows is not None:
+            parts.append(self.gpu_cache.planes[self.cached_rows.to(device, non_blocking=True)])
         planes = parts[0] if len(parts) == 1 else torch.cat(parts)
         return rgb_on_device(self.format, planes)[self.index.to(device, non_blocking=True)]
 
@@ -58,56 +58,56 @@ class Stager:
         self.store, self.stream, self.jobs = store, stream, jobs
         self.buffers = Buffers()
 
-    def stage(self, shots: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
+    def stage(self, frames: StepFrames, samples: np.ndarray) -> tuple[Staged, list[Job]]:
         """The images of some samples of a step, and the jobs that fill them in."""
-        keeper = self.store.caches.get(shots.camera)
-        keeper = keeper if isinstance(keeper, GPUFrames) else None
-        places, index = self._distinct(shots, samples)
-        kinds = self._kinds(shots, places, HOST if keeper is None else KEPT)
+        gpu_cache = self.store.caches.get(frames.camera)
+        gpu_cache = gpu_cache if isinstance(gpu_cache, GPUFrameCache) else None
+        places, index = self._distinct(frames, samples)
+        kinds = self._kinds(frames, places, HOST if gpu_cache is None else CACHED)
         order = np.argsort(kinds, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         places = places[order]
-        host, decoded, kept = np.bincount(kinds, minlength=3).tolist()
-        format = self.store.format(shots.camera)
+        host, decoded, cached = np.bincount(kinds, minlength=3).tolist()
+        format = self.store.format(frames.camera)
         # the maximum size, so that the next batch can reuse it
         memory = self._memory(index.size, format.nbytes) if host else torch.empty((0, 0), dtype=torch.uint8)
         staged = Staged(format, self._pinned(rank[index]), memory[:host])
         jobs: list[Job] = [
-            partial(self._copy, shots, places[some], staged.host[some].numpy())
-            for some in self._parts(shots.camera, host)
+            partial(self._copy, frames, places[some], staged.host[some].numpy())
+            for some in self._parts(frames.camera, host)
         ]
         if decoded:
-            jobs.append(partial(self._gather, shots, places[host : host + decoded], staged))
-        if kept:
-            assert keeper is not None
-            staged.keeper = keeper
-            staged.kept = self._pinned(keeper.rows(shots.ids[tuple(places[host + decoded :].T)]))
+            jobs.append(partial(self._gather, frames, places[host : host + decoded], staged))
+        if cached:
+            assert gpu_cache is not None
+            staged.gpu_cache = gpu_cache
+            staged.cached_rows = self._pinned(gpu_cache.rows(frames.ids[tuple(places[host + decoded :].T)]))
         return staged, jobs
 
-    def _distinct(self, shots: StepFrames, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _distinct(self, frames: StepFrames, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A position (sample, step) of each distinct frame [n, 2], and the frame of each position [b, T].
 
         Each replacement counts as a frame of its own."""
-        ids = shots.ids[samples]
-        for number, (i, t) in enumerate(shots.stand_ins):
+        ids = frames.ids[samples]
+        for number, (i, t) in enumerate(frames.replacements):
             ids[samples == i, t] = -1 - number
         _, first, index = np.unique(ids, return_index=True, return_inverse=True)
         row, step = np.divmod(first, ids.shape[1])
         return np.stack([samples[row], step], axis=1), index.reshape(ids.shape)
 
-    def _kinds(self, shots: StepFrames, places: np.ndarray, cached: int) -> np.ndarray:
-        """Where each frame is; `cached` is where cached ones are. [n]"""
-        if shots.all_cached:
-            return np.full(len(places), cached)
-        return np.array([self._kind(shots, cached, i, t) for i, t in places.tolist()])
+    def _kinds(self, frames: StepFrames, places: np.ndarray, cached_kind: int) -> np.ndarray:
+        """Where each frame is; `cached_kind` for cached ones. [n]"""
+        if frames.all_cached:
+            return np.full(len(places), cached_kind)
+        return np.array([self._kind(frames, cached_kind, i, t) for i, t in places.tolist()])
 
-    def _kind(self, shots: StepFrames, cached: int, i: int, t: int) -> int:
-        if (i, t) in shots.stand_ins:
+    def _kind(self, frames: StepFrames, cached_kind: int, i: int, t: int) -> int:
+        if (i, t) in frames.replacements:
             return HOST
-        slot = shots.decoded(i, t)
+        slot = frames.decoded(i, t)
         if slot is None:
-            return cached
+            return cached_kind
         return DECODED if isinstance(slot, Tensor) else HOST
 
     def _memory(self, rows: int, nbytes: int) -> Tensor:
@@ -121,36 +121,36 @@ class Stager:
 
     def _parts(self, camera: str, count: int) -> list[slice]:
         """The frames to copy, in parts for the threads. A small copy costs less than handing it to a thread."""
-        most, cache = self.jobs, self.store.caches.get(camera)
+        max_parts, cache = self.jobs, self.store.caches.get(camera)
         if cache is None or not cache.jpeg:
-            most = min(most, -(-count * self.store.format(camera).nbytes // COPY_BYTES))
-        return _slices(count, most)
+            max_parts = min(max_parts, -(-count * self.store.format(camera).nbytes // COPY_BYTES))
+        return _slices(count, max_parts)
 
-    def _copy(self, shots: StepFrames, places: np.ndarray, out: np.ndarray) -> None:
-        if shots.all_cached:
-            self.store.gather(shots.camera, shots.ids[tuple(places.T)], out)
+    def _copy(self, frames: StepFrames, places: np.ndarray, out: np.ndarray) -> None:
+        if frames.all_cached:
+            self.store.gather(frames.camera, frames.ids[tuple(places.T)], out)
             return
 
         def copy() -> None:
             for row, (i, t) in zip(out, places.tolist()):
-                np.copyto(row, np.asarray(shots.planes(self.store, i, t)))
+                np.copyto(row, np.asarray(frames.planes(self.store, i, t)))
 
-        self.store.reading(shots.camera, copy)
+        self.store.retry_if_truncated(frames.camera, copy)
 
-    def _gather(self, shots: StepFrames, places: np.ndarray, staged: Staged) -> None:
+    def _gather(self, frames: StepFrames, places: np.ndarray, staged: Staged) -> None:
         """Gather frames that the GPU decoded, before their slots are reused."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             # NVDEC's frames are complete for later work on the default stream
             self.stream.wait_stream(torch.cuda.default_stream(self.stream.device))
             staged.decoded = torch.stack(
-                [torch.as_tensor(shots.planes(self.store, i, t)) for i, t in places.tolist()]
+                [torch.as_tensor(frames.planes(self.store, i, t)) for i, t in places.tolist()]
             )
             self.stream.synchronize()
 
 
-def _slices(count: int, most: int) -> list[slice]:
+def _slices(count: int, max_parts: int) -> list[slice]:
     """range(count) in at most so many parts of about equal size."""
-    parts = max(1, min(count, most))
+    parts = max(1, min(count, max_parts))
     edges = [count * part // parts for part in range(parts + 1)]
     return [slice(*edge) for edge in pairwise(edges)] if count else []

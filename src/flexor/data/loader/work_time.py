@@ -52,16 +52,16 @@ def count_seconds(counters: Counter[str], **seconds: float) -> None:
         counters[f"{name}_us"] += max(0, round(1e6 * value))
 
 
-def work_since(now: Counter[str], before: Counter[str]) -> dict[str, Any]:
+def work_since(current: Counter[str], before: Counter[str]) -> dict[str, Any]:
     """What was done between two looks at the counters."""
-    done = {name: (now[f"{name}_us"] - before[f"{name}_us"]) / 1e6 for name in SECONDS}
-    done["bytes"] = now["bytes"] - before["bytes"]
-    done["frames_decoded"] = now["decoded"] - before["decoded"]
-    done["frames_cached"] = now["cached"] - before["cached"]
+    done = {name: (current[f"{name}_us"] - before[f"{name}_us"]) / 1e6 for name in SECONDS}
+    done["bytes"] = current["bytes"] - before["bytes"]
+    done["frames_decoded"] = current["decoded"] - before["decoded"]
+    done["frames_cached"] = current["cached"] - before["cached"]
     return done
 
 
 def over_ranks(work: list[dict[str, Any]]) -> dict[str, Any]:
     """The loaders of all ranks as one: sums. Where data comes from and where it is cached is the same for all."""
-    found = {name: round(sum(one[name] for one in work), 4) for name in (*SECONDS, *COUNTS)}
-    return {**found, "source": work[0]["source"], "cache": work[0]["cache"]}
+    sums = {name: round(sum(rank[name] for rank in work), 4) for name in (*SECONDS, *COUNTS)}
+    return {**sums, "source": work[0]["source"], "cache": work[0]["cache"]}

@@ -13,15 +13,15 @@ from flexor.data.format.episode_list import episode_setting, parse_episodes
 from flexor.data.settings import DatasetConfig, DatasetEntry
 
 # Settings that each dataset has of its own, so that they are ambiguous for several.
-OWN = ("episodes", "exclude_episodes", "episode_weights", "rename_map")
+PER_DATASET = ("episodes", "exclude_episodes", "episode_weights", "rename_map")
 
 
 def entries_of(config: DatasetConfig) -> list[DatasetEntry]:
     """The datasets of a run, named, in order. `tasks` apply to all of them that have none of their own."""
     entries = [replace(entry) for entry in config.mix] if config.mix is not None else _listed(config)
     if len(entries) == 1 and config.mix is None:
-        given = {name: getattr(config, name) for name in OWN}
-        entries = [replace(entries[0], **given)]
+        overrides = {name: getattr(config, name) for name in PER_DATASET}
+        entries = [replace(entries[0], **overrides)]
     names = _names(entries)
     if config.weights is not None:
         if len(config.weights) != len(entries):
@@ -47,14 +47,14 @@ def check_entries(config: DatasetConfig) -> None:
     for number, entry in enumerate(entries):
         _check_entry(entry, f"dataset.mix[{number}]" if len(entries) > 1 else "dataset")
     if config.mix is not None or len(entries) > 1:
-        _check_own(config, len(entries))
-    without = [str(entry.name) for entry in entries if entry.weight is None]
-    if 0 < len(without) < len(entries):
-        raise ConfigError(f"Give each dataset a weight, or none: {', '.join(without)} lack one.")
-    known = [str(entry.name) for entry in entries]
-    if config.save_stats_of is not None and config.save_stats_of not in known:
+        _check_ambiguous(config, len(entries))
+    unweighted = [str(entry.name) for entry in entries if entry.weight is None]
+    if 0 < len(unweighted) < len(entries):
+        raise ConfigError(f"Give each dataset a weight, or none: {', '.join(unweighted)} lack one.")
+    names = [str(entry.name) for entry in entries]
+    if config.save_stats_of is not None and config.save_stats_of not in names:
         raise ConfigError(
-            f"dataset.save_stats_of={config.save_stats_of} is none of the datasets: {', '.join(known)}."
+            f"dataset.save_stats_of={config.save_stats_of} is none of the datasets: {', '.join(names)}."
         )
 
 
@@ -99,10 +99,10 @@ def _listed(config: DatasetConfig) -> list[DatasetEntry]:
     count = max((len(lists.get(name, [])) for name in ("repo_id", "root")), default=0)
     for name, values in lists.items():
         if len(values) != count:
-            given = "; ".join(f"dataset.{key}={getattr(config, key)}" for key in lists)
-            raise ConfigError(f"dataset.{name} names {len(values)} datasets, not {count}: {given}.")
-    one: dict[str, list[str | None]] = {name: [None] * count for name in ("repo_id", "root", "revision")}
-    return [DatasetEntry(*each) for each in zip(*({**one, **lists}).values())]
+            listed = "; ".join(f"dataset.{key}={getattr(config, key)}" for key in lists)
+            raise ConfigError(f"dataset.{name} names {len(values)} datasets, not {count}: {listed}.")
+    unset: dict[str, list[str | None]] = {name: [None] * count for name in ("repo_id", "root", "revision")}
+    return [DatasetEntry(*each) for each in zip(*({**unset, **lists}).values())]
 
 
 def _split(text: str) -> list[str]:
@@ -122,12 +122,12 @@ def _name(entry: DatasetEntry) -> str:
 
 def _names(entries: list[DatasetEntry]) -> list[str]:
     names = [_name(entry) for entry in entries]
-    times = Counter(names)
-    seen: Counter[str] = Counter()
+    counts = Counter(names)
+    numbered: Counter[str] = Counter()
     for i, name in enumerate(names):
-        if times[name] > 1:  # the same dataset twice, as with other episodes
-            seen[name] += 1
-            names[i] = f"{name} ({seen[name]})"
+        if counts[name] > 1:  # the same dataset twice, as with other episodes
+            numbered[name] += 1
+            names[i] = f"{name} ({numbered[name]})"
     return names
 
 
@@ -142,8 +142,8 @@ def _check_entry(entry: DatasetEntry, where: str) -> None:
         parse_episode_weights(entry.episode_weights, 1 << 20, f"{where}.episode_weights")
 
 
-def _check_own(config: DatasetConfig, count: int) -> None:
-    for name in OWN:
+def _check_ambiguous(config: DatasetConfig, count: int) -> None:
+    for name in PER_DATASET:
         if getattr(config, name):
             raise ConfigError(
                 f"dataset.{name}={getattr(config, name)} is ambiguous with {count} datasets in one run. Give it to "

@@ -2,7 +2,7 @@
 
     dataset = join_datasets([Member("lab/a", open_dataset("lab/a")), Member("lab/b", open_dataset("lab/b"))])
 
-What brings their features into one form is in `same_form.py`, in which shares they are used in `order/mixed.py`.
+What brings their features into one form is in `shared_schema.py`, in which shares they are used in `order/mixed.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from flexor.data.dataset import Dataset, Episodes
 from flexor.data.format.stats import Stats
 from flexor.data.frames.clips import BlankClip, Clip
 from flexor.data.frames.store import FrameStore
-from flexor.data.mixture.same_form import Form, Given, agree, brought, merged_stats
+from flexor.data.mixture.shared_schema import (
+    RenamedDataset,
+    SharedSchema,
+    aligned_columns,
+    build_schema,
+    merged_stats,
+)
 from flexor.data.video.planes import PlaneFormat
 
 __all__ = ["Member", "MixedDataset", "MixedPart", "join_datasets"]
@@ -54,7 +60,7 @@ class MixedDataset(Dataset):
     """Several datasets as one. Episode e of member m is episode first_episode[m] + e."""
 
     members: list[Member]
-    form: Form
+    schema: SharedSchema
     first_episode: np.ndarray  # [M + 1]
 
     @property
@@ -71,24 +77,28 @@ class MixedDataset(Dataset):
         return replace(self.select(episodes.tolist()), stats=self.stats_of(member))
 
     def stats_of(self, member: int) -> dict[str, Stats]:
-        return self.form.stats[member]
+        return self.schema.stats[member]
 
     def parts(self) -> list[MixedPart]:
         """The episodes by dataset and by how often they are used."""
-        found: dict[tuple[int, float], list[int]] = {}
+        by_weight: dict[tuple[int, float], list[int]] = {}
         for episode, number in zip(
             self.episodes.index.tolist(), self.member_of(self.episodes.index).tolist()
         ):
-            own = episode - int(self.first_episode[number])
-            found.setdefault((number, self.members[number].episode_weights.get(own, 1.0)), []).append(episode)
-        return [MixedPart(number, found[number, weight], weight) for number, weight in sorted(found)]
+            local_episode = episode - int(self.first_episode[number])
+            by_weight.setdefault(
+                (number, self.members[number].episode_weights.get(local_episode, 1.0)), []
+            ).append(episode)
+        return [MixedPart(number, by_weight[number, weight], weight) for number, weight in sorted(by_weight)]
 
     def fingerprint(self) -> str:
         identity: list[object] = [super().fingerprint()]
         for number, member in enumerate(self.members):
-            own = self.episodes.index[self.member_of(self.episodes.index) == number]
-            own = own - self.first_episode[number]
-            content = member.dataset.select(own.tolist()).fingerprint() if len(own) else None
+            local_episodes = self.episodes.index[self.member_of(self.episodes.index) == number]
+            local_episodes = local_episodes - self.first_episode[number]
+            content = (
+                member.dataset.select(local_episodes.tolist()).fingerprint() if len(local_episodes) else None
+            )
             weights = sorted(member.episode_weights.items())
             identity += [[content, member.weight, sorted(member.rename_map.items()), weights]]
         return _hash(identity)
@@ -96,7 +106,7 @@ class MixedDataset(Dataset):
     def content(self) -> str:
         if len(self.members) == 1 and not self.members[0].rename_map:
             return self.members[0].dataset.content()
-        blank = sorted(self.form.blank)
+        blank = sorted(self.schema.blank)
         return _hash([[[m.dataset.content(), sorted(m.rename_map.items())] for m in self.members], blank])
 
     @property
@@ -118,19 +128,19 @@ def join_datasets(
     members: Sequence[Member], *, on_missing_camera: str = "raise", allow_different_fps: bool = False
 ) -> MixedDataset:
     """Several datasets as one. Features that differ are brought into one form, or an error says why not."""
-    given = [Given(member.name, member.dataset, member.rename_map) for member in members]
-    form = agree(given, on_missing_camera, allow_different_fps)
+    renamed = [RenamedDataset(member.name, member.dataset, member.rename_map) for member in members]
+    schema = build_schema(renamed, on_missing_camera, allow_different_fps)
     datasets = [member.dataset for member in members]
     stores = [dataset.store for dataset in datasets]
     first_episode = np.cumsum([0] + [len(store.ends) for store in stores])
     first_frame = np.cumsum([0] + [store.frames for store in stores])
     tasks = list(dict.fromkeys(task for dataset in datasets for task in dataset.tasks))
-    columns = [brought(one, form) for one in given]
-    for number, (dataset, own) in enumerate(zip(datasets, columns)):
-        own["index"] = dataset.frame_ids(np.arange(len(dataset))) + first_frame[number]
-        own["episode_index"] = own["episode_index"] + first_episode[number]
-        own["task_index"] = _renumbered(own["task_index"], dataset.tasks, tasks)
-        own[DATASET_NUMBER] = np.full(len(dataset), number, np.int64)
+    columns = [aligned_columns(each, schema) for each in renamed]
+    for number, (dataset, member_columns) in enumerate(zip(datasets, columns)):
+        member_columns["index"] = dataset.frame_ids(np.arange(len(dataset))) + first_frame[number]
+        member_columns["episode_index"] = member_columns["episode_index"] + first_episode[number]
+        member_columns["task_index"] = _renumbered(member_columns["task_index"], dataset.tasks, tasks)
+        member_columns[DATASET_NUMBER] = np.full(len(dataset), number, np.int64)
     first = datasets[0]
     return MixedDataset(
         repo_id=" + ".join(member.name for member in members),
@@ -138,14 +148,16 @@ def join_datasets(
         version=first.version,
         fps=first.fps,
         robot_type=first.robot_type,
-        features=form.features,
-        cameras=form.cameras,
+        features=schema.features,
+        cameras=schema.cameras,
         absent={},
         tasks=tasks,
-        stats=merged_stats(form),
-        columns={name: np.concatenate([own[name] for own in columns]) for name in columns[0]},
+        stats=merged_stats(schema),
+        columns={
+            name: np.concatenate([member_columns[name] for member_columns in columns]) for name in columns[0]
+        },
         strings={
-            name: [text for dataset in datasets for text in dataset.strings[name]] for name in form.strings
+            name: [text for dataset in datasets for text in dataset.strings[name]] for name in schema.strings
         },
         episodes=_joined_episodes([dataset.episodes for dataset in datasets], first_episode, first_frame),
         skipped={
@@ -153,7 +165,7 @@ def join_datasets(
             for number, dataset in enumerate(datasets)
             for episode, reason in dataset.skipped.items()
         },
-        store=MixedStore(members, form, first_episode),
+        store=MixedStore(members, schema, first_episode),
         source=first.source,
         files=[],
         layout="",
@@ -163,37 +175,37 @@ def join_datasets(
             for episode, sizes in dataset._file_sizes.items()
         },
         members=list(members),
-        form=form,
+        schema=schema,
         first_episode=first_episode,
     )
 
 
-def _renumbered(column: np.ndarray, own: list[str], tasks: list[str]) -> np.ndarray:
+def _renumbered(column: np.ndarray, local_tasks: list[str], tasks: list[str]) -> np.ndarray:
     """Numbers of tasks in the list of all of them; -1 for those that have no text."""
     number = {task: i for i, task in enumerate(tasks)}
-    table = np.array([*(number[task] for task in own), -1], np.int64)
+    table = np.array([*(number[task] for task in local_tasks), -1], np.int64)
     column = column.astype(np.int64)
-    return table[np.where((column >= 0) & (column < len(own)), column, len(own))]
+    return table[np.where((column >= 0) & (column < len(local_tasks)), column, len(local_tasks))]
 
 
-def _joined_episodes(each: list[Episodes], first_episode: np.ndarray, first_frame: np.ndarray) -> Episodes:
+def _joined_episodes(members: list[Episodes], first_episode: np.ndarray, first_frame: np.ndarray) -> Episodes:
     return Episodes(
-        np.concatenate([own.index + first for own, first in zip(each, first_episode)]),
-        np.concatenate([own.length for own in each]),
-        [tasks for own in each for tasks in own.tasks],
-        np.concatenate([own.first_frame + first for own, first in zip(each, first_frame)]),
+        np.concatenate([member.index + first for member, first in zip(members, first_episode)]),
+        np.concatenate([member.length for member in members]),
+        [tasks for member in members for tasks in member.tasks],
+        np.concatenate([member.first_frame + first for member, first in zip(members, first_frame)]),
     )
 
 
 class _AllRepeats(Repeats):
     """Warnings of several stores, told together."""
 
-    def __init__(self, others: Sequence[Repeats]) -> None:
+    def __init__(self, parts: Sequence[Repeats]) -> None:
         super().__init__()
-        self._others = others
+        self._parts = parts
 
     def tell(self, last: bool = False) -> None:
-        for each in self._others:
+        for each in self._parts:
             each.tell(last)
         super().tell(last)
 
@@ -201,20 +213,21 @@ class _AllRepeats(Repeats):
 class MixedStore(FrameStore):
     """The frames of several datasets. Those of a camera that a dataset lacks are black."""
 
-    def __init__(self, members: Sequence[Member], form: Form, first_episode: np.ndarray):
+    def __init__(self, members: Sequence[Member], schema: SharedSchema, first_episode: np.ndarray):
         stores = [member.dataset.store for member in members]
         clips: dict[tuple[str, int], Clip] = {}
         for member, store, first in zip(members, stores, first_episode.tolist()):
             for (camera, episode), clip in store.clips.items():
                 name = member.rename_map.get(camera, camera)
-                if name in form.cameras:
+                if name in schema.cameras:
                     clips[name, first + episode] = clip
-        for camera, lacking in form.blank.items():  # last: the first clip of a camera tells its format
-            for number in lacking:
+        # last: the first clip of a camera tells its format
+        for camera, members_without in schema.blank.items():
+            for number in members_without:
                 lengths = np.diff(stores[number].ends, prepend=0)
                 for episode, length in enumerate(lengths.tolist()):
-                    place = camera, int(first_episode[number]) + episode
-                    clips[place] = BlankClip(form.features[camera], length)
+                    key = camera, int(first_episode[number]) + episode
+                    clips[key] = BlankClip(schema.features[camera], length)
         lengths = np.concatenate([np.diff(store.ends, prepend=0) for store in stores])
         remote = any(store.remote for store in stores)
         super().__init__(clips, lengths, stores[0].size, remote, depth_unit=stores[0].depth_unit)
@@ -222,22 +235,22 @@ class MixedStore(FrameStore):
         self.repeats = _AllRepeats([store.repeats for store in stores])
         self._names = [member.name for member in members]
         self._first = first_episode
-        self._form = form
+        self._schema = schema
 
     def where(self, camera: str, frame: int) -> str:
-        number, _ = self._own(int(self.episode_of(np.array([frame]))[0]))
+        number, _ = self._local_episode(int(self.episode_of(np.array([frame]))[0]))
         return f"{self._names[number]}, {super().where(camera, frame)}"
 
-    def in_words(self, episode: int) -> str:
-        number, own = self._own(episode)
-        return f"episode {own} of {self._names[number]}"
+    def describe_episode(self, episode: int) -> str:
+        number, local_number = self._local_episode(episode)
+        return f"episode {local_number} of {self._names[number]}"
 
-    def how_to_exclude(self, episode: int) -> str:
-        number, own = self._own(episode)
-        return f"exclude_episodes: {own} of {self._names[number]} in dataset.mix"
+    def exclusion_hint(self, episode: int) -> str:
+        number, local_number = self._local_episode(episode)
+        return f"exclude_episodes: {local_number} of {self._names[number]} in dataset.mix"
 
     def why_not_on_gpu(self, camera: str, device: torch.device) -> str | None:
-        if camera in self._form.blank:
+        if camera in self._schema.blank:
             return f"some of the datasets have no {camera}"
         if len({*self._formats_of(camera)}) > 1:
             return f"the datasets store {camera} in different formats"
@@ -257,18 +270,18 @@ class MixedStore(FrameStore):
 
     def _formats_of(self, camera: str) -> list[PlaneFormat]:
         """Of each dataset that has the camera."""
-        found = []
+        formats = []
         for number, (first, end) in enumerate(pairwise(self._first.tolist())):
-            if number not in self._form.blank.get(camera, []):
+            if number not in self._schema.blank.get(camera, []):
                 clips = {
                     (c, e): clip for (c, e), clip in self.clips.items() if c == camera and first <= e < end
                 }
                 store = FrameStore(clips, np.diff(self.ends, prepend=0), self.size)
                 store.rgb = self.rgb
-                found.append(store.format(camera))
-        return found
+                formats.append(store.format(camera))
+        return formats
 
-    def _own(self, episode: int) -> tuple[int, int]:
+    def _local_episode(self, episode: int) -> tuple[int, int]:
         """The dataset of an episode, and its number there."""
         number = int(np.searchsorted(self._first, episode, side="right")) - 1
         return number, episode - int(self._first[number])

@@ -39,14 +39,14 @@ def with_weights(
         weights = _of_members(dataset, settings, chunk, paths)
     else:
         weights = _of_dataset(dataset, settings, chunk, settings.progress_path)
-    wrong = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if wrong or not weights.any():
-        what = (
-            f"{wrong} of {len(weights)} weights are negative, NaN or infinite"
-            if wrong
+    invalid = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if invalid or not weights.any():
+        problem = (
+            f"{invalid} of {len(weights)} weights are negative, NaN or infinite"
+            if invalid
             else "all weights are 0"
         )
-        raise DatasetError(f"{dataset.repo_id}: {what}. Correct the file or column of sample_weighting.")
+        raise DatasetError(f"{dataset.repo_id}: {problem}. Correct the file or column of sample_weighting.")
     log.info(
         "sample weights (%s): mean %.3f, %.1f %% of the samples have none",
         *(settings.resolved_type, weights.mean(), 100 * (weights == 0).mean()),
@@ -70,35 +70,35 @@ def rabc_weights(
     progress gets the `fallback`.
     """
     size = int(index.max()) + 1
-    value, future = np.full(size, np.nan), np.zeros(size, np.int64)
-    value[index] = progress
+    progress_of, future = np.full(size, np.nan), np.zeros(size, np.int64)
+    progress_of[index] = progress
     for number in np.unique(episode):
-        own = index[episode == number]
-        future[own] = np.minimum(own + chunk, own.max())
-    delta = value[future] - value
-    known = ~np.isnan(delta)
-    mean = max(float(delta[known].mean()), 0.0) if known.any() else 0.0
-    deviation = max(float(delta[known].std()), epsilon) if known.any() else epsilon
+        frames = index[episode == number]
+        future[frames] = np.minimum(frames + chunk, frames.max())
+    delta = progress_of[future] - progress_of
+    has_progress = ~np.isnan(delta)
+    mean = max(float(delta[has_progress].mean()), 0.0) if has_progress.any() else 0.0
+    deviation = max(float(delta[has_progress].std()), epsilon) if has_progress.any() else epsilon
     delta = delta.astype(np.float32)
     soft = np.clip((delta - (mean - 2 * deviation)) / (4 * deviation + epsilon), 0, 1)
     weights = np.where(delta > kappa, 1.0, np.where(delta >= 0, soft, 0.0))
-    return np.where(known, weights, fallback).astype(np.float32)
+    return np.where(has_progress, weights, fallback).astype(np.float32)
 
 
 def _of_members(
     dataset: MixedDataset, settings: SampleWeightingConfig, chunk: int, paths: Sequence[str | None]
 ) -> np.ndarray:
-    given = [*paths, *[None] * len(dataset.members)][: len(dataset.members)]
+    member_paths = [*paths, *[None] * len(dataset.members)][: len(dataset.members)]
     if settings.progress_path is not None and len(dataset.members) > 1:
         raise ConfigError(
             f"sample_weighting.progress_path={settings.progress_path} is ambiguous with several datasets: give each "
             "of them a weights_path in dataset.mix."
         )
     by_frame = []
-    for member, path in zip(dataset.members, given):
-        own = _of_dataset(member.dataset, settings, chunk, path or settings.progress_path)
+    for member, path in zip(dataset.members, member_paths):
+        weights = _of_dataset(member.dataset, settings, chunk, path or settings.progress_path)
         frames = np.zeros(member.dataset.store.frames, np.float32)
-        frames[member.dataset.frame_ids(np.arange(len(member.dataset)))] = own
+        frames[member.dataset.frame_ids(np.arange(len(member.dataset)))] = weights
         by_frame.append(frames)
     return np.concatenate(by_frame)[dataset.frame_ids(np.arange(len(dataset)))]
 
@@ -126,15 +126,18 @@ def _of_dataset(
             )
         return by_frame[frames]
     names = ["index", "episode_index", f"progress_{settings.head_mode}"]
-    read = _read(_find(dataset, path), names)
-    extra = dict(settings.extra_params)
-    steps, fallback = int(extra.pop("chunk_size", chunk)), float(extra.pop("fallback_weight", 1.0))
-    if extra:
-        raise ConfigError(f"sample_weighting.extra_params has unknown names: {', '.join(extra)}.")
+    columns = _read(_find(dataset, path), names)
+    extra_params = dict(settings.extra_params)
+    steps, fallback = (
+        int(extra_params.pop("chunk_size", chunk)),
+        float(extra_params.pop("fallback_weight", 1.0)),
+    )
+    if extra_params:
+        raise ConfigError(f"sample_weighting.extra_params has unknown names: {', '.join(extra_params)}.")
     options = {"kappa": settings.kappa, "epsilon": settings.epsilon, "fallback": fallback}
-    weights = rabc_weights(read[0], read[1], read[2], steps, **options)
-    known = frames < len(weights)
-    return np.where(known, weights[np.where(known, frames, 0)], np.float32(fallback))
+    weights = rabc_weights(columns[0], columns[1], columns[2], steps, **options)
+    has_weight = frames < len(weights)
+    return np.where(has_weight, weights[np.where(has_weight, frames, 0)], np.float32(fallback))
 
 
 def _column(dataset: Dataset, name: str) -> np.ndarray:
@@ -151,13 +154,13 @@ def _column(dataset: Dataset, name: str) -> np.ndarray:
 def _find(dataset: Dataset, path: str | None) -> Path:
     """The file on this machine: of the dataset itself, a local one, or one at an address."""
     if path is None:
-        found = dataset.source.local(PROGRESS_FILE)
-        if not found.is_file():
+        file = dataset.source.local(PROGRESS_FILE)
+        if not file.is_file():
             raise ConfigError(
                 f"sample_weighting: {dataset.source} has no {PROGRESS_FILE}. Name the file with the progress of its "
                 "frames with --sample_weighting.progress_path (LeRobot's compute_rabc_weights writes it)."
             )
-        return found
+        return file
     if "://" not in path:
         return Path(path).expanduser()
     folder, _, name = path.rpartition("/")
@@ -171,18 +174,18 @@ def _read(path: Path, columns: Sequence[str]) -> list[np.ndarray]:
     """Columns of numbers of a parquet file."""
     try:
         with pq.ParquetFile(path) as file:
-            there = file.schema_arrow.names
-            missing = [name for name in columns if name not in there]
+            available = file.schema_arrow.names
+            missing = [name for name in columns if name not in available]
             if missing:
                 raise ConfigError(
-                    f"{path} has no column {', '.join(missing)}: it has {', '.join(there)}. Set "
+                    f"{path} has no column {', '.join(missing)}: it has {', '.join(available)}. Set "
                     "--sample_weighting.head_mode or --sample_weighting.column."
                 )
             table = file.read(columns=list(columns))
-        found = [table[name].to_numpy() for name in columns]
+        columns_read = [table[name].to_numpy() for name in columns]
         numbers = [
             values.astype(np.int64 if n.endswith("index") else np.float64)
-            for n, values in zip(columns, found)
+            for n, values in zip(columns, columns_read)
         ]
     except (OSError, pa.ArrowException, ValueError, TypeError) as error:
         raise ConfigError(f"Can't read sample weights from {path}: {error}") from error

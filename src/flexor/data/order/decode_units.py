@@ -54,9 +54,9 @@ class Units:
     def samples(self, unit: int) -> np.ndarray:
         """All samples of one unit, ascending."""
         k = np.arange(self.count[unit])
-        return self.pick(np.full_like(k, unit), k)
+        return self.sample_at(np.full_like(k, unit), k)
 
-    def pick(self, units: np.ndarray, k: np.ndarray) -> np.ndarray:
+    def sample_at(self, units: np.ndarray, k: np.ndarray) -> np.ndarray:
         """The k-th sample of each unit; both arrays [n]."""
         block, rest = np.divmod(k, self.run[units])
         return self.first[units] + block * self.stride[units] + rest
@@ -83,12 +83,12 @@ def build_units(
     A run is never split inside the longest GOPs, even if it then exceeds `most`.
     """
     table = _Episodes.of(lengths, rows, starts, deltas)
-    trial = table.some()
-    ways = list(_ways(trial, int(table.lengths.max()), least, most or table.size))
-    tried = [way(trial) for way in ways]
-    costs = [trial.decoded(units) / units.size for units in tried]
-    good = [i for i, cost in enumerate(costs) if cost <= TOLERANCE * min(costs)]
-    return ways[max(good, key=lambda i: len(tried[i]))](table)
+    trial = table.trial_subset()
+    candidates = list(_candidate_splits(trial, int(table.lengths.max()), least, most or table.size))
+    trial_units = [split(trial) for split in candidates]
+    costs = [trial.decoded(units) / units.size for units in trial_units]
+    acceptable = [i for i, cost in enumerate(costs) if cost <= TOLERANCE * min(costs)]
+    return candidates[max(acceptable, key=lambda i: len(trial_units[i]))](table)
 
 
 def decoded_per_sample(
@@ -104,12 +104,12 @@ def decoded_per_sample(
     The count is exact for a small dataset, and uses randomly drawn units for a large one.
     """
     table = _Episodes.of(lengths, rows, starts, deltas)
-    which = np.arange(len(units))
+    unit_ids = np.arange(len(units))
     if units.size > COUNTED_SAMPLES:
-        which = np.argsort(mix_numpy(which.astype(np.uint64) + np.uint64(1)))
-        which = which[: 1 + np.searchsorted(np.cumsum(units.count[which]), COUNTED_SAMPLES)]
-    frames = table.decoded(units, which)
-    return frames / int(units.count[which].sum()) / len(table.starts)
+        unit_ids = np.argsort(mix_numpy(unit_ids.astype(np.uint64) + np.uint64(1)))
+        unit_ids = unit_ids[: 1 + np.searchsorted(np.cumsum(units.count[unit_ids]), COUNTED_SAMPLES)]
+    frames = table.decoded(units, unit_ids)
+    return frames / int(units.count[unit_ids].sum()) / len(table.starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,39 +148,39 @@ class _Episodes:
     def size(self) -> int:
         return int(self.lengths.sum())
 
-    def some(self) -> _Episodes:
+    def trial_subset(self) -> _Episodes:
         """A few episodes spread over the dataset; only the start of very long ones."""
-        used = np.flatnonzero(self.lengths)
-        chosen = used[np.linspace(0, len(used) - 1, min(len(used), TRIAL_EPISODES)).astype(np.int64)]
-        rows = np.minimum(self.rows[chosen], TRIAL_ROWS)
-        chosen = chosen[: max(1, int(np.searchsorted(np.cumsum(rows), TRIAL_ROWS, side="right")))]
-        rows = rows[: len(chosen)]
-        moved = self.first_row[chosen] - (
+        usable = np.flatnonzero(self.lengths)
+        episodes = usable[np.linspace(0, len(usable) - 1, min(len(usable), TRIAL_EPISODES)).astype(np.int64)]
+        rows = np.minimum(self.rows[episodes], TRIAL_ROWS)
+        episodes = episodes[: max(1, int(np.searchsorted(np.cumsum(rows), TRIAL_ROWS, side="right")))]
+        rows = rows[: len(episodes)]
+        shifts = self.first_row[episodes] - (
             np.cumsum(rows) - rows
         )  # offset between a row's index in the dataset and in the selection
-        picked = [slice(first, first + n) for first, n in zip(self.first_row[chosen], rows)]
+        slices = [slice(first, first + n) for first, n in zip(self.first_row[episodes], rows)]
         return _Episodes.of(
-            np.minimum(self.lengths[chosen], rows),
+            np.minimum(self.lengths[episodes], rows),
             rows,
-            [np.concatenate([start[s] - m for s, m in zip(picked, moved)]) for start in self.starts],
+            [np.concatenate([start[s] - m for s, m in zip(slices, shifts)]) for start in self.starts],
             [delta.tolist() for delta in self.deltas],
         )
 
-    def decoded(self, units: Units, which: np.ndarray | None = None) -> int:
+    def decoded(self, units: Units, unit_ids: np.ndarray | None = None) -> int:
         """Frames that all cameras decode for all (or these) units, each unit separately."""
-        which = np.arange(len(units)) if which is None else which
-        unit = np.repeat(which, units.count[which])
-        ends = np.cumsum(units.count[which])
-        sample = units.pick(
-            unit, np.arange(len(unit)) - np.repeat(ends - units.count[which], units.count[which])
+        unit_ids = np.arange(len(units)) if unit_ids is None else unit_ids
+        unit = np.repeat(unit_ids, units.count[unit_ids])
+        ends = np.cumsum(units.count[unit_ids])
+        sample = units.sample_at(
+            unit, np.arange(len(unit)) - np.repeat(ends - units.count[unit_ids], units.count[unit_ids])
         )
         episode = np.searchsorted(self.first_sample, sample, side="right") - 1
         low = self.first_row[episode]
         high = low + self.rows[episode] - 1
-        now = low + sample - self.first_sample[episode]
+        row_now = low + sample - self.first_sample[episode]
         total = 0
         for start, delta in zip(self.starts, self.deltas):
-            row = np.clip(now[:, None] + delta, low[:, None], high[:, None])  # [samples, D]
+            row = np.clip(row_now[:, None] + delta, low[:, None], high[:, None])  # [samples, D]
             # In each GOP that a unit uses, frames are decoded from its start to the last used frame.
             unit_of, row = np.divmod(np.unique(unit[:, None] * len(start) + row), len(start))
             last = np.append((np.diff(unit_of) != 0) | (np.diff(start[row]) != 0), True)
@@ -193,8 +193,8 @@ class _Episodes:
         begins = [start == np.arange(len(start)) for start in self.starts]
         shared = np.logical_and.reduce(begins)
         longest = min(begins, key=np.count_nonzero)
-        ways = [shared] if np.array_equal(shared, longest) else [shared, longest]
-        return [self._samples_of(np.flatnonzero(way)) for way in ways]
+        masks = [shared] if np.array_equal(shared, longest) else [shared, longest]
+        return [self._samples_of(np.flatnonzero(mask)) for mask in masks]
 
     def _samples_of(self, rows: np.ndarray) -> np.ndarray:
         """The samples that start at these rows; always includes the first sample of every episode."""
@@ -204,7 +204,9 @@ class _Episodes:
         return (self.first_sample[episode] + frame)[frame < self.lengths[episode]]
 
 
-def _ways(trial: _Episodes, longest: int, least: int, most: int) -> Iterator[Callable[[_Episodes], Units]]:
+def _candidate_splits(
+    trial: _Episodes, longest: int, least: int, most: int
+) -> Iterator[Callable[[_Episodes], Units]]:
     """Ways to split episodes into units that are tried."""
     gop = 1
     for number, cuts in enumerate(trial.cuts()):
@@ -231,9 +233,11 @@ def _widths(gop: int, stride: int) -> list[int]:
     """Phase widths to try: one GOP, two GOPs, and fractions of the stride."""
     if stride < 2:
         return []
-    doubled = {gop * 2**power for power in range(stride.bit_length())}
+    gop_multiples = {gop * 2**power for power in range(stride.bit_length())}
     return sorted(
-        width for width in doubled | {math.ceil(stride / part) for part in range(1, 9)} if width < stride
+        width
+        for width in gop_multiples | {math.ceil(stride / part) for part in range(1, 9)}
+        if width < stride
     )
 
 
@@ -258,11 +262,11 @@ def _phases(table: _Episodes, stride: int, width: int, stretch: int) -> Units:
     length = np.minimum(rows[episode], table.lengths[episode] - begin)  # [stretches]
     offset = np.arange(0, stride, width)  # [phases]
     run = np.broadcast_to(np.minimum(width, stride - offset), (len(length), len(offset)))
-    whole, rest = np.divmod(length, stride)
-    count = whole[:, None] * run + np.clip(rest[:, None] - offset, 0, run)
+    full_strides, rest = np.divmod(length, stride)
+    count = full_strides[:, None] * run + np.clip(rest[:, None] - offset, 0, run)
     first = (table.first_sample[episode] + begin)[:, None] + offset
-    used = count > 0
-    return Units(first[used], count[used], run[used], np.full(int(used.sum()), stride))
+    nonempty = count > 0
+    return Units(first[nonempty], count[nonempty], run[nonempty], np.full(int(nonempty.sum()), stride))
 
 
 def _cut_runs(edges: np.ndarray, groups: np.ndarray, least: int) -> np.ndarray:
@@ -276,12 +280,12 @@ def _cut_runs(edges: np.ndarray, groups: np.ndarray, least: int) -> np.ndarray:
     group_first = np.repeat(groups[:-1], np.diff(groups))
     group_end = np.repeat(groups[1:], np.diff(groups))
     following = np.minimum(np.searchsorted(edges, edges[:-1] + least), group_end).tolist()
-    found, item = [], 0
+    run_starts, item = [], 0
     while item < count:
-        found.append(item)
+        run_starts.append(item)
         item = following[item]
-    begins = np.array(found, np.int64)
+    begins = np.array(run_starts, np.int64)
     covered = np.diff(edges[np.append(begins, count)])
     at_end = np.append(begins[1:], count) == group_end[begins]
-    tiny = at_end & (2 * covered < least) & (begins != group_first[begins])
-    return begins[~tiny]
+    too_short = at_end & (2 * covered < least) & (begins != group_first[begins])
+    return begins[~too_short]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexor.data.order.order import Picks, PoolPlan, SampleOrder
+from flexor.data.order.order import PoolPlan, SampleOrder, Selection
 
 __all__ = ["MixedOrder", "OrderPart", "Shares", "share_counts"]
 
@@ -30,8 +30,9 @@ def share_counts(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     if (counts != weights).any() or counts.sum() > ROUND:
         exact = weights / weights.sum() * ROUND
         counts = np.maximum(1, exact.astype(np.int64))
-        left = max(0, ROUND - int(counts.sum()))
-        largest = np.argsort(counts - exact, kind="stable")[:left]  # the largest remainders get what is left
+        missing = max(0, ROUND - int(counts.sum()))
+        # the largest remainders get what is missing
+        largest = np.argsort(counts - exact, kind="stable")[:missing]
         counts[largest] += 1
     return counts // np.gcd.reduce(counts)
 
@@ -44,11 +45,11 @@ class Shares:
         self.counts = np.asarray(counts, np.int64)
         self.round = int(self.counts.sum())
         part = np.repeat(np.arange(len(self.counts)), self.counts)
-        when = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.tolist()])
-        self.part = part[np.lexsort((part, when))]  # [round]
+        time = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts.tolist()])
+        self.part = part[np.lexsort((part, time))]  # [round]
         self._places = [np.flatnonzero(self.part == number) for number in range(len(self.counts))]
 
-    def seen(self, part: int, position: int) -> int:
+    def count_before(self, part: int, position: int) -> int:
         """How many of the positions before this one belong to the part."""
         rounds, rest = divmod(position, self.round)
         return rounds * int(self.counts[part]) + int(np.searchsorted(self._places[part], rest))
@@ -83,36 +84,36 @@ class MixedOrder:
         self._first_lane = np.cumsum([0, *lanes])  # [K + 1]
 
     def samples(self, position: int, count: int) -> np.ndarray:
-        return self.picks(position, count).sample
+        return self.select(position, count).sample
 
-    def picks(self, position: int, count: int) -> Picks:
-        found = []
+    def select(self, position: int, count: int) -> Selection:
+        selections = []
         for number, part in enumerate(self.parts):
-            first, end = (self.shares.seen(number, at) for at in (position, position + count))
+            first, end = (self.shares.count_before(number, at) for at in (position, position + count))
             if end > first:
-                picks = part.order.picks(first, end - first)
-                found.append(
+                selection = part.order.select(first, end - first)
+                selections.append(
                     replace(
-                        picks,
-                        position=self.shares.position(number, picks.position),
-                        sample=part.samples[picks.sample],
-                        lane=np.where(picks.lane < 0, -1, picks.lane + self._first_lane[number]),
+                        selection,
+                        position=self.shares.position(number, selection.position),
+                        sample=part.samples[selection.sample],
+                        lane=np.where(selection.lane < 0, -1, selection.lane + self._first_lane[number]),
                     )
                 )
-        joined = Picks.join(found)
+        joined = Selection.join(selections)
         return joined[np.lexsort((joined.position, joined.lane))]
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         """All samples of some pools (lane, number). `epoch` is that of the part."""
-        owner = np.searchsorted(self._first_lane, [lane for lane, _ in pools], side="right") - 1
+        part_of_pool = np.searchsorted(self._first_lane, [lane for lane, _ in pools], side="right") - 1
         plans: list[PoolPlan | None] = [None] * len(pools)
-        for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number).tolist()
+        for number in np.unique(part_of_pool).tolist():
+            places = np.flatnonzero(part_of_pool == number).tolist()
             first = int(self._first_lane[number])
-            own = self.parts[number].order.pools_of(
+            part_plans = self.parts[number].order.pools_of(
                 epoch, [(pools[i][0] - first, pools[i][1]) for i in places]
             )
-            for i, plan in zip(places, own):
+            for i, plan in zip(places, part_plans):
                 samples = self.parts[number].samples[plan.sample]
                 plans[i] = PoolPlan(samples, self.shares.position(number, plan.position), plan.unit)
         return [plan for plan in plans if plan is not None]
@@ -120,6 +121,6 @@ class MixedOrder:
     def epoch(self, position: int) -> float:
         return position / self.size
 
-    def seen(self, position: int) -> list[int]:
+    def counts_before(self, position: int) -> list[int]:
         """How many samples of each part come before a position."""
-        return [self.shares.seen(number, position) for number in range(len(self.parts))]
+        return [self.shares.count_before(number, position) for number in range(len(self.parts))]

@@ -23,9 +23,9 @@ from flexor.data.order.decode_units import Units
 
 __all__ = [
     "Permutation",
-    "Picks",
     "PoolPlan",
     "SampleOrder",
+    "Selection",
     "StreamOnceOrder",
     "StreamingOrder",
     "UniformOrder",
@@ -50,12 +50,12 @@ class SampleOrder(Protocol):
         """The samples [count] of the global batch at positions position ... position + count - 1."""
         ...
 
-    def picks(self, position: int, count: int) -> Picks:
+    def select(self, position: int, count: int) -> Selection:
         """The same samples in the same order, and where they come from."""
         ...
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
-        """All samples of some pools (lane, number), which `picks` named together with a unit."""
+        """All samples of some pools (lane, number), which `select` named together with a unit."""
         ...
 
     def epoch(self, position: int) -> float:
@@ -64,7 +64,7 @@ class SampleOrder(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Picks:
+class Selection:
     """Some samples of the order, [n] each; lane, pool and unit are -1 if the order is uniform."""
 
     position: np.ndarray
@@ -77,14 +77,16 @@ class Picks:
     def __len__(self) -> int:
         return len(self.sample)
 
-    def __getitem__(self, index: slice | np.ndarray) -> Picks:
-        return Picks(*(array[index] for array in vars(self).values()))
+    def __getitem__(self, index: slice | np.ndarray) -> Selection:
+        return Selection(*(array[index] for array in vars(self).values()))
 
     @staticmethod
-    def join(parts: Sequence[Picks]) -> Picks:
+    def join(parts: Sequence[Selection]) -> Selection:
         if len(parts) == 1:
             return parts[0]
-        return Picks(*(np.concatenate(arrays) for arrays in zip(*(vars(part).values() for part in parts))))
+        return Selection(
+            *(np.concatenate(arrays) for arrays in zip(*(vars(part).values() for part in parts)))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +123,12 @@ def permute_within(offsets: np.ndarray, sizes: np.ndarray, keys: np.ndarray) -> 
     bits = (1 + np.searchsorted(4 ** np.arange(1, 32), sizes)).astype(np.uint64)  # as _half_bits
     round_keys = [mix_numpy(keys + np.uint64(key_of("round", round_))) for round_ in range(ROUNDS)]
     values = np.array(offsets, np.uint64)
-    walking = np.arange(len(values))
-    while len(walking):
-        values[walking] = _feistel(values[walking], bits[walking], [key[walking] for key in round_keys])
-        walking = walking[values[walking] >= sizes[walking].astype(np.uint64)]
+    out_of_range = np.arange(len(values))
+    while len(out_of_range):
+        values[out_of_range] = _feistel(
+            values[out_of_range], bits[out_of_range], [key[out_of_range] for key in round_keys]
+        )
+        out_of_range = out_of_range[values[out_of_range] >= sizes[out_of_range].astype(np.uint64)]
     return values.astype(np.int64)
 
 
@@ -166,16 +170,16 @@ class UniformOrder:
             position, count = position + len(parts[-1]), count - len(parts[-1])
         return np.concatenate(parts)
 
-    def picks(self, position: int, count: int) -> Picks:
+    def select(self, position: int, count: int) -> Selection:
         positions = np.arange(position, position + count)
-        nowhere = np.full(count, -1)
-        return Picks(
+        none = np.full(count, -1)
+        return Selection(
             positions,
             self.samples(position, count),
             positions // self.size,
-            lane=nowhere,
-            pool=nowhere,
-            unit=nowhere,
+            lane=none,
+            pool=none,
+            unit=none,
         )
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
@@ -229,20 +233,20 @@ class StreamingOrder:
         self._lane_pieces = np.searchsorted(edges, self._bounds)  # [lanes + 1]
         self._pool_bounds = np.concatenate([self._bounds, *map(self._pool_cuts, range(lanes))])
         self._table = lru_cache(maxsize=2)(self._epoch_table)  # this epoch and the next
-        self._block = lru_cache(maxsize=2)(self._block_picks)
+        self._block = lru_cache(maxsize=2)(self._block_selection)
 
     def samples(self, position: int, count: int) -> np.ndarray:
         """The samples [count] at positions position ... position + count - 1, sorted by lane."""
-        return self.picks(position, count).sample
+        return self.select(position, count).sample
 
-    def picks(self, position: int, count: int) -> Picks:
-        parts: list[Picks] = []
+    def select(self, position: int, count: int) -> Selection:
+        parts: list[Selection] = []
         while count:
             epoch, offset = divmod(position, self.size)
             parts.append(self._block(epoch, offset // BLOCK)[offset % BLOCK :][:count])
             position, count = position + len(parts[-1]), count - len(parts[-1])
-        found = Picks.join(parts)
-        return found[np.argsort(found.lane, kind="stable")]
+        selection = Selection.join(parts)
+        return selection[np.argsort(selection.lane, kind="stable")]
 
     def epoch(self, position: int) -> float:
         return position / self.size
@@ -258,35 +262,37 @@ class StreamingOrder:
         assert all(0 <= number < self.pools(epoch, lane) for lane, number in pools)
         numbers = [int(table.lane_pools[lane]) + number for lane, number in pools]
         edges = [(int(table.pool_edges[n]), int(table.pool_edges[n + 1])) for n in numbers]
-        spots = np.concatenate([np.arange(*edge) for edge in edges])
-        sample, piece, _ = self._look_up(table, spots)
+        offsets = np.concatenate([np.arange(0), *(np.arange(*edge) for edge in edges)])
+        sample, piece, _ = self._look_up(table, offsets)
         plans, first = [], 0
         for (lane, _), (start, end) in zip(pools, edges):
             part = slice(first, first := first + end - start)
-            position = epoch * self.size + (spots[part] - self._bounds[lane]) * self.lanes + lane
+            position = epoch * self.size + (offsets[part] - self._bounds[lane]) * self.lanes + lane
             plans.append(PoolPlan(sample[part], position, piece[part]))
         return plans
 
-    def _block_picks(self, epoch: int, number: int) -> Picks:
+    def _block_selection(self, epoch: int, number: int) -> Selection:
         """BLOCK positions of an epoch (fewer at its end), in order."""
         offsets = np.arange(number * BLOCK, min((number + 1) * BLOCK, self.size))
         index, lane = np.divmod(offsets, self.lanes)
         table = self._table(epoch)
         sample, unit, pool = self._look_up(table, self._bounds[lane] + index)
         position = epoch * self.size + offsets
-        return Picks(position, sample, np.full_like(lane, epoch), lane, pool - table.lane_pools[lane], unit)
-
-    def _look_up(self, table: _EpochTable, spots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
-        pool = np.searchsorted(table.pool_edges, spots, side="right") - 1
-        first = table.pool_edges[pool]
-        spots = first + permute_within(
-            spots - first, table.pool_edges[pool + 1] - first, table.pool_keys[pool]
+        return Selection(
+            position, sample, np.full_like(lane, epoch), lane, pool - table.lane_pools[lane], unit
         )
-        place = np.searchsorted(table.piece_edges, spots, side="right") - 1
+
+    def _look_up(self, table: _EpochTable, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sample, piece and pool (numbered over all lanes) at spots [n] of an epoch's line."""
+        pool = np.searchsorted(table.pool_edges, offsets, side="right") - 1
+        first = table.pool_edges[pool]
+        offsets = first + permute_within(
+            offsets - first, table.pool_edges[pool + 1] - first, table.pool_keys[pool]
+        )
+        place = np.searchsorted(table.piece_edges, offsets, side="right") - 1
         piece = table.pieces[place]
-        k = self._piece_skip[piece] + spots - table.piece_edges[place]
-        return self._units.pick(self._piece_unit[piece], k), piece, pool
+        k = self._piece_skip[piece] + offsets - table.piece_edges[place]
+        return self._units.sample_at(self._piece_unit[piece], k), piece, pool
 
     def _pool_cuts(self, lane: int) -> np.ndarray:
         """Where the lane's pools should end; a pool actually ends with the unit at that position.
@@ -300,8 +306,8 @@ class StreamingOrder:
         if count < 2:
             return np.empty(0, np.int64)
         cuts = (np.arange(count) + 1 - lane * GOLDEN % 1) * (size / count)
-        little = size / count / 4
-        cuts = cuts[(cuts > little) & (cuts < size - little)]
+        remainder = size / count / 4
+        cuts = cuts[(cuts > remainder) & (cuts < size - remainder)]
         return self._bounds[lane] + cuts.astype(np.int64)
 
     def _epoch_table(self, epoch: int) -> _EpochTable:
@@ -344,17 +350,17 @@ class StreamOnceOrder:
         self.lanes = max(streaming.lanes, later.lanes)
 
     def samples(self, position: int, count: int) -> np.ndarray:
-        return self.picks(position, count).sample
+        return self.select(position, count).sample
 
-    def picks(self, position: int, count: int) -> Picks:
+    def select(self, position: int, count: int) -> Selection:
         streamed = max(0, min(count, self.size - position))
-        parts = [self.streaming.picks(position, streamed)] if streamed else []
+        parts = [self.streaming.select(position, streamed)] if streamed else []
         if streamed < count:
-            later = self.later.picks(position + streamed, count - streamed)
+            rest = self.later.select(position + streamed, count - streamed)
             parts.append(
-                replace(later, unit=np.full(count - streamed, -1))
+                replace(rest, unit=np.full(count - streamed, -1))
             )  # nothing is decoded after the first epoch
-        return Picks.join(parts)
+        return Selection.join(parts)
 
     def pools_of(self, epoch: int, pools: Sequence[tuple[int, int]]) -> list[PoolPlan]:
         return self.streaming.pools_of(epoch, pools)

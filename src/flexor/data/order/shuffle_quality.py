@@ -63,32 +63,32 @@ def shuffle_quality(
     near = math.ceil(NEAR_S * fps)
     episode = np.asarray(episode_of_sample, np.int64)
     row = np.asarray(row_of_sample, np.int64)
-    moment = episode * (int(row.max()) + near + 1) + row
+    time = episode * (int(row.max()) + near + 1) + row
 
     last = max(0, order.size // batch - 2)
     steps = np.unique(np.linspace(0, last, batches).astype(np.int64)).tolist()
-    drawn = np.stack([order.samples(step * batch, batch) for step in steps])  # [steps, batch]
-    following = np.stack([order.samples((step + 1) * batch, batch) for step in steps])
-    inside = np.array([_near_pairs(part, near) for part in moment[drawn]])
-    after = np.array([_near_pairs(part, near) for part in moment[following]])
-    both = np.array([_near_pairs(part, near) for part in moment[np.hstack([drawn, following])]])
+    batch_samples = np.stack([order.samples(step * batch, batch) for step in steps])  # [steps, batch]
+    next_samples = np.stack([order.samples((step + 1) * batch, batch) for step in steps])
+    within = np.array([_near_pairs(times, near) for times in time[batch_samples]])
+    within_next = np.array([_near_pairs(times, near) for times in time[next_samples]])
+    both = np.array([_near_pairs(times, near) for times in time[np.hstack([batch_samples, next_samples])]])
     # The probability that two samples drawn without replacement are near-duplicates.
-    chance = 2 * _near_pairs(moment, near) / max(1, order.size * (order.size - 1))
+    chance = 2 * _near_pairs(time, near) / max(1, order.size * (order.size - 1))
     return Quality(
         batch=batch,
-        episodes=float(np.mean([len(np.unique(part)) for part in episode[drawn]])),
+        episodes=float(np.mean([len(np.unique(row)) for row in episode[batch_samples]])),
         episodes_uniform=_expected_episodes(np.unique(episode, return_counts=True)[1], batch),
-        near=float(inside.mean()),
+        near=float(within.mean()),
         near_uniform=chance * batch * (batch - 1) / 2,
-        near_next=float((both - inside - after).mean()),
+        near_next=float((both - within - within_next).mean()),
         near_next_uniform=chance * batch**2,
-        correlation=_correlation(drawn[:, :-1].ravel(), drawn[:, 1:].ravel()),
+        correlation=_correlation(batch_samples[:, :-1].ravel(), batch_samples[:, 1:].ravel()),
     )
 
 
-def _near_pairs(moments: np.ndarray, near: int) -> int:
-    moments = np.sort(moments)
-    return int((np.searchsorted(moments, moments + near) - np.arange(1, len(moments) + 1)).sum())
+def _near_pairs(times: np.ndarray, near: int) -> int:
+    times = np.sort(times)
+    return int((np.searchsorted(times, times + near) - np.arange(1, len(times) + 1)).sum())
 
 
 def _expected_episodes(lengths: np.ndarray, batch: int) -> float:
@@ -96,15 +96,17 @@ def _expected_episodes(lengths: np.ndarray, batch: int) -> float:
     size = int(lengths.sum())
     batch = min(batch, size)
 
-    def ways(among: int) -> float:
-        return math.lgamma(among + 1) - math.lgamma(among - batch + 1)
+    def log_ways(population: int) -> float:
+        return math.lgamma(population + 1) - math.lgamma(population - batch + 1)
 
-    distinct, times = np.unique(lengths, return_counts=True)
-    absent = [math.exp(ways(size - n) - ways(size)) if size - n >= batch else 0.0 for n in distinct.tolist()]
-    return float(sum(times * (1 - np.array(absent))))
+    distinct, frequency = np.unique(lengths, return_counts=True)
+    absent = [
+        math.exp(log_ways(size - n) - log_ways(size)) if size - n >= batch else 0.0 for n in distinct.tolist()
+    ]
+    return float(sum(frequency * (1 - np.array(absent))))
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    if len(one) < 2 or not one.std() or not other.std():
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    if len(x) < 2 or not x.std() or not y.std():
         return 0.0
-    return float(np.corrcoef(one, other)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flexor.core.machine import pinned_bytes
-from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, UNITS_WANTED
+from flexor.data.loader.choose_order import LEAST_POOL, MOST_POOL, TARGET_UNITS
 from flexor.data.loader.loader import PREFETCH_BYTES, PREFETCH_STEPS
 from flexor.data.loader.open import JPEG_SHARE
 from flexor.data.settings import CacheConfig, parse_image_size
@@ -174,7 +174,7 @@ def pool_bytes(data: Data, loading: Loading, cache: CacheConfig) -> int:
     around = sum(
         c.kept_bytes(not loading.gpu) * (unit + c.steps - 1) for c in data.cameras
     )  # frames of a unit
-    return int(min(max(UNITS_WANTED * loading.global_batch * around, LEAST_POOL), MOST_POOL))
+    return int(min(max(TARGET_UNITS * loading.global_batch * around, LEAST_POOL), MOST_POOL))
 
 
 def prefetched_steps(data: Data, loading: Loading) -> int:

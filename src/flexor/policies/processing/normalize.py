@@ -123,15 +123,15 @@ class NormalizationStep(ProcessingStep):
         return (x + 1) / 2 * span + first if self.inverse else 2 * (x - first) / span - 1
 
     def _statistics(self, key: str, feature: PolicyFeature, like: Tensor, *names: str) -> list[Tensor]:
-        found = []
+        tensors = []
         for name in names:
             value = self.stats[key][name]
             if value.device != like.device:
                 value = self.stats[key][name] = value.to(like.device)
             if feature.type is Kind.VISUAL:
                 value = value.reshape(-1, 1, 1)
-            found.append(value.to(like.dtype))
-        return found
+            tensors.append(value.to(like.dtype))
+        return tensors
 
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -203,43 +203,45 @@ class NormalizeByDataset(Normalize):
         super().__init__(
             saved.features, saved.norm_map, saved.stats, saved.eps, saved.normalize_observation_keys
         )
-        self.each: dict[str, list[Tensor]] = {}
+        self.stats_by_dataset: dict[str, list[Tensor]] = {}
         for key, feature in self.features.items():
             names = self._required(key)
             if names and feature.type is not Kind.VISUAL:
-                self.each[key] = [torch.stack([one.stats[key][name] for one in each]) for name in names]
+                self.stats_by_dataset[key] = [
+                    torch.stack([normalize.stats[key][name] for normalize in each]) for name in names
+                ]
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
-        which = batch.get(DATASET_NUMBER)
-        if which is None:
+        dataset_numbers = batch.get(DATASET_NUMBER)
+        if dataset_numbers is None:
             return super().__call__(batch, context)
-        own = {key for key in self.each if isinstance(batch.get(key), Tensor)}
-        out = super().__call__({key: value for key, value in batch.items() if key not in own}, context)
-        return {**out, **{key: self._by_dataset(batch[key], key, which) for key in own}}
+        keys = {key for key in self.stats_by_dataset if isinstance(batch.get(key), Tensor)}
+        out = super().__call__({key: value for key, value in batch.items() if key not in keys}, context)
+        return {**out, **{key: self._by_dataset(batch[key], key, dataset_numbers) for key in keys}}
 
     def state_by_dataset(self) -> dict[str, Tensor]:
         """The statistics of all datasets, [M, D] each, for a run that resumes. A robot gets those of `state`."""
         return {
             f"{key}.{number}": value.cpu().contiguous()
-            for key, values in self.each.items()
+            for key, values in self.stats_by_dataset.items()
             for number, value in enumerate(values)
         }
 
     def load_by_dataset(self, state: Mapping[str, Tensor]) -> None:
-        self.each = {
+        self.stats_by_dataset = {
             key: [state[f"{key}.{number}"] for number in range(len(values))]
-            for key, values in self.each.items()
+            for key, values in self.stats_by_dataset.items()
         }
 
-    def _by_dataset(self, x: Tensor, key: str, which: Tensor) -> Tensor:
-        """x [B, ...] of the datasets `which` [B]."""
-        found = []
-        for number, values in enumerate(self.each[key]):  # [M, D]
+    def _by_dataset(self, x: Tensor, key: str, dataset_numbers: Tensor) -> Tensor:
+        """x [B, ...] of the datasets `dataset_numbers` [B]."""
+        statistics = []
+        for number, values in enumerate(self.stats_by_dataset[key]):  # [M, D]
             if values.device != x.device:
-                values = self.each[key][number] = values.to(x.device)
-            of_sample = values.to(x.dtype)[which]
-            found.append(of_sample.reshape(len(x), *[1] * (x.ndim - values.ndim), *values.shape[1:]))
-        return self._scaled(x, self.norm_map[self.features[key].type], *found)
+                values = self.stats_by_dataset[key][number] = values.to(x.device)
+            of_sample = values.to(x.dtype)[dataset_numbers]
+            statistics.append(of_sample.reshape(len(x), *[1] * (x.ndim - values.ndim), *values.shape[1:]))
+        return self._scaled(x, self.norm_map[self.features[key].type], *statistics)
 
 
 @processing_step("unnormalizer_processor")

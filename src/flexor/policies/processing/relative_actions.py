@@ -71,8 +71,8 @@ class RelativeActions(ProcessingStep):
         """Which of so many actions are relative."""
         words = [str(joint).lower() for joint in self.exclude_joints if joint]
         names = [str(name).lower() for name in self.action_names or []][:actions]
-        known = [not any(word in name for word in words) for name in names]
-        return known + [True] * (actions - len(known))
+        flags = [not any(word in name for word in words) for name in names]
+        return flags + [True] * (actions - len(flags))
 
 
 @processing_step("absolute_actions_processor")
@@ -97,8 +97,8 @@ class AbsoluteActions(ProcessingStep):
         return {**batch, ACTION: action + self.of.offset(context.observation, action)}
 
     def connect(self, before: Pipeline) -> None:
-        found = [step for step in before.steps if isinstance(step, RelativeActions)]
-        self.of = found[0] if found else self.of
+        steps = [step for step in before.steps if isinstance(step, RelativeActions)]
+        self.of = steps[0] if steps else self.of
         if self.enabled and self.of is None:
             raise CheckpointError(
                 f"{self.name!r} after the policy requires {RelativeActions.name!r} before it: {PREPROCESSOR}.json "

@@ -36,9 +36,9 @@ def renaming_of(pipeline: Pipeline) -> dict[str, str]:
 
 def with_renaming(pipeline: Pipeline, rename_map: Mapping[str, str]) -> Pipeline:
     """The pipeline with these names changed, instead of those that it changed before."""
-    others = [step for step in pipeline.steps if not isinstance(step, RenameObservations)]
-    renaming = len(others) < len(pipeline.steps) or bool(rename_map)
-    return replace(pipeline, steps=[RenameObservations(dict(rename_map))] * renaming + others)
+    steps = [step for step in pipeline.steps if not isinstance(step, RenameObservations)]
+    renaming = len(steps) < len(pipeline.steps) or bool(rename_map)
+    return replace(pipeline, steps=[RenameObservations(dict(rename_map))] * renaming + steps)
 
 
 @processing_step("to_batch_processor")

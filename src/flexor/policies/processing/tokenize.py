@@ -56,11 +56,11 @@ class Tokenize(ProcessingStep):
 
     def __call__(self, batch: Batch, context: StepContext = ACTING) -> Batch:
         tasks = self._tasks(batch)
-        distinct = {
+        numbers = {
             task: n for n, task in enumerate(dict.fromkeys(tasks))
         }  # a batch has few; tokenizers are slow
         encoding = self._encode(
-            list(distinct),
+            list(numbers),
             max_length=self.max_length,
             truncation=self.truncation,
             padding="max_length" if context.training else self.padding,
@@ -68,9 +68,9 @@ class Tokenize(ProcessingStep):
             return_tensors="pt",
         )
         tokens, mask = encoding["input_ids"], encoding["attention_mask"].bool()
-        self._check_length(distinct, mask)
-        which = torch.tensor([distinct[task] for task in tasks])
-        return _with_tokens(batch, tokens[which], mask[which])
+        self._check_length(numbers, mask)
+        rows = torch.tensor([numbers[task] for task in tasks])
+        return _with_tokens(batch, tokens[rows], mask[rows])
 
     def _encode(self, texts: list[str], **options: Any) -> Any:
         with self._one_thread:

@@ -28,7 +28,7 @@ NEEDED = ("mean", "std", "min", "max")
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class RenamedDataset:
     """One of the datasets, under the names that its features have in the run."""
 
     name: str
@@ -46,35 +46,35 @@ class Given:
                 raise ConfigError(
                     f"rename_map of {self.name}: it has a feature {new!r} already; rename that too."
                 )
-        names = [self.new(name) for name in features]
+        names = [self.new_name(name) for name in features]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ConfigError(f"rename_map of {self.name} gives two features the name {', '.join(twice)}.")
 
-    def new(self, name: str) -> str:
+    def new_name(self, name: str) -> str:
         return self.rename_map.get(name, name)
 
     @cached_property
     def features(self) -> dict[str, Feature]:
         """By their names in the run."""
-        found = {self.new(name): feature for name, feature in self.dataset.features.items()}
-        return {name: replace(feature, name=name) for name, feature in found.items()}
+        renamed = {self.new_name(name): feature for name, feature in self.dataset.features.items()}
+        return {name: replace(feature, name=name) for name, feature in renamed.items()}
 
     @cached_property
     def cameras(self) -> list[str]:
-        return [self.new(name) for name in self.dataset.cameras]
+        return [self.new_name(name) for name in self.dataset.cameras]
 
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
-        return {self.new(name): column for name, column in self.dataset.columns.items()}
+        return {self.new_name(name): column for name, column in self.dataset.columns.items()}
 
     @cached_property
     def stats(self) -> dict[str, Stats]:
-        return {self.new(name): dict(stats) for name, stats in self.dataset.stats.items()}
+        return {self.new_name(name): dict(stats) for name, stats in self.dataset.stats.items()}
 
 
 @dataclass(eq=False)
-class Form:
+class SharedSchema:
     """What all of them have."""
 
     features: dict[str, Feature]
@@ -88,26 +88,28 @@ class Form:
     """Of each dataset, padded like its columns; only what all its frames have."""
 
 
-def agree(
-    given: Sequence[Given], on_missing_camera: str = "raise", allow_different_fps: bool = False
-) -> Form:
+def build_schema(
+    datasets: Sequence[RenamedDataset], on_missing_camera: str = "raise", allow_different_fps: bool = False
+) -> SharedSchema:
     """The form of all datasets together, or an error that says what differs and what can be done."""
-    _check_fps(given, allow_different_fps)
-    cameras, blank = _cameras(given, on_missing_camera)
+    _check_fps(datasets, allow_different_fps)
+    cameras, blank = _cameras(datasets, on_missing_camera)
     features: dict[str, Feature] = {}
     padded: dict[str, str] = {}
-    for name in _shared_columns(given):
-        features[name], lengths = _column(name, given)
+    for name in _shared_columns(datasets):
+        features[name], lengths = _column(name, datasets)
         if lengths:
             padded[name] = lengths
     for camera in cameras:
-        features[camera] = _camera(camera, given)
-    strings = [n for n in given[0].dataset.strings if all(n in one.dataset.strings for one in given)]
-    form = Form(features, cameras, strings, blank, padded)
-    form.stats = [_padded_stats(one, form) for one in given]
+        features[camera] = _camera(camera, datasets)
+    strings = [
+        n for n in datasets[0].dataset.strings if all(n in dataset.dataset.strings for dataset in datasets)
+    ]
+    schema = SharedSchema(features, cameras, strings, blank, padded)
+    schema.stats = [_padded_stats(dataset, schema) for dataset in datasets]
     for name, lengths in padded.items():
         log.info("%s is padded with zeros: it has %s", name, lengths)
-    return form
+    return schema
 
 
 def mask_of(camera: str) -> str:
@@ -115,37 +117,37 @@ def mask_of(camera: str) -> str:
     return f"{camera}_padding_mask"
 
 
-def brought(one: Given, form: Form) -> dict[str, np.ndarray]:
+def aligned_columns(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, np.ndarray]:
     """The columns of one dataset in the form of all."""
     columns = {}
-    for name, feature in form.features.items():
+    for name, feature in schema.features.items():
         if feature.is_camera:
             continue
-        if name in one.columns:
-            columns[name] = _as(one.columns[name], feature)
-    if ACTION in form.padded:
-        columns[ACTION_LENGTH] = np.full(len(one.dataset), one.features[ACTION].shape[0], np.int64)
-    for camera in form.blank:
-        columns[mask_of(camera)] = np.full(len(one.dataset), camera in one.cameras)
+        if name in dataset.columns:
+            columns[name] = _as(dataset.columns[name], feature)
+    if ACTION in schema.padded:
+        columns[ACTION_LENGTH] = np.full(len(dataset.dataset), dataset.features[ACTION].shape[0], np.int64)
+    for camera in schema.blank:
+        columns[mask_of(camera)] = np.full(len(dataset.dataset), camera in dataset.cameras)
     return columns
 
 
-def merged_stats(form: Form) -> dict[str, Stats]:
+def merged_stats(schema: SharedSchema) -> dict[str, Stats]:
     """Statistics over all datasets, weighted by their frames, as LeRobot merges them. Left out: what one lacks."""
     merged = {}
-    for name in form.features:
-        lacking = form.blank.get(name, [])
-        parts = [stats.get(name) for number, stats in enumerate(form.stats) if number not in lacking]
+    for name in schema.features:
+        lacking = schema.blank.get(name, [])
+        parts = [stats.get(name) for number, stats in enumerate(schema.stats) if number not in lacking]
         if parts and all(part is not None for part in parts):
             merged[name] = aggregate_stats([{name: part} for part in parts if part is not None])[name]
     return merged
 
 
-def _check_fps(given: Sequence[Given], allowed: bool) -> None:
-    rates = {one.dataset.fps for one in given}
+def _check_fps(datasets: Sequence[RenamedDataset], allowed: bool) -> None:
+    rates = {dataset.dataset.fps for dataset in datasets}
     if len(rates) == 1:
         return
-    named = ", ".join(f"{one.name} has {one.dataset.fps:g}" for one in given)
+    named = ", ".join(f"{dataset.name} has {dataset.dataset.fps:g}" for dataset in datasets)
     if not allowed:
         raise ConfigError(
             f"The datasets have different frame rates (fps): {named}. A chunk of actions would span different times. "
@@ -154,38 +156,38 @@ def _check_fps(given: Sequence[Given], allowed: bool) -> None:
     log.warning("frame rates (fps) differ: %s. Time is counted in frames", named)
 
 
-def _cameras(given: Sequence[Given], on_missing: str) -> tuple[list[str], dict[str, list[int]]]:
-    everything = list(dict.fromkeys(camera for one in given for camera in one.cameras))
+def _cameras(datasets: Sequence[RenamedDataset], on_missing: str) -> tuple[list[str], dict[str, list[int]]]:
+    cameras = list(dict.fromkeys(camera for dataset in datasets for camera in dataset.cameras))
     missing = {
         camera: lacking
-        for camera in everything
-        if (lacking := [number for number, one in enumerate(given) if camera not in one.cameras])
+        for camera in cameras
+        if (lacking := [number for number, dataset in enumerate(datasets) if camera not in dataset.cameras])
     }
     if missing and on_missing == "raise":
         raise ConfigError(
             "The datasets have different cameras: "
-            + "; ".join(f"{one.name} has {', '.join(one.cameras) or 'none'}" for one in given)
+            + "; ".join(f"{dataset.name} has {', '.join(dataset.cameras) or 'none'}" for dataset in datasets)
             + ". Give the same camera the same name with rename_map of a dataset (in dataset.mix), or set "
             "--dataset.on_missing_camera: mask shows black images in place of the missing ones, drop leaves out the "
             "cameras that are not in all datasets."
         )
     if on_missing == "mask":
         for camera, lacking in missing.items():
-            log.info("%s has no %s: black images", ", ".join(given[n].name for n in lacking), camera)
-        return everything, missing
+            log.info("%s has no %s: black images", ", ".join(datasets[n].name for n in lacking), camera)
+        return cameras, missing
     if missing:
         log.info("left out: %s, which not all datasets have", ", ".join(missing))
-    return [camera for camera in everything if camera not in missing], {}
+    return [camera for camera in cameras if camera not in missing], {}
 
 
-def _camera(name: str, given: Sequence[Given]) -> Feature:
-    having = [one for one in given if name in one.cameras]
-    shapes = {one.features[name].chw for one in having}
+def _camera(name: str, datasets: Sequence[RenamedDataset]) -> Feature:
+    with_camera = [dataset for dataset in datasets if name in dataset.cameras]
+    shapes = {dataset.features[name].chw for dataset in with_camera}
     if len(shapes) > 1:
         sizes = ", ".join(
-            f"{h}x{w} with {c} channels in {one.name}"
-            for one in having
-            for c, h, w in [one.features[name].chw]
+            f"{h}x{w} with {c} channels in {dataset.name}"
+            for dataset in with_camera
+            for c, h, w in [dataset.features[name].chw]
         )
         advice = (
             "Scale them to one size with --dataset.cache.size=HEIGHTxWIDTH."
@@ -193,14 +195,14 @@ def _camera(name: str, given: Sequence[Given]) -> Feature:
             else "Rename one of them with rename_map of its dataset (in dataset.mix)."
         )
         raise ConfigError(f"The images of {name} differ: {sizes}. {advice}")
-    return having[0].features[name]
+    return with_camera[0].features[name]
 
 
-def _shared_columns(given: Sequence[Given]) -> list[str]:
-    names = list(dict.fromkeys(name for one in given for name in one.columns))
+def _shared_columns(datasets: Sequence[RenamedDataset]) -> list[str]:
+    names = list(dict.fromkeys(name for dataset in datasets for name in dataset.columns))
     left_out = []
     for name in list(names):
-        lacking = [one.name for one in given if name not in one.columns]
+        lacking = [dataset.name for dataset in datasets if name not in dataset.columns]
         if not lacking:
             continue
         if name in REQUIRED:
@@ -215,16 +217,16 @@ def _shared_columns(given: Sequence[Given]) -> list[str]:
     return names
 
 
-def _column(name: str, given: Sequence[Given]) -> tuple[Feature, str]:
+def _column(name: str, datasets: Sequence[RenamedDataset]) -> tuple[Feature, str]:
     """The feature, and the lengths of it in words if it must be padded."""
-    features = [one.features[name] for one in given]
-    columns = [one.columns[name] for one in given]
+    features = [dataset.features[name] for dataset in datasets]
+    columns = [dataset.columns[name] for dataset in datasets]
     feature = replace(features[0], dtype=_shared_type(name, columns))
     shapes = [tuple(each.shape) for each in features]
     if len(set(shapes)) == 1:
         same = all(each.names == features[0].names for each in features)
         return (feature if same else replace(feature, names=None)), ""
-    words = ", ".join(f"{list(shape)} in {one.name}" for shape, one in zip(shapes, given))
+    words = ", ".join(f"{list(shape)} in {dataset.name}" for shape, dataset in zip(shapes, datasets))
     if name not in PADDED or any(len(shape) != 1 for shape in shapes):
         raise ConfigError(f"{name} has different shapes: {words}. Only {' and '.join(PADDED)} can be padded.")
     return replace(feature, shape=(max(shape[0] for shape in shapes),), names=None), words
@@ -250,16 +252,16 @@ def _as(column: np.ndarray, feature: Feature) -> np.ndarray:
     return np.pad(column, ((0, 0), (0, feature.shape[0] - column.shape[1])))
 
 
-def _padded_stats(one: Given, form: Form) -> dict[str, Stats]:
+def _padded_stats(dataset: RenamedDataset, schema: SharedSchema) -> dict[str, Stats]:
     """What a dataset publishes about its features, as if its columns had been padded before."""
-    found = {}
-    for name, stats in one.stats.items():
-        if name not in form.features or not all(key in stats for key in NEEDED):
+    padded = {}
+    for name, stats in dataset.stats.items():
+        if name not in schema.features or not all(key in stats for key in NEEDED):
             continue
-        missing = 0 if name not in form.padded else form.features[name].shape[0] - len(stats["mean"])
-        own = {
+        missing = 0 if name not in schema.padded else schema.features[name].shape[0] - len(stats["mean"])
+        padded_stats = {
             key: value if key == "count" or not missing else np.pad(value, (0, missing))
             for key, value in stats.items()
         }
-        found[name] = {"count": np.array([len(one.dataset)]), **own}
-    return found
+        padded[name] = {"count": np.array([len(dataset.dataset)]), **padded_stats}
+    return padded
