@@ -236,7 +236,7 @@ def test_shared_observations(steps, last):
         given[number] = {"eye": image, "joints": rng.normal(size=(*more, 7)).astype(np.float32)}, stacked
         writes.write(number, *given[number])
     for number, (observed, stacked) in given.items():
-        for name, array in reads.at(number, stacked).items():
+        for name, array in reads.view(number, stacked).items():
             np.testing.assert_array_equal(array, observed[name])
 
 

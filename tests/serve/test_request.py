@@ -226,12 +226,12 @@ def test_no_request_takes_more_memory_than_the_policy_needs():
 def test_what_a_request_makes_is_limited_as_a_whole():
     form = ObservationForm.of_policy(CONFIG, {})
     limits = RequestLimits.of(form)
-    assert form.bytes <= limits.made <= 3 * form.bytes and limits.frame.frame_bytes >= 2 * form.bytes
+    assert form.bytes <= limits.decoded <= 3 * form.bytes and limits.frame.frame_bytes >= 2 * form.bytes
     budget = Budget(limits)
-    budget.take("eye", limits.made)
+    budget.take("eye", limits.decoded)
     with pytest.raises(BadRequest, match="eye: the request would take more memory"):
         budget.take("eye", 1)
-    small = dataclasses.replace(limits, made=form.bytes // 2)
+    small = dataclasses.replace(limits, decoded=form.bytes // 2)
     with pytest.raises(BadRequest, match="more memory"):
         ObservationReader(form, small).check(observation() | {CAMERA: encode_jpeg(PIXELS)})
 

@@ -293,8 +293,8 @@ def test_hostile_requests_are_refused_and_robots_notice_nothing(processes):
 def test_a_slow_model_is_tried_again():
     """What is known of its speed must not refuse requests for ever."""
     with serving(numbers()) as (url, server), Talk(url) as robot:
-        server.model.batcher.took.clear()
-        server.model.batcher.took.append(2 * LIMIT_S)  # it has been slow
+        server.model.batcher.durations.clear()
+        server.model.batcher.durations.append(2 * LIMIT_S)  # it has been slow
         replies = [robot.ask(observation(1, flexor={"deadline_ms": 1e3 * LIMIT_S})) for _ in range(20)]
     assert "expired" in replies[0] and "actions" in replies[-1]
 

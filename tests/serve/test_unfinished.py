@@ -42,7 +42,7 @@ def opened(url: str, stack: ExitStack, source: str = "127.0.0.1") -> Talk:
 def test_the_oldest_of_too_many_is_dropped_and_other_addresses_are_not_concerned(fragments):
     with serving(numbers(), frame_bytes=FRAME) as (url, server), ExitStack() as stack:
         unfinished = server.connections.unfinished
-        assert unfinished.most == 8 * FRAME
+        assert unfinished.max_bytes == 8 * FRAME
         robot, elsewhere = opened(url, stack), opened(url, stack, "127.0.0.2")
         elsewhere.socket.socket.sendall(begun(PART))
         hostile = [opened(url, stack) for _ in range(12)]
@@ -55,8 +55,8 @@ def test_the_oldest_of_too_many_is_dropped_and_other_addresses_are_not_concerned
             assert closed.value.rcvd.code == 1013 and "unfinished messages" in closed.value.rcvd.reason
         for value in range(5):
             assert (robot.ask(observation(value))["actions"] == expected(value)).all()
-        wait_for(lambda: sum(unfinished.sizes["127.0.0.1"].values()) > unfinished.most - 2 * PART)
-        assert sum(unfinished.sizes["127.0.0.1"].values()) <= unfinished.most
+        wait_for(lambda: sum(unfinished.sizes["127.0.0.1"].values()) > unfinished.max_bytes - 2 * PART)
+        assert sum(unfinished.sizes["127.0.0.1"].values()) <= unfinished.max_bytes
         assert [*unfinished.sizes["127.0.0.2"].values()] == [PART - 1]
         elsewhere.socket.socket.sendall(b"\0")  # it ends, and is refused like any nonsense, not dropped
         assert isinstance(elsewhere.socket.recv(timeout=LIMIT_S), str)

@@ -24,8 +24,8 @@ def has_key(headers: Headers, key: str | None) -> bool:
     """
     if key is None:
         return True
-    given = headers.get_all("Authorization")
-    kind, _, value = (given[0] if len(given) == 1 else "").partition(" ")
+    authorization = headers.get_all("Authorization")
+    kind, _, value = (authorization[0] if len(authorization) == 1 else "").partition(" ")
     if kind.lower() == "basic":
         try:
             value = base64.b64decode(value, validate=True).decode().partition(":")[2]

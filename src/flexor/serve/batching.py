@@ -41,15 +41,15 @@ class RobotPauses:
 class RequestBatcher:
     """One queue for all clients. Only the event loop uses it, except for `answer`."""
 
-    def __init__(self, answer: Callable[[Sequence[ServeJob]], None], most: int, window_s: float | None):
-        self.answer, self.most, self.window_s = answer, most, window_s
+    def __init__(self, answer: Callable[[Sequence[ServeJob]], None], max_batch: int, window_s: float | None):
+        self.answer, self.max_batch, self.window_s = answer, max_batch, window_s
         # torch's number of threads is a setting of each thread: the model's gets that of this one
         threads = torch.get_num_threads()
         self.thread = ThreadPoolExecutor(1, "model", torch.set_num_threads, (threads,))
         self.waiting: deque[tuple[ServeJob, asyncio.Future[None]]] = deque()
         self.changed = asyncio.Event()
         self.pauses: dict[object, RobotPauses] = {}  # of each session
-        self.took: deque[float] = deque(maxlen=REMEMBERED)
+        self.durations: deque[float] = deque(maxlen=REMEMBERED)
         self.trust = 1.0  # in what is remembered of it
         self.free_since = 0.0  # the model's thread
 
@@ -63,8 +63,8 @@ class RequestBatcher:
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append((job, answered))
         self.changed.set()
-        left = None if job.due is None else max(0.0, job.due - time.perf_counter())
-        await asyncio.wait([answered], timeout=left)
+        remaining_s = None if job.due is None else max(0.0, job.due - time.perf_counter())
+        await asyncio.wait([answered], timeout=remaining_s)
         if not answered.done():
             self._expire(job)
             self._abandon(job, answered)
@@ -82,7 +82,7 @@ class RequestBatcher:
 
     def fastest(self) -> float:
         """How long a prediction takes at least, in seconds, as far as is known."""
-        return self.trust * min(self.took, default=0.0)
+        return self.trust * min(self.durations, default=0.0)
 
     async def run(self) -> None:
         """Answer requests until cancelled."""
@@ -102,7 +102,7 @@ class RequestBatcher:
                 for job, _ in batch:
                     job.error = job.error or f"The server failed: {type(error).__name__}."
             now = self.free_since = time.perf_counter()
-            self.took.append(now - started)
+            self.durations.append(now - started)
             self.trust = 1.0
             for job, answered in batch:
                 if job.session in self.pauses and not job.expired:
@@ -119,7 +119,7 @@ class RequestBatcher:
         window = self.fastest() if self.window_s is None else self.window_s
         until = max(self.waiting[0][0].queued, self.free_since) + window
         needed = 2 * self.fastest()  # by robots with a deadline: of several, a prediction takes longer
-        while len(self.waiting) < self.most:
+        while len(self.waiting) < self.max_batch:
             until = min([until, *(job.due - needed for job, _ in self.waiting if job.due is not None)])
             if not self._others_come(until, window):
                 return
@@ -132,15 +132,15 @@ class RequestBatcher:
     def _others_come(self, until: float, window: float) -> bool:
         """Whether a robot is expected by then: it would have to wait for this prediction if it did not take part."""
         now = time.perf_counter()
-        others = [pauses for pauses in self.pauses.values() if not pauses.waits]
+        idle = [pauses for pauses in self.pauses.values() if not pauses.waits]
         if self.window_s is not None:
-            return now < until and any(one.since >= now - ACTIVE_S for one in others)
-        return now < until and any(now - window <= one.end() <= until for one in others)
+            return now < until and any(pauses.since >= now - ACTIVE_S for pauses in idle)
+        return now < until and any(now - window <= pauses.end() <= until for pauses in idle)
 
     def _take(self) -> list[tuple[ServeJob, asyncio.Future[None]]]:
         """The next batch, without those whose robots are gone or whose time is over."""
         batch: list[tuple[ServeJob, asyncio.Future[None]]] = []
-        while self.waiting and len(batch) < self.most:
+        while self.waiting and len(batch) < self.max_batch:
             job, answered = self.waiting.popleft()
             if not job.alive() or self._too_late(job):
                 self._expire(job)

@@ -68,8 +68,11 @@ class ClientLoop:
         self.model, self.metrics, self.metadata = model, metrics, metadata
         self.clients: dict[int, Client] = {}
         self.decoders = ThreadPoolExecutor(min(DECODERS, os.cpu_count() or 1), "decode")
-        self.cameras = {name for name, wanted in form.inputs.items() if wanted.image}
-        self.next_note, self.unsaid = 0.0, 0  # when the log may have another line, and how many it has not
+        self.cameras = {name for name, spec in form.inputs.items() if spec.image}
+        self.next_note, self.suppressed_notes = (
+            0.0,
+            0,
+        )  # when the log may have another line, and how many it has not
 
     async def __call__(self, connection: ServerConnection) -> None:
         """From the first frame to the last."""
@@ -83,7 +86,7 @@ class ClientLoop:
         try:
             await connection.send(self.metadata)
             async for frame in connection:
-                if not await self._turn(client, frame):
+                if not await self._answer_frame(client, frame):
                     break
         except ConnectionClosed:
             pass  # whichever way it went, only this client is concerned
@@ -93,7 +96,7 @@ class ClientLoop:
                 self.model.forget(session)
             self.model.leave(client.number)
 
-    async def _turn(self, client: Client, frame: bytes | str) -> bool:
+    async def _answer_frame(self, client: Client, frame: bytes | str) -> bool:
         """Answer one frame; False if that ends the connection."""
         arrived = time.perf_counter()
         wait = client.rate.wait_s()
@@ -101,18 +104,18 @@ class ClientLoop:
             self.metrics.delayed += 1
             await asyncio.sleep(wait)
         self.metrics.bytes_in += len(frame)
-        begun = time.perf_counter()
+        read_started = time.perf_counter()
         try:
-            asked = await self._read(frame, arrived)
-            session = self._session(client, asked)
+            request = await self._read(frame, arrived)
+            session = self._session(client, request)
         except (WireError, BadRequest) as error:
             return await self._refuse(client, "refused", str(error))
         decoded = time.perf_counter()
-        job = ServeJob(asked, session, arrived, client.alive)
-        await (self.model.submit(job) if asked.observation else self.model.expire(job))
+        job = ServeJob(request, session, arrived, client.alive)
+        await (self.model.submit(job) if request.observation else self.model.expire(job))
         if job.error is not None:
             return await self._refuse(client, job.failure, job.error)
-        await self._reply(client, job, decoded - begun)
+        await self._reply(client, job, decoded - read_started)
         return True
 
     async def _read(self, frame: bytes | str, arrived: float) -> PolicyRequest:
@@ -120,8 +123,8 @@ class ClientLoop:
             raise BadRequest("An observation must be a binary frame of MessagePack, not text.")
         checked = self.reader.check(unpack(frame, self.limits.frame))
         due = None if checked.options is None else checked.options.due(arrived)
-        left = None if due is None else max(0.0, due - time.perf_counter())
-        return await self._decoded(checked, left)
+        remaining_s = None if due is None else max(0.0, due - time.perf_counter())
+        return await self._decoded(checked, remaining_s)
 
     async def _decoded(self, checked: CheckedRequest, timeout_s: float | None) -> PolicyRequest:
         """With its images, or without an observation if that takes longer than allowed.
@@ -142,16 +145,16 @@ class ClientLoop:
             return checked.too_late()
         return checked.request({file: image.result() for file, image in zip(files, decoding)})
 
-    def _session(self, client: Client, asked: PolicyRequest) -> Any:
-        name = asked.options.session if asked.options else ""
+    def _session(self, client: Client, request: PolicyRequest) -> Any:
+        name = request.options.session if request.options else ""
         if name not in client.sessions:
             if len(client.sessions) >= self.settings.max_sessions:
                 raise BadRequest(f"A connection can have at most {self.settings.max_sessions} sessions.")
             client.sessions[name] = self.model.session()
-        for camera in self.cameras & asked.observation.keys():
-            image = asked.observation[camera]
-            client.images[camera] = image[-1] if asked.stacked else image
-        client.task = asked.task
+        for camera in self.cameras & request.observation.keys():
+            image = request.observation[camera]
+            client.images[camera] = image[-1] if request.stacked else image
+        client.task = request.task
         return client.sessions[name]
 
     async def _refuse(self, client: Client, result: str, reason: str) -> bool:
@@ -166,19 +169,21 @@ class ClientLoop:
         """Into the log, but not as often as somebody can send nonsense: that would fill a disk."""
         now = time.monotonic()
         if now < self.next_note:
-            self.unsaid += 1
+            self.suppressed_notes += 1
             return
-        more = f" (and {self.unsaid} more since the last such line)" if self.unsaid else ""
+        more = (
+            f" (and {self.suppressed_notes} more since the last such line)" if self.suppressed_notes else ""
+        )
         log.info("%s: %s%s", who, reason[:NOTED], more)
-        self.next_note, self.unsaid = now + NOTE_S, 0
+        self.next_note, self.suppressed_notes = now + NOTE_S, 0
 
     async def _reply(self, client: Client, job: ServeJob, decode_s: float) -> None:
-        before = time.perf_counter()
+        pack_started = time.perf_counter()
         reply = pack(_message(client, job, decode_s))
         packed = time.perf_counter()
         await client.connection.send(reply)
         now = time.perf_counter()
-        client.encode_ms, client.last_total_ms = 1e3 * (packed - before), 1e3 * (now - job.arrived)
+        client.encode_ms, client.last_total_ms = 1e3 * (packed - pack_started), 1e3 * (now - job.arrived)
         client.requests += 1
         self.metrics.bytes_out += len(reply)
         if job.expired:
@@ -190,7 +195,7 @@ class ClientLoop:
             "decode": decode_s,
             "queue": job.started - job.queued,
             "model": job.finished - job.started,
-            "encode": packed - before,
+            "encode": packed - pack_started,
             "total": now - job.arrived,
         }
         self.metrics.answered(seconds, job.batch)
@@ -215,15 +220,15 @@ def _message(client: Client, job: ServeJob, decode_s: float) -> dict[str, Any]:
         message["actions"] = job.actions
         message["policy_timing"] = {"infer_ms": model_ms}
     message["server_timing"] = timing
-    if job.asked.options is not None:
-        told: dict[str, Any] = {
+    if job.request.options is not None:
+        fields: dict[str, Any] = {
             "step": job.step,
             "episode": job.episode,
             "batch": job.batch,
         }
         if options.id is not None:
-            told["id"] = options.id
+            fields["id"] = options.id
         if options.previous is not None:
-            told["delay"] = options.delay
-        message[OPTIONS] = told
+            fields["delay"] = options.delay
+        message[OPTIONS] = fields
     return message

@@ -27,8 +27,8 @@ from flexor.serve.settings import ServeSettings
 from flexor.serve.shared_observations import SharedObservations
 
 
-class HandedConnections(socket.socket):
-    """In the place of a listening socket: its connections were accepted by another process, which hands them over."""
+class ReceivedConnections(socket.socket):
+    """In the place of a listening socket: its connections were accepted by another process, which passes them on."""
 
     def listen(self, backlog: int = 0) -> None:
         pass
@@ -54,36 +54,36 @@ class RemoteModel:
         self.link = link
         self.observations = SharedObservations(memory, form, places)
         self.free = [*range(places)]  # numbers of observations; a client asks for one at a time
-        self.numbers = itertools.count()
+        self.session_numbers = itertools.count()
 
     async def has_room(self) -> bool:
-        return bool(await self.link.ask("has_room"))
+        return bool(await self.link.call("has_room"))
 
     async def enter(self) -> int | None:
-        number: int | None = await self.link.ask("enter")
+        number: int | None = await self.link.call("enter")
         return number
 
     def leave(self, client: int) -> None:
-        self.link.tell("leave", client)
+        self.link.notify("leave", client)
 
     def session(self) -> int:
-        return next(self.numbers)
+        return next(self.session_numbers)
 
     async def submit(self, job: ServeJob) -> None:
-        asked, number = job.asked, self.free.pop()
+        request, number = job.request, self.free.pop()
         try:
-            self.observations.write(number, asked.observation, asked.stacked)
-            options = None if asked.options is None else vars(asked.options)
+            self.observations.write(number, request.observation, request.stacked)
+            options = None if request.options is None else vars(request.options)
             job.take(
-                await self.link.ask(
+                await self.link.call(
                     "submit",
                     *(
                         number,
-                        [*asked.observation],
+                        [*request.observation],
                         job.session,
                         job.arrived,
-                        asked.stacked,
-                        asked.task,
+                        request.stacked,
+                        request.task,
                         options,
                     ),
                 )
@@ -93,17 +93,17 @@ class RemoteModel:
                 self.free.append(number)
 
     async def expire(self, job: ServeJob) -> None:
-        job.expired, job.episode = True, await self.link.ask("episode", job.session)
+        job.expired, job.episode = True, await self.link.call("episode", job.session)
 
     def release(self, number: int) -> None:
         """The model has ended with an observation whose request expired meanwhile."""
         self.free.append(number)
 
     def forget(self, session: int) -> None:
-        self.link.tell("forget", session)
+        self.link.notify("forget", session)
 
-    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
-        return [own, *await self.link.ask("figures", own["metrics"], images)]
+    async def figures(self, local: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        return [local, *await self.link.call("figures", local["metrics"], images)]
 
 
 class ConnectionProcess:
@@ -113,8 +113,8 @@ class ConnectionProcess:
     model: RemoteModel
     connections: Connections
 
-    def __init__(self, handed: HandedConnections, memory: int):
-        self.handed, self.memory = handed, memory
+    def __init__(self, listener: ReceivedConnections, memory: int):
+        self.listener, self.memory = listener, memory
         self.ended = asyncio.Event()
         self.open = contextlib.AsyncExitStack()
 
@@ -127,7 +127,7 @@ class ConnectionProcess:
             "is_alive": lambda: True,
         }
         async with self.open:
-            self.link = await Link.over(line, handlers, self.ended.set)
+            self.link = await Link.connect(line, handlers, self.ended.set)
             await self.ended.wait()
 
     async def set_up(
@@ -139,11 +139,11 @@ class ConnectionProcess:
         started: float,
     ) -> None:
         """Listen from now on."""
-        known, wanted = _settings(settings), _form(form)
-        self.model = RemoteModel(self.link, wanted, self.memory, known.observation_places)
-        self.connections = Connections(known, wanted, self.model, metadata, about, started)
+        serve_settings, spec = _settings(settings), _form(form)
+        self.model = RemoteModel(self.link, spec, self.memory, serve_settings.observation_places)
+        self.connections = Connections(serve_settings, spec, self.model, metadata, about, started)
         self.open.callback(self.connections.close)
-        await self.open.enter_async_context(self.connections.listening(self.handed))
+        await self.open.enter_async_context(self.connections.listening(self.listener))
 
     async def figures(self, images: bool) -> dict[str, Any]:
         return await self.connections.figures(images)
@@ -156,7 +156,7 @@ def _settings(plain: dict[str, Any]) -> ServeSettings:
 
 def _form(plain: dict[str, Any]) -> ObservationForm:
     inputs = {
-        name: Input(**{**wanted, "shape": tuple(wanted["shape"])}) for name, wanted in plain["inputs"].items()
+        name: Input(**{**spec, "shape": tuple(spec["shape"])}) for name, spec in plain["inputs"].items()
     }
     return ObservationForm(**{**plain, "inputs": inputs})
 
@@ -165,10 +165,10 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they are for the server, which then ends this process
     setup_logging()
-    line, handed, memory = map(int, arguments)
+    line, listener, memory = map(int, arguments)
 
     async def run() -> None:
-        await ConnectionProcess(HandedConnections(fileno=handed), memory).run(socket.socket(fileno=line))
+        await ConnectionProcess(ReceivedConnections(fileno=listener), memory).run(socket.socket(fileno=line))
 
     asyncio.run(run())
     return 0

@@ -79,10 +79,10 @@ class Connections:
         """What this process counted and, of its clients, what the page shows: plain values."""
         clients = [*self.loop.clients.values()]
         # to make images small takes long, and is not in the way of robots
-        shown = await asyncio.to_thread(web.clients_shown, clients) if images else []
+        rows = await asyncio.to_thread(web.client_rows, clients) if images else []
         return {
             "metrics": self.metrics.plain(),
-            "clients": shown,
+            "clients": rows,
             "connected": len(clients),
             "sessions": sum(len(client.sessions) for client in clients),
             "resident_bytes": web.resident_bytes(),
@@ -103,9 +103,9 @@ class Connections:
             return web.status_page(f"{self.about['policy']} policy")
         if path in ("/metrics", "/status"):
             images = path == "/status"
-            found = await self.model.figures(await self.figures(images), images)
+            figures = await self.model.figures(await self.figures(images), images)
             show = web.status if images else web.prometheus
-            return await asyncio.to_thread(show, found, self.about, self.started)
+            return await asyncio.to_thread(show, figures, self.about, self.started)
         return web.response(404, "There is nothing here. Try / or /metrics.\n")
 
     async def _admit(self) -> Response | None:

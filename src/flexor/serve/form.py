@@ -23,7 +23,7 @@ class Input:
     image: bool
     name: str
     """The clients' name of it."""
-    own_too: bool
+    policy_name_too: bool
     """Whether the policy's own name is good too."""
     optional: bool = False
     """Whether an observation may lack it. If all cameras are optional, it must have one."""
@@ -48,22 +48,24 @@ class ObservationForm:
 
     @classmethod
     def of_policy(
-        cls, config: PolicyConfig, names: Mapping[str, str], usual: Mapping[str, str] | None = None
+        cls, config: PolicyConfig, names: Mapping[str, str], default_names: Mapping[str, str] | None = None
     ) -> ObservationForm:
-        """`names`: {the policy's name of an input: the client's}. Where none is given, the `usual` one and the
-        policy's own are both good."""
+        """`names`: {the policy's name of an input: the client's}. Where none is given, the one in `default_names`
+        and the policy's own are both good."""
         for name in names:
             if name not in config.observed:
                 raise ConfigError(
                     f"--map {name}=...: the policy has no such input. {closest(name, config.observed)}"
                 )
-        theirs = {name: names.get(name, (usual or {}).get(name, name)) for name in config.observed}
+        client_names = {
+            name: names.get(name, (default_names or {}).get(name, name)) for name in config.observed
+        }
         inputs = {
             name: Input(
                 feature.shape,
                 name in config.images,
-                theirs[name],
-                name not in names and name not in theirs.values(),
+                client_names[name],
+                name not in names and name not in client_names.values(),
                 config.can_act_without([name]),
             )
             for name, feature in config.observed.items()
@@ -73,17 +75,19 @@ class ObservationForm:
         return cls(inputs, steps, config.action.shape[0], len(config.action_deltas))
 
     @property
-    def entries(self) -> int:
+    def history_length(self) -> int:
         """How many values of an input a request can bring: one, or those of a history."""
         return len(self.steps or [0])
 
     @property
     def bytes(self) -> int:
         """Of everything that a request can bring, as arrays, with the chunk that the robot executes."""
-        observed = self.entries * sum(each.bytes for each in self.inputs.values())
+        observed = self.history_length * sum(spec.bytes for spec in self.inputs.values())
         return observed + 4 * self.horizon * self.action_size
 
     @property
     def numbers(self) -> int:
         """Values of everything but images: a client may send them as a list."""
-        return self.entries * sum(math.prod(each.shape) for each in self.inputs.values() if not each.image)
+        return self.history_length * sum(
+            math.prod(spec.shape) for spec in self.inputs.values() if not spec.image
+        )

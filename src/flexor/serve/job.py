@@ -21,7 +21,7 @@ ANSWER = (
 class ServeJob:
     """A request, from its arrival to its answer."""
 
-    asked: PolicyRequest
+    request: PolicyRequest
     session: Any
     """The robot's `Session`; in a process without the model, its number."""
     arrived: float
@@ -43,7 +43,7 @@ class ServeJob:
     step: int = 0
     """The robot's, for which it asks."""
     episode: int = 0
-    begins: bool = False
+    starts_episode: bool = False
     """Whether its observation is the first of an episode."""
     due: float | None = field(init=False)
     """When the answer must be ready."""
@@ -53,7 +53,7 @@ class ServeJob:
 
     @property
     def options(self) -> RequestOptions:
-        return self.asked.options or RequestOptions()
+        return self.request.options or RequestOptions()
 
     def answer(self) -> list[Any]:
         """What is known when it is answered, for the process that asked."""

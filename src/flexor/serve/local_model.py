@@ -22,7 +22,7 @@ class LocalModel:
         self.clients: set[int] = set()
         self.sessions: set[Session] = set()
         self.numbers = count(1)
-        self.elsewhere: Callable[[bool], Awaitable[list[Mapping[str, Any]]]] | None = None
+        self.remote_figures: Callable[[bool], Awaitable[list[Mapping[str, Any]]]] | None = None
         """The figures of other processes with connections."""
 
     async def has_room(self) -> bool:
@@ -56,5 +56,5 @@ class LocalModel:
         self.batcher.forget(session)
         self.sessions.discard(session)
 
-    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
-        return [own, *(await self.elsewhere(images) if self.elsewhere else ())]
+    async def figures(self, local: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        return [local, *(await self.remote_figures(images) if self.remote_figures else ())]

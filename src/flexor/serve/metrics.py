@@ -38,15 +38,15 @@ class Histogram:
         self.total += total
 
     def lines(self, name: str, labels: str = "") -> list[str]:
-        lines, so_far = [], 0
+        lines, cumulative = [], 0
         for bound, count in zip((*(f"{b:g}" for b in self.bounds), "+Inf"), self.counts):
-            so_far += count
-            upto = _labels(labels, f'le="{bound}"')
-            lines.append(f"{name}_bucket{upto} {so_far}")
+            cumulative += count
+            bucket = _labels(labels, f'le="{bound}"')
+            lines.append(f"{name}_bucket{bucket} {cumulative}")
         return [
             *lines,
             f"{name}_sum{_labels(labels)} {self.total:.9g}",
-            f"{name}_count{_labels(labels)} {so_far}",
+            f"{name}_count{_labels(labels)} {cumulative}",
         ]
 
 
@@ -78,13 +78,13 @@ class Metrics:
         }
 
     @classmethod
-    def together(cls, plain: Iterable[Mapping[str, Any]]) -> Metrics:
+    def merge(cls, plain: Iterable[Mapping[str, Any]]) -> Metrics:
         """What several processes counted."""
-        found = cls()
-        found.recent = deque()  # all of them
-        for one in plain:
-            found._include(one)
-        return found
+        merged = cls()
+        merged.recent = deque()  # all of them
+        for counts in plain:
+            merged._include(counts)
+        return merged
 
     def _include(self, plain: Mapping[str, Any]) -> None:
         self.results.update(plain["results"])
@@ -133,8 +133,8 @@ def _head(name: str, kind: str, text: str) -> list[str]:
 
 
 def _labels(*labels: str) -> str:
-    given = ",".join(label for label in labels if label)
-    return f"{{{given}}}" if given else ""
+    joined = ",".join(label for label in labels if label)
+    return f"{{{joined}}}" if joined else ""
 
 
 def _escaped(value: str) -> str:

@@ -31,5 +31,5 @@ class Model(Protocol):
     def forget(self, session: Any) -> None:
         """That robot is gone."""
 
-    async def figures(self, own: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
-        """Those of all processes of the server (`Connections.figures`); `own` are this one's."""
+    async def figures(self, local: Mapping[str, Any], images: bool) -> list[Mapping[str, Any]]:
+        """Those of all processes of the server (`Connections.figures`); `local` are this one's."""

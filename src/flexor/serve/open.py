@@ -79,9 +79,9 @@ def compute_in(dtype: Precision | None, policy: Policy) -> torch.dtype | None:
 
 
 def _overrides(flags: Sequence[str]) -> dict[str, Any]:
-    given = parse_flags(flags)
-    for name in given:
+    settings = parse_flags(flags)
+    for name in settings:
         if not name.startswith("policy."):
             raise ConfigError(f"Unknown setting --{name}. Settings of the policy begin with --policy.")
-    found: dict[str, Any] = nest(given).get("policy", {})
-    return found
+    overrides: dict[str, Any] = nest(settings).get("policy", {})
+    return overrides

@@ -117,14 +117,14 @@ class Predictor:
         options, session = job.options, job.session
         if options.reset or (options.episode is not None and options.episode != session.episode):
             session.reset(session.episode if options.episode is None else options.episode)
-            job.begins = True
+            job.starts_episode = True
         if options.step is not None:
             session.step = options.step
         job.step, job.episode = session.step, session.episode
-        if job.asked.stacked:
-            session.task = job.asked.task
+        if job.request.stacked:
+            session.task = job.request.task
         else:
-            session.observe(job.asked.observation, job.asked.task)
+            session.observe(job.request.observation, job.request.task)
 
     def _wants_chunk(self, job: ServeJob) -> bool:
         return (job.options.reply or self.reply) == "chunk"
@@ -138,7 +138,7 @@ class Predictor:
                 chunks = predict_together(
                     [job.session for job in jobs],
                     [
-                        job.asked.observation if job.asked.stacked else job.session.history.stacked()
+                        job.request.observation if job.request.stacked else job.session.history.stacked()
                         for job in jobs
                     ],
                     [_executing(job) for job in jobs],
@@ -183,6 +183,6 @@ class Predictor:
 
 def _executing(job: ServeJob) -> Executing | None:
     options = job.options
-    if options.previous is None or job.begins:
+    if options.previous is None or job.starts_episode:
         return None
     return Executing(np.ascontiguousarray(options.previous, np.float32), options.delay)

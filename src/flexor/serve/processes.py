@@ -18,7 +18,7 @@ from flexor.core.errors import FlexorError
 from flexor.core.log import log
 from flexor.policies.session import Session
 from flexor.serve import connection_process
-from flexor.serve.connection_process import HandedConnections
+from flexor.serve.connection_process import ReceivedConnections
 from flexor.serve.connections import Connections
 from flexor.serve.form import ObservationForm
 from flexor.serve.job import ServeJob
@@ -34,34 +34,34 @@ START_S = 60.0
 END_S = 15.0
 FIGURES_S = 5.0
 RUSH_S = 0.05  # after one connection, others are not taken for the first
-AGAIN_S = 1.0  # after a process died, until another one is started in its place
-ALIVE_S = 1.0  # between two questions whether a process is alive
+RESTART_S = 1.0  # after a process died, until another one is started in its place
+CHECK_S = 1.0  # between two questions whether a process is alive
 ANSWER_S = 0.5  # in which it answers before it is given a connection
 FROZEN_S = 10.0  # without an answer, after which it is ended
 BACKLOG = 100
 # figures of a process that has ended
-NOBODY = {"clients": [], "connected": 0, "sessions": 0, "resident_bytes": 0}
+NO_CLIENTS = {"clients": [], "connected": 0, "sessions": 0, "resident_bytes": 0}
 
 
-class Handing:
-    """Hands connections over to a process."""
+class ConnectionTransfer:
+    """Passes accepted connections to a process, as open files over a socket."""
 
     def __init__(self) -> None:
-        self.ours, self.theirs = socket.socketpair()
-        self.ours.setblocking(False)  # one that hangs must not hold up this one
+        self.local_end, self.remote_end = socket.socketpair()
+        self.local_end.setblocking(False)  # one that hangs must not hold up this one
         self.last = 0.0
 
-    def give(self, connection: socket.socket) -> bool:
+    def send(self, connection: socket.socket) -> bool:
         try:
-            socket.send_fds(self.ours, [b"+"], [connection.fileno()])
+            socket.send_fds(self.local_end, [b"+"], [connection.fileno()])
         except OSError:  # it is just ending, or does not answer
             return False
         self.last = time.monotonic()
         return True
 
     def close(self) -> None:
-        self.ours.close()
-        self.theirs.close()
+        self.local_end.close()
+        self.remote_end.close()
 
 
 class RemoteConnections:
@@ -74,9 +74,9 @@ class RemoteConnections:
         try:
             self.observations = SharedObservations(memory, self.form, processes.settings.observation_places)
             self.line, theirs = socket.socketpair()
-            self.handing = Handing()
-            with theirs, self.handing.theirs:
-                files = (theirs.fileno(), self.handing.theirs.fileno(), memory)
+            self.transfer = ConnectionTransfer()
+            with theirs, self.transfer.remote_end:
+                files = (theirs.fileno(), self.transfer.remote_end.fileno(), memory)
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", connection_process.__name__, *map(str, files)],
                     stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class RemoteConnections:
         self.clients: set[int] = set()
         self.sessions: dict[int, Session] = {}
         self.link: Link | None = None
-        self.answers = True  # when it was last asked
+        self.responsive = True  # when it was last asked
         self.counted: Mapping[str, Any] = Metrics().plain()  # when it was last asked
 
     async def set_up(self) -> None:
@@ -100,28 +100,28 @@ class RemoteConnections:
             "forget": self._forget,
             "figures": functools.partial(self.processes.figures_of_all_but, self),
         }
-        self.link = await Link.over(self.line, handlers, self._lost)
-        known = self.processes.here
-        settings = {**asdict(known.settings), "processes": 0}
+        self.link = await Link.connect(self.line, handlers, self._lost)
+        here = self.processes.here
+        settings = {**asdict(here.settings), "processes": 0}
         for name in ("tls_cert", "tls_key"):
             settings[name] = settings[name] and str(settings[name])
-        await self.link.ask(
-            "set_up", settings, asdict(self.form), known.loop.metadata, dict(known.about), known.started
+        await self.link.call(
+            "set_up", settings, asdict(self.form), here.loop.metadata, dict(here.about), here.started
         )
 
     async def is_alive(self, timeout_s: float) -> bool:
         """Whether it answers in this time. One that hangs or is stopped does not."""
         try:
             assert self.link is not None
-            self.answers = await asyncio.wait_for(self.link.ask("is_alive"), timeout_s)
+            self.responsive = await asyncio.wait_for(self.link.call("is_alive"), timeout_s)
         except (ConnectionError, TimeoutError):
-            self.answers = False
-        return self.answers
+            self.responsive = False
+        return self.responsive
 
     async def watch(self) -> None:
         """End the process when it does not answer any more: its robots can then connect to another one."""
         while await self.is_alive(FROZEN_S):
-            await asyncio.sleep(ALIVE_S)
+            await asyncio.sleep(CHECK_S)
         if self.process.poll() is None:
             log.warning("a process with connections has not answered for %.0f s: it is ended", FROZEN_S)
             self.process.kill()
@@ -130,19 +130,21 @@ class RemoteConnections:
         """What it counted; if it hangs or has died, what it had counted when it last answered."""
         if self.link is not None:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                found: Mapping[str, Any] = await asyncio.wait_for(self.link.ask("figures", images), FIGURES_S)
-                self.counted = found["metrics"]
-                return found
-        return {**NOBODY, "metrics": self.counted}
+                figures: Mapping[str, Any] = await asyncio.wait_for(
+                    self.link.call("figures", images), FIGURES_S
+                )
+                self.counted = figures["metrics"]
+                return figures
+        return {**NO_CLIENTS, "metrics": self.counted}
 
     async def close(self) -> None:
         """Let it say goodbye to its clients, then end it."""
         if self.link is not None:
             with contextlib.suppress(ConnectionError, TimeoutError):
-                await asyncio.wait_for(self.link.ask("close"), END_S)
+                await asyncio.wait_for(self.link.call("close"), END_S)
             self.link.close()
         self.line.close()
-        self.handing.close()
+        self.transfer.close()
         try:
             await asyncio.to_thread(self.process.wait, END_S)
         except subprocess.TimeoutExpired:
@@ -182,14 +184,16 @@ class RemoteConnections:
             self.sessions[number] = self.sessions.get(number) or self.model.session()
         except BadRequest as error:
             return ServeJob(PolicyRequest({}, stacked, task, None), None, arrived, error=str(error)).answer()
-        places = self.observations.at(place, stacked)
-        seen = {name: places[name] for name in names}
+        places = self.observations.view(place, stacked)
+        observation = {name: places[name] for name in names}
         if self.form.steps is not None and not stacked:  # the session keeps it
-            seen = {name: array.copy(order="K") for name, array in seen.items()}
-        asked = PolicyRequest(seen, stacked, task, None if options is None else RequestOptions(**options))
-        job = ServeJob(asked, self.sessions[number], arrived, lambda: number in self.sessions)
+            observation = {name: array.copy(order="K") for name, array in observation.items()}
+        request = PolicyRequest(
+            observation, stacked, task, None if options is None else RequestOptions(**options)
+        )
+        job = ServeJob(request, self.sessions[number], arrived, lambda: number in self.sessions)
         if self.link is not None:
-            job.release = functools.partial(self.link.tell, "release", place)
+            job.release = functools.partial(self.link.notify, "release", place)
         await self.model.submit(job)
         return job.answer()
 
@@ -210,12 +214,12 @@ class ConnectionProcesses:
         """`connections`: those of this process, which do not listen yet."""
         self.here, self.form, self.model = connections, form, model
         self.settings = connections.settings
-        self.handing = Handing()  # to this process itself
+        self.transfer = ConnectionTransfer()  # to this process itself
         self.running: list[RemoteConnections] = []
         self.closing = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.ended = Metrics().plain()  # what processes that died had counted: sums never fall
-        model.elsewhere = self.figures
+        model.remote_figures = self.figures
 
     @contextlib.asynccontextmanager
     async def listening(self, bound: socket.socket, count: int) -> AsyncIterator[None]:
@@ -224,7 +228,7 @@ class ConnectionProcesses:
             for error in started:
                 if error is not None:
                     raise error
-            async with self.here.listening(HandedConnections(fileno=self.handing.theirs.detach())):
+            async with self.here.listening(ReceivedConnections(fileno=self.transfer.remote_end.detach())):
                 bound.setblocking(False)
                 bound.listen(BACKLOG)
                 self._listen(bound)
@@ -238,28 +242,28 @@ class ConnectionProcesses:
             self.closing = True
             for task in self.tasks:
                 task.cancel()
-            await asyncio.gather(*(one.close() for one in self.running))
-            self.handing.close()
+            await asyncio.gather(*(remote.close() for remote in self.running))
+            self.transfer.close()
 
     def _listen(self, bound: socket.socket) -> None:
         if not self.closing:
             asyncio.get_running_loop().add_reader(bound, self._accept, bound)
 
     async def _start(self) -> None:
-        one = RemoteConnections(self)
+        remote = RemoteConnections(self)
         try:
-            await asyncio.wait_for(one.set_up(), START_S)
+            await asyncio.wait_for(remote.set_up(), START_S)
         except (ConnectionError, TimeoutError) as error:
-            await one.close()
+            await remote.close()
             raise FlexorError(
-                f"A process for connections did not start (exit code {one.process.returncode}). Its reason is above; "
-                "--processes=0 does without."
+                f"A process for connections did not start (exit code {remote.process.returncode}). Its reason is "
+                "above; --processes=0 does without."
             ) from error
         except asyncio.CancelledError:  # the server ends
-            one.process.kill()
+            remote.process.kill()
             raise
-        self.running.append(one)
-        self._spawn(one.watch())
+        self.running.append(remote)
+        self._spawn(remote.watch())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -269,26 +273,26 @@ class ConnectionProcesses:
     def _accept(self, bound: socket.socket) -> None:
         try:
             while True:
-                self._spawn(self._hand_over(bound.accept()[0]))
+                self._spawn(self._transfer_connection(bound.accept()[0]))
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # too many open files, say
             log.warning("can't accept a connection: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(bound)
-            loop.call_later(AGAIN_S, self._listen, bound)
+            loop.call_later(RESTART_S, self._listen, bound)
 
-    async def _hand_over(self, connection: socket.socket) -> None:
+    async def _transfer_connection(self, connection: socket.socket) -> None:
         """The first client stays here, as do those that no other process takes."""
         with connection:
-            if not self.here.loop.clients and time.monotonic() - self.handing.last > RUSH_S:
-                self.handing.give(connection)
+            if not self.here.loop.clients and time.monotonic() - self.transfer.last > RUSH_S:
+                self.transfer.send(connection)
                 return
             for remote in sorted(self.running, key=_least_busy):
-                remote.handing.last = time.monotonic()  # the next connection goes to another one
-                if await remote.is_alive(ANSWER_S) and remote.handing.give(connection):
+                remote.transfer.last = time.monotonic()  # the next connection goes to another one
+                if await remote.is_alive(ANSWER_S) and remote.transfer.send(connection):
                     return
-            self.handing.give(connection)
+            self.transfer.send(connection)
 
     async def figures_of_all_but(
         self, asking: RemoteConnections, counted: Mapping[str, Any], images: bool
@@ -296,27 +300,30 @@ class ConnectionProcesses:
         asking.counted = counted
         return [await self.here.figures(images), *await self.figures(images, asking)]
 
-    async def figures(self, images: bool, but: RemoteConnections | None = None) -> list[Mapping[str, Any]]:
+    async def figures(
+        self, images: bool, excluded: RemoteConnections | None = None
+    ) -> list[Mapping[str, Any]]:
         """Those of the other processes, and of those that died."""
-        ended = {**NOBODY, "metrics": self.ended}  # before others may join them
-        others = [one.figures(images) for one in self.running if one is not but]
-        return [ended, *await asyncio.gather(*others)]
+        ended = {**NO_CLIENTS, "metrics": self.ended}  # before others may join them
+        running = [remote.figures(images) for remote in self.running if remote is not excluded]
+        return [ended, *await asyncio.gather(*running)]
 
-    def lost(self, one: RemoteConnections) -> None:
+    def lost(self, remote: RemoteConnections) -> None:
         """Start another one in its place. Its robots connect again."""
-        if one not in self.running or self.closing:
+        if remote not in self.running or self.closing:
             return
-        self.running.remove(one)
-        self.ended = {**Metrics.together([self.ended, one.counted]).plain(), "recent": []}
-        self._spawn(self._replace(one))
+        self.running.remove(remote)
+        self.ended = {**Metrics.merge([self.ended, remote.counted]).plain(), "recent": []}
+        self._spawn(self._replace(remote))
 
-    async def _replace(self, one: RemoteConnections) -> None:
-        await one.close()
+    async def _replace(self, remote: RemoteConnections) -> None:
+        await remote.close()
         log.warning(
-            "a process with connections ended (exit code %s); another one is started", one.process.returncode
+            "a process with connections ended (exit code %s); another one is started",
+            remote.process.returncode,
         )
         while not self.closing:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RESTART_S)
             try:
                 await self._start()
                 return
@@ -326,4 +333,4 @@ class ConnectionProcesses:
 
 def _least_busy(remote: RemoteConnections) -> tuple[bool, int, float]:
     """Sorts processes: the one with the fewest clients first, those that did not answer last."""
-    return not remote.answers, len(remote.clients), remote.handing.last
+    return not remote.responsive, len(remote.clients), remote.transfer.last

@@ -49,7 +49,9 @@ class CheckedRequest:
 
     def files(self) -> list[JpegFile]:
         values = [
-            each for value in self.values.values() for each in (value if isinstance(value, list) else [value])
+            image
+            for value in self.values.values()
+            for image in (value if isinstance(value, list) else [value])
         ]
         return [value for value in values if isinstance(value, JpegFile)]
 
@@ -97,7 +99,7 @@ class ObservationReader:
 
     def _find(self, message: Mapping[Any, Any], name: str) -> Any:
         value = _find(message, self.inputs[name].name)
-        return message.get(name) if value is None and self.inputs[name].own_too else value
+        return message.get(name) if value is None and self.inputs[name].policy_name_too else value
 
     def _missing(self, name: str, message: dict[Any, Any]) -> str:
         names = sorted(str(key[:LONGEST_NAME]) for key in message if key != OPTIONS)[:20]
@@ -110,12 +112,12 @@ class ObservationReader:
         """Arrays uint8 [C, H, W] and files; an array of several is [T, C, H, W]."""
         if not isinstance(value, list):
             return self._image(value, form, budget)
-        if len(value) != self.form.entries:  # said before anything is looked at
+        if len(value) != self.form.history_length:  # said before anything is looked at
             raise BadRequest(
-                f"{form.name} is a list of {len(value)} values, but the policy sees {self.form.entries}."
+                f"{form.name} is a list of {len(value)} values, but the policy sees {self.form.history_length}."
             )
         budget.take(form.name, len(value) * form.bytes)  # they are stacked
-        images = [self._image(each, form, budget) for each in value]
+        images = [self._image(image, form, budget) for image in value]
         if any(isinstance(image, np.ndarray) and image.ndim != 3 for image in images):
             raise BadRequest(f"{form.name} is a list of several images each: send a list of single ones.")
         return images

@@ -52,8 +52,8 @@ class PolicyServer:
             "protocol": PROTOCOL,
             **self.predictor.describe(),
             "inputs": {
-                wanted.name: {"shape": list(wanted.shape), "image": wanted.image}
-                for wanted in self.form.inputs.values()
+                spec.name: {"shape": list(spec.shape), "image": spec.image}
+                for spec in self.form.inputs.values()
             },
             "limits": {
                 "frame_bytes": limits.frame_bytes,

@@ -32,8 +32,8 @@ class UnfinishedMessages:
     complete in a moment, and one that is not meant to end is soon the oldest.
     """
 
-    def __init__(self, most: int, note: Callable[[str], None]):
-        self.most, self.note = most, note
+    def __init__(self, max_bytes: int, on_drop: Callable[[str], None]):
+        self.max_bytes, self.on_drop = max_bytes, on_drop
         self.sizes: dict[str, dict[CountedConnection, int]] = {}  # in the order in which messages began
 
     def update(self, connection: CountedConnection, size: int) -> None:
@@ -44,11 +44,11 @@ class UnfinishedMessages:
             sizes[connection] = size
         else:
             sizes.pop(connection, None)
-        while sum(sizes.values()) > self.most:
+        while sum(sizes.values()) > self.max_bytes:
             oldest = next(iter(sizes))
             del sizes[oldest]
             oldest.drop()
-            self.note(address)
+            self.on_drop(address)
         if not sizes:
             del self.sizes[address]
 

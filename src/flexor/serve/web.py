@@ -52,8 +52,8 @@ def status_page(title: str) -> Response:
     return response(200, text, "text/html; charset=utf-8")
 
 
-def clients_shown(clients: Iterable[Client]) -> list[dict[str, Any]]:
-    """What the page shows of clients. Images are made small here, and only when somebody looks."""
+def client_rows(clients: Iterable[Client]) -> list[dict[str, Any]]:
+    """The page's rows, one for each client. Images are made small here, and only when somebody looks."""
     now = time.time()
     return [
         {
@@ -73,8 +73,8 @@ def clients_shown(clients: Iterable[Client]) -> list[dict[str, Any]]:
 
 def status(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], started: float) -> Response:
     """What the page shows, as JSON. `figures`: those of all processes, as `Connections.figures` has them."""
-    metrics = Metrics.together([found["metrics"] for found in figures])
-    clients = [client for found in figures for client in found["clients"]]
+    metrics = Metrics.merge([process["metrics"] for process in figures])
+    clients = [client for process in figures for client in process["clients"]]
     text = as_json(
         {
             **about,
@@ -89,7 +89,7 @@ def status(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], start
 
 def prometheus(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], started: float) -> Response:
     def total(name: str) -> float:
-        return float(sum(found[name] for found in figures))
+        return float(sum(process[name] for process in figures))
 
     gauges = {
         "clients": ("connected clients", total("connected")),
@@ -97,7 +97,7 @@ def prometheus(figures: Sequence[Mapping[str, Any]], about: Mapping[str, str], s
         "uptime_seconds": ("seconds since the server was started", time.time() - started),
         "resident_memory_bytes": ("memory of the server's processes", total("resident_bytes")),
     }
-    text = Metrics.together([found["metrics"] for found in figures]).prometheus(gauges, about)
+    text = Metrics.merge([process["metrics"] for process in figures]).prometheus(gauges, about)
     return response(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
 
